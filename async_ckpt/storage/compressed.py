@@ -1,10 +1,10 @@
-"""Compression between the digests and a sink, and back: zstd frames of one digest block each.
+"""Compression of objects on their way to a sink, and decompression of ranges: zstd frames of one digest block each.
 
-In: segments in any order. Out: an object of independent frames in file order, with a seek table; and ranges of what
-was compressed. Knows nothing of: tar, tensors.
+In: segments in any order. Out: an object of independent frames in file order, with a seek table; ranges of the
+uncompressed bytes. Knows nothing of: tar, tensors.
 
-Every frame is made by whichever thread brings a segment; none waits for another. What comes long before its turn is
-kept uncompressed, on loan, so that memory stays within the pool.
+The threads that bring segments compress them; none waits for another. A segment that comes long before its turn stays
+uncompressed, on loan, so that memory stays within the pool.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ..spec import BLOCK_BYTES
 from .interface import Lent, Reader, Storage
 from .sequential import Appender
 
-# A frame that does not get smaller grows by this much at most (`ZSTD_COMPRESSBOUND`), and a table entry is 8 bytes.
+# Incompressible frames grow by at most this much (`ZSTD_COMPRESSBOUND`); an entry of the seek table is 8 bytes.
 _GROWTH: Final = 1 / 128
 _SLACK_BYTES: Final = 1024 * 1024
 _MAX_LEVEL: Final = 22
 _NUM_CACHED: Final = 4
-# The smallest block of a frame is 4 bytes, and makes 128 KiB: what claims to be more lies about its size.
+# The smallest block of a frame is 4 bytes for 128 KiB: a frame that claims more lies about its size.
 _MAX_RATIO: Final = 128 * 1024 // 4
 
 
 @dataclass(frozen=True, slots=True)
 class Zstd:
-    """How to compress: `level` from 1 (fast) to 22; `threads` is one less than the number of processors by default.
+    """Settings of compression: `level` from 1 (fast) to 22; `threads`, by default one less than the processors.
 
         async_ckpt.save(state, "out/x.tar.zst", compression=async_ckpt.Zstd(level=9))
 
-    Above level 3, compressing float weights only takes longer; the result is no smaller. Raises ValueError if an argument
-    is out of range.
+    Above level 3, compressing float weights only takes longer; the result is no smaller. Raises ValueError if an
+    argument is out of range.
     """
 
     level: int = 3
@@ -53,26 +53,26 @@ class Zstd:
 
     @property
     def num_threads(self) -> int:
-        """Threads that compress at once."""
+        """The number of threads that compress at once."""
         return self.threads or max(1, num_cpus() - 1)
 
 
 def refuse_if_missing() -> None:
-    """Raises ImportError where compression cannot be had."""
+    """Raise ImportError if the package for compression is missing."""
     zstandard_package()
 
 
 def decompressing(reader: Reader, path: str) -> Reader:
-    """The content of an object: itself, or if it is compressed the bytes that it was made of. Raises CorruptCheckpointError."""
+    """A reader of the content: `reader` itself if that is not compressed. Raises CorruptCheckpointError."""
     magic = bytearray(min(4, reader.num_bytes))
     reader.read_into(0, memoryview(magic))
     return ZstdReader(reader, path) if zstd.begins(magic) else reader
 
 
 class ZstdSink:
-    """A sink that compresses on the way to another one."""
+    """A sink that compresses on the way to another sink. A StepTarget creates it for one delivery. From any thread."""
 
-    retryable = False  # what was compressed is not kept
+    retryable = False  # compressed segments are not kept
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class ZstdSink:
         self._waiting: dict[
             int, tuple[memoryview, Lent]
         ] = {}  # not compressed yet; under _lock, like all below
-        self._compressed: dict[int, list[tuple[bytes, int]]] = {}  # compressed, until it is their turn
-        self._next = 0  # the next to be appended
+        self._compressed: dict[int, list[tuple[bytes, int]]] = {}  # frames of segments, until their turn
+        self._next = 0  # the next segment to append
         self._num_compressing = 0
         self._appending = False
         self._error: BaseException | None = None
-        self._frames: list[zstd.ZstdFrame] = []  # of whoever appends
+        self._frames: list[zstd.ZstdFrame] = []  # of the thread that appends
         self._local = threading.local()
 
     @property
@@ -125,13 +125,13 @@ class ZstdSink:
         try:
             while (segment := self._take()) is not None:
                 self._compress(*segment)
-                self._append_what_is_due()
+                self._append_due()
         except BaseException as error:
             self._fail(error)
             raise
 
     def _take(self) -> tuple[int, memoryview, Lent] | None:
-        """A segment to compress: the earliest, unless enough threads are at it or its turn is far away."""
+        """The earliest segment, to be compressed; None if enough threads are compressing or its turn is far away."""
         with self._lock:
             number = min(self._waiting, default=None)
             limit = self._settings.num_threads
@@ -153,15 +153,15 @@ class ZstdSink:
             self._compressed[number] = frames
 
     def _compressor(self) -> Any:
-        """One for each thread: they keep their tables between frames."""
+        """The compressor of this thread, which keeps its tables between frames."""
         if not hasattr(self._local, "compressor"):
             self._local.compressor = zstandard_package().ZstdCompressor(
                 level=self._settings.level, write_checksum=True
             )
         return self._local.compressor
 
-    def _append_what_is_due(self) -> None:
-        """In file order, by one thread at a time; the others leave theirs to that one."""
+    def _append_due(self) -> None:
+        """Append compressed segments in file order. One thread at a time does so, for all others."""
         while True:
             with self._lock:
                 if self._appending or self._error or self._next not in self._compressed:
@@ -202,14 +202,14 @@ class ZstdSink:
         self._appender.fail(error)
 
     def relieve(self) -> bool:
-        return False  # what is held is needed
+        return False  # nothing is kept for another attempt
 
     def __repr__(self) -> str:
         return f"<ZstdSink level {self._settings.level} {self._next}/{self._num_segments} segments, {self._appender!r}>"
 
 
 class ZstdReader(Reader):
-    """Ranges of what was compressed. Only the frames that a range touches are read."""
+    """Ranges of a compressed object. Only the frames that a range touches are read. From any thread."""
 
     def __init__(self, reader: Reader, path: str) -> None:
         self._reader, self._path = reader, path
@@ -220,7 +220,7 @@ class ZstdReader(Reader):
         self._lock = threading.Lock()
         self._cached: dict[
             int, bytes
-        ] = {}  # the frames read last, since neighbours touch them too; under _lock
+        ] = {}  # the last frames, which neighbouring ranges touch too; under _lock
 
     def read_into(self, offset: int, target: memoryview) -> None:
         if offset + len(target) > self.num_bytes:
@@ -265,7 +265,7 @@ class ZstdReader(Reader):
             frames = zstd.parse(bytes(table), data_bytes=total - len(table))
         except ValueError as error:
             raise self._corrupt(
-                f"{error}; it is cut off, or was compressed by another program: then use unpack()"
+                f"{error}; the file is cut off, or another program has compressed it: then use unpack()"
             ) from error
         if any(not 0 < f.uncompressed <= min(BLOCK_BYTES, f.compressed * _MAX_RATIO) for f in frames):
             raise self._corrupt("its frames are not those of an archive; use unpack()")

@@ -1,11 +1,11 @@
 """The files below one folder of this machine, reached without following a link.
 
 In: a folder, and paths below it that use `/`. Out: files opened, written, moved and deleted there, and nowhere else.
-Knows nothing of: what they are.
+Knows nothing of: what is in them.
 
-The folder itself may be a link, or lie behind one. Below it every folder on the way to a file is opened by itself, and a link in its
-place is an error: whoever has put it there did not mean what is behind it to be changed. On Windows, which cannot open a folder,
-links are looked for ahead of each call.
+The folder itself may be a link, or lie behind one. Below it, every folder on the way to a file is opened by itself, and
+a link in its place is an error: its target is not meant to be changed. Windows cannot open folders, so there every
+folder is checked before each call.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from .disk import O_BINARY, O_CLOEXEC, O_DIRECTORY, O_NONBLOCK, pread_into, prea
 
 _O_NOFOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
 _OPENS_FOLDERS: Final = os.open in os.supports_dir_fd and bool(_O_NOFOLLOW)
-# What opening a link, or something below one, says.
+# The errors of opening a link, or a path through one.
 _OF_LINKS: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 _PIECE_BYTES: Final = 4 * MIB
 _TEMP: Final = ".tmp"
 
 
 class _Location(NamedTuple):
-    """Where a name is looked for: in a folder that is open, or anywhere by its whole path."""
+    """A name in an open folder; or a whole path, if folders cannot be opened."""
 
     name: str
     folder: int | None
 
 
 class ConfinedFolder:
-    """The files below one folder. Calls raise FileNotFoundError where they say so, else StorageUnavailableError and its like."""
+    """The files below one folder. Errors are of this library, except for FileNotFoundError where a method says so."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,7 +49,7 @@ class ConfinedFolder:
 
     @contextmanager
     def _locate(self, name: str, *, make: bool = False) -> Iterator[_Location]:
-        """Where a file is, or is to be. With `make`, the folders on the way are made."""
+        """The location of a file, valid within the block. With `make`, the folders on the way are made."""
         *folders, last = name.split("/")
         if not _OPENS_FOLDERS:
             yield _Location(str(self._path_without_links(folders, make=make) / last), None)
@@ -66,7 +66,7 @@ class ConfinedFolder:
             os.close(fd)
 
     def _open_folder(self, folder: int, name: str, path: Path, *, make: bool) -> int:
-        """A folder in one that is open."""
+        """Open a folder in an open folder."""
         flags = os.O_RDONLY | O_DIRECTORY | O_CLOEXEC | _O_NOFOLLOW
         try:
             return os.open(name, flags, dir_fd=folder)
@@ -93,14 +93,14 @@ class ConfinedFolder:
         return at
 
     def _refusal(self, path: Path) -> StorageUnavailableError:
-        kind = "a link" if path.is_symlink() else "no file of its own"
+        kind = "a link" if path.is_symlink() else "not a regular file"
         return StorageUnavailableError(
-            f"{path} is {kind}, and nothing but the files below {self.folder} is changed; move it away, or use another folder",
+            f"{path} is {kind}, and only files below {self.folder} are changed; move it away, or use another folder",
             path=str(path),
         )
 
     def stat(self, name: str) -> os.stat_result | None:
-        """The status of the file under this very name, a link too; None if there is nothing, or a link on the way."""
+        """The status of a file, or of a link itself; None if there is nothing, or a link on the way."""
         with translated(self.folder / name):
             try:
                 with self._locate(name) as location:
@@ -109,12 +109,12 @@ class ConfinedFolder:
                 return None
 
     def size(self, name: str) -> int | None:
-        """The size of a file; None where none of its own is there."""
+        """The size of a regular file; None if there is none of this name."""
         status = self.stat(name)
         return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The files below a folder, by their paths from there."""
+        """The sizes of the files below a folder, by their paths from there."""
         with translated(self.folder / folder):
             top = self.folder / folder
             paths = [Path(at) / name for at, _, names in os.walk(top) for name in names]
@@ -139,7 +139,7 @@ class ConfinedFolder:
             raise self._refusal(self.folder / name)
 
     def read(self, name: str) -> bytes:
-        """Raises FileNotFoundError."""
+        """The content of a file. Raises FileNotFoundError."""
         with (
             translated(self.folder / name, passing=(FileNotFoundError,)),
             os.fdopen(self.open(name, os.O_RDONLY), "rb") as file,
@@ -147,20 +147,20 @@ class ConfinedFolder:
             return file.read()
 
     def put(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write a file that is not there. The folders on the way are made."""
+        """Write a new file. The folders on the way are made."""
         with translated(self.folder / name):
             fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, make=True)
             with os.fdopen(fd, "wb") as file:
                 file.writelines(pieces)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a small file and put it in its place, at once. Beside it is nobody else's."""
+        """Write a small file atomically. The folder has no other writer."""
         self.delete(name + _TEMP)
         self.put(name + _TEMP, [data])
         self.move(name + _TEMP, name)
 
     def move(self, name: str, to: str) -> None:
-        """Have a file, or a link, take the place of another. The folders on the way are made."""
+        """Rename a file or link, replacing another one. The folders on the way are made."""
         with (
             translated(self.folder / to),
             self._locate(name) as source,
@@ -169,7 +169,7 @@ class ConfinedFolder:
             os.replace(source.name, target.name, src_dir_fd=source.folder, dst_dir_fd=target.folder)
 
     def link(self, name: str, to: str) -> bool:
-        """Give a file, or a link, another name, too. False where files can have one only."""
+        """Give a file or link a second name. False if the file system has no hard links."""
         with (
             translated(self.folder / to),
             self._locate(name) as source,
@@ -188,7 +188,7 @@ class ConfinedFolder:
         return True
 
     def delete(self, name: str) -> None:
-        """Delete a file or a link if it is there, and the folders that this leaves empty."""
+        """Delete a file or link if there is one, and the folders that this leaves empty."""
         with (
             translated(self.folder / name),
             suppress(FileNotFoundError, NotADirectoryError, StorageUnavailableError),
@@ -202,7 +202,7 @@ class ConfinedFolder:
                     os.rmdir(location.name, dir_fd=location.folder)
 
     def delete_all(self, name: str) -> None:
-        """Delete what is there, with all that is in it. Of a link, only that."""
+        """Delete a file, a link itself, or a folder with its content."""
         status = self.stat(name)
         with translated(self.folder / name):
             if status is None:
@@ -214,9 +214,9 @@ class ConfinedFolder:
                 shutil.rmtree(location.name, dir_fd=location.folder)
 
     def part(self, name: str, by: str) -> None:
-        """Have a file be its own that shares its bytes with files of other names: these stay as they are.
+        """Replace a file that has several names by a copy, so that the other names keep the old file.
 
-        It is copied under the name `by`, and takes its own place then.
+        The copy is made under the name `by`, and then renamed.
         """
         self.delete_all(by)
         try:
@@ -246,16 +246,16 @@ class ConfinedFolder:
 
 
 def read_at(fd: int, target: memoryview, offset: int) -> None:
-    """Fill all of it. Raises OSError where the file ends too early."""
+    """Fill `target`. Raises OSError if the file ends too early."""
     while target:
         num_read = pread_into(fd, target, offset)
         if not num_read:
-            raise OSError(errno.EIO, f"it ends at {offset:,} bytes")
+            raise OSError(errno.EIO, f"the file ends at {offset:,} bytes")
         target, offset = target[num_read:], offset + num_read
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """All of it."""
+    """Write all of `data`."""
     while data:
         num_written = pwrite(fd, data, offset)
         data, offset = data[num_written:], offset + num_written

@@ -1,7 +1,7 @@
-"""The protocol of every place.
+"""The protocols of storages, their sinks and readers.
 
 In: paths below a root, bytes. Out: durable objects, and their bytes back. Knows nothing of: tensors, steps, commits.
-All calls block, and may come from any thread; the worker keeps them off its loop. Paths use `/`.
+All calls block, and may be made from any thread; none is made on the event loop. Paths use `/`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol, Self
 
 
 class Lent(Protocol):
-    """Memory on loan: whoever reads it after the call that handed it over retains it, and releases it when done."""
+    """Memory on loan. To use it after the call that lent it, retain it, and release it afterwards."""
 
     def retain(self) -> None: ...
 
@@ -21,53 +21,56 @@ class Lent(Protocol):
 
 
 class Sink(Protocol):
-    """The write side of one object that is not there yet. Only `finish` makes it appear."""
+    """The write side of one object. Only `finish` makes the object appear.
+
+    `Storage.create` makes it for one delivery, which owns it and ends it by `finish` or `abort`, and `close`.
+    """
 
     @property
     def num_bytes(self) -> int:
-        """The size of the object; until it is finished, the announced one."""
+        """The size of the object; until the object is finished, the announced size."""
 
     @property
     def num_retries(self) -> int:
-        """Requests, or whole attempts, that had to be made again."""
+        """The number of requests, or whole attempts, that were repeated."""
 
     @property
     def failed(self) -> Future[None] | None:
-        """Raises, as soon as that is known, what the object will not be for; None where `write` and `finish` say all."""
+        """A future that gets the error once the object is known to fail; None if `write` and `finish` raise it."""
 
     @property
     def retryable(self) -> bool:
-        """True if all that was written is still in memory, to be sent again as a whole if need be."""
+        """True if everything written is still in memory, so that the whole object can be sent again."""
 
     def write(self, offset: int, data: memoryview, lease: Lent) -> None:
-        """Take a whole segment, or the last one, at `offset`: from any thread, in any order, each once.
+        """Take one segment at `offset`; all but the last are whole. From any thread, in any order, each segment once.
 
-        `data` is `lease`'s memory and stays as it is until that is released. A sink that sends it later retains
-        the lease; one that has failed has released everything. Raises StorageFullError, StorageUnavailableError.
+        `data` is the memory of `lease` and does not change until `lease` is released. A sink that sends it later
+        retains the lease; a sink that has failed has released all. Raises StorageFullError, StorageUnavailableError.
         """
 
     def finish(self, num_bytes: int | None = None) -> None:
         """Make the object durable and visible under its name, whole. All writes have returned.
 
-        `num_bytes` is its size, where only a limit was announced.
+        `num_bytes` is the size of the object if only a limit was announced.
         """
 
     def abort(self) -> None:
-        """Leave no trace. Idempotent; never raises what the caller cannot act on."""
+        """Leave no trace of the object. Idempotent; raises only errors that the caller can act on."""
 
     def close(self) -> None:
-        """The object's fate is decided: it was committed, or it never will be. Idempotent."""
+        """Release locks: the object was committed, or never will be. Idempotent."""
 
     def give_up(self) -> None:
-        """The object will not be, and its memory is needed: let go of all that is not being sent this moment.
+        """Release every lease that is not being sent at this moment; the object will not be finished.
 
-        Does not wait; `abort` follows. Idempotent, from any thread.
+        Does not wait; `abort` follows. Idempotent. From any thread.
         """
 
     def relieve(self) -> bool:
-        """Memory is short: let go of a lease that is kept only so that a failed upload could be tried again.
+        """Release one lease that is kept only for another attempt, since memory is short. From any thread.
 
-        From any thread. False when nothing could be let go of.
+        False if there is none.
         """
 
 
@@ -77,9 +80,9 @@ class Reader(Protocol):
     num_bytes: int
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from `offset` on, from any thread. Raises EOFError where the object ends too early.
+        """Fill `target` from `offset` on. From any thread. Raises EOFError if the object ends too early.
 
-        Raises StorageUnavailableError, also when the object was replaced after it was opened.
+        Raises StorageUnavailableError, also if the object was replaced after it was opened.
         """
 
     def close(self) -> None: ...
@@ -94,16 +97,16 @@ class Reader(Protocol):
 
 
 class Storage(Protocol):
-    """One root. A missing object is FileNotFoundError; any other refusal is a StorageUnavailableError."""
+    """One root. A missing object raises FileNotFoundError; any other failure raises StorageUnavailableError."""
 
-    remote: bool  # every call goes through a network: none is made on the caller's thread of a save
-    in_order: bool  # its sinks send in file order, and hold what comes early
+    remote: bool  # calls go through a network, so a save makes none on its caller's thread
+    in_order: bool  # sinks send in file order, and hold segments that come early
 
     def locate(self, path: str) -> str:
-        """The full name of an object, for people: without credentials."""
+        """The full name of an object for messages, without credentials."""
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
-        """How many segments in a row a sink for such an object must hold at once before it can send any of them."""
+        """The number of consecutive segments that a sink must hold before it can send any of them."""
 
     def create(
         self,
@@ -116,67 +119,67 @@ class Storage(Protocol):
     ) -> Sink:
         """Begin an object of exactly this size; parents are made. Raises StorageFullError before a byte is written.
 
-        It comes in segments of `segment_bytes`, of which `max_segments` at most can be on loan at a time; the sink
-        holds no more than its share of these. Without `exact`, `num_bytes` is a limit, and `finish` is told the size.
+        The object comes in segments of `segment_bytes`, of which at most `max_segments` are on loan at a time. Without
+        `exact`, `num_bytes` is a limit, and `finish` is given the size.
         """
 
     def open(self, path: str) -> Reader:
-        """Raises FileNotFoundError, and IsADirectoryError where folders are real."""
+        """Open an object. Raises FileNotFoundError, and IsADirectoryError if folders are real."""
 
     def read(self, path: str) -> tuple[bytes, str]:
-        """A small object, and its version: a text that changes whenever the object is replaced.
+        """The content of a small object, and its version: a text that changes whenever the object is replaced.
 
-        Raises FileNotFoundError only where `names` does not list it either; a link that leads nowhere, or something
-        that is no file, is a StorageUnavailableError.
+        Raises FileNotFoundError only if `names` does not list it either; a broken link, or anything else that is not a
+        file, raises StorageUnavailableError.
         """
 
     def put_new(self, path: str, data: bytes) -> None:
-        """Write a small object durably, only if there is none; FileExistsError otherwise, whoever came first."""
+        """Write a small object durably if there is none of that name. Raises FileExistsError otherwise."""
 
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
-        """Write or replace a small object durably and at once; with `version`, only if it is still that one.
+        """Write or replace a small object durably and atomically; with `version`, only if that is its version.
 
-        Its new version, where the place tells it. Raises FileExistsError when it is not that one.
+        Returns the new version, or None if the place does not tell it. Raises FileExistsError for another version.
         """
 
     def move(self, path: str, to: str) -> None:
         """Rename a small object, durably."""
 
     def delete(self, path: str) -> None:
-        """Delete an object; no error if there is none. A folder that it leaves empty goes with it."""
+        """Delete an object, and the folder that this leaves empty. No error if there is no object."""
 
     def delete_many(self, paths: Sequence[str]) -> None:
-        """Delete objects, each as `delete` does, in any order; in few requests where the place knows how to.
+        """Delete objects, each as `delete` does, in any order; in few requests if the place can.
 
-        After an error some of them may be gone.
+        After an error some of them may be deleted.
         """
         for path in paths:
             self.delete(path)
 
     def delete_all(self, path: str) -> None:
-        """Delete an object, or a folder with all that is in it; no error if there is neither. A link is not followed."""
+        """Delete an object, or a folder with its content. No error if there is neither. Links are not followed."""
 
     def remove_if_empty(self, folder: str) -> bool:
-        """Remove a folder below the root if there is nothing in it. False when there is, or when there is no folder.
+        """Remove an empty folder below the root. False if the folder is not empty, or does not exist.
 
-        It harms no writer, even one that has made the folder and put nothing into it yet. Raises nothing.
+        Harms no writer, even one that has made the folder and put nothing into it yet. Raises nothing.
         """
 
     def names(self, folder: str) -> list[str]:
-        """Names directly in a folder, of objects and folders, sorted; none when there is no such folder."""
+        """The names of the objects and folders directly in a folder, sorted; none if there is no such folder."""
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The size of every object below a folder, however deep, by its path from there, sorted.
+        """The sizes of all objects below a folder, at any depth, by their paths from there, sorted.
 
-        Empty when there is no such folder; without what is still being written. Raises CorruptCheckpointError for an
-        object whose name is no path to it.
+        Empty if there is no such folder; without objects that are being written. Raises CorruptCheckpointError for an
+        object whose name is not a path to it.
         """
 
     def exists(self, path: str) -> bool:
-        """Whether there is such an object (or, where folders are real, a folder)."""
+        """Whether there is an object (or, if folders are real, a folder) of this name."""
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        """The paths, among these, that exist, in the order given; asked in parallel where asking is slow."""
+        """The paths, among these, that exist, in the order given. Asks in parallel if requests are slow."""
 
     def sweep(
         self,
@@ -187,21 +190,21 @@ class Storage(Protocol):
         decided: bool = False,
         of_ranks: bool = False,
     ) -> list[str]:
-        """The names, among these, whose writer is provably gone; deleted, or left for the caller to judge.
+        """The names, among these, of objects whose writer has provably ended. With `delete`, they are deleted.
 
-        `decided`: a newer step is committed, so no writer could still commit them. Where the writer itself cannot
-        be asked, that and a day's age by the store's clock is the proof; so it is for what one of several ranks has
+        `decided` says that a newer step is committed, so no writer can still commit these. If the writer cannot be
+        asked, that and a day's age by the store's clock are the proof; also for an object that one of several ranks has
         written (`of_ranks`), which may run on another machine.
         """
 
     def hold(self, path: str) -> Callable[[], None]:
-        """Show other processes that this one lives, by a lock on an object of its own, until the returned function is called.
+        """Lock an object, as a sign to other processes that this one lives, until the returned function is called.
 
-        Where there are no locks, as in a store, it does nothing.
+        Does nothing in places without locks, such as stores.
         """
 
     def is_held(self, path: str) -> bool:
-        """Whether another living process provably holds an object."""
+        """Whether another living process provably has locked an object."""
 
     def sweep_uploads(self) -> list[str]:
-        """Abort unfinished uploads below this root that are older than a day by the store's clock; their names."""
+        """Abort unfinished uploads below this root, older than a day by the store's clock. Returns their names."""

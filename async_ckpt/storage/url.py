@@ -1,6 +1,6 @@
-"""Paths and URLs as text: where they point, and what of them may be shown.
+"""Paths and URLs as text: their parts, and the parts that may be shown.
 
-In: what the user said. Out: schemes, buckets, parents and names. Knows nothing of: storages.
+In: a user's paths and URLs. Out: schemes, buckets, parents and names; text for messages. Knows nothing of: storages.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
 
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
-# What fsspec takes for a filesystem on another; and a URL in a text of somebody else's.
+# A chain of fsspec, which is one filesystem on another; a URL within a foreign text.
 _CHAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:://[^:]*)?::.*:/")
 _URL_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 
 
 def parent_and_name(path: StrPath, *, fs: Any = None) -> tuple[str, str]:
-    """The place that an object lies in, and its name there. Raises ValueError where there is no name."""
+    """The place that contains an object, and its name there. Raises ValueError if there is no name."""
     text = text_of(path)
     parent, name = place_and_name(text, fs=fs)
     scheme, _, rest = text.partition("://")
@@ -42,9 +42,9 @@ def parent_and_name(path: StrPath, *, fs: Any = None) -> tuple[str, str]:
 
 
 def place_and_name(path: StrPath, *, fs: Any = None) -> tuple[str, str]:
-    """The place that an object or a folder lies in, and its name there: empty for a whole bucket, or a whole disk.
+    """The place that contains an object or folder, and its name there: empty for a whole bucket, or a whole disk.
 
-    With `fs`, the path is one on that filesystem.
+    With `fs`, the path is on that filesystem.
     """
     text = text_of(path)
     if not _is_far(text, fs):
@@ -70,7 +70,7 @@ def scheme_of(text: str) -> str | None:
 
 
 def split_bucket(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and prefix. A URL that is malformed is not shown beyond what cannot be a password."""
+    """Scheme, bucket and prefix. Messages about a malformed URL show no part that may be a password."""
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     scheme = SCHEMES.get(scheme, scheme)
@@ -94,23 +94,23 @@ def split_bucket(url: str) -> tuple[str, str, str]:
 
 
 def refuse_chain(text: str) -> None:
-    """A URL that fsspec would read as one filesystem on another has no parent and no name."""
+    """Raise ValueError for a URL that fsspec would read as one filesystem on another: it has no parent and no name."""
     if _CHAIN.match(text):
         raise ValueError(f"{shown(text)} is a chain of filesystems; pass Place(path, fs=…) instead")
 
 
 def _refuse_query(url: str) -> None:
-    """A store's URL is a bucket and a key; what a browser would take for more may be a key to it."""
+    """Raise ValueError for a URL with a query or fragment, which may be a signature."""
     if "?" in url or "#" in url:
         raise ValueError(
-            f"{shown(url)}: the URL of a store must not contain ? or #; give what follows them in Place(url, options=…)"
+            f"{shown(url)}: the URL of a store must not contain ? or #; give what follows in Place(url, options=…)"
         )
 
 
 def shown(text: str) -> str:
-    """A URL as it may be printed: without user, password, query and fragment. A path is printed as it is."""
+    """A URL without user, password, query and fragment. A path is returned as it is."""
     slashes = "://" if "://" in text else ":/"
-    if slashes == ":/" and not _URL.match(text):  # a path; a URL that was made a Path has one slash
+    if slashes == ":/" and not _URL.match(text):  # a path; a URL that was turned into a Path has one slash
         return text
     scheme, _, rest = text.partition(slashes)
     user, _, place = rest.rpartition("@")
@@ -123,21 +123,21 @@ def shown(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """A text of somebody else's, such as a client's error, with each URL in it as it may be printed."""
+    """A foreign text, such as a client's error, with the secrets removed from the URLs in it."""
     return _URL_IN_TEXT.sub(lambda url: shown(url[0]), text)
 
 
 def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
-    """A name that a place holds and that cannot be asked for, or be a file below a folder."""
+    """The error about an object whose name cannot be requested, or cannot be that of a file below a folder."""
     return CorruptCheckpointError(
-        f"{place} holds what cannot be files of one folder: {problem}; rename or delete that object",
+        f"{place} has an object that cannot be a file below it: {problem}; rename or delete that object",
         path=place,
     )
 
 
 def text_of(path: StrPath) -> str:
     """A path as text. Raises TypeError and ValueError for anything else."""
-    # What stands for an object in a store (cloudpathlib) has a path as well: that of its copy in a cache on the disk.
+    # A cloudpathlib path of an object in a store has a file system path as well: that of its copy in a cache.
     as_uri = None if isinstance(path, str | PurePath) else getattr(path, "as_uri", None)
     if as_uri is None and not isinstance(path, str | os.PathLike):
         raise TypeError(f"expected a path or URL, not {type(path).__qualname__}; pass a string or a Path")
@@ -150,7 +150,7 @@ def text_of(path: StrPath) -> str:
     if match and not match[2] and match[1] in SCHEMES and isinstance(path, str):
         raise ValueError(f"{shown(text)} has one slash too few; write {shown(text.replace(':/', '://', 1))}")
     if match and not match[2] and not isinstance(path, str):
-        # A Path makes one slash of two. The URL of a bucket has no others that it could have lost.
+        # A Path turns two slashes into one. The URL of a bucket has no others that could be lost.
         if match[1] in SCHEMES:
             return text.replace(":/", "://", 1)
         raise ValueError(f"{shown(text)} was a URL: a Path turns two slashes into one; pass it as a string")

@@ -1,6 +1,6 @@
-"""A bucket, as fsspec sees one: objects that appear whole.
+"""A bucket of s3fs: objects that appear whole.
 
-In: an fsspec filesystem of objects. Out: what a storage asks of it. Knows nothing of: archives.
+In: a filesystem of s3fs. Out: the small objects of a storage, and requests. Knows nothing of: archives.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class Body:
 
 
 class Bucket:
-    """Objects of S3, by s3fs's requests: no listing, guess or copy of its file interface is in between."""
+    """Objects of S3, by the requests of s3fs, without its file interface and its cached listings.
+
+    FsspecStorage creates and owns it. From any thread.
+    """
 
     in_order = False
     alone = False
@@ -81,8 +84,8 @@ class Bucket:
         self._filesystem = filesystem
         self._root = root
         self._deadline_seconds = deadline_seconds
-        self._has_bucket = False  # that there is such a bucket
-        self._obeys_conditions: bool | None = None  # whether it heeds conditions on a put
+        self._has_bucket = False  # the bucket was seen
+        self._obeys_conditions: bool | None = None  # whether it obeys the conditions of a put, once known
         self._conditions = Conditions()
 
     def name(self, path: str) -> str:
@@ -104,20 +107,20 @@ class Bucket:
         return bucket, key
 
     def call(self, method: str, name: str, **parameters: Any) -> Any:
-        """One request, repeated by s3fs where that helps; what the method has no use for is left out."""
+        """Make a request, which s3fs repeats if that helps. Parameters that the method does not have are left out."""
         return self._await(lambda request: request(method), name, **parameters)
 
     def _await(
-        self, talk: Callable[[Callable[..., Any]], Awaitable[Any]], name: str, **parameters: Any
+        self, requests: Callable[[Callable[..., Any]], Awaitable[Any]], name: str, **parameters: Any
     ) -> Any:
-        """Hold a talk of requests and answers on s3fs's loop, within the deadline."""
+        """Run a coroutine function that makes requests, on the loop of s3fs, within the deadline."""
         from fsspec.asyn import sync  # type: ignore[import-untyped]
 
         fs = self._filesystem()
         bucket, key = self.split(name)
         request = partial(fs._call_s3, Bucket=bucket, Key=key, **parameters)
         try:
-            return sync(fs.loop, talk, request, timeout=self._deadline_seconds)
+            return sync(fs.loop, requests, request, timeout=self._deadline_seconds)
         except FileNotFoundError as error:
             if "NoSuchBucket" in codes_of(error):
                 raise NoBucketError(errno.ENXIO, f"bucket {bucket} does not exist") from error
@@ -126,10 +129,10 @@ class Bucket:
     def info(self, name: str) -> Info:
         try:
             response = self.call("head_object", name)
-        except FileNotFoundError:  # which does not say what is missing
+        except FileNotFoundError:  # the object is missing, or the bucket
             self._require_bucket(name)
             raise
-        except OSError:  # the answer to a HEAD has no body and so no reason; the answer to a listing has
+        except OSError:  # the response to a HEAD has no body and so no reason; that to a listing has
             bucket, key = self.split(name)
             self.call("list_objects_v2", bucket, Prefix=key, MaxKeys=1)
             raise
@@ -143,7 +146,7 @@ class Bucket:
         except FileNotFoundError:
             raise NoBucketError(errno.ENXIO, f"bucket {self.split(name)[0]} does not exist") from None
         except PermissionError:
-            pass  # it is there, and not to be looked at
+            pass  # the bucket is there, and may not be listed
         self._has_bucket = True
 
     def read(self, name: str) -> tuple[bytes, str]:
@@ -159,7 +162,7 @@ class Bucket:
             raise
 
     def _get(self, name: str, target: memoryview | None, **conditions: Any) -> tuple[memoryview, str]:
-        """A get and its body, which goes straight into place. s3fs repeats the request, but not a body that breaks."""
+        """Get an object, whose body is received into `target`. s3fs repeats failed requests, but not failed bodies."""
         from fsspec.exceptions import FSTimeoutError  # type: ignore[import-untyped]
         from s3fs.core import S3_RETRYABLE_ERRORS  # type: ignore[import-untyped]
 
@@ -195,11 +198,11 @@ class Bucket:
                 if not (condition and codes & REFUSED) and not is_gone:
                     raise
                 if create and was_repeated(error) and self.read(name)[0] == data:
-                    return  # it is our own: the answer to the first try was lost
+                    return  # the first try has written it, and the response was lost
                 raise FileExistsError(errno.EEXIST, f"{name} was written by another writer") from error
 
     def creates_exclusively(self) -> bool:
-        """Whether a condition on a put is heeded: some stores take it and write all the same. Tried once."""
+        """Whether the store obeys the conditions of a put: some accept and ignore them. Tested at the first call."""
         if self._obeys_conditions is None:
             probe = self.name(probe_name())
             self.put(probe, b"")
@@ -213,7 +216,7 @@ class Bucket:
         return self._obeys_conditions
 
     def replace(self, name: str, data: bytes, version: str) -> bool:
-        """Put over this version and no other. False when the store does not obey that condition."""
+        """Replace this version only. False if the store does not obey that condition."""
 
         def put(form: Form) -> bool:
             self.put(name, data, version=form(version))
@@ -232,7 +235,7 @@ class Bucket:
             return False
 
     def _accepts(self, form: Form) -> bool:
-        """Whether a put over a version that is there is obeyed, on an object made for that."""
+        """Whether the store accepts a conditional put with this form of e-tag, tested on a probe."""
         probe = self.name(probe_name())
         self.put(probe, b"")
         try:
@@ -264,7 +267,7 @@ class Bucket:
         self.call("delete_object", name)
 
     def delete_many(self, names: Sequence[str]) -> bool:
-        """By as few requests as there are; False where the bucket does not know them."""
+        """Delete objects by as few requests as possible. False if the store does not support that."""
         for at in range(0, len(names), _MAX_DELETED):
             keys = [{"Key": self.split(name)[1]} for name in names[at : at + _MAX_DELETED]]
             response = self.call("delete_objects", names[at], Delete={"Objects": keys, "Quiet": True})
@@ -291,11 +294,12 @@ class Bucket:
             entry["Key"][len(prefix) :]: entry["Size"]
             for page in self._pages("list_objects_v2", folder, Prefix=prefix)
             for entry in page.get("Contents", ())
-            if entry["Size"] or not entry["Key"].endswith("/")  # else it only shows a folder
+            if entry["Size"]
+            or not entry["Key"].endswith("/")  # an empty object whose name ends in a slash marks a folder
         }
 
     def tree(self, name: str) -> tuple[list[str], list[str]]:
-        """See FileTree; a store has no folders."""
+        """See FileTree. A store has no folders."""
         return ["", *(f"/{path}" for path in self.sizes(name))], []
 
     def _pages(self, method: str, name: str, **parameters: Any) -> Iterator[Any]:
@@ -319,7 +323,7 @@ class Bucket:
     def abort_uploads(
         self, bucket: str, prefix: str, before: float = math.inf, *, exact: bool = False
     ) -> list[str]:
-        """Abort uploads of keys that begin so (or are just that), begun before this time of the store; their keys."""
+        """Abort uploads to keys with this prefix (`exact`: to this key), begun before this time. Returns their keys."""
         stale = [
             (upload["Key"], upload["UploadId"])
             for page in self._pages("list_multipart_uploads", bucket, Prefix=prefix)
@@ -328,6 +332,6 @@ class Bucket:
             if upload["Key"] == prefix or not exact
         ]
         for key, upload_id in stale:
-            with suppress(FileNotFoundError):  # it has ended by itself
+            with suppress(FileNotFoundError):  # it has ended since
                 self.call("abort_multipart_upload", f"{bucket}/{key}", UploadId=upload_id)
         return [key for key, _ in stale]

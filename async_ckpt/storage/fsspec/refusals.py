@@ -1,7 +1,7 @@
-"""The meaning of a filesystem's refusal, and advice on it.
+"""Advice on errors of fsspec's filesystems.
 
-In: an error of fsspec's, botocore's or aiohttp's. Out: its words, its advice, and what in it must not be shown.
-Knows nothing of: which call it was.
+In: an error of fsspec, botocore or aiohttp. Out: its codes, advice; the secrets that messages must not show.
+Knows nothing of: calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .. import stores
 
 
 class NoBucketError(OSError):
-    pass
+    """The bucket does not exist."""
 
 
 class InheritedError(OSError):
@@ -25,7 +25,7 @@ class InheritedError(OSError):
 REFUSED: Final = frozenset({"PreconditionFailed", "412"})
 CONFLICT: Final = frozenset({"ConditionalRequestConflict", "OperationAborted", "409"})
 NO_SUCH_CALL: Final = frozenset({"NotImplemented", "501", "InvalidArgument", "InvalidRequest", "400", "405"})
-# By what an error or one of its causes is called, in S3's codes and in Python's classes: what to do about it.
+# Advice, by the S3 codes and Python classes of an error and its causes.
 _ADVICE: Final = {
     "NoBucketError": stores.CREATE,
     "InheritedError": "make it in this process, or give a URL and options= instead of fs=",
@@ -36,21 +36,19 @@ _ADVICE: Final = {
     "PermanentRedirect 301 AuthorizationHeaderMalformed IllegalLocationConstraintException": stores.REGION,
     "PermissionError AccessDenied 403": stores.RIGHTS,
     "EndpointConnectionError ConnectTimeoutError ReadTimeoutError HTTPClientError ClientConnectionError "
-    "ConnectionError ConnectionRefusedError ConnectionResetError FSTimeoutError TimeoutError NoValidConnectionsError gaierror": (
-        stores.AWAY
-    ),
+    "ConnectionError ConnectionRefusedError ConnectionResetError FSTimeoutError TimeoutError NoValidConnectionsError "
+    "gaierror": stores.AWAY,
 }
 
 
 def advice_on(error: BaseException) -> str:
     codes = codes_of(error)
-    otherwise = (
-        "make sure that the place is there, is healthy, and may be read and written with these credentials"
-    )
+    otherwise = "make sure that the place exists, is healthy, and these credentials may read and write it"
     return next((advice for names, advice in _ADVICE.items() if codes & set(names.split())), otherwise)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and its causes."""
     for _ in range(10):
         if error is None:
             return
@@ -59,7 +57,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def codes_of(error: BaseException) -> set[str]:
-    """The names of an error and its causes: their classes, and the codes that a store gave."""
+    """The class names of an error and its causes, and the codes from the store in them."""
     codes = set()
     for cause in chain(error):
         codes.add(type(cause).__name__)
@@ -68,6 +66,7 @@ def codes_of(error: BaseException) -> set[str]:
 
 
 def was_repeated(error: BaseException) -> bool:
+    """Whether s3fs had made the request more than once."""
     return any(_answer(cause).get("ResponseMetadata", {}).get("RetryAttempts") for cause in chain(error))
 
 
@@ -77,7 +76,7 @@ def _answer(error: BaseException) -> Mapping[str, Any]:
 
 
 def secrets_in(url: str, *options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Texts that nobody may read in a message, the longest first."""
+    """The texts that no message may contain, the longest first."""
     secrets = {os.environ.get(name, "") for name in _SECRET_VARIABLES}
     parts = urlsplit(url)
     password = parts.password

@@ -1,4 +1,4 @@
-"""How a filesystem of fsspec is made: its class, its options, and once for each process.
+"""Creation of filesystems of fsspec: their class, their options, and one for each process.
 
 In: a scheme, a URL, options of fsspec or obstore. Out: a filesystem. Knows nothing of: objects.
 """
@@ -18,7 +18,7 @@ from typing import Any, Final
 from ...host.process import in_forked_child, never_end
 from .refusals import InheritedError, chain
 
-# Filesystems with one connection, on which a thread would take the answers meant for others (paramiko drops them).
+# Filesystems with one connection, on which threads would receive each other's responses (paramiko drops these).
 ONE_AT_A_TIME: Final = frozenset({"sftp", "ssh", "ftp"})
 _OURS: Final = frozenset({"deadline_seconds", "client_options", "retry_config", "credential_provider"})
 _S3_NAMES: Final = {
@@ -30,7 +30,7 @@ _S3_NAMES: Final = {
     "region_name": "region",
     "skip_signature": "anon",
 }
-# Of obstore's options, those that s3fs has no use for.
+# Options of obstore that s3fs does not have.
 _OBSTORE_ONLY: Final = frozenset(
     {
         "allow_http",
@@ -44,12 +44,12 @@ _OBSTORE_ONLY: Final = frozenset(
 
 
 _makers: weakref.WeakSet[OncePerProcess] = weakref.WeakSet()
-# By their ids: equal ones are not the same. One that nobody needs any more is there until it is collected.
+# Filesystems by their ids, since equal ones need not be the same.
 _alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class OncePerProcess:
-    """A filesystem that is made when it is first called for; a forked child makes its own."""
+    """A filesystem that is made at the first call; a forked child makes its own. From any thread."""
 
     def __init__(self, make: Callable[[], Any], *, one_at_a_time: bool) -> None:
         self._make = make
@@ -59,25 +59,25 @@ class OncePerProcess:
 
     def begin_anew(self) -> None:
         self._filesystem: Any = None
-        # Both are held over calls: whoever waits needs what is being made, or the connection that is in use.
+        # Both are held over calls, since a waiting thread needs the new filesystem, or the connection that is in use.
         self._making, self._using = threading.Lock(), threading.RLock()
 
     def __call__(self) -> Any:
         with self._making:
             if self._filesystem is None:
                 self._filesystem = self._make()
-                with suppress(TypeError):  # some class of a user's, which takes no weak references
+                with suppress(TypeError):  # a user's class without weak references
                     _alive[id(self._filesystem)] = self._filesystem
             return self._filesystem
 
     def turn(self) -> AbstractContextManager[Any]:
-        """To be held while it is used."""
+        """A lock to be held while the filesystem is used."""
         return self._using if self._one_at_a_time else nullcontext()
 
 
 @in_forked_child
 def _forget() -> None:
-    """Connections and event loops are the parent's."""
+    """In a forked child: connections and event loops are the parent's."""
     for fs in list(_alive.values()):
         never_end(fs)
     for maker in list(_makers):
@@ -85,11 +85,11 @@ def _forget() -> None:
 
 
 def maker_of(fs: Any) -> Callable[[], Any]:
-    """The maker of a user's filesystem: it is there already, and made again in a forked child where it has to be."""
-    made_in = getattr(fs, "_pid", os.getpid())  # as those with an event loop note it
+    """A function that returns a user's filesystem; in a forked child, a copy if connections belong to the parent."""
+    made_in = getattr(fs, "_pid", os.getpid())  # which filesystems with an event loop have
 
     def make() -> Any:
-        # To an event loop, or to one connection.
+        # Whether it has an event loop, or one connection.
         is_bound = getattr(fs, "async_impl", False) or protocol_of(fs) in ONE_AT_A_TIME
         return _remake(fs) if is_bound and os.getpid() != made_in else fs
 
@@ -97,7 +97,7 @@ def maker_of(fs: Any) -> Callable[[], Any]:
 
 
 def _remake(fs: Any) -> Any:
-    """The same filesystem with connections of this process, as if it had been pickled for another one."""
+    """A copy of a filesystem with connections of this process, made by pickling."""
     never_end(fs)
     try:
         return pickle.loads(pickle.dumps(fs))
@@ -110,7 +110,7 @@ def protocol_of(fs: Any) -> str:
 
 
 def class_and_maker(scheme: str, url: str, options: Mapping[str, Any]) -> tuple[Any, Callable[[], Any]]:
-    """The class for a scheme, and what makes its filesystem: not shared with others, and without kept listings."""
+    """The class for a scheme, and a function that makes an instance that is not shared and keeps no listings."""
     kind = _class_of(scheme)
     if hasattr(kind, "call_s3"):
         kwargs = _for_s3fs(options, known=set(inspect.signature(kind.__init__).parameters))
@@ -121,7 +121,7 @@ def class_and_maker(scheme: str, url: str, options: Mapping[str, Any]) -> tuple[
     def make() -> Any:
         provider = options.get("credential_provider") if hasattr(kind, "call_s3") else None
         fs = kind(**kwargs, **(_credentials(provider) if provider else {}), skip_instance_cache=True)
-        fs.dircache.use_listings_cache = False  # an option of most constructors, and an error for others
+        fs.dircache.use_listings_cache = False  # as an option, some constructors would refuse it
         return fs
 
     return kind, make
@@ -154,7 +154,7 @@ def _class_of(scheme: str) -> Any:
 
 
 def _for_s3fs(options: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
-    """Options by s3fs's names, from those or obstore's. Raises ValueError for what neither knows."""
+    """Options of s3fs, from those of s3fs or obstore. Raises ValueError for options of neither."""
     kwargs: dict[str, Any] = {}
     for name, value in options.items():
         name = name.lower().removeprefix("aws_")
@@ -182,7 +182,7 @@ def _is_true(value: object) -> bool:
 
 
 def _credentials(provider: Callable[[], Any]) -> dict[str, Any]:
-    """The present answer of a credential provider of obstore. s3fs is told once: for keys that expire give it a `session`."""
+    """The present keys of a credential provider of obstore. s3fs never renews them: use its `session` for that."""
     from fsspec.asyn import get_loop, sync  # type: ignore[import-untyped]
 
     credentials = provider()
@@ -204,8 +204,8 @@ _turns: dict[tuple[int, str], threading.Lock] = {}
 
 
 def turn(url: str) -> threading.Lock:
-    """For places without conditional writes: at least this process's writers of a root take turns.
+    """A lock for the writers of this process to a root without conditional writes.
 
-    Held over the write, which is what the others wait for; a hung place holds up nobody but its own writers.
+    Held over the write. A place that hangs delays only its own writers.
     """
     return _turns.setdefault((os.getpid(), url), threading.Lock())

@@ -1,4 +1,4 @@
-"""Archives on their way through fsspec: as the parts of an upload, or as one file from front to back.
+"""Sinks through fsspec: the parts of an upload, or one file from front to back.
 
 In: segments at offsets. Out: objects that are there whole or not at all. Knows nothing of: what is in them.
 """
@@ -23,10 +23,13 @@ Translated = Callable[..., AbstractContextManager[None]]
 
 
 class _HoldingSink:
-    """The common part of both sinks: segments that came and are not sent yet, and the one error that ends it all."""
+    """The common part of both sinks: the segments that are not sent yet, and the first error, which ends the sink.
+
+    FsspecStorage creates a sink for one delivery. From any thread.
+    """
 
     num_retries = 0
-    retryable = False  # what was sent is not kept
+    retryable = False  # segments that were sent are not kept
     failed = None
 
     def __init__(self, num_bytes: int, shown_as: str, translated: Translated) -> None:
@@ -49,7 +52,7 @@ class _HoldingSink:
             raise error
 
     def _give_up(self, error: BaseException) -> None:
-        """Nothing more is taken, and nothing is held."""
+        """Refuse further segments, and release those that are held."""
         with self._lock:
             self._error = self._error or error
             held, self._held = self._held, {}
@@ -68,7 +71,7 @@ class _HoldingSink:
     def abort(self) -> None:
         self.give_up()
         if not self._finished:
-            with suppress(CheckpointError), self._translated():  # what cannot be undone now is swept later
+            with suppress(CheckpointError), self._translated():  # leftovers are swept later
                 self._discard()
 
     def close(self) -> None:
@@ -82,7 +85,7 @@ class _HoldingSink:
 
 
 class MultipartSink(_HoldingSink):
-    """One object of a bucket, in parts that whoever brings a part's last segment uploads at once, from its memory."""
+    """One object of a bucket. The thread that brings the last segment of a part uploads the part, without a copy."""
 
     def __init__(
         self,
@@ -100,23 +103,23 @@ class MultipartSink(_HoldingSink):
         self._part_bytes = bucket.part_segments(num_bytes, segment_bytes) * segment_bytes
         self._num_parts = -(-num_bytes // self._part_bytes)
         self._is_small = self._num_parts == 1
-        self._parts: dict[int, dict[str, Any]] = {}  # what the store said of each part; under _lock
-        self._retried = False  # the beginning was asked for more than once
-        self._upload_id: str | None = None  # under _beginning, which is held while the store is asked for it
-        self._kept_fields: tuple[str, ...] = ()  # of what it says of a part, what it wants to hear at the end
+        self._parts: dict[int, dict[str, Any]] = {}  # the store's response for each part; under _lock
+        self._retried = False  # the upload may have been begun more than once
+        self._upload_id: str | None = None  # under _beginning, which is held over the request
+        self._kept_fields: tuple[str, ...] = ()  # fields of the response for a part that complete the upload
         self._beginning = threading.Lock()
 
     def write(self, offset: int, data: memoryview, lease: Lent) -> None:
         self._hold(offset, data, lease)
         number = offset // self._part_bytes
         if self._is_small:
-            return  # one put would make it visible: `finish` does that
+            return  # one put makes it visible, so `finish` makes it
         segments = self._take(number)
         if segments:
             self._send(number, segments)
 
     def _take(self, number: int) -> list[tuple[memoryview, Lent]]:
-        """The segments of a part in order, when all are there."""
+        """The segments of a part in order; none unless all are there."""
         begin = number * self._part_bytes
         offsets = range(begin, min(begin + self._part_bytes, self.num_bytes), self._segment_bytes)
         with self._lock:
@@ -149,7 +152,7 @@ class MultipartSink(_HoldingSink):
                 response = self._bucket.call("create_multipart_upload", self._name)
                 self._retried = bool(response["ResponseMetadata"].get("RetryAttempts"))
                 self._upload_id = str(response["UploadId"])
-                # A checksum of each part belongs to the end only where the upload was begun with that kind.
+                # The checksums of parts belong to the completion only if the upload was begun with that kind.
                 self._kept_fields = ("ETag", f"Checksum{response.get('ChecksumAlgorithm')}")
             return self._upload_id
 
@@ -165,14 +168,16 @@ class MultipartSink(_HoldingSink):
                 info = self._bucket.info(self._name)
             except FileNotFoundError:
                 info = Info(0, "")
-            # An e-tag would say more, but not all stores (rclone) tell the same one twice.
+            # Not by e-tag, since some stores (rclone) tell different ones for one object.
             self._check_size(info.num_bytes)
-            if self._retried:  # the answer to a beginning may have been lost: then there is an upload more
+            if (
+                self._retried
+            ):  # the response to a first beginning may have been lost: then there is another upload
                 self._discard_all()
         self._finished = True
 
     def _end_at(self, num_bytes: int) -> None:
-        """Now the size is known, and with it what the last part is made of."""
+        """Note the size, and send the last part if its segments are there."""
         self.num_bytes, self._num_parts = num_bytes, -(-num_bytes // self._part_bytes)
         if not self._is_small and (segments := self._take(self._num_parts - 1)):
             self._send(self._num_parts - 1, segments)
@@ -204,7 +209,7 @@ class MultipartSink(_HoldingSink):
                 MultipartUpload={"Parts": parts},
             )
         except FileNotFoundError as error:
-            # A first answer may have been lost on its way: then it is complete, and its e-tag follows from its parts'.
+            # The response to a first try may have been lost: then the e-tag is that of these parts.
             if "NoSuchUpload" not in codes_of(error) or self._bucket.info(self._name).version != _etag_of(
                 parts
             ):
@@ -225,15 +230,15 @@ class MultipartSink(_HoldingSink):
 
 
 def _etag_of(parts: list[dict[str, Any]]) -> str:
-    """The e-tag of an object of these parts, where the store's are MD5."""
+    """The e-tag of an object of these parts, if the store makes MD5 e-tags."""
     digests = bytes.fromhex("".join(part["ETag"].strip('"') for part in parts))
     return f'"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"'
 
 
 class AppendingSink(_HoldingSink):
-    """One file, written from front to back by one thread at a time; what comes early is held.
+    """One file, written from front to back by one thread at a time. Segments that come early are held.
 
-    Whoever brings a segment while another thread is writing leaves it to that one, so nobody waits for a segment.
+    A thread that brings a segment while another one is writing leaves it to that thread, so none waits.
     """
 
     def __init__(
@@ -242,9 +247,9 @@ class AppendingSink(_HoldingSink):
         super().__init__(num_bytes, shown_as, translated)
         self._files = files
         self._name = name
-        self._draft: Draft | None = None  # the writing thread's
+        self._draft: Draft | None = None  # only the writing thread uses it
         self._writing = False  # under _lock
-        self._next = 0  # offset; under _lock
+        self._next = 0  # offset of the next segment; under _lock
 
     def write(self, offset: int, data: memoryview, lease: Lent) -> None:
         self._hold(offset, data, lease)

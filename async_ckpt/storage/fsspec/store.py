@@ -1,7 +1,7 @@
-"""Any other filesystem, through fsspec; and S3 through s3fs, for those whose set-up lives there.
+"""The storage on filesystems of fsspec: S3 through s3fs, and any other filesystem.
 
-In: segments at offsets, options of fsspec (for S3 those of obstore too). Out: objects that are there whole or not at
-all. Knows nothing of: what is in the objects.
+In: segments at offsets, options of fsspec (for S3 also of obstore). Out: objects that appear whole or not at all.
+Knows nothing of: what is in the objects.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from .refusals import advice_on, chain, secrets_in
 from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, maker_of, protocol_of, turn
 from .sinks import AppendingSink, MultipartSink, Translated
 
-# Older than this by the store's clock, and of a step that is decided: then nobody is still writing it.
-# No single request takes longer, its retries included: aiohttp by itself waits for ever to *send* a body.
+# The limit of a single request and its retries: aiohttp by itself waits for ever to *send* a body.
 DEADLINE_SECONDS: Final = 900.0
 _NUM_LOOKERS: Final = 16
 _log = logging.getLogger("async_ckpt")
 
 
 class FsspecStorage:
-    """A folder or bucket prefix of a filesystem of fsspec, which is made when it is first needed.
+    """A folder or bucket prefix of a filesystem of fsspec, which is made at its first use. From any thread.
 
-    With `fs`, that filesystem as it is set up; `url` is then a path on it, and `options` but the deadline are not used.
+    With `fs`, that filesystem is used as it is set up: `url` is a path on it, and only the deadline of `options` counts.
     """
 
     remote = True
@@ -47,11 +46,11 @@ class FsspecStorage:
             scheme = scheme_of(url)
             if scheme is None:
                 raise ValueError(
-                    f"{shown(url)!r} is not a URL such as memory://run or sftp://host/run; pass a chain of filesystems, or a "
-                    "path on one, as Place(path, fs=…)"
+                    f"{shown(url)!r} is not a URL such as memory://run or sftp://host/run; pass a chain of "
+                    "filesystems, or a path on one, as Place(path, fs=…)"
                 )
             if scheme in ("s3", "s3a"):
-                split_bucket(url)  # says what is wrong with it
+                split_bucket(url)  # raises ValueError
             kind, make = class_and_maker(scheme, url, options)
         else:
             if getattr(fs, "asynchronous", False):
@@ -62,7 +61,7 @@ class FsspecStorage:
         self._secrets = secrets_in(url, options, getattr(fs, "storage_options", {}))
         filesystem = self._filesystem = OncePerProcess(make, one_at_a_time=scheme in ONE_AT_A_TIME)
         self._place: Bucket | FileTree
-        self._deletes_many = True  # until it has refused to
+        self._deletes_many = True  # until it refuses
         if hasattr(kind, "call_s3"):
             if not root or root.startswith("/"):
                 raise ValueError(f"{shown(url)} names no bucket; write s3://bucket/prefix")
@@ -70,13 +69,13 @@ class FsspecStorage:
         else:
             self._place = FileTree(filesystem, root, scheme)
         self.in_order = self._place.in_order
-        self._said: set[str] = set()
+        self._warnings: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<FsspecStorage {self._url}>"
 
     def locate(self, path: str) -> str:
-        path = path.partition("?")[0]  # as of the whole URL: a query may be a key
+        path = path.partition("?")[0]  # a query may be a signature
         return f"{self._url}{'' if self._url.endswith('/') else '/'}{path}" if path else self._url
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
@@ -128,7 +127,9 @@ class FsspecStorage:
                 if self._place.replace(name, data, version):
                     return
             except FileExistsError:
-                if not self._holds(name, data):  # else it was ours, and the first answer was lost
+                if not self._holds(
+                    name, data
+                ):  # else the first try has written it, and the response was lost
                     raise
                 return
             self._say_once("puts that replace one version only, so two writers could overwrite each other")
@@ -169,7 +170,7 @@ class FsspecStorage:
         with self._translated(path):
             files, folders = self._place.tree(self._place.name(path))
         self.delete_many([path + file for file in files])
-        for folder in reversed(folders):  # those that had no files in them are still there
+        for folder in reversed(folders):  # folders without files are still there
             self.remove_if_empty(path + folder)
 
     def remove_if_empty(self, folder: str) -> bool:
@@ -229,7 +230,7 @@ class FsspecStorage:
                 dead = [
                     name for name in names if now - self._modified(paths[name], now) > stores.ORPHAN_SECONDS
                 ]
-        except StorageUnavailableError as error:  # without the store's clock nothing is proved
+        except StorageUnavailableError as error:  # without the store's clock there is no proof
             _log.debug("nothing was swept: %s", error)
             return []
         if delete:
@@ -240,7 +241,7 @@ class FsspecStorage:
     def _modified(self, path: str, otherwise: float) -> float:
         try:
             return self._place.modified(self._place.name(path)).timestamp()
-        except FileNotFoundError:  # somebody else has swept it
+        except FileNotFoundError:  # another process has swept it
             return otherwise
 
     def hold(self, path: str) -> Callable[[], None]:  # noqa: ARG002
@@ -259,21 +260,21 @@ class FsspecStorage:
                 return self._place.abort_uploads(bucket, prefix and f"{prefix}/", before)
         except StorageUnavailableError as error:
             self._say_once(
-                "a way to find unfinished uploads, so give the bucket a lifecycle rule that aborts them "
+                "way to find unfinished uploads, so give the bucket a lifecycle rule that aborts them "
                 f"(AbortIncompleteMultipartUpload): {error}"
             )
             return []
 
     def _say_once(self, lack: str) -> None:
-        if lack not in self._said and not self._place.alone:
-            self._said.add(lack)
+        if lack not in self._warnings and not self._place.alone:
+            self._warnings.add(lack)
             _log.warning("%s has no %s", self._url, lack)
 
     @contextmanager
     def _translated(
         self, path: str, *, num_bytes: int = 0, passing: tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """All foreign calls are made in here. Foreign errors become ours; only what the caller handles itself passes."""
+        """Translate errors of the block, which makes all foreign calls. Errors in `passing` pass, without secrets."""
         try:
             with self._filesystem.turn():
                 yield
@@ -290,7 +291,7 @@ class FsspecStorage:
             cause = error if clean else OSError(f"{type(error).__name__}: {reason}")
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFullError(
-                    f"{shown_path}: {num_bytes:,} bytes needed, fewer free; delete old steps or keep fewer (keep=), then save again",
+                    f"{shown_path}: {num_bytes:,} bytes needed, fewer are free; {stores.ROOM}",
                     path=shown_path,
                     needed_bytes=num_bytes,
                     free_bytes=None,
@@ -314,8 +315,9 @@ def _without(secrets: Sequence[str], text: str) -> str:
 def abort_stale_uploads(
     bucket: str, prefix: str, *, older_than: Moment, options: Mapping[str, Any] | None, exact: bool = False
 ) -> list[str]:
-    """Abort the unfinished multipart uploads of keys that begin with `prefix` (`exact`: that are just that), begun
-    before `older_than`; their keys.
+    """Abort the unfinished uploads to keys that begin with `prefix` (`exact`: to this key), begun before `older_than`.
+
+    Returns their keys.
     """
     storage = FsspecStorage(f"s3://{bucket}", options)
     with storage._translated(prefix):
@@ -324,7 +326,7 @@ def abort_stale_uploads(
 
 
 class FsspecReader(Reader):
-    """One object, read by ranges, as long as it is the one that was opened."""
+    """One object, read by ranges; reads fail once it is replaced."""
 
     def __init__(self, place: Bucket | FileTree, name: str, shown_as: str, translated: Translated) -> None:
         self._place = place

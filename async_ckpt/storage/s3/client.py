@@ -43,7 +43,7 @@ class Client:
         runtime.require(self.settings.url)
         self._connections = Connections(self.settings)
         self._deletes_many = True  # until the store refuses it
-        self._has_answered = False  # the bucket is there, so a 404 is about the key
+        self._has_answered = False  # so the bucket is there, and a 404 is about the key
 
     def locate(self, path: str) -> str:
         return self.settings.locate(path)
@@ -59,7 +59,7 @@ class Client:
             self.ask(path, lambda store: obstore.delete(store, self.key(path)))
 
     def delete_many(self, paths: Sequence[str]) -> bool:
-        """Delete objects, up to a thousand by one request. False where the store may not know such: some may be gone."""
+        """Delete objects, up to a thousand by one request. False if the store may not support it; some may be gone."""
         import obstore
 
         if not self._deletes_many:
@@ -74,7 +74,7 @@ class Client:
         return self._deletes_many
 
     def ask(self, path: str, request: Callable[[Any], T]) -> T:
-        """Make a small request, again and again while the store is away."""
+        """Make a small request, and repeat it while the store is away."""
         return self.persist(lambda: self.ask_once(path, request))
 
     def ask_once(
@@ -86,9 +86,10 @@ class Client:
         num_bytes: int = 0,
         call: WatchedCall | None = None,
     ) -> T:
-        """Foreign errors become ours once, here; raised where obstore's own, whose text may hold keys, is forgotten.
+        """Make one request. The only place that translates obstore's errors.
 
-        `call` watches the request; one that lends memory, or sends several requests, has made its own.
+        The translated error is raised outside of the `except` block, since the text of obstore's may hold keys.
+        `call` watches the request. Requests that lend memory, or consist of several requests, bring their own.
         """
         runtime.start(self.locate(path))
         store, call = self._connections.store(kind), call or self.watched(kind)
@@ -99,8 +100,8 @@ class Client:
             raise
         except StuckError as error:
             refusal = StorageUnavailableError(
-                f"{self.locate(path)}: a request has not ended for {call.stuck_seconds:.0f} s, long after its own timeout: "
-                "obstore's threads are stuck, or whatever gives it credentials is; start this process again",
+                f"{self.locate(path)}: a request has not ended for {call.stuck_seconds:.0f} s, long after its own "
+                "timeout: obstore's threads are stuck, or its credential provider is; start this process again",
                 path=self.locate(path),
             )
             refusal.__cause__ = error
@@ -121,7 +122,7 @@ class Client:
         kind: Kind = "small",
         stuck_seconds: float | None = None,
     ) -> T:
-        """The same as `ask` for a request that says that it gets on, or that lends memory."""
+        """Like `ask`, for a request that reports its progress to its WatchedCall, or lends memory."""
 
         def attempt() -> T:
             call = WatchedCall(stuck_seconds or self.settings.stuck_seconds(kind))
@@ -143,7 +144,7 @@ class Client:
             try:
                 return obstore.head(store, key)
             except Exception as error:
-                # The answer to a HEAD has no body and so no reason; the answer to a listing has.
+                # The response to a HEAD has no body and so no reason; the response to a listing has.
                 missing = isinstance(error, FileNotFoundError)
                 if not (missing and self._has_answered):
                     try:
@@ -157,7 +158,7 @@ class Client:
         return self.ask(path, ask)
 
     def fetch(self, path: str, offset: int, target: memoryview, e_tag: str | None) -> bool:
-        """Fill `target`; False, or FileExistsError, when the object is another one by now."""
+        """Fill `target`. False, or FileExistsError, if the object was replaced."""
         import obstore
 
         options: Any = {"range": (offset, offset + len(target))} | ({"if_match": e_tag} if e_tag else {})
@@ -176,7 +177,7 @@ class Client:
     def list(self, folder: str) -> Any:
         import obstore
 
-        # By as many requests as there are pages, of which obstore tells only the end.
+        # Takes as many requests as there are pages, and obstore reports only the end.
         return self.ask_watched(
             folder,
             lambda store, _: obstore.list_with_delimiter(store, self.key(folder) or None),
@@ -194,12 +195,13 @@ class Client:
         return retry.persist(call, deadline_seconds=seconds, timer=self.timer)
 
     def now(self) -> Any:
-        """The store's clock: the time that it gives to an object written just now."""
+        """The time of the store's clock, from an object written just now."""
         with self.probe() as path:
             return self.head(path)["last_modified"]
 
     @contextmanager
     def probe(self) -> Iterator[str]:
+        """A small object that exists within the block."""
         path = f".async_ckpt-probe-{secrets.token_hex(8)}"
         self.put(path, b"probe")
         try:
@@ -209,19 +211,19 @@ class Client:
                 self.delete(path)
 
     def abort_uploads(self, path: str) -> None:
-        """Abort what failed attempts at an object may have left open: an answer was lost, or an abort was."""
+        """Abort uploads of an object that failed attempts may have left open, since a response or an abort was lost."""
         if self.settings.scheme == "s3":
-            # Else the sweep, or a lifecycle rule, does it.
+            # If this fails, the sweep or a lifecycle rule aborts them.
             with suppress(ImportError, StorageUnavailableError):
                 from ..fsspec.store import abort_stale_uploads
 
-                ever = spans.from_now(stores.ORPHAN_SECONDS)
+                limit = spans.from_now(stores.ORPHAN_SECONDS)
                 options = {**self.settings.options, "deadline_seconds": _ABORT_SECONDS}
                 abort_stale_uploads(
-                    self.settings.bucket, self.key(path), older_than=ever, options=options, exact=True
+                    self.settings.bucket, self.key(path), older_than=limit, options=options, exact=True
                 )
 
 
 def version_of(meta: Any) -> str:
-    """The text that changes with every write: the e-tag, and where the store counts generations that too."""
+    """The version of an object: its e-tag, and its generation if the store has these."""
     return " ".join(filter(None, (meta["e_tag"], meta["version"])))

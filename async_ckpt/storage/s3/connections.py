@@ -48,7 +48,7 @@ class Connections:
                 return S3Store(settings.bucket, **settings.arguments(kind))
             return from_url(f"{settings.scheme}://{settings.bucket}", **settings.arguments(kind))
         except Exception as error:
-            problem = settings.scrubbed(str(error).partition("\n")[0])
+            problem = settings.scrub(str(error).partition("\n")[0])
         raise ValueError(
             f"options of {settings.url}: {problem}"
         )  # not from an error whose text may hold keys

@@ -1,8 +1,8 @@
-"""The meaning of a store's refusal, and advice on it.
+"""Translation of obstore's errors.
 
-In: an error of obstore's. Out: status, code, reason, advice. Knows nothing of: which request it was.
+In: an error of obstore's. Out: an error of this library, with a reason and advice. Knows nothing of: requests.
 
-obstore tells status and code in the text of its errors only, so that text is looked at here, and nowhere else.
+obstore has status and code only in the text of its errors. No other module parses that text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...errors import StorageFullError, StorageUnavailableError
 from ..stores import AWAY, CLOCK, KEYS, LOG_IN, NO_BUCKET, NO_KEYS, REGION, RIGHTS, ROOM
 from .settings import BucketSettings
 
-# By the store's error code, else by HTTP status: what to do.
+# Advice, by the store's error code, or else by HTTP status.
 ADVICE: Final = {
     "NoSuchBucket": NO_BUCKET,
     "ContainerNotFound": NO_BUCKET,
@@ -31,26 +31,26 @@ ADVICE: Final = {
     "InvalidAccessKeyId": KEYS,
     "SignatureDoesNotMatch": KEYS,
     "301": REGION,
-    "400": "see what the store does not like about it",
+    "400": "check the name and the options, which the store rejects",
     "401": KEYS,
     "403": RIGHTS,
     "507": ROOM,
 }
 EXPIRED_CODES: Final = frozenset({code for code, advice in ADVICE.items() if advice is LOG_IN})
-UNSUPPORTED_STATUSES: Final = frozenset({400, 405, 501})  # how stores say that they do not know a condition
+UNSUPPORTED_STATUSES: Final = frozenset({400, 405, 501})  # for an unknown condition
 TRANSIENT_STATUSES: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 TRANSIENT_CODES: Final = frozenset(
     {"SlowDown", "InternalError", "RequestTimeout", "ServiceUnavailable", "ServerBusy"}
 )
-# Two writers at once, of which neither has won yet; or an upload that is gone: somebody aborted it, or obstore did
-# after the answer to its end was lost. All are made anew.
+# Two writers at once, neither of which has won yet; or an upload that is gone, since it was aborted, or its completion
+# succeeded and the response was lost. All of these are repeated.
 CONFLICT_CODES: Final = frozenset({"ConditionalRequestConflict", "OperationAborted", "NoSuchUpload"})
 INSUFFICIENT_STORAGE: Final = 507
 
 
 @dataclass(frozen=True)
 class ErrorResponse:
-    """The code in obstore's text, which is the only place that has it."""
+    """The response of a store, as far as the text of obstore's error has it."""
 
     status: int | None
     code: str
@@ -74,13 +74,13 @@ class ErrorResponse:
         kind, detail = find(r"HttpError \{\s*kind: (\w+)"), find(r'(?:message|error): "([^"]*)"')
         builder, certificate = "builder error" in text, find(r"invalid peer certificate: (\w+)")
         provider = find(r"External \w+ credential provider: (?:\w+: )?([^\n]*)")
-        lacks_keys = bool(provider) or "169.254.169.254" in text  # that address is asked for keys only
+        lacks_keys = bool(provider) or "169.254.169.254" in text  # an address that only serves keys
         first = re.sub(r"\S+://\S+", "the store", text.partition("\n")[0])
         if status:
             answer = " ".join(filter(None, (status, code)))
             reason = f"the store answered {answer}" + (f": {message}" if message else "")
         elif certificate:
-            reason = f"its certificate is not to be trusted ({certificate})"
+            reason = f"its certificate is not trusted ({certificate})"
         elif kind and not builder:
             reason = f"no answer ({detail or kind})"
         else:
@@ -119,7 +119,7 @@ def translate(error: Exception, path: str, settings: BucketSettings, num_bytes: 
         advice = f"{advice}; it is in {response.region}"
     if response.lacks_keys:
         advice = NO_KEYS
-    reason = settings.scrubbed(response.reason)
+    reason = settings.scrub(response.reason)
     message = f"{shown}: {reason}; {advice}"
     refusal: StorageUnavailableError
     if response.status == INSUFFICIENT_STORAGE:

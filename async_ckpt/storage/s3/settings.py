@@ -1,6 +1,6 @@
 """The settings of obstore's clients for one bucket.
 
-In: a URL and the user's options. Out: keys of objects; the arguments of each kind of client. Knows nothing of: requests.
+In: a URL and the user's options. Out: keys of objects; the arguments of each client. Knows nothing of: requests.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class BucketSettings:
             **({"credential_provider": provider} if provider else {}),
         }
 
-    def scrubbed(self, text: str) -> str:
+    def scrub(self, text: str) -> str:
         """A text without the secrets of these settings, and without those in URLs."""
         known = {str(value) for key, value in self._config.items() if stores.SECRET_NAME.search(key)}
         for secret in known | (self.aws.known_secrets if self.aws else set()):

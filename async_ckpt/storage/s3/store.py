@@ -28,14 +28,14 @@ from .plan import part_segments_of, plan_upload
 from .sink import ObjectReader, ObjectSink
 
 _HEADS_IN_FLIGHT: Final = 16
-# Fewer are deleted one by one, as all servers know it.
+# Fewer objects are deleted one by one, which all servers support.
 _LEAST_MANY: Final = 8
 
 _log = logging.getLogger("async_ckpt")
 
 
 class ObjectStorage:
-    """A bucket, or all below a prefix in it. Making one sends no request.
+    """A bucket, or all below a prefix in it. Making one sends no request. From any thread.
 
     `options` are obstore's, with or without `aws_` before them, or fsspec's; besides `client_options`,
     `retry_config` (for one part's requests), `credential_provider`, `profile` and `deadline_seconds`.
@@ -50,8 +50,8 @@ class ObjectStorage:
         self._client = Client(url, options, timer)
         self.url = self._client.settings.url
         self._lock = threading.Lock()
-        self._said = False  # that no put replaces one version only; under _lock
-        # Servers that speak S3, and are not S3 itself, are asked whether they obey conditions, once.
+        self._has_warned = False  # that the store refuses conditional puts; under _lock
+        # Servers that speak S3, but are not S3 itself, are tested once for whether they obey conditions.
         self._conditional: bool | None = True if self._client.settings.obeys_conditions else None
         self._conditions = Conditions()
 
@@ -135,7 +135,7 @@ class ObjectStorage:
     def names(self, folder: str) -> list[str]:
         listing = self._client.list(folder)
         paths = {*listing["common_prefixes"], *(meta["path"] for meta in listing["objects"])}
-        paths.discard(self._client.key(folder))  # an empty object that consoles put there, to show a folder
+        paths.discard(self._client.key(folder))  # an empty object by which consoles mark a folder
         return sorted({path.rpartition("/")[2] for path in paths} - {""})
 
     def sizes(self, folder: str) -> dict[str, int]:
@@ -159,7 +159,7 @@ class ObjectStorage:
             raise unusable_name(self.locate(folder), str(error.__cause__)) from error
         below = f"{folder}/" if folder else ""
         sizes = {path.removeprefix(f"{key}/"): size for path, size in sizes_by_key.items()}
-        # obstore shows no slash at the end: what is empty may only stand for a folder, and then is not there by its name.
+        # An empty object may mark a folder by a slash, which obstore hides: then the listed name does not exist.
         empty = [f"{below}{path}" for path, size in sizes.items() if not size]
         placeholders = {*empty} - {*self.existing(empty)}
         return {path: size for path, size in sorted(sizes.items()) if f"{below}{path}" not in placeholders}
@@ -210,9 +210,9 @@ class ObjectStorage:
         return False
 
     def sweep_uploads(self) -> list[str]:
-        """By s3fs, since obstore lists no uploads."""
+        """Abort stale uploads through s3fs, since obstore does not list uploads."""
         if self._client.settings.scheme != "s3":
-            return []  # there, what is unfinished goes by itself
+            return []  # other stores delete unfinished uploads by themselves
         try:
             from ..fsspec.store import abort_stale_uploads
 
@@ -226,17 +226,17 @@ class ObjectStorage:
                 "%s: unfinished uploads of killed processes cannot be swept (%s); set a lifecycle rule on the bucket "
                 "that aborts incomplete multipart uploads",
                 self.url,
-                self._client.settings.scrubbed(str(error)),
+                self._client.settings.scrub(str(error)),
             )
             return []
 
     # --- conditions -------------------------------------------------------------------------------------------
 
     def _put_if(self, path: str, data: bytes, mode: Any) -> str:
-        """Put on a condition; the version. FileExistsError where it does not hold, unless that is our own doing."""
+        """Put on a condition. Returns the version. Raises FileExistsError, unless an earlier try has succeeded."""
         import obstore
 
-        unsure = False  # an earlier try had no answer, and may have come through
+        unsure = False  # an earlier try had no response, and may have succeeded
 
         def put() -> str:
             nonlocal unsure
@@ -259,7 +259,7 @@ class ObjectStorage:
         return self._client.persist(put)
 
     def _put_over(self, path: str, data: bytes, version: str) -> str | None:
-        """Put over this version and no other. None when the store refuses every such put, which is said once."""
+        """Replace this version only. Returns the new version, or None if the store refuses every such put."""
         new_version = self._conditions.replace(
             lambda form: self._put_if(path, data, _matching(version, form)),
             is_there=partial(self._is_there, path, version),
@@ -267,7 +267,7 @@ class ObjectStorage:
         )
         if new_version is None:
             with self._lock:
-                first, self._said = not self._said, True
+                first, self._has_warned = not self._has_warned, True
             if first:
                 _log.warning(
                     "%s: the store refuses every put that is to replace one version only, so two writers could "
@@ -283,7 +283,7 @@ class ObjectStorage:
             return False
 
     def _accepts(self, form: Form) -> bool:
-        """Whether a put over a version that is there is obeyed, on an object made for that."""
+        """Whether the store accepts a conditional put with this form of e-tag, tested on a probe."""
         with self._client.probe() as path:
             try:
                 self._put_if(path, b"accepted", _matching(version_of(self._client.head(path)), form))
@@ -292,7 +292,7 @@ class ObjectStorage:
         return True
 
     def _has_conditions(self) -> bool:
-        """Whether the store obeys the conditions of a put. The first time, that is tried out."""
+        """Whether the store obeys the conditions of a put. Tested at the first call."""
         if self._conditional is None:
             obeyed = self._try_conditions()
             with self._lock:
@@ -306,7 +306,7 @@ class ObjectStorage:
         return bool(self._conditional)
 
     def _try_conditions(self) -> bool:
-        """Two puts that must be refused, on an object made for that."""
+        """Make two puts on a probe that must be refused. Returns whether both are."""
         import obstore
 
         modes: tuple[Any, ...] = ("create", {"e_tag": '"00000000000000000000000000000000"'})
