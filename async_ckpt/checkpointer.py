@@ -444,7 +444,7 @@ class AsyncCheckpointer(RunReader):
         else:
             step = sharing.restored(partial(read, step, sharing), lambda found: read(found, None))
         if step is None:
-            for note in self._roots.told_of_others():
+            for note in self._roots.foreign_notes():
                 warnings.warn(f"nothing was restored: {note}", RuntimeWarning, stacklevel=2)
             self._saver.warm(state)
             return None

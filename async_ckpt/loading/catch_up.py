@@ -50,7 +50,7 @@ def catch_up(
 
 def _copy_step(source: Run, to: Run, step: int, check: Callable[[], None]) -> None:
     """Copy the archives of a step, then commit it. What is copied stays locked until then, so that nobody sweeps it."""
-    replaced = to.found(step)
+    replaced = to.manifest_to_replace(step)
     made = source.manifest(step)
     for earlier in sorted({other.step for other in made.elsewhere} - {step}):
         there = to.committed(earlier)

@@ -22,12 +22,12 @@ from ..errors import (
 from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Archive, Manifest, parse, parse_intent, retired_attempts
 from ..runs.naming import numbered
-from ..runs.others import foreign_kind, newest_of_other_namings
 from ..runs.receipts import archives_in, archives_of, attempt_of_all
 from ..runs.root import TRIES, overtaken
 from ..runs.roots import Roots
 from ..runs.run import Run
-from ..runs.starts import Commit, counts, parted
+from ..runs.starts import Commit, counts, split_starts
+from ..runs.unmanaged import foreign_kind, newest_of_other_namings
 from ..state.names import Selector, shown
 from ..storage.compressed import decompressing
 from ..storage.interface import Reader, Storage
@@ -391,7 +391,7 @@ def _judge(
         return (manifest for manifest in found if manifest is not None)
 
     retired = retired_attempts(filter(None, map(parse_intent, names)), manifests)
-    starts = parted(sorted(names))[1]
+    starts = split_starts(sorted(names))[1]
     steps = sorted({step for step, _ in folders})
 
     @functools.cache

@@ -73,7 +73,9 @@ class Commits(dict[int, Manifest | None]):
                 self.borrowers[step] = manifest
 
 
-def doomed_by(keep: Keep, commits: Commits, *, now: float, protected: Collection[int] = ()) -> list[int]:
+def deletable_steps(
+    keep: Keep, commits: Commits, *, now: float, protected: Collection[int] = ()
+) -> list[int]:
     """Steps to delete, oldest first."""
     steps = list(commits)
     passing = {step for step, manifest in commits.marked.items() if _is_passing(manifest, now)}
@@ -133,7 +135,7 @@ def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:
     return [step for _, step in ranked[-count:]]
 
 
-def lacking(metric: str, commits: Commits) -> str:
+def describe_missing_metric(metric: str, commits: Commits) -> str:
     """A metric that no record has, those that they have, and what to do."""
     records = [manifest.record for manifest in commits.values() if manifest is not None]
     numbers = {key for record in records for key, value in record.items() if number(value) is not None}

@@ -22,9 +22,9 @@ from .manifest import NAME as MANIFEST
 from .manifest import Archive, Manifest, intent_name, parse_intent, retired_attempts, retired_name
 from .manifest import parse as parse_manifest
 from .naming import STEP_FORMAT, folder_pattern
-from .others import newest_of_other_namings
 from .retention import Commits
-from .starts import Commit, Start, counts, out_of_line, parted
+from .starts import Commit, Start, counts, out_of_line, split_starts
+from .unmanaged import newest_of_other_namings
 
 # A writer that keeps one step deletes it with its next save: whoever reads that slowly comes too late many times.
 TRIES: Final = 100
@@ -90,7 +90,7 @@ class Root:
 
     def relist(self) -> Listing:
         """List the root: one request. What was seen before is not parsed again: there may be thousands of steps."""
-        names, starts = parted(self.storage.names(""))
+        names, starts = split_starts(self.storage.names(""))
         self.starts = starts
         intents: list[tuple[int, str]] = []
         try:
@@ -123,7 +123,7 @@ class Root:
         """Whether a step of this run has a folder of this name."""
         return self.step_of(name) >= 0
 
-    def settled(self, look: Callable[[Listing], list[int]]) -> list[int]:
+    def list_settled(self, look: Callable[[Listing], list[int]]) -> list[int]:
         """The steps that `look` finds, ascending, in a listing, or in the next one: what is listed and not committed may have been
         deleted since, by a writer that has committed something newer.
         """
@@ -139,14 +139,16 @@ class Root:
 
     def view(self, listing: Listing, *, tolerant: bool = False) -> Commits:
         """The commits of a listing, ascending. `tolerant`: one that cannot be read now is left out."""
-        retired = self.retiring(listing.intents)
+        retired = self.retired_by(listing.intents)
         self.forget(retired)
         manifests: dict[int, Manifest | None] = {}
         if list(self.known) != listing.steps:
             unknown = [step for step in listing.steps if step not in self.known]
             manifests = self.look_up(unknown, tolerant=tolerant)
             manifests = {
-                step: manifest for step, manifest in manifests.items() if not is_out(step, manifest, retired)
+                step: manifest
+                for step, manifest in manifests.items()
+                if not is_excluded(step, manifest, retired)
             }
             self.note({step: manifest for step, manifest in manifests.items() if manifest is not None})
             self.forget(self.known.keys() - {*listing.steps})
@@ -155,7 +157,7 @@ class Root:
         stale |= {
             step: attempt
             for step, attempt in self.outside.items()
-            if is_out(step, known.get(step), self.outside)
+            if is_excluded(step, known.get(step), self.outside)
         }
         if stale:
             self.forget(stale)
@@ -227,7 +229,7 @@ class Root:
 
     def newest(self, listing: Listing, steps: Sequence[int] | None = None) -> int | None:
         """The last of these steps, given in ascending order, that is committed and counts; of all steps by default."""
-        retired = self.retiring(listing.intents)
+        retired = self.retired_by(listing.intents)
         for step in reversed(listing.steps if steps is None else steps):
             if not self.storage.exists(self.manifest_path(step)) or self.is_retired(step, retired):
                 continue
@@ -259,21 +261,21 @@ class Root:
         except CheckpointError:
             return None
 
-    def retiring(self, intents: Sequence[tuple[int, str]]) -> dict[int, str]:
+    def retired_by(self, intents: Sequence[tuple[int, str]]) -> dict[int, str]:
         """The commits that announced rollbacks have taken out of the run, as far as exactly the announced attempt stands committed."""
         return retired_attempts(intents, lambda step: [self.find(step)])
 
-    def out(self, listing: Listing, steps: Sequence[int] | None = None) -> dict[int, str]:
+    def excluded(self, listing: Listing, steps: Sequence[int] | None = None) -> dict[int, str]:
         """The attempts, by step, that do not count: announced rollbacks have retired them, or a later start goes on below them.
 
         `steps` are those that are committed, where that is known.
         """
-        retired = self.retiring(listing.intents)
+        retired = self.retired_by(listing.intents)
         return {**self.stale(listing, retired, listing.steps if steps is None else steps), **retired}
 
-    def gone_attempt(self, step: int, listing: Listing) -> str:
+    def excluded_attempt(self, step: int, listing: Listing) -> str:
         """The attempt at one step that does not count, or nothing, as `out` has it."""
-        retired = self.retiring(listing.intents)
+        retired = self.retired_by(listing.intents)
         return retired.get(step) or self._stale_of(step, listing, retired).get(step, "")
 
     def stale(self, listing: Listing, retired: Mapping[int, str], steps: Sequence[int]) -> dict[int, str]:
@@ -291,7 +293,7 @@ class Root:
     def _committed(self, retired: Mapping[int, str]) -> Callable[[int], Commit | None]:
         def committed(step: int) -> Commit | None:
             manifest = self.known.get(step) or self.find(step)
-            return None if is_out(step, manifest, retired) else commit_of(manifest)
+            return None if is_excluded(step, manifest, retired) else commit_of(manifest)
 
         return cache(committed)
 
@@ -322,7 +324,7 @@ class Root:
                 self.storage.put_new(path, after)
 
     def is_retired(self, step: int, retired: Mapping[int, str]) -> bool:
-        return step in retired and is_out(step, self.find(step), retired)
+        return step in retired and is_excluded(step, self.find(step), retired)
 
     def finish_rollbacks(self, intents: Sequence[tuple[int, str]]) -> None:
         """Rename the manifests that committed rollbacks have taken out of the run; then nobody needs the intents."""
@@ -352,17 +354,17 @@ class Root:
         def committed(listing: Listing) -> list[int]:
             paths = {self.manifest_path(step): step for step in listing.steps}
             committed_steps = [paths[path] for path in self.storage.existing(list(paths))]
-            retired = self.out(listing, committed_steps)
+            retired = self.excluded(listing, committed_steps)
             return [step for step in committed_steps if not self.is_retired(step, retired)]
 
-        return self.settled(committed)
+        return self.list_settled(committed)
 
 
 def commit_of(manifest: Manifest | None) -> Commit | None:
     return None if manifest is None else Commit(manifest.attempt, manifest.start)
 
 
-def is_out(step: int, manifest: Manifest | None, retired: Mapping[int, str]) -> bool:
+def is_excluded(step: int, manifest: Manifest | None, retired: Mapping[int, str]) -> bool:
     """Whether a rollback took this very commit of the step out of the run; one that is damaged is what was there."""
     return step in retired and (manifest is None or manifest.attempt == retired[step])
 

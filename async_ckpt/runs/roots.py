@@ -53,12 +53,12 @@ class Roots:
             with suppress(StorageUnavailableError):  # whoever asks for a step will hear of it
                 run.check_naming()
 
-    def told_of_others(self) -> list[str]:
+    def foreign_notes(self) -> list[str]:
         """Refuse checkpoints of other programs: a run that a trainer has saved without us must not look like none."""
         notes = []
         for name, run in zip(self.names, self.runs, strict=True):
             with suppress(CheckpointError):
-                description = run.written_by_others()
+                description = run.describe_foreign()
                 if description is not None:
                     notes.append(
                         f"{name}: no step there was committed by async_ckpt (a step has a manifest.json), but the folder holds "
@@ -114,7 +114,7 @@ class Roots:
         keep here: the newest first, with those that hold them. Raises StorageUnavailableError when it is away itself.
         """
         commits, current = self._merged(dict(self._ask(Run.view, but_not_without=run)))
-        doomed = set(run.doomed(commits))
+        doomed = set(run.steps_to_delete(commits))
         kept = [step for step in sorted(current, reverse=True) if step not in doomed]
         return [(step, current[step]) for step in kept if run not in current[step]]
 
@@ -139,7 +139,7 @@ class Roots:
             for attempt in manifest.replaces
         }
         for run in manifests:
-            replaced |= run.retired(step)
+            replaced |= run.retired_attempts(step)
         current = [
             run for run, manifest in manifests.items() if manifest is None or manifest.attempt not in replaced
         ]
@@ -187,7 +187,9 @@ class Roots:
     def _is_retired(self, step: int, holder: Run, others: Sequence[Run]) -> bool:
         try:
             manifest = holder.committed(step)
-            return manifest is not None and any(manifest.attempt in other.retired(step) for other in others)
+            return manifest is not None and any(
+                manifest.attempt in other.retired_attempts(step) for other in others
+            )
         except StorageUnavailableError:  # gone away since: then its word does not count
             return False
 

@@ -37,11 +37,11 @@ from ..storage.interface import Storage
 from .announce import Announcer
 from .manifest import Archive, Elsewhere, Manifest, OfRanks, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, tracker_of
-from .others import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
-from .retention import Commits, doomed_by, lacking, unknown_metric
+from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
 from .root import Listing, Root, commit_of
 from .starts import NUM_KEPT, Commit, Start, refuse_if_alive, tenure_of
 from .sweep import Sweeper, is_ours
+from .unmanaged import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
 
 
 class Run:
@@ -122,12 +122,12 @@ class Run:
             step = self._root.newest(listing)
             return [] if step is None else [step]
 
-        return next(iter(self._root.settled(newest)), None)
+        return next(iter(self._root.list_settled(newest)), None)
 
     def manifest(self, step: int) -> Manifest:
         """Raises NotCommittedError when there is none."""
         manifest = self._root.read(step)[0]
-        if self._root.gone_attempt(step, self._root.relist()) == manifest.attempt:
+        if self._root.excluded_attempt(step, self._root.relist()) == manifest.attempt:
             raise self._root.not_committed(step)
         return manifest
 
@@ -154,7 +154,7 @@ class Run:
             step=None,
         )
 
-    def written_by_others(self) -> str | None:
+    def describe_foreign(self) -> str | None:
         """A description of anything here that looks like a run or a checkpoint though nothing is committed, with advice."""
         kind = foreign_kind(self.storage.names(""))
         folders = foreign_steps(self.storage, self._root.is_step, is_ours)
@@ -200,7 +200,7 @@ class Run:
         if step in self._root.committed_here and not overwrite:
             raise _exists(step)
 
-    def found(self, step: int) -> tuple[Manifest, str] | None:
+    def manifest_to_replace(self, step: int) -> tuple[Manifest, str] | None:
         """The step's manifest, if it is committed, and its version: what `overwrite` will replace, and nothing else."""
         try:
             manifest, version = self._root.read(step)
@@ -210,7 +210,7 @@ class Run:
             _, version = self._root.storage.read(self._root.manifest_path(step))
             manifest = Manifest(step, "", 1, 0.0, ())
         listing = self._root.listing or self._root.relist()
-        retired = self._root.gone_attempt(step, listing)
+        retired = self._root.excluded_attempt(step, listing)
         return None if retired and retired == manifest.attempt else (manifest, version)
 
     def commit(
@@ -234,7 +234,7 @@ class Run:
         Raises StepExistsError when another writer was faster; its commit stands.
         """
         listing = self._root.listing or self._root.relist()
-        stale = self._root.stale(listing, self._root.retiring(listing.intents), listing.steps)
+        stale = self._root.stale(listing, self._root.retired_by(listing.intents), listing.steps)
         self._root.retire(stale)
         is_behind = bool(listing.steps) and listing.steps[-1] > step
         if stale or listing.intents or (retire and is_behind) or replaces is not None:
@@ -341,7 +341,7 @@ class Run:
         Raises StepExistsError when the step has been committed here meanwhile.
         """
         listing = self._root.relist()
-        self._root.retire(self._root.stale(listing, self._root.retiring(listing.intents), listing.steps))
+        self._root.retire(self._root.stale(listing, self._root.retired_by(listing.intents), listing.steps))
         self._root.finish_rollbacks(listing.intents)
         if manifest.retires:
             with suppress(FileExistsError):
@@ -361,10 +361,10 @@ class Run:
         """The step's manifest; None where there is none that can be read."""
         return self._root.find(step)
 
-    def retired(self, step: int) -> set[str]:
+    def retired_attempts(self, step: int) -> set[str]:
         """Attempts at a step that a rollback has taken out of the run."""
-        attempts = self._sweeper.retired(step)
-        retired = self._root.gone_attempt(step, self._root.listing or self._root.relist())
+        attempts = self._sweeper.retired_attempts(step)
+        retired = self._root.excluded_attempt(step, self._root.listing or self._root.relist())
         return attempts | {retired} if retired else attempts
 
     # --- deleting ---------------------------------------------------------------------------------------------
@@ -376,13 +376,13 @@ class Run:
         view = self._root.view(listing)
         self._sweeper.delete_replaced(step, replaced)
         protected = self._protected(step, view, in_flight)
-        doomed = self.doomed(view, protected=protected)
+        doomed = self.steps_to_delete(view, protected=protected)
         # Another process may have overwritten them: judged is what is there now.
-        inside = {old: self._sweeper.inside(old) for old in doomed}
+        inside = {old: self._sweeper.read_folder(old) for old in doomed}
         if any(inside[old].manifest != view[old] for old in doomed):
             self._root.forget(doomed)
             view = self._root.view(listing)
-            doomed = [old for old in self.doomed(view, protected=protected) if old in inside]
+            doomed = [old for old in self.steps_to_delete(view, protected=protected) if old in inside]
         self._root.listing = None
         for old in reversed(doomed):  # a step may borrow from older ones, which go after it
             self._sweeper.delete(old, inside[old], whole_folder=self.keep.whole_folder)
@@ -391,9 +391,9 @@ class Run:
         self._say_what_best_lacks(view)
         return doomed
 
-    def doomed(self, commits: Commits, *, protected: Collection[int] = ()) -> list[int]:
+    def steps_to_delete(self, commits: Commits, *, protected: Collection[int] = ()) -> list[int]:
         """The steps that retention does not keep at this hour, and that no step which it keeps has borrowed from."""
-        going = doomed_by(self.keep, commits, now=self._clock(), protected=protected)
+        going = deletable_steps(self.keep, commits, now=self._clock(), protected=protected)
         while going:
             gone_steps = set(going)
             kept = (manifest for step, manifest in commits.borrowers.items() if step not in gone_steps)
@@ -436,7 +436,7 @@ class Run:
             """The steps that the retention that follows is going to leave."""
             if step is None:
                 return view
-            return view.without(self.doomed(view, protected=self._protected(step, view, in_flight)))
+            return view.without(self.steps_to_delete(view, protected=self._protected(step, view, in_flight)))
 
         self._announcer.announce(step, spared)
 
@@ -469,7 +469,7 @@ class Run:
             self._root.say_once(
                 "best",
                 f"{self._root.storage.locate('')}: Keep(best=…) keeps every step, because no record has the metric "
-                f"{lacking(metric, view)}",
+                f"{describe_missing_metric(metric, view)}",
             )
 
 

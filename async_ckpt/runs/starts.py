@@ -59,7 +59,7 @@ class Start(NamedTuple):
         return self[:2] < other[:2] and self.token != other.token
 
 
-def parted(names: list[str]) -> tuple[list[str], list[Start]]:
+def split_starts(names: list[str]) -> tuple[list[str], list[Start]]:
     """The sorted names in a root without those of starts, and the starts."""
     begin, end = bisect_left(names, _FIRST), bisect_left(names, _LAST)
     starts, others = [], names[:begin]
@@ -216,16 +216,16 @@ class _Hold:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._let_go: Callable[[], None] | None = None
+        self._unlock: Callable[[], None] | None = None
 
-    def replace(self, let_go: Callable[[], None]) -> None:
+    def replace(self, unlock: Callable[[], None]) -> None:
         self.release()
-        self._let_go = let_go
+        self._unlock = unlock
 
     def release(self) -> None:
-        let_go, self._let_go = self._let_go, None
-        if let_go is not None and os.getpid() == self._pid:
-            let_go()
+        unlock, self._unlock = self._unlock, None
+        if unlock is not None and os.getpid() == self._pid:
+            unlock()
 
 
 _tokens: set[str] = set()  # of the starts of this process

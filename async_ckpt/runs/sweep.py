@@ -61,7 +61,7 @@ class Sweeper:
         self._root = root
         self._swept = self._has_ranks = False
 
-    def inside(self, step: int) -> StepFolder:
+    def read_folder(self, step: int) -> StepFolder:
         """The names in the folder of a step, and those of them that its manifest names, or one that was retired."""
         folder = self._root.folder(step)
         for _ in range(_READ_TRIES):
@@ -91,7 +91,7 @@ class Sweeper:
         names = self._root.storage.names(self._root.folder(step)) if attempts else []
         return lent | {name for name in names if _attempt_of(name) in attempts}
 
-    def retired(self, step: int) -> set[str]:
+    def retired_attempts(self, step: int) -> set[str]:
         """Attempts at a step whose manifests a rollback has renamed."""
         folder = self._root.folder(step)
         attempts = set()
@@ -107,7 +107,7 @@ class Sweeper:
     def discard(self, step: int, attempt: str, rank: int = 0) -> None:
         """Delete the archive of an attempt that was not committed. If its manifest got there all the same, it stays."""
         try:
-            named = self.inside(step).named
+            named = self.read_folder(step).named
             archive, driver = (
                 self._root.attempt_path(step, attempt, rank),
                 self._root.driver_path(step, attempt),
@@ -129,7 +129,7 @@ class Sweeper:
         for other in self._root.relist().steps:
             if other != step and other in in_flight:
                 continue
-            folder, inside = self._root.folder(other), self.inside(other)
+            folder, inside = self._root.folder(other), self.read_folder(other)
             unnamed = [name for name in inside.names if is_ours(name) and name not in inside.named]
             if inside.manifest is None and other < step:
                 for name in unnamed:
@@ -218,10 +218,10 @@ class Sweeper:
             name for name in known.own_names if _ARCHIVE.fullmatch(name)
         }:
             archives = []  # nobody needs to ask
-        if step is not None and archives and {*archives} != self.inside(step).named:
+        if step is not None and archives and {*archives} != self.read_folder(step).named:
             dead = dead_of(archives, delete=False)
             # Looked at again after the locks: a writer gives its lock up only once its manifest is there.
-            named = self.inside(step).named | (self._borrowed(step) if dead else set())
+            named = self.read_folder(step).named | (self._borrowed(step) if dead else set())
             dead = [name for name in dead if name not in named]
         self._root.storage.delete_many([f"{folder}/{name}" for name in dead])
         if step is None:  # what starts of several ranks have announced

@@ -155,7 +155,7 @@ class StepTarget(Target):
             with suppress(CheckpointError):
                 self._run.learn()
         if self._contents.overwrite:
-            self._replaces = self._run.found(self._contents.step)
+            self._replaces = self._run.manifest_to_replace(self._contents.step)
 
     def _take(self) -> bool:
         """Take the root for this process, at its first save there. True if it was taken now."""

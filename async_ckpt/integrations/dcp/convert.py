@@ -21,7 +21,7 @@ from ...loading.find import from_path
 from ...loading.lots import Readers
 from ...loading.restore import restore_state
 from ...runs.manifest import NAME as MANIFEST
-from ...runs.others import OF_DCP
+from ...runs.unmanaged import OF_DCP
 from ...spec import GIB, MIB
 from ...state.names import Select
 from ...storage.interface import Storage

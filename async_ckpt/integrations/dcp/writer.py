@@ -28,9 +28,9 @@ from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import Archive, Manifest, archive_name, parse
 from ...runs.naming import numbered, pattern_of
-from ...runs.others import OF_DCP
 from ...runs.root import Root
 from ...runs.sweep import Sweeper
+from ...runs.unmanaged import OF_DCP
 from ...saving import default
 from ...saving.request import FileRequest
 from ...saving.targets import FileTarget
