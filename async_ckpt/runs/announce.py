@@ -1,6 +1,6 @@
-"""Tracker and journal: what a run tells others of its commits. Nobody trusts them.
+"""Tracker and journal: the files about a run for people and other programs. This library does not trust them.
 
-In: a root and what is committed there. Out: the two files, up to date. Knows nothing of: how a step is committed.
+In: a root and its commits. Out: the two files, up to date. Knows nothing of: how a step is committed.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from .naming import Tracker
 from .retention import Commits
 from .root import Root
 
-# A refused move of the tracker means that another writer was faster. So many in a row mean that the store refuses all.
+# A refused move of the tracker means that another writer was faster; this many, that the store refuses them all.
 _TRACKER_TRIES: Final = 20
 
 
 class Announcer:
-    """The tracker and the journal of one root. From any thread."""
+    """The tracker and the journal of one root. A Run creates and owns it. From any thread."""
 
     def __init__(self, root: Root, tracker: Tracker | None) -> None:
         self._root, self._tracker = root, tracker
-        # The commit of one save runs beside the retention of the one before: one announces at a time.
+        # Held over requests: a save may commit while the retention of the save before runs.
         self._announcing = threading.Lock()
         # Under _announcing:
-        self._journaled: list[int] | None = None  # the steps that the journal has; None: not known
-        self._journal_version: str | None = None  # as it was written here last; None: not known
-        self._tracks: int | None = None  # what the tracker names; None: not known
+        self._journaled: list[int] | None = None  # the steps in the journal; None: not known
+        self._journal_version: str | None = None  # as this object wrote it last; None: not known
+        self._tracks: int | None = None  # the step in the tracker; None: not known
 
     def announce(self, step: int | None, spared: Callable[[Commits], Commits]) -> None:
-        """Bring both up to date with what is committed, whoever committed it; `step` was just now.
+        """Bring both files up to date with the commits of all processes; `step` has just been committed.
 
-        The journal has what `spared` leaves. Raises StorageUnavailableError; then the one may be up to date without the
-        other.
+        The journal lists the commits that `spared` returns. After StorageUnavailableError, one file may be up to
+        date and the other not.
         """
         with self._announcing:
             listing = self._root.listing if step is not None else None
             if listing is None or not (step is None or listing.has(step)):
                 listing = self._root.relist()
-            self._root.listing = None  # until it is known that nobody else has been here
+            self._root.listing = None  # until it is known that no other process has committed
             self._root.finish_rollbacks(listing.intents)
             view = self._root.view(listing, tolerant=True)
             refusal: StorageUnavailableError | None = None
@@ -57,7 +57,7 @@ class Announcer:
             if self._write_journal(spared(view)):
                 self._root.listing = listing if was_known and not listing.intents else None
             else:
-                # Another process has been here, and may have overwritten, or taken out of the run, what is known.
+                # Another process has committed, and may have overwritten or retired the known commits.
                 self._root.forget(self._root.known)
                 view = self._root.view(self._root.relist(), tolerant=True)
                 self._write_journal(spared(view))
@@ -72,14 +72,14 @@ class Announcer:
             return []
 
     def rewrite(self, view: Commits) -> None:
-        """Retention has left these: what another process has done since is told, too."""
+        """Rewrite the journal, after retention has deleted steps."""
         with self._announcing:
             if self._journaled != list(view):
                 self._journal_version = None
                 self._write_journal(view)
 
     def tracked(self) -> int | None:
-        """The step that the tracker names. Nothing depends on it: one that cannot be read names none."""
+        """The step that the tracker names; None if it names none, or cannot be read."""
         if self._tracker is None or self._tracks is not None:
             return self._tracks
         with suppress(StorageUnavailableError):
@@ -88,16 +88,16 @@ class Announcer:
         return None
 
     def tracker_text(self) -> tuple[str, str] | None:
-        """The tracker's name and the beginning of what it says, if it is there."""
+        """The tracker's name and the beginning of its content, if it is there."""
         content = self._read_tracker(self._tracker) if self._tracker is not None else None
         if self._tracker is None or content is None:
             return None
         return self._tracker.name, content[0][:100].decode(errors="replace").strip()
 
     def _write_journal(self, view: Commits) -> bool:
-        """One line for each step; only those of new commits are made anew. Under _announcing.
+        """Write one line for each step. Under _announcing.
 
-        False when somebody else has written it since it was written here: every process does so with each commit.
+        False if another process has written the journal since this object did: each does so with every commit.
         """
         lines = self._root.lines
         for step in view.keys() - lines.keys():
@@ -117,7 +117,7 @@ class Announcer:
         """Move the tracker on to the newest committed step, if it may go there."""
         self._tracks = None
         for _ in range(_TRACKER_TRIES):
-            with suppress(FileExistsError):  # another writer was faster: judged anew is what it wrote
+            with suppress(FileExistsError):  # another writer was faster: look at its text
                 content = self._read_tracker(tracker)
                 if content is None:
                     self._root.storage.put_new(tracker.name, tracker.dump(newest))
@@ -136,10 +136,9 @@ class Announcer:
     def _may_move(self, tracked: int | None, newest: int) -> bool:
         """Whether the tracker may be moved from one step to another: forwards, and back only from a retired step.
 
-        What names a newer step that is not committed here is somebody else's word, such as the trainer's own save in
-        the same folder. What names none is nobody's.
+        A newer step that is not committed here is of another program, such as the trainer's own save in this folder.
         """
-        # Even to the same: who has judged an older text must find it changed.
+        # Even to the same step: a writer that has read an older text must find it changed.
         if tracked is None or tracked <= newest:
             return True
         names = self._root.storage.names(self._root.folder(tracked))

@@ -1,6 +1,6 @@
-"""The record of a save: what its user wants to find again beside it, as plain JSON data.
+"""The record of a save: a user's mapping beside the checkpoint, as plain JSON data.
 
-In: a mapping. Out: a copy that a manifest can hold, or a refusal by name. Knows nothing of: manifests, storage.
+In: a mapping. Out: a copy that a manifest can hold, or an error that names the bad value. Knows nothing of: storage.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any, Final
 
 from ..spec import flag
 
-# It is read with every manifest, and stands in the journal, which is rewritten with every commit.
+# The record is read with every manifest, and is in the journal, which is rewritten with every commit.
 RECORD_BYTES: Final = 64 << 10
 _MAX_DEPTH: Final = 32
-# What only the library can say of a checkpoint.
+# Fields that the library itself writes.
 _OURS: Final = ("step", "path", "num_bytes", "created", "state_path")
 
 
 def plain_record(
     record: Mapping[str, Any] | None, *, rolling: bool = False, ttl_seconds: float | None = None
 ) -> dict[str, Any]:
-    """A copy of a record, with the marks that retention looks for. Raises TypeError, ValueError, naming what is wrong.
+    """A copy of a record, with the fields that retention uses. Raises TypeError or ValueError that names the bad value.
 
-    A float that is not finite becomes None: JSON has no word for it, and a loss of nan must not cost the checkpoint.
+    A float that is not finite becomes None: JSON cannot express it, and a loss of nan must not fail the checkpoint.
     """
     if record is not None and not isinstance(record, Mapping):
         raise TypeError(f'record must be a mapping such as {{"loss": 0.5}}, got {record!r:.100}')
@@ -47,14 +47,14 @@ def plain_record(
 
 
 def number(value: object) -> float | None:
-    """A finite number of a record, or None for anything else."""
+    """A finite number, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if isinstance(value, int) or math.isfinite(value) else None
 
 
 def _check_keys(record: Mapping[str, Any]) -> None:
-    """Fields that readers of the journal, and retention, rely on."""
+    """Check the fields that readers of the journal, and retention, rely on."""
     for key in _OURS:
         if key in record:
             raise ValueError(f'record["{key}"] is reserved for async_ckpt; use another name')
@@ -70,7 +70,7 @@ def _check_keys(record: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any, name: str, depth: int) -> Any:
-    """A copy of plain data. Raises TypeError naming the first value that is something else."""
+    """A copy of plain data. Raises TypeError that names the first other value."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"{name:.200} is nested more than {_MAX_DEPTH} deep; put it into the state")
     if value is None or isinstance(value, bool | int | str):

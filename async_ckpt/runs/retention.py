@@ -1,8 +1,8 @@
-"""Rules for the steps that go.
+"""Retention: the rules that choose the steps to delete.
 
-In: the committed steps with their manifests, the time. Out: those to delete. Knows nothing of: storage.
+In: the committed steps with their manifests, the time. Out: the steps to delete. Knows nothing of: storage.
 
-The newest step stays, whatever the rules say. Of the others go first, and count for nothing:
+The newest step stays, whatever the rules say. Of the others, these are deleted and not counted by the rules:
 
     rolling      saves whose record says `rolling`: a newer step is committed
     expired      saves that are older than the `ttl_seconds` of their record
@@ -11,9 +11,9 @@ Of the rest a step stays if any of the rules of `Keep` that are set wants it, an
 
     last         it is one of this many newest
     every        it is a multiple of this
-    best         it is one of the best by a metric of the records; of two equal ones, the newer. A record without that metric,
-                 or with one that is not a finite number, is never among them. While no record has the metric, which is
-                 rather a slip of the pen than a wish, every step is
+    best         it is one of the best by a metric of the records; of two equal ones, the newer. A record without that
+                 metric, or with one that is not a finite number, is never among them. While no record has the metric,
+                 which is probably a mistake, every step is
     seconds      it was committed at most this long ago
 """
 
@@ -30,21 +30,21 @@ _MARKS: Final = ("rolling", "ttl_seconds")
 
 
 class Commits(dict[int, Manifest | None]):
-    """The committed steps, ascending, with their manifests; None is one that cannot be read. Not changed once it is made.
+    """The committed steps, ascending, with their manifests: None for a manifest that cannot be read. Immutable.
 
-    What only a few of them have is known without going through all of them: there may be thousands.
+    Steps with marks and borrowers are listed separately, since there may be thousands of steps and few of these.
     """
 
     __slots__ = ("borrowers", "marked")
 
     def __init__(self, commits: Mapping[int, Manifest | None] | None = None) -> None:
         super().__init__(sorted((commits or {}).items()))
-        self.marked: dict[int, Manifest] = {}  # those that were perhaps not meant to last
-        self.borrowers: dict[int, Manifest] = {}  # those that have groups in archives of other steps
+        self.marked: dict[int, Manifest] = {}  # steps that may expire
+        self.borrowers: dict[int, Manifest] = {}  # steps with groups in archives of other steps
         self._note(self)
 
     def having(self, commits: Mapping[int, Manifest | None]) -> Commits:
-        """These too, or instead of those of the same steps."""
+        """A copy with these commits, which replace those of the same steps."""
         if commits and self and min(commits) <= next(reversed(self)):
             return Commits({**self, **commits})
         copy = self._copy()
@@ -53,6 +53,7 @@ class Commits(dict[int, Manifest | None]):
         return copy
 
     def without(self, steps: Iterable[int]) -> Commits:
+        """A copy without these steps."""
         copy = self._copy()
         for step in steps:
             for commits in (copy, copy.marked, copy.borrowers):
@@ -76,7 +77,7 @@ class Commits(dict[int, Manifest | None]):
 def deletable_steps(
     keep: Keep, commits: Commits, *, now: float, protected: Collection[int] = ()
 ) -> list[int]:
-    """Steps to delete, oldest first."""
+    """The steps that the rules delete, the oldest first."""
     steps = list(commits)
     passing = {step for step, manifest in commits.marked.items() if _is_passing(manifest, now)}
     lasting = [step for step in steps if step not in passing] if passing else steps
@@ -85,7 +86,7 @@ def deletable_steps(
 
 
 def unknown_metric(keep: Keep, commits: Commits) -> str | None:
-    """The metric of `best`, if there are commits and no record has it."""
+    """The metric of `best` if there are commits and no record has it."""
     if keep.best is None or not commits or best_of(list(commits), commits, keep.best) is not None:
         return None
     return keep.best[0]
@@ -108,7 +109,7 @@ def _wanted(keep: Keep, steps: list[int], commits: Commits, now: float) -> set[i
 
 
 def _is_passing(manifest: Manifest, now: float) -> bool:
-    """Whether a save was not meant to last, or not for so long."""
+    """Whether a save was marked as rolling, or has expired."""
     ttl_seconds = number(manifest.record.get("ttl_seconds"))
     return manifest.record.get("rolling") is True or (
         ttl_seconds is not None and _age(manifest, now) > ttl_seconds
@@ -116,12 +117,12 @@ def _is_passing(manifest: Manifest, now: float) -> bool:
 
 
 def _age(manifest: Manifest | None, now: float) -> float:
-    """Seconds since the commit. A manifest that cannot be read does not say: then nothing goes for its age."""
+    """The seconds since the commit; 0 if the manifest cannot be read, so that no step is deleted for its age then."""
     return now - manifest.created if manifest is not None else 0.0
 
 
 def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:
-    """The best of these steps; None where no record of any commit has the metric."""
+    """The best of these steps; None if no record of any commit has the metric."""
     metric, mode, count = by
     values = {
         step: value
@@ -136,7 +137,7 @@ def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:
 
 
 def describe_missing_metric(metric: str, commits: Commits) -> str:
-    """A metric that no record has, those that they have, and what to do."""
+    """A metric that no record has, the metrics that the records have, and advice."""
     records = [manifest.record for manifest in commits.values() if manifest is not None]
     numbers = {key for record in records for key, value in record.items() if number(value) is not None}
     have = f"their records have {', '.join(sorted(numbers))}" if numbers else "no record has any number"

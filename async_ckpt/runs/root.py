@@ -1,8 +1,8 @@
-"""One root as it is seen: which steps lie there, which of them are committed, and which rollbacks are announced.
+"""The view of one root: its steps, which of them are committed, and which rollbacks are announced.
 
-In: a storage and the naming of its steps. Out: listings and manifests. Knows nothing of: how one more step is committed.
+In: a storage and the naming of its steps. Out: listings and manifests. Knows nothing of: committing.
 
-A commit that this process has seen stays known until a listing, a rollback or its own retention says otherwise.
+A commit that this process has seen stays known until a listing, a rollback or its own retention removes it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .retention import Commits
 from .starts import Commit, Start, counts, out_of_line, split_starts
 from .unmanaged import newest_of_other_namings
 
-# A writer that keeps one step deletes it with its next save: whoever reads that slowly comes too late many times.
+# A writer that keeps one step deletes it with its next save, so a slow reader comes too late many times.
 TRIES: Final = 100
-# Requests to a store that are made at the same time.
+# The number of concurrent requests to a store.
 _READS_IN_FLIGHT: Final = 16
 
 _log = logging.getLogger("async_ckpt")
 
 
 class Listing(NamedTuple):
-    """One listing of the root: the folders of steps, ascending, and the rollbacks that are announced."""
+    """One listing of the root: the steps that have folders, ascending, the announced rollbacks, and the starts."""
 
     steps: list[int]
     intents: list[tuple[int, str]]
@@ -46,12 +46,12 @@ class Listing(NamedTuple):
         return self.steps[at : at + 1] == [step]
 
     def having(self, step: int) -> Listing:
-        """The same with this step, whose folder may be younger."""
+        """The same listing with this step, whose folder may be newer."""
         return self if self.has(step) else self._replace(steps=sorted([*self.steps, step]))
 
 
 class Root:
-    """The steps below one root. From any thread."""
+    """The steps below one root, and a cache of their manifests. A Run creates and owns it. From any thread."""
 
     def __init__(self, storage: Storage, step_format: str = STEP_FORMAT) -> None:
         self.storage = storage
@@ -59,19 +59,19 @@ class Root:
         self._step_pattern = folder_pattern(step_format)
         self._lock = threading.Lock()
         # Under _lock, and read without it:
-        self.known = Commits()  # that were seen, and could be read; replaced as a whole
-        self.lines: dict[
-            int, bytes
-        ] = {}  # what the journal says of these; each is taken out in one step, by any thread
-        self.committed_here: set[int] = set()  # steps committed here by this object: known without asking
-        self._parsed: dict[str, int] = {}  # the step that a name in the root stands for; -1: none
-        self._said: set[str] = set()  # warnings that are given once
+        self.known = Commits()  # commits that were seen and could be read; replaced as a whole
+        self.lines: dict[int, bytes] = {}  # journal lines of known commits; any thread may remove one
+        self.committed_here: set[int] = set()  # steps that this object has committed
+        self._parsed: dict[str, int] = {}  # the steps of names in the root; -1: no step
+        self._topics: set[str] = set()  # warnings that are given once
         # Replaced as a whole, by any thread:
         self.starts: list[Start] = []  # of the last listing
         self.outside: dict[
             int, str
-        ] = {}  # attempts, by step, that do not count as what lies at other roots shows
-        self.listing: Listing | None = None  # the last one, and what was committed or deleted here since
+        ] = {}  # attempts, by step, that do not count because of commits at other roots
+        self.listing: Listing | None = (
+            None  # the last listing, with the commits and deletions of this object since
+        )
 
     def folder(self, step: int) -> str:
         return self._step_format.format(step)
@@ -89,7 +89,7 @@ class Root:
         return f"{self.folder(step)}/{MANIFEST}"
 
     def relist(self) -> Listing:
-        """List the root: one request. What was seen before is not parsed again: there may be thousands of steps."""
+        """List the root by one request. Known names are not parsed again, since there may be thousands of steps."""
         names, starts = split_starts(self.storage.names(""))
         self.starts = starts
         intents: list[tuple[int, str]] = []
@@ -104,28 +104,29 @@ class Root:
         return listing
 
     def _parse(self, name: str, intents: list[tuple[int, str]]) -> int:
-        """The step that a name in the root stands for, or -1. An intent goes to `intents`."""
+        """The step of a name in the root, or -1. An intent is added to `intents`."""
         step = self._parsed.get(name)
         if step is not None:
             return step
-        if intent := parse_intent(name):  # they come and go, and are of interest each time
+        if intent := parse_intent(name):  # not cached, since it has to be listed each time
             intents.append(intent)
             return -1
         step = self._parsed[name] = self.step_of(name)
         return step
 
     def step_of(self, name: str) -> int:
-        """The step that has a folder of this name, or -1."""
+        """The step whose folder has this name, or -1."""
         match = self._step_pattern.fullmatch(name)
         return int(match[1]) if match and self.folder(int(match[1])) == name else -1
 
     def is_step(self, name: str) -> bool:
-        """Whether a step of this run has a folder of this name."""
+        """Whether this is the name of a step's folder."""
         return self.step_of(name) >= 0
 
     def list_settled(self, look: Callable[[Listing], list[int]]) -> list[int]:
-        """The steps that `look` finds, ascending, in a listing, or in the next one: what is listed and not committed may have been
-        deleted since, by a writer that has committed something newer.
+        """The steps, ascending, that `look` returns for a listing, or for a later one if the newest step is missing.
+
+        That step may have been deleted since the listing, by a writer that has committed a newer one.
         """
         listing = self.relist()
         for _ in range(TRIES):
@@ -138,7 +139,7 @@ class Root:
         raise overtaken(self.storage.locate(""))
 
     def view(self, listing: Listing, *, tolerant: bool = False) -> Commits:
-        """The commits of a listing, ascending. `tolerant`: one that cannot be read now is left out."""
+        """The commits of a listing, ascending. With `tolerant`, commits that cannot be read now are left out."""
         retired = self.retired_by(listing.intents)
         self.forget(retired)
         manifests: dict[int, Manifest | None] = {}
@@ -169,7 +170,7 @@ class Root:
         )
 
     def note(self, manifests: Mapping[int, Manifest]) -> None:
-        """These are committed."""
+        """Note that these steps are committed."""
         if not manifests:
             return
         with self._lock:
@@ -178,7 +179,7 @@ class Root:
                 self.lines.pop(step, None)
 
     def note_commit(self, manifest: Manifest, newer: Collection[int], listing: Listing) -> None:
-        """A step was committed here, and those newer ones left the run with that."""
+        """Note that this object has committed a step, which has retired these newer ones."""
         self.note({manifest.step: manifest})
         self.forget(newer)
         with self._lock:
@@ -188,13 +189,13 @@ class Root:
         self._parsed[self.folder(manifest.step)] = manifest.step
 
     def note_deleted(self, step: int) -> None:
-        """A step is about to be deleted here."""
+        """Note that this object is about to delete a step."""
         self.forget([step])
         with self._lock:
             self.committed_here.discard(step)
 
     def forget(self, steps: Iterable[int]) -> None:
-        """Have these steps looked at again before anything is said of them."""
+        """Forget what is known of these steps, so that they are read again."""
         forgotten = {*steps}
         if forgotten:
             with self._lock:
@@ -203,7 +204,7 @@ class Root:
                     self.lines.pop(step, None)
 
     def look_up(self, steps: Sequence[int], *, tolerant: bool = False) -> dict[int, Manifest | None]:
-        """Read the manifests of those steps that are committed, in parallel where reading is slow; None for a damaged one."""
+        """The manifests of the committed ones among these steps; None for a damaged one. Read in parallel at a store."""
         manifests: dict[int, Manifest | None] = {}
 
         def look(step: int) -> None:
@@ -228,7 +229,7 @@ class Root:
                 task()
 
     def newest(self, listing: Listing, steps: Sequence[int] | None = None) -> int | None:
-        """The last of these steps, given in ascending order, that is committed and counts; of all steps by default."""
+        """The last of these ascending steps, by default of all, that is committed and counts."""
         retired = self.retired_by(listing.intents)
         for step in reversed(listing.steps if steps is None else steps):
             if not self.storage.exists(self.manifest_path(step)) or self.is_retired(step, retired):
@@ -262,28 +263,28 @@ class Root:
             return None
 
     def retired_by(self, intents: Sequence[tuple[int, str]]) -> dict[int, str]:
-        """The commits that announced rollbacks have taken out of the run, as far as exactly the announced attempt stands committed."""
+        """The attempts, by step, that announced rollbacks have retired, if just the announced attempt is committed."""
         return retired_attempts(intents, lambda step: [self.find(step)])
 
     def excluded(self, listing: Listing, steps: Sequence[int] | None = None) -> dict[int, str]:
-        """The attempts, by step, that do not count: announced rollbacks have retired them, or a later start goes on below them.
+        """The attempts, by step, that do not count: rollbacks have retired them, or a later start has committed below.
 
-        `steps` are those that are committed, where that is known.
+        `steps` are the committed ones, if known.
         """
         retired = self.retired_by(listing.intents)
         return {**self.stale(listing, retired, listing.steps if steps is None else steps), **retired}
 
     def excluded_attempt(self, step: int, listing: Listing) -> str:
-        """The attempt at one step that does not count, or nothing, as `out` has it."""
+        """The attempt at one step that does not count, as in `excluded`; empty if there is none."""
         retired = self.retired_by(listing.intents)
         return retired.get(step) or self._stale_of(step, listing, retired).get(step, "")
 
     def stale(self, listing: Listing, retired: Mapping[int, str], steps: Sequence[int]) -> dict[int, str]:
-        """The commits of processes that had lost the run. Reads the manifests from the second start of the run on."""
+        """The attempts, by step, of processes that had lost the run. From the second start on, this reads manifests."""
         return {**self.outside, **out_of_line(steps, listing.starts, self._committed(retired))}
 
     def _stale_of(self, step: int, listing: Listing, retired: Mapping[int, str]) -> dict[int, str]:
-        """The same for one step; reads at most its manifest where that is of the latest start."""
+        """The same for one step. If its commit is of the latest start, this reads only its manifest."""
         committed = self._committed(retired)
         if counts(step, listing.steps, listing.starts, committed):
             return self.outside
@@ -307,7 +308,7 @@ class Root:
     def _retire(self, step: int, retired: Mapping[int, str]) -> None:
         """Rename the manifest of a step if it is that of the attempt in `retired`.
 
-        This process may have slept since it read the manifest, and another one may have retired it meanwhile and committed the
+        This process may have slept since it read the manifest, and another process may have retired it and committed the
         step anew: then the new manifest is put back.
         """
         path, new_path = self.manifest_path(step), f"{self.folder(step)}/{retired_name()}"
@@ -327,11 +328,11 @@ class Root:
         return step in retired and is_excluded(step, self.find(step), retired)
 
     def finish_rollbacks(self, intents: Sequence[tuple[int, str]]) -> None:
-        """Rename the manifests that committed rollbacks have taken out of the run; then nobody needs the intents."""
+        """Rename the manifests that committed rollbacks have retired, and delete the intents."""
         for step, attempt in intents:
             manifest = self.find(step)
             if manifest is None or manifest.attempt != attempt:
-                continue  # not committed: it counts for nothing, and goes with its archive
+                continue  # not committed: the sweep deletes the intent
             retired = {commit.step: commit.attempt for commit in manifest.retires}
             self.do_all([partial(self._retire, newer, retired) for newer in sorted(retired, reverse=True)])
             with self._lock:
@@ -340,13 +341,13 @@ class Root:
 
     def say_once(self, topic: str, message: str) -> None:
         with self._lock:
-            new = topic not in self._said
-            self._said.add(topic)
+            new = topic not in self._topics
+            self._topics.add(topic)
         if new:
             _log.warning("%s", message)
 
     def has_said(self, topic: str) -> bool:
-        return topic in self._said
+        return topic in self._topics
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
@@ -365,21 +366,21 @@ def commit_of(manifest: Manifest | None) -> Commit | None:
 
 
 def is_excluded(step: int, manifest: Manifest | None, retired: Mapping[int, str]) -> bool:
-    """Whether a rollback took this very commit of the step out of the run; one that is damaged is what was there."""
+    """Whether `retired` has this commit of the step. A damaged manifest is taken for the retired one."""
     return step in retired and (manifest is None or manifest.attempt == retired[step])
 
 
 def _is_of(data: bytes, path: str, attempt: str) -> bool:
     try:
         return parse_manifest(data, path=path).attempt == attempt
-    except CheckpointError:  # damaged: it is what was there when it was taken out
+    except CheckpointError:  # a damaged manifest is taken for the retired one
         return True
 
 
 def overtaken(shown: str) -> StorageUnavailableError:
-    """The error for the case that something newer has come each of `TRIES` times."""
+    """The error of a reader that has come too late `TRIES` times."""
     return StorageUnavailableError(
-        f"{shown}: {TRIES} times in a row the newest step was deleted before it was read; have the writer keep more "
-        "of them (keep=)",
+        f"{shown}: {TRIES} times in a row the newest step was deleted before it was read; have the writer keep "
+        "more steps (keep=)",
         path=shown,
     )

@@ -1,18 +1,18 @@
-"""A managed run on one root: which steps are committed, and how one more becomes so (DESIGN §4).
+"""A run at one root: its committed steps, and the commit of another.
 
 In: a storage and the naming of its steps. Out: commits that are whole or not there. Knows nothing of: tensors, threads.
 
     <root>/step_00000500/rank_00000.<attempt>.tar     never written again once a manifest names it
-    <root>/step_00000500/driver.<attempt>.tar         only if there is driver state, which one rank writes for all
+    <root>/step_00000500/driver.<attempt>.tar         only for driver state, which one rank writes for all
     <root>/step_00000500/manifest.json                written last; its presence is the commit
     <root>/rollback-500.<attempt>.json                the intent of a rollback to this step: see `manifest`
     <root>/latest                                     the tracker: the newest step, for people, scripts and trainers
     <root>/checkpoints.jsonl                          one line per commit
 
-Every decision is made from what is on storage at that moment, so several processes may share a root. What a commit costs
-must not grow with the steps that are kept: a commit that this process has seen stays known until a listing, a rollback or
-its own retention says otherwise, and what is about to be deleted is looked at again. The root is listed once for each
-save. That no other process has committed since is told by the version of the journal, which each of them replaces.
+Every decision is made from the present content of the storage, so several processes may share a root. The cost of a
+commit must not grow with the number of kept steps: a commit that this process has seen stays known until a listing, a
+rollback or its own retention removes it, and a step is read again before it is deleted. The root is listed once for each
+save. The version of the journal, which each process replaces, tells whether another process has committed since.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .unmanaged import foreign_kind, foreign_steps, incomplete_steps, newest_of_
 
 
 class Run:
-    """The steps below one root."""
+    """The steps of a run at one root. `roots.opened` makes it for a checkpointer. From any thread."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Run:
         keep: Keep | None = None,
         opening: str = "",
     ) -> None:
-        """`opening` is a random text that stands for the checkpointer, the same at all of its roots."""
+        """`opening` is a random text for the checkpointer, the same at all of its roots."""
         self._opening = opening or os.urandom(4).hex()
         self._root = Root(storage, step_format)
         parsed_tracker = tracker_of(tracker, step_format)
@@ -105,11 +105,11 @@ class Run:
         return self._start is not None
 
     def commit_of(self, step: int) -> Commit | None:
-        """The step's commit as the rule of starts wants it; None where there is none that can be read."""
+        """The step's commit for the rule of starts; None if there is none that can be read."""
         return commit_of(self._root.known.get(step) or self._root.find(step))
 
     def known_steps(self) -> list[int]:
-        """The committed steps; at a store, which is not asked, those that were seen or committed here."""
+        """The committed steps; at a store, without a request, those that this object has seen or committed."""
         if not self.storage.remote:
             with suppress(CheckpointError, OSError):
                 return self.steps()
@@ -125,20 +125,20 @@ class Run:
         return next(iter(self._root.list_settled(newest)), None)
 
     def manifest(self, step: int) -> Manifest:
-        """Raises NotCommittedError when there is none."""
+        """The manifest of a step. Raises NotCommittedError if the step is not committed."""
         manifest = self._root.read(step)[0]
         if self._root.excluded_attempt(step, self._root.relist()) == manifest.attempt:
             raise self._root.not_committed(step)
         return manifest
 
     def view(self) -> Commits:
-        """The committed steps with their manifests, ascending; None for one that is damaged. Known ones are not read again."""
+        """The committed steps with their manifests, ascending; None for a damaged one. Known ones are not read again."""
         return self._root.view(self._root.relist())
 
     def check_naming(self) -> None:
-        """Raises NotCommittedError when the newest step here goes by another naming than this run's.
+        """Raise NotCommittedError if the newest step at the root has another naming than this run.
 
-        Whoever went on without it would begin anew, or from an old step, and mix two namings in one folder.
+        Without it, a training would begin anew, or from an old step, and mix two namings in one folder.
         """
         other = newest_of_other_namings(self.storage, self._root.is_step)
         newest = None if other is None else self.latest()
@@ -147,15 +147,16 @@ class Run:
             return
         shown = self.storage.locate("")
         have = "nothing is committed" if newest is None else f"step {newest} is the newest"
+        later = " later" if newest is not None else ""
         raise NotCommittedError(
-            f"{shown}: {have} under this naming, but {other.folder} was committed{' later' if newest is not None else ''} "
-            f"under another; {other.advice}, or name the step, or give a new run another folder",
+            f"{shown}: {have} under this naming, but {other.folder} was committed{later} under "
+            f"another; {other.advice}, or name the step, or give a new run another folder",
             path=shown,
             step=None,
         )
 
     def describe_foreign(self) -> str | None:
-        """A description of anything here that looks like a run or a checkpoint though nothing is committed, with advice."""
+        """A description, with advice, of entries that look like a run or a checkpoint though nothing is committed."""
         kind = foreign_kind(self.storage.names(""))
         folders = foreign_steps(self.storage, self._root.is_step, is_ours)
         shown = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
@@ -163,8 +164,8 @@ class Run:
         tracked = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else ""
         if halves := incomplete_steps(self.storage, self._root.is_step):
             return (
-                f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or its save ended just before it "
-                "was committed; copy it again where it is whole"
+                f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or its save ended just "
+                "before it was committed; copy it again where it is whole"
             )
         if kind is not None or not (shown or tracked):
             return kind
@@ -176,7 +177,7 @@ class Run:
     # --- committing -------------------------------------------------------------------------------------------
 
     def check(self, step: int, *, overwrite: bool, rolled_back: bool, retire: bool) -> None:
-        """Refuse a step that could not be committed: StepExistsError, StepBehindError."""
+        """Raise StepExistsError or StepBehindError for a step that could not be committed."""
         listing = self._root.relist()
         self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
         steps = listing.steps
@@ -189,8 +190,8 @@ class Run:
         newest = self._root.newest(listing, steps[above:])
         if newest is not None:
             raise StepBehindError(
-                f"step {step} is below the committed step {newest}, and steps must increase; save a higher step, use another "
-                'root, or open the checkpointer with on_rollback="retire"',
+                f"step {step} is below the committed step {newest}, and steps must increase; save a higher step, use "
+                'another root, or open the checkpointer with on_rollback="retire"',
                 step=step,
                 newest=newest,
             )
@@ -201,12 +202,12 @@ class Run:
             raise _exists(step)
 
     def manifest_to_replace(self, step: int) -> tuple[Manifest, str] | None:
-        """The step's manifest, if it is committed, and its version: what `overwrite` will replace, and nothing else."""
+        """The step's manifest and its version, which `overwrite` will replace; None if the step is not committed."""
         try:
             manifest, version = self._root.read(step)
         except NotCommittedError:
             return None
-        except CheckpointError:  # a damaged manifest may be overwritten like any other
+        except CheckpointError:  # a damaged manifest may be overwritten
             _, version = self._root.storage.read(self._root.manifest_path(step))
             manifest = Manifest(step, "", 1, 0.0, ())
         listing = self._root.listing or self._root.relist()
@@ -226,12 +227,10 @@ class Run:
         ranks: OfRanks | None = None,
         world_size: int = 1,
     ) -> Manifest:
-        """Make the durable archives of an attempt the step's checkpoint. From here on it is true; then `announce` it.
+        """Make the durable archives of an attempt the step's checkpoint, by its manifest. Call `announce` after that.
 
-        With `ranks`, several have written it, and what that names tells of their archives.
-
-        With `retire`, the newer steps leave the run by the same manifest.
-        Raises StepExistsError when another writer was faster; its commit stands.
+        With `ranks`, several ranks have written it, and the objects in `ranks` list their archives. With `retire`, the
+        manifest retires all newer steps. Raises StepExistsError if another writer was faster; its commit stands.
         """
         listing = self._root.listing or self._root.relist()
         stale = self._root.stale(listing, self._root.retired_by(listing.intents), listing.steps)
@@ -239,7 +238,7 @@ class Run:
         is_behind = bool(listing.steps) and listing.steps[-1] > step
         if stale or listing.intents or (retire and is_behind) or replaces is not None:
             listing = self._root.relist()
-            # An earlier rollback counts while its manifest stands, which this commit may end: finish it first.
+            # An earlier rollback counts while its manifest is there, which this commit may replace: finish it first.
             self._root.finish_rollbacks(listing.intents)
         newer = self._root.look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
         retires = tuple(
@@ -274,14 +273,14 @@ class Run:
         return manifest
 
     def _start_label(self, before: Manifest | None, listing: Listing) -> str:
-        """The start that a manifest names: this one, or below newer steps that of the manifest it replaces, so that they count."""
+        """The start for a new manifest: below newer steps, that of the manifest it replaces, so that these still count."""
         above = listing.steps[bisect_right(listing.steps, before.step) :] if before else []
         if before is not None and self._root.newest(listing, above) is not None:
             return before.start
         return self._start.label if self._start else ""
 
     def _look_again(self) -> None:
-        """After the manifest: see that no other process has taken the run meanwhile. Raises RunTakenError."""
+        """After the manifest, raise RunTakenError if another process has taken the run meanwhile."""
         start = self._start
         if start is None:
             return
@@ -298,13 +297,13 @@ class Run:
     # --- the right to commit ----------------------------------------------------------------------------------
 
     def check_start(self) -> None:
-        """Refuse a save where another process has the run, as far as is known at once. Raises RunTakenError."""
+        """Raise RunTakenError if another process has the run, as far as a check without network requests tells."""
         self._tenure.refuse_if_lost()
         if self._start is None and not self.storage.remote:
             refuse_if_alive(self.storage, (self._root.listing or self._root.relist()).starts)
 
     def take(self, step: int, others: Sequence[Run]) -> bool:
-        """Take the root for this process, at its first save. Whether that was done now; then the step is to be checked again.
+        """Take the root for this process, at its first save. True if it was just taken: then check the step again.
 
         `others` are the runs at the other roots. Raises RunTakenError.
         """
@@ -327,18 +326,18 @@ class Run:
             return []
 
     def check_taken(self) -> None:
-        """Ahead of a commit: raises RunTakenError where another process has taken the run since this one did."""
+        """Before a commit, raise RunTakenError if another process has taken the run since this one did."""
         if self._start is not None:
             self._tenure.refuse_if_later(self.storage, self._start, self._root.relist().starts)
 
     def close(self) -> None:
-        """This process saves nothing more here: the next start need not wait for its end."""
+        """Give up the root, so that another process can take it before this one ends."""
         self._tenure.leave(self)
 
     def adopt(self, manifest: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
-        """Commit, under its own manifest, a step whose archives were copied here from another root, as the rollback that it was.
+        """Commit, with its manifest and the rollback in it, a step whose archives were copied from another root.
 
-        Raises StepExistsError when the step has been committed here meanwhile.
+        Raises StepExistsError if the step was committed here meanwhile.
         """
         listing = self._root.relist()
         self._root.retire(self._root.stale(listing, self._root.retired_by(listing.intents), listing.steps))
@@ -358,11 +357,11 @@ class Run:
         self._sweeper.delete_replaced(manifest.step, replaces[0] if replaces else None)
 
     def committed(self, step: int) -> Manifest | None:
-        """The step's manifest; None where there is none that can be read."""
+        """The step's manifest; None if there is none that can be read."""
         return self._root.find(step)
 
     def retired_attempts(self, step: int) -> set[str]:
-        """Attempts at a step that a rollback has taken out of the run."""
+        """The attempts at a step that a rollback has retired."""
         attempts = self._sweeper.retired_attempts(step)
         retired = self._root.excluded_attempt(step, self._root.listing or self._root.relist())
         return attempts | {retired} if retired else attempts
@@ -370,29 +369,29 @@ class Run:
     # --- deleting ---------------------------------------------------------------------------------------------
 
     def retain(self, step: int, *, replaced: Manifest | None, in_flight: Collection[int]) -> list[int]:
-        """Delete what `overwrite` and retention leave behind; the manifest goes first. Returns the deleted steps, ascending."""
+        """Delete replaced archives, and the steps that retention deletes. Returns these steps, ascending."""
         listing = self._root.listing or self._root.relist()
         self._root.finish_rollbacks(listing.intents)
         view = self._root.view(listing)
         self._sweeper.delete_replaced(step, replaced)
         protected = self._protected(step, view, in_flight)
         doomed = self.steps_to_delete(view, protected=protected)
-        # Another process may have overwritten them: judged is what is there now.
+        # Another process may have overwritten them: apply the rules to the present manifests.
         inside = {old: self._sweeper.read_folder(old) for old in doomed}
         if any(inside[old].manifest != view[old] for old in doomed):
             self._root.forget(doomed)
             view = self._root.view(listing)
             doomed = [old for old in self.steps_to_delete(view, protected=protected) if old in inside]
         self._root.listing = None
-        for old in reversed(doomed):  # a step may borrow from older ones, which go after it
+        for old in reversed(doomed):  # a step may borrow from older ones, so these are deleted after it
             self._sweeper.delete(old, inside[old], whole_folder=self.keep.whole_folder)
         view = view.without(doomed)
         self._announcer.rewrite(view)
-        self._say_what_best_lacks(view)
+        self._warn_of_missing_metric(view)
         return doomed
 
     def steps_to_delete(self, commits: Commits, *, protected: Collection[int] = ()) -> list[int]:
-        """The steps that retention does not keep at this hour, and that no step which it keeps has borrowed from."""
+        """The steps that retention does not keep now, except for those that kept steps have borrowed from."""
         going = deletable_steps(self.keep, commits, now=self._clock(), protected=protected)
         while going:
             gone_steps = set(going)
@@ -404,36 +403,36 @@ class Run:
         return going
 
     def discard(self, step: int, attempt: str, rank: int = 0) -> None:
-        """Delete the archive of an attempt that was not committed. If its manifest got there all the same, it stays."""
+        """Delete the archive of an attempt that was not committed, unless its manifest is there all the same."""
         self._sweeper.discard(step, attempt, rank)
 
     def trim(self, step: int, attempt: str, rank: int, *, in_flight: Collection[int]) -> None:
-        """In what is one node's cache: delete what is older than the attempt that was committed elsewhere."""
+        """In a node's cache, delete archives that are older than this attempt, which was committed at another root."""
         self._sweeper.trim(step, attempt, rank, in_flight=in_flight)
 
     def sweep(self) -> list[str]:
-        """Delete what dead writers left: temp files, unfinished uploads, archives that no manifest names, and intents."""
+        """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives, and intents."""
         return self._sweeper.sweep()
 
     def sweep_once(self, *, has_ranks: bool = False) -> None:
-        """Sweep the leftovers of an earlier process; our own failures leave nothing. With several ranks, only what is old."""
+        """Sweep once in a process, since its own failures leave nothing. With several ranks, only old leftovers."""
         self._sweeper.sweep_once(has_ranks=has_ranks)
 
-    # --- what others are told ---------------------------------------------------------------------------------
+    # --- tracker and journal ----------------------------------------------------------------------------------
 
     def journal(self) -> list[dict[str, object]]:
         """The records of `checkpoints.jsonl`, as far as they can be read."""
         return self._announcer.journal()
 
     def announce(self, step: int | None = None, *, in_flight: Collection[int] = ()) -> None:
-        """Bring tracker and journal up to date with what is committed, whoever committed it.
+        """Bring tracker and journal up to date with the commits of all processes.
 
-        After the commit of `step`, steps that its retention is about to delete have no line in the journal any more.
-        Raises StorageUnavailableError; then the one may be up to date without the other.
+        After the commit of `step`, the journal has no lines for steps that its retention is about to delete. After
+        StorageUnavailableError, one of the files may be up to date and the other not.
         """
 
         def spared(view: Commits) -> Commits:
-            """The steps that the retention that follows is going to leave."""
+            """The steps that the following retention keeps."""
             if step is None:
                 return view
             return view.without(self.steps_to_delete(view, protected=self._protected(step, view, in_flight)))
@@ -441,11 +440,11 @@ class Run:
         self._announcer.announce(step, spared)
 
     def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Run tasks that ask the storage, in parallel where asking is slow. Raises what one of them does."""
+        """Run tasks that make requests, at a store in parallel. Raises the error of one of them."""
         self._root.do_all(tasks)
 
     def learn(self) -> None:
-        """Read ahead, while an archive is on its way, the manifests that the journal is made from."""
+        """Read the manifests for the journal ahead, while an archive is being sent."""
         self._root.view(self._root.listing or self._root.relist(), tolerant=True)
 
     def _put(self, manifest: Manifest, replaces: tuple[Manifest, str] | None) -> None:
@@ -456,12 +455,12 @@ class Run:
             self._root.storage.replace(path, manifest.dump(), version=replaces[1])
 
     def _protected(self, step: int, view: Commits, in_flight: Collection[int]) -> set[int]:
-        """The steps that retention does not touch after the commit of a step, whatever its rules say."""
+        """The steps that retention keeps after the commit of `step`, whatever its rules say."""
         newer = takewhile(lambda later: later >= step, reversed(view))
         tracked = self._announcer.tracked()
         return {*in_flight, *newer, *([] if tracked is None else [tracked])}
 
-    def _say_what_best_lacks(self, view: Commits) -> None:
+    def _warn_of_missing_metric(self, view: Commits) -> None:
         if self._root.has_said("best"):
             return
         metric = unknown_metric(self.keep, view)

@@ -1,7 +1,7 @@
-"""Other things in the folder of a run than its own steps: those of another naming, and what other programs have written.
+"""Entries in the folder of a run that are not its own steps: steps of another naming, and files of other programs.
 
-In: a storage, and which names are the run's own. Out: the newest of the others, and what it all is, for people.
-Knows nothing of: what is restored from it.
+In: a storage, and which names are the run's own. Out: the newest other step; descriptions for people.
+Knows nothing of: loading.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from .manifest import parse as parse_manifest
 from .naming import how_to_open, numbered, words_for
 from .receipts import attempt_of_all
 
-# Folders that are looked into, of each naming: those of the newest steps.
+# The number of folders to look into for each naming: those of the newest steps.
 _LOOKED_INTO: Final = 10
-# What torch.distributed.checkpoint writes last.
+# The file that torch.distributed.checkpoint writes last.
 OF_DCP: Final = ".metadata"
-# And what each rank does, where ranks do not speak to each other.
+# The file that each rank writes last without collectives.
 _OF_ONE_RANK: Final = re.compile(r"__\d+\.metadata")
 
 
 class OtherNaming(NamedTuple):
-    """A committed step that goes by another naming."""
+    """A committed step of another naming."""
 
     folder: str
     manifest: Manifest
-    advice: str  # how to open the run by it
+    advice: str  # how to open the run with that naming
 
 
 def newest_of_other_namings(storage: Storage, is_own: Callable[[str], bool]) -> OtherNaming | None:
     """The step that was committed last among the newest steps of all other namings.
 
-    Numbers of two namings cannot be compared: a run that has begun anew under another one counts from 0 again.
+    By time, since numbers of two namings cannot be compared: a run that begins anew counts from 0 again.
     """
     names = storage.names("")
     others = list(_by_naming(name for name in names if not is_own(name)))
@@ -55,7 +55,7 @@ def newest_of_other_namings(storage: Storage, is_own: Callable[[str], bool]) -> 
 
 
 def foreign_kind(names: Collection[str]) -> str | None:
-    """The kind of a folder with these names, with advice; None for a kind that is not known, and for steps."""
+    """The kind of a foreign checkpoint with these files, with advice; None for an unknown kind, and for steps."""
     if OF_DCP in names:
         return (
             "a checkpoint of torch.distributed.checkpoint, which has no digests: async_ckpt.load reads it, and "
@@ -63,8 +63,8 @@ def foreign_kind(names: Collection[str]) -> str | None:
         )
     if any(map(_OF_ONE_RANK.fullmatch, names)):
         return (
-            "what torch.distributed.checkpoint has written with use_collectives=False, a checkpoint for each rank: torch.distributed.checkpoint "
-            "loads it, on as many ranks"
+            "files that torch.distributed.checkpoint has written with use_collectives=False, a checkpoint for each rank: "
+            "torch.distributed.checkpoint loads it on the same number of ranks"
         )
     if {index.MEMBER, digests.MEMBER} <= {*names}:
         return (
@@ -85,9 +85,9 @@ def foreign_kind(names: Collection[str]) -> str | None:
 def foreign_steps(
     storage: Storage, is_own: Callable[[str], bool], is_ours: Callable[[str], bool]
 ) -> list[str]:
-    """The folders of steps, of any naming that is known, with files of other programs in them; the newest first.
+    """The folders of steps, of any known naming, that have files of other programs; the newest first.
 
-    `is_ours` knows what a process of this library leaves that was killed.
+    `is_ours` recognizes the leftovers of killed processes of this library.
     """
     foreign = []
     for folders in _by_naming(storage.names("")):
@@ -100,7 +100,7 @@ def foreign_steps(
 
 
 def incomplete_steps(storage: Storage, is_own: Callable[[str], bool]) -> list[str]:
-    """The newest folders of the run's own steps that have all of a commit of several ranks but its manifest."""
+    """The newest folders of the run's own steps that have a commit of several ranks without its manifest."""
     incomplete = []
     for folder in chain.from_iterable(_by_naming(filter(is_own, storage.names("")))):
         inside = storage.names(folder)
@@ -122,7 +122,7 @@ def _by_naming(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _read(storage: Storage, folder: str) -> Manifest | None:
-    """The manifest in a folder; None for that of another program, and for one that is damaged or gone by now."""
+    """The manifest in a folder; None if there is none, or it is damaged, or of another step."""
     path = f"{folder}/{MANIFEST}"
     try:
         manifest = parse_manifest(storage.read(path)[0], path=storage.locate(path))
