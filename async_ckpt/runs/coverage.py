@@ -37,8 +37,8 @@ class _HeldSlices(NamedTuple):
 def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str, str]) -> None:
     """Check the ranks of each structure, given by `classes`. `structures` has the texts of the structures.
 
-    Raises UnsupportedStateError for a tensor that ranks have in different shapes or dtypes, for one of which no rank has
-    some part, and for marks on which ranks do not agree.
+    Raises UnsupportedStateError for a tensor that ranks have in different shapes or dtypes, for one of which no rank
+    has some part, and for marks on which ranks do not agree.
     """
     tensors: dict[str, list[_HeldSlices]] = {}
     marks: dict[str, dict[str, set[tuple[str, str]]]] = {BORROWED: {}, PER_RANK: {}, ROOT_MESH: {}}
@@ -59,7 +59,8 @@ def check_coverage(classes: Mapping[str, Sequence[int]], structures: Mapping[str
             if (other.dtype, other.shape) != (first.dtype, first.shape):
                 raise UnsupportedStateError(
                     f"{shown} is {first.dtype}{list(first.shape)} on rank {first.ranks[0]} and "
-                    f"{other.dtype}{list(other.shape)} on rank {other.ranks[0]}; give them different names, or name their group in per_rank=",
+                    f"{other.dtype}{list(other.shape)} on rank {other.ranks[0]}; give them different names, or "
+                    "name their group in per_rank=",
                     path=shown,
                 )
         if not _is_covered(first.shape, held, known):
@@ -81,16 +82,16 @@ def _check_marks(
     if len({frozenset(borrowed.get(digest, ())) for digest in classes}) > 1:
         groups = sorted({group for lent in borrowed.values() for group, _ in lent})
         raise UnsupportedStateError(
-            f"not all ranks borrow {', '.join(groups)} from the same step; give the same unchanged= on every rank, and have "
-            "all of them restore the same step",
+            f"not all ranks borrow {', '.join(groups)} from the same step; give the same unchanged= on every "
+            "rank, and have all of them restore the same step",
             path=groups[0],
         )
     first, *others = classes
     for other in others:
         if roots.get(other) != roots.get(first):
             raise UnsupportedStateError(
-                f"mesh= is not the same on ranks {classes[first][0]} and {classes[other][0]}; give the same DeviceMesh to the "
-                "AsyncCheckpointer of every rank, or to none",
+                f"mesh= is not the same on ranks {classes[first][0]} and {classes[other][0]}; give the same "
+                "DeviceMesh to the AsyncCheckpointer of every rank, or to none",
                 path="",
             )
 
@@ -115,8 +116,8 @@ def _check_per_rank(
                     ranks[0] for digest, ranks in classes.items() if group in own_by_structure[digest]
                 )
                 raise UnsupportedStateError(
-                    f"{group} is each rank's own on rank {rank}, and not on rank {slices.ranks[0]}, which shares {shown}; give "
-                    "the same per_rank= on every rank",
+                    f"{group} is each rank's own on rank {rank}, and not on rank {slices.ranks[0]}, which "
+                    f"shares {shown}; give the same per_rank= on every rank",
                     path=shown,
                 )
 

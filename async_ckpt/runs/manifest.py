@@ -5,9 +5,9 @@ In: the archives and fields of a commit. Out: the manifest's text, and back. Kno
 A manifest begins, in every version, with a digest of all that follows (`{"digest": "…",` and a line break), which is
 compared before any other field is used, including the version.
 
-A rollback is one commit that retires other steps: its manifest names them (`retires`). Before the manifest, the same text
-is put in the root under a name that has the step and the attempt. This is the **intent**: readers that list the root find
-it, and leave out the named steps while the manifest of that attempt is there.
+A rollback is one commit that retires other steps: its manifest names them (`retires`). Before the manifest, the same
+text is put in the root under a name that has the step and the attempt. This is the **intent**: readers that list the
+root find it, and leave out the named steps while the manifest of that attempt is there.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class Retired:
 class OfRanks:
     """The objects of a commit of several ranks beside its archives, whose names follow from the ranks (see `receipts`).
 
-    `table` is the digest of the Table by which the ranks have shared, `num_bytes` is of all archives, and `per_rank` has
-    the names in the state of the objects that each rank has for itself.
+    `table` is the digest of the Table by which the ranks have shared, `num_bytes` is of all archives, and `per_rank`
+    has the names in the state of the objects that each rank has for itself.
     """
 
     archives: Archive
@@ -119,11 +119,11 @@ class OfRanks:
 class Manifest:
     """One committed checkpoint. `created` is wall time in seconds since the epoch.
 
-    `replaces` are the earlier attempts at this step, the last first: a root that holds one of those was away. `record` is
-    the user's: plain JSON data, whose fields `rolling` and `ttl_seconds` retention obeys. `start` names the start of the
-    run that committed it (see `starts`); it is empty in manifests of older versions and other tools. `retires` are the
-    newer commits that this one retires. A commit of several ranks has `ranks` instead of `archives`, so that its size does
-    not grow with their number.
+    `replaces` are the earlier attempts at this step, the last first: a root that holds one of those was away. `record`
+    is the user's: plain JSON data, whose fields `rolling` and `ttl_seconds` retention obeys. `start` names the start of
+    the run that committed it (see `starts`); it is empty in manifests of older versions and other tools. `retires` are
+    the newer commits that this one retires. A commit of several ranks has `ranks` instead of `archives`, so that its
+    size does not grow with their number.
     """
 
     step: int
@@ -153,7 +153,7 @@ class Manifest:
 
     @property
     def lenders(self) -> tuple[Archive, ...]:
-        """The objects that later steps name to borrow a group: the archive, or the list of the archives of all ranks."""
+        """The objects that later steps name to borrow a group: the archive, or the list of the ranks' archives."""
         return self.archives if self.ranks is None else (self.ranks.archives,)
 
     def lent(self, group: str) -> tuple[Elsewhere, ...]:
@@ -227,8 +227,8 @@ def archive_name(rank: int, attempt: str) -> str:
 def missing(shown: str, named_by: int) -> CorruptCheckpointError:
     """The error about a missing object that the manifest of a step names."""
     return CorruptCheckpointError(
-        f"{shown} is missing, though the manifest of step {named_by} names it; if the run was copied, copy all of it, or merge() "
-        f"step {named_by} where the run is whole; else load an earlier checkpoint",
+        f"{shown} is missing, though the manifest of step {named_by} names it; if the run was copied, copy all "
+        f"of it, or merge() step {named_by} where the run is whole; else load an earlier checkpoint",
         path=shown,
     )
 

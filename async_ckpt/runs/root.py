@@ -204,7 +204,7 @@ class Root:
                     self.lines.pop(step, None)
 
     def look_up(self, steps: Sequence[int], *, tolerant: bool = False) -> dict[int, Manifest | None]:
-        """The manifests of the committed ones among these steps; None for a damaged one. Read in parallel at a store."""
+        """The manifests of the committed ones of these steps; None for a damaged one. A store is read in parallel."""
         manifests: dict[int, Manifest | None] = {}
 
         def look(step: int) -> None:
@@ -308,8 +308,8 @@ class Root:
     def _retire(self, step: int, retired: Mapping[int, str]) -> None:
         """Rename the manifest of a step if it is that of the attempt in `retired`.
 
-        This process may have slept since it read the manifest, and another process may have retired it and committed the
-        step anew: then the new manifest is put back.
+        This process may have slept since it read the manifest, and another process may have retired it and committed
+        the step anew: then the new manifest is put back.
         """
         path, new_path = self.manifest_path(step), f"{self.folder(step)}/{retired_name()}"
         try:

@@ -64,8 +64,8 @@ class Roots:
                 description = run.describe_foreign()
                 if description is not None:
                     notes.append(
-                        f"{name}: no step there was committed by async_ckpt (a step has a manifest.json), but the folder "
-                        f"holds {description}"
+                        f"{name}: no step there was committed by async_ckpt (a step has a manifest.json), but "
+                        f"the folder holds {description}"
                     )
         return notes
 

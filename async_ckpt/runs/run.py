@@ -11,8 +11,8 @@ In: a storage and the naming of its steps. Out: commits that are whole or not th
 
 Every decision is made from the present content of the storage, so several processes may share a root. The cost of a
 commit must not grow with the number of kept steps: a commit that this process has seen stays known until a listing, a
-rollback or its own retention removes it, and a step is read again before it is deleted. The root is listed once for each
-save. The version of the journal, which each process replaces, tells whether another process has committed since.
+rollback or its own retention removes it, and a step is read again before it is deleted. The root is listed once for
+each save. The version of the journal, which each process replaces, tells whether another process has committed since.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Run:
         return manifest
 
     def view(self) -> Commits:
-        """The committed steps with their manifests, ascending; None for a damaged one. Known ones are not read again."""
+        """The committed steps with their manifests, ascending; None for a damaged one. Known ones are not read."""
         return self._root.view(self._root.relist())
 
     def check_naming(self) -> None:
@@ -164,8 +164,8 @@ class Run:
         tracked = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else ""
         if halves := incomplete_steps(self.storage, self._root.is_step):
             return (
-                f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or its save ended just "
-                "before it was committed; copy it again where it is whole"
+                f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or "
+                "its save ended just before it was committed; copy it again where it is whole"
             )
         if kind is not None or not (shown or tracked):
             return kind
@@ -273,7 +273,7 @@ class Run:
         return manifest
 
     def _start_label(self, before: Manifest | None, listing: Listing) -> str:
-        """The start for a new manifest: below newer steps, that of the manifest it replaces, so that these still count."""
+        """The start for a manifest. Below newer steps, that of the manifest it replaces, so that these still count."""
         above = listing.steps[bisect_right(listing.steps, before.step) :] if before else []
         if before is not None and self._root.newest(listing, above) is not None:
             return before.start

@@ -1,15 +1,15 @@
 """The starts of a run: which process may commit, and which commits count if two processes have written.
 
-In: the listing of a root, and manifests. Out: the right to commit, or an error that names the process that has it; steps
-that do not count. Knows nothing of: archives.
+In: the listing of a root, and manifests. Out: the right to commit, or an error that names the process that has it;
+steps that do not count. Knows nothing of: archives.
 
     <root>/start-00000008.5f3a9c01.500.json     the eighth start; its first save was of step 500
 
 A process takes the root at its first save by creating the next start there. It commits as long as the root lists no
 later start. It lists the root right after each manifest, and the next start lists the commits after it has taken the
-root: so either the earlier process sees the later start and does not acknowledge the save, or the later process sees the
-commit and refuses to save below it. A manifest that a process has put all the same, after a sleep, is excluded by the
-rule of `out_of_line`.
+root: so either the earlier process sees the later start and does not acknowledge the save, or the later process sees
+the commit and refuses to save below it. A manifest that a process has put all the same, after a sleep, is excluded by
+the rule of `out_of_line`.
 
 The order of starts is that of their numbers, then of their random tokens. No clock decides anything.
 """
@@ -288,8 +288,8 @@ def _taken(root: str, start: Start, about: dict[str, object], *, is_alive: bool)
         )
     else:
         text = (
-            f"{root}: {owner}, has taken the run over (start {start.number}); this process can commit nothing there any more. "
-            "End it, or close its checkpointer and make a new one to take the run back"
+            f"{root}: {owner}, has taken the run over (start {start.number}); this process can commit nothing "
+            "there any more. End it, or close its checkpointer and make a new one to take the run back"
         )
     error = RunTakenError(text)
     error.path, error.host, error.pid, error.since = root, host, pid, since

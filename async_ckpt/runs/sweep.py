@@ -47,7 +47,7 @@ def _of_ranks(names: Iterable[str]) -> set[str]:
 
 
 class StepFolder(NamedTuple):
-    """The folder of a step: the names in it, its manifest if it has a sound one, and the names that are in manifests."""
+    """The folder of a step: the names in it, its manifest if it is sound, and the names that manifests name."""
 
     names: list[str]
     manifest: Manifest | None
@@ -192,9 +192,9 @@ class Sweeper:
         elif foreign:
             self._root.say_once(
                 "foreign",
-                f"{self._root.storage.locate(folder)}: step {step} was deleted by keep=, but files that async_ckpt did not "
-                f"write, such as {foreign[0]!r}, are kept. The same applies to later steps; delete them yourself, or pass "
-                "Keep(whole_folder=True)",
+                f"{self._root.storage.locate(folder)}: step {step} was deleted by keep=, but files that "
+                f"async_ckpt did not write, such as {foreign[0]!r}, are kept. The same applies to later steps; "
+                "delete them yourself, or pass Keep(whole_folder=True)",
             )
 
     def _sweep_folder(self, step: int | None, newest: int | None, swept: list[str]) -> None:

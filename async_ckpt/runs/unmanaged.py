@@ -63,13 +63,13 @@ def foreign_kind(names: Collection[str]) -> str | None:
         )
     if any(map(_OF_ONE_RANK.fullmatch, names)):
         return (
-            "files that torch.distributed.checkpoint has written with use_collectives=False, a checkpoint for each rank: "
-            "torch.distributed.checkpoint loads it on the same number of ranks"
+            "files that torch.distributed.checkpoint has written with use_collectives=False, a checkpoint for "
+            "each rank: torch.distributed.checkpoint loads it on the same number of ranks"
         )
     if {index.MEMBER, digests.MEMBER} <= {*names}:
         return (
-            "the members of an archive that was extracted: async_ckpt.load reads them, and only the archive itself can be "
-            "verified"
+            "the members of an archive that was extracted: async_ckpt.load reads them, and only the archive "
+            "itself can be verified"
         )
     files = [name for name in names if name.endswith(".safetensors")]
     if files and all(map(safetensors.is_of_rank, files)):

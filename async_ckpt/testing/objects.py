@@ -1,6 +1,6 @@
-"""The promises of every storage about small objects, names, and the leftovers of dead writers.
+"""The contract of every storage for small objects, names, and the leftovers of dead writers.
 
-In: a storage with an empty root. Out: tests. Knows nothing of: how the storage does it.
+In: a storage with an empty root. Out: tests. Knows nothing of: implementations.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .lending import (
     NUM_THREADS,
     ODD_NAMES,
     SEGMENT_BYTES,
+    ContractBase,
     LentMemory,
-    Promises,
     create,
     everything,
     put_archive,
@@ -27,8 +27,8 @@ from .lending import (
 )
 
 
-class ObjectContract(Promises):
-    """See StorageContract."""
+class ObjectContract(ContractBase):
+    """The tests of small objects; see StorageContract."""
 
     # --- small objects ----------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class ObjectContract(Promises):
         assert storage.names("") == ["x"]
 
     def test_the_version_that_replacing_tells_is_the_one_that_is_read(self, storage: Storage) -> None:
-        """A place that cannot tell says so by None."""
+        """A storage that does not know the version returns None."""
         first = storage.replace("x", b"one")
         second = storage.replace("x", b"two", version=storage.read("x")[1])
 
@@ -192,7 +192,7 @@ class ObjectContract(Promises):
                 put_archive(storage, "folder/x.tar", data, LentMemory())
             elif number == 1:
                 storage.put_new("folder/manifest", b"1")
-            else:  # again and again, as if many processes came by
+            else:  # repeatedly, as many processes would
                 for _ in range(10):
                     storage.remove_if_empty("folder")
 

@@ -35,7 +35,8 @@ _log = logging.getLogger("async_ckpt")
 class FsspecStorage:
     """A folder or bucket prefix of a filesystem of fsspec, which is made at its first use. From any thread.
 
-    With `fs`, that filesystem is used as it is set up: `url` is a path on it, and only the deadline of `options` counts.
+    With `fs`, that filesystem is used as it is set up: `url` is a path on it, and only the deadline of `options`
+    counts.
     """
 
     remote = True
