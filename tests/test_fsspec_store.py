@@ -157,7 +157,7 @@ def test_a_write_that_fails_gives_everything_back_and_refuses_the_rest(monkeypat
     def fail(fs, name):
         raise ConnectionResetError("gone")
 
-    monkeypatch.setattr(file_tree, "_uncommitted", fail)
+    monkeypatch.setattr(file_tree, "_open_uncommitted", fail)
     with pytest.raises(StorageUnavailableError, match="the store is up"):
         write(sink, *pieces[0])
     with pytest.raises(StorageUnavailableError):

@@ -78,7 +78,7 @@ class Announcer:
                 self._journal_version = None
                 self._write_journal(view)
 
-    def tracked(self) -> int | None:
+    def tracked_step(self) -> int | None:
         """The step that the tracker names; None if it names none, or cannot be read."""
         if self._tracker is None or self._tracks is not None:
             return self._tracks

@@ -167,7 +167,7 @@ def _has_all(cuts: Json, start: int, shape: Sequence[int], stride: Sequence[int]
 def _raise_gap(name: str, held: Sequence[_HeldSlices]) -> NoReturn:
     by_look: dict[str, list[int]] = {}
     for slices in held:
-        by_look.setdefault(_described(slices.spread), []).extend(slices.ranks)
+        by_look.setdefault(_describe(slices.spread), []).extend(slices.ranks)
     if len(by_look) > 1:
         looks = "; ".join(f"{look} on {_shown_ranks(ranks)}" for look, ranks in list(by_look.items())[:5])
         raise UnsupportedStateError(
@@ -183,7 +183,7 @@ def _raise_gap(name: str, held: Sequence[_HeldSlices]) -> NoReturn:
     )
 
 
-def _described(spread: Json) -> str:
+def _describe(spread: Json) -> str:
     """The placements and mesh in the words of torch."""
     if isinstance(spread, dict):
         return "given in slices"

@@ -83,7 +83,8 @@ class Archive:
 class Elsewhere:
     """A group that is in another archive than its rank's.
 
-    In that of an earlier step, since it has not changed; or of this step, since one rank wrote it for all.
+    The archive is of an earlier step, since the group has not changed; or of this step, since one rank wrote it for
+    all.
     """
 
     group: str

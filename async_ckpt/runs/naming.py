@@ -169,7 +169,7 @@ def words_for(folder: str) -> list[str]:
     ]
 
 
-def how_to_open(folder: str, beside: Collection[str]) -> str:
+def advice_to_open(folder: str, beside: Collection[str]) -> str:
     """Advice on how to open a run with this folder; `beside` are the names in the run's folder."""
     number = numbered(folder)
     assert number is not None

@@ -203,7 +203,7 @@ class Exchange:
     def _receipts_of(self, attempt: str) -> str:
         return f"{self.folder}/receipts.{attempt}"
 
-    # --- what is decided --------------------------------------------------------------------------------------
+    # --- the decision -----------------------------------------------------------------------------------------
 
     def decision(self, *, asks_for_verdict: bool = True) -> Manifest | Verdict | None:
         """The manifest of this attempt, or of one that has replaced it; or, with `asks_for_verdict`, the verdict on it.
@@ -239,7 +239,7 @@ class Exchange:
     def _verdict_of(self, attempt: str) -> str:
         return f"{self.folder}/verdict.{attempt}.json"
 
-    # --- what the manifest leaves to others -------------------------------------------------------------------
+    # --- the objects that the manifest names ------------------------------------------------------------------
 
     def put_archives(self, receipts: Sequence[Receipt]) -> Archive:
         """Put the list of the archives: their sizes and digests, in the order of ranks."""

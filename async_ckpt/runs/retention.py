@@ -2,12 +2,12 @@
 
 In: the committed steps with their manifests, the time. Out: the steps to delete. Knows nothing of: storage.
 
-The newest step stays, whatever the rules say. Of the others, these are deleted and not counted by the rules:
+The newest step stays, whatever the rules say. These others are deleted, and not counted by the rules:
 
     rolling      saves whose record says `rolling`: a newer step is committed
     expired      saves that are older than the `ttl_seconds` of their record
 
-Of the rest a step stays if any of the rules of `Keep` that are set wants it, and all stay if none is set:
+A step of the rest stays if any rule of `Keep` that is set wants it, and all stay if none is set:
 
     last         it is one of this many newest
     every        it is a multiple of this
@@ -81,7 +81,7 @@ def deletable_steps(
     steps = list(commits)
     passing = {step for step, manifest in commits.marked.items() if _is_passing(manifest, now)}
     lasting = [step for step in steps if step not in passing] if passing else steps
-    kept = {*steps[-1:], *protected, *_wanted(keep, lasting, commits, now)}
+    kept = {*steps[-1:], *protected, *_kept_by_rules(keep, lasting, commits, now)}
     return sorted(commits.keys() - kept)
 
 
@@ -92,7 +92,7 @@ def unknown_metric(keep: Keep, commits: Commits) -> str | None:
     return keep.best[0]
 
 
-def _wanted(keep: Keep, steps: list[int], commits: Commits, now: float) -> set[int]:
+def _kept_by_rules(keep: Keep, steps: list[int], commits: Commits, now: float) -> set[int]:
     if (keep.last, keep.every, keep.best, keep.seconds) == (None, None, None, None):
         return set(steps)
     wanted: set[int] = set()

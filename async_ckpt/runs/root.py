@@ -63,7 +63,7 @@ class Root:
         self.lines: dict[int, bytes] = {}  # journal lines of known commits; any thread may remove one
         self.committed_here: set[int] = set()  # steps that this object has committed
         self._parsed: dict[str, int] = {}  # the steps of names in the root; -1: no step
-        self._topics: set[str] = set()  # warnings that are given once
+        self._warned_topics: set[str] = set()  # warnings that are given once
         # Replaced as a whole, by any thread:
         self.starts: list[Start] = []  # of the last listing
         self.outside: dict[
@@ -339,15 +339,15 @@ class Root:
                 self.committed_here -= retired.keys()
             self.storage.delete(intent_name(step, attempt))
 
-    def say_once(self, topic: str, message: str) -> None:
+    def warn_once(self, topic: str, message: str) -> None:
         with self._lock:
-            new = topic not in self._topics
-            self._topics.add(topic)
+            new = topic not in self._warned_topics
+            self._warned_topics.add(topic)
         if new:
             _log.warning("%s", message)
 
-    def has_said(self, topic: str) -> bool:
-        return topic in self._topics
+    def has_warned(self, topic: str) -> bool:
+        return topic in self._warned_topics
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""

@@ -40,7 +40,7 @@ from .naming import STEP_FORMAT, TRACKER, tracker_of
 from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
 from .root import Listing, Root, commit_of
 from .starts import NUM_KEPT, Commit, Start, refuse_if_alive, tenure_of
-from .sweep import Sweeper, is_ours
+from .sweep import Sweeper, is_library_name
 from .unmanaged import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
 
 
@@ -158,19 +158,19 @@ class Run:
     def describe_foreign(self) -> str | None:
         """A description, with advice, of entries that look like a run or a checkpoint though nothing is committed."""
         kind = foreign_kind(self.storage.names(""))
-        folders = foreign_steps(self.storage, self._root.is_step, is_ours)
+        folders = foreign_steps(self.storage, self._root.is_step, is_library_name)
         shown = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
         tracker = self._announcer.tracker_text()
-        tracked = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else ""
+        tracker_note = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else ""
         if halves := incomplete_steps(self.storage, self._root.is_step):
             return (
                 f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or "
                 "its save ended just before it was committed; copy it again where it is whole"
             )
-        if kind is not None or not (shown or tracked):
+        if kind is not None or not (shown or tracker_note):
             return kind
         return (
-            f"{' and '.join(filter(None, (shown, tracked)))}; another program has written that: load it by the "
+            f"{' and '.join(filter(None, (shown, tracker_note)))}; another program has written that: load it by the "
             "program's own means, and save once to go on from here"
         )
 
@@ -457,15 +457,15 @@ class Run:
     def _protected(self, step: int, view: Commits, in_flight: Collection[int]) -> set[int]:
         """The steps that retention keeps after the commit of `step`, whatever its rules say."""
         newer = takewhile(lambda later: later >= step, reversed(view))
-        tracked = self._announcer.tracked()
-        return {*in_flight, *newer, *([] if tracked is None else [tracked])}
+        tracked_step = self._announcer.tracked_step()
+        return {*in_flight, *newer, *([] if tracked_step is None else [tracked_step])}
 
     def _warn_of_missing_metric(self, view: Commits) -> None:
-        if self._root.has_said("best"):
+        if self._root.has_warned("best"):
             return
         metric = unknown_metric(self.keep, view)
         if metric is not None:
-            self._root.say_once(
+            self._root.warn_once(
                 "best",
                 f"{self._root.storage.locate('')}: Keep(best=…) keeps every step, because no record has the metric "
                 f"{describe_missing_metric(metric, view)}",

@@ -207,13 +207,13 @@ class Tenure:
     def refuse_if_lost(self) -> None:
         """Raise RunTakenError if it is known that a later start has the root."""
         if self._lost is not None:
-            raise _taken(*self._lost, is_alive=False)
+            raise _taken_error(*self._lost, is_alive=False)
 
     def refuse_if_later(self, storage: Storage, own: Start | None, starts: Iterable[Start]) -> None:
         """Raise RunTakenError if one of these starts is later than this process's own."""
         later = [start for start in starts if own is not None and own.is_before(start)]
         if later:
-            self._lost = storage.locate(""), max(later), _about(storage, max(later))
+            self._lost = storage.locate(""), max(later), _process_of(storage, max(later))
             self.refuse_if_lost()
 
 
@@ -259,14 +259,14 @@ def refuse_if_alive(storage: Storage, starts: Sequence[Start]) -> None:
     """Raise RunTakenError if another living process provably has the newest of these starts."""
     newest = max(starts, default=None)
     if newest is not None and newest.token not in _tokens and storage.is_held(newest.name):
-        raise _taken(storage.locate(""), newest, _about(storage, newest), is_alive=True)
+        raise _taken_error(storage.locate(""), newest, _process_of(storage, newest), is_alive=True)
 
 
 def _about_this_process() -> dict[str, object]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": wall_time()}
 
 
-def _about(storage: Storage, start: Start) -> dict[str, object]:
+def _process_of(storage: Storage, start: Start) -> dict[str, object]:
     """The description of a start's process; empty if it cannot be read."""
     with suppress(CheckpointError, OSError, ValueError):
         fields = unseal(storage.read(start.name)[0])
@@ -275,7 +275,7 @@ def _about(storage: Storage, start: Start) -> dict[str, object]:
     return {}
 
 
-def _taken(root: str, start: Start, about: dict[str, object], *, is_alive: bool) -> RunTakenError:
+def _taken_error(root: str, start: Start, about: dict[str, object], *, is_alive: bool) -> RunTakenError:
     host, pid, since = about.get("host"), about.get("pid"), about.get("since")
     host = host if isinstance(host, str) else "an unknown host"
     pid = pid if isinstance(pid, int) and not isinstance(pid, bool) else 0

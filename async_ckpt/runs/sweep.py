@@ -26,7 +26,7 @@ _OF_OTHER_RANK: Final = re.compile(r"\.?rank_(?!00000\.)\d{5,}\.[0-9a-f]{8}\.")
 _READ_TRIES: Final = 20
 
 
-def is_ours(name: str) -> bool:
+def is_library_name(name: str) -> bool:
     """Whether this is a name, in the folder of a step, that this library gives to anything but a commit."""
     is_file = bool(_ARCHIVE.fullmatch(name) or _TEMP.fullmatch(name)) or is_retired_name(name)
     return is_file or is_beside(name) or is_receipt_folder(name)
@@ -81,7 +81,7 @@ class Sweeper:
         # A damaged manifest might name any archive.
         return StepFolder(names, None, {name for name in names if _ARCHIVE.fullmatch(name)})
 
-    def _borrowed(self, step: int) -> set[str]:
+    def _borrowed_names(self, step: int) -> set[str]:
         """The archives of a step that later steps borrow from, even if the step has been overwritten since."""
         commits = self._root.view(self._root.relist())
         borrowers = (manifest for later, manifest in commits.borrowers.items() if later > step)
@@ -132,7 +132,7 @@ class Sweeper:
             if other != step and other in in_flight:
                 continue
             folder, inside = self._root.folder(other), self.read_folder(other)
-            unnamed = [name for name in inside.names if is_ours(name) and name not in inside.named]
+            unnamed = [name for name in inside.names if is_library_name(name) and name not in inside.named]
             if inside.manifest is None and other < step:
                 for name in unnamed:
                     self._root.storage.delete_all(f"{folder}/{name}")
@@ -166,7 +166,7 @@ class Sweeper:
 
     def delete_replaced(self, step: int, replaced: Manifest | None) -> None:
         """Delete the archives of a commit that was overwritten, except for borrowed ones."""
-        borrowed = self._borrowed(step) if replaced else set()
+        borrowed = self._borrowed_names(step) if replaced else set()
         names = [name for name in (replaced.own_names if replaced else ()) if name not in borrowed]
         self._root.storage.delete_many([f"{self._root.folder(step)}/{name}" for name in names])
 
@@ -183,14 +183,14 @@ class Sweeper:
                 continue
             if is_beside(name) or is_receipt_folder(name):  # of earlier attempts
                 self._root.storage.delete_all(f"{folder}/{name}")
-            elif name != MANIFEST and not is_ours(name):
+            elif name != MANIFEST and not is_library_name(name):
                 foreign.append(name)  # other archives may be of a living writer: the sweep finds out
         if whole_folder:
             others = [f"{folder}/{name}" for name in foreign]
             self._root.do_all([partial(self._root.storage.delete_all, path) for path in others])
             self._root.storage.remove_if_empty(folder)
         elif foreign:
-            self._root.say_once(
+            self._root.warn_once(
                 "foreign",
                 f"{self._root.storage.locate(folder)}: step {step} was deleted by keep=, but files that "
                 f"async_ckpt did not write, such as {foreign[0]!r}, are kept. The same applies to later steps; "
@@ -222,7 +222,7 @@ class Sweeper:
         if step is not None and archives and {*archives} != self.read_folder(step).named:
             dead = dead_of(archives, delete=False)
             # Read again after the locks: a writer releases its lock only once its manifest is there.
-            named = self.read_folder(step).named | (self._borrowed(step) if dead else set())
+            named = self.read_folder(step).named | (self._borrowed_names(step) if dead else set())
             dead = [name for name in dead if name not in named]
         self._root.storage.delete_many([f"{folder}/{name}" for name in dead])
         if step is None:  # claims of starts of several ranks

@@ -17,7 +17,7 @@ from ..storage.interface import Storage
 from .manifest import NAME as MANIFEST
 from .manifest import Manifest, is_retired_name, parse_intent
 from .manifest import parse as parse_manifest
-from .naming import how_to_open, numbered, words_for
+from .naming import advice_to_open, numbered, words_for
 from .receipts import attempt_of_all
 
 # The number of folders to look into for each naming: those of the newest steps.
@@ -39,7 +39,7 @@ class OtherNaming(NamedTuple):
 def newest_of_other_namings(storage: Storage, is_own: Callable[[str], bool]) -> OtherNaming | None:
     """The step that was committed last among the newest steps of all other namings.
 
-    By time, since numbers of two namings cannot be compared: a run that begins anew counts from 0 again.
+    Steps of two namings are compared by time: under a new naming, a run may count from 0 again.
     """
     names = storage.names("")
     others = list(_by_naming(name for name in names if not is_own(name)))
@@ -50,7 +50,7 @@ def newest_of_other_namings(storage: Storage, is_own: Callable[[str], bool]) -> 
         newest = next((folder for folder in folders if folder in committed), None)
         manifest = None if newest is None else _read(storage, newest)
         if newest is not None and manifest is not None:
-            newest_of_each.append(OtherNaming(newest, manifest, how_to_open(newest, names)))
+            newest_of_each.append(OtherNaming(newest, manifest, advice_to_open(newest, names)))
     return max(newest_of_each, key=lambda other: other.manifest.created, default=None)
 
 
@@ -83,18 +83,18 @@ def foreign_kind(names: Collection[str]) -> str | None:
 
 
 def foreign_steps(
-    storage: Storage, is_own: Callable[[str], bool], is_ours: Callable[[str], bool]
+    storage: Storage, is_own: Callable[[str], bool], is_library_name: Callable[[str], bool]
 ) -> list[str]:
     """The folders of steps, of any known naming, that have files of other programs; the newest first.
 
-    `is_ours` recognizes the leftovers of killed processes of this library.
+    `is_library_name` recognizes the leftovers of killed processes of this library.
     """
     foreign = []
     for folders in _by_naming(storage.names("")):
         for folder in folders:
             inside = storage.names(folder)
             known = is_own(folder) or words_for(folder)
-            if OF_DCP in inside or (known and not all(map(is_ours, inside))):
+            if OF_DCP in inside or (known and not all(map(is_library_name, inside))):
                 foreign.append(folder)
     return foreign
 

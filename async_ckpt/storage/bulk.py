@@ -109,7 +109,7 @@ class _Copy:
         self._check()
 
     @contextmanager
-    def ending_on_error(self) -> Iterator[None]:
+    def end_on_error(self) -> Iterator[None]:
         """Have an error in this block end every wait for memory."""
         try:
             yield
@@ -138,7 +138,7 @@ class _Transfer:
             yield partial(self._move, offset, self._copy.lease(offset))
 
     def _move(self, offset: int, lease: Lease) -> None:
-        with self._copy.ending_on_error():
+        with self._copy.end_on_error():
             try:
                 reader, sink = self._open_ends()
                 data = lease.segment.view[: self._parcel.num_bytes - offset]
@@ -161,7 +161,7 @@ class _Transfer:
             self._parcel.verify(offset, data)
 
     def _put_empty(self) -> None:
-        with self._copy.ending_on_error():
+        with self._copy.end_on_error():
             self._copy.to.replace(self._parcel.path, b"")
 
     def _open_ends(self) -> tuple[Reader, Sink]:

@@ -48,7 +48,7 @@ class Place:
         engine: the client: "obstore" (the default for s3, gs and az) or "fsspec" (the default for all other URLs; for
             s3 also called "s3fs").
         fs: an fsspec filesystem to use as it is; `url` is then a path on it, or its URL.
-        keep: the retention of this root, where an AsyncCheckpointer has several; by default its `keep`.
+        keep: the retention of this root, if an AsyncCheckpointer has several; by default its `keep`.
 
     Raises TypeError and ValueError for arguments that are not valid, such as `options` for a local path.
     """

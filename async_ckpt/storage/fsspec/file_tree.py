@@ -220,7 +220,7 @@ class Draft:
         self._name = name
         self._temp: str | None = None
         if files.objects:
-            self.file = _uncommitted(fs, name)
+            self.file = _open_uncommitted(fs, name)
             return
         folder, _, last = name.rpartition("/")
         self._temp = f"{folder}/{temp_stem(last)}{os.urandom(4).hex()}{TEMP_SUFFIX}"
@@ -276,7 +276,7 @@ def _is_folder(entry: dict[str, Any]) -> bool:
     return entry["type"] == "directory" and not entry.get("islink")
 
 
-def _uncommitted(fs: Any, name: str) -> Any:
+def _open_uncommitted(fs: Any, name: str) -> Any:
     """A file that appears only with its `commit`."""
     from fsspec.implementations.memory import MemoryFile, MemoryFileSystem  # type: ignore[import-untyped]
 

@@ -112,7 +112,7 @@ class FsspecStorage:
             if self._place.creates_exclusively():
                 self._place.put(name, data, create=True)
                 return
-            self._say_once("create-only puts, so two writers could commit the same step")
+            self._warn_once("create-only puts, so two writers could commit the same step")
             with turn(self._url):
                 if self.exists(path):
                     raise FileExistsError(f"{self.locate(path)} exists already")
@@ -128,12 +128,12 @@ class FsspecStorage:
                 if self._place.replace(name, data, version):
                     return
             except FileExistsError:
-                if not self._holds(
+                if not self._has_content(
                     name, data
                 ):  # else the first try has written it, and the response was lost
                     raise
                 return
-            self._say_once("puts that replace one version only, so two writers could overwrite each other")
+            self._warn_once("puts that replace one version only, so two writers could overwrite each other")
             with turn(self._url):
                 try:
                     current = self._place.read(name)[1]
@@ -143,7 +143,7 @@ class FsspecStorage:
                     raise FileExistsError(f"{self.locate(path)} was replaced by another writer")
                 self._place.put(name, data)
 
-    def _holds(self, name: str, data: bytes) -> bool:
+    def _has_content(self, name: str, data: bytes) -> bool:
         try:
             return self._place.read(name)[0] == data
         except FileNotFoundError:
@@ -229,7 +229,9 @@ class FsspecStorage:
             with self._translated(folder):
                 now = self._place.now().timestamp()
                 dead = [
-                    name for name in names if now - self._modified(paths[name], now) > stores.ORPHAN_SECONDS
+                    name
+                    for name in names
+                    if now - self._modified_seconds(paths[name], now) > stores.ORPHAN_SECONDS
                 ]
         except StorageUnavailableError as error:  # without the store's clock there is no proof
             _log.debug("nothing was swept: %s", error)
@@ -239,7 +241,7 @@ class FsspecStorage:
                 self.delete(paths[name])
         return dead
 
-    def _modified(self, path: str, otherwise: float) -> float:
+    def _modified_seconds(self, path: str, otherwise: float) -> float:
         try:
             return self._place.modified(self._place.name(path)).timestamp()
         except FileNotFoundError:  # another process has swept it
@@ -260,13 +262,13 @@ class FsspecStorage:
                 before = self._place.now().timestamp() - stores.ORPHAN_SECONDS
                 return self._place.abort_uploads(bucket, prefix and f"{prefix}/", before)
         except StorageUnavailableError as error:
-            self._say_once(
+            self._warn_once(
                 "way to find unfinished uploads, so give the bucket a lifecycle rule that aborts them "
                 f"(AbortIncompleteMultipartUpload): {error}"
             )
             return []
 
-    def _say_once(self, lack: str) -> None:
+    def _warn_once(self, lack: str) -> None:
         if lack not in self._warnings and not self._place.alone:
             self._warnings.add(lack)
             _log.warning("%s has no %s", self._url, lack)
@@ -283,8 +285,8 @@ class FsspecStorage:
             if isinstance(error, CheckpointError):
                 raise
             secrets = (*self._secrets, *filter(None, [path.partition("?")[2]]))
-            shown_path, reason = self.locate(path), _scrubbed(error, secrets)
-            clean = all(_without(secrets, str(e)) == str(e) for e in chain(error))
+            shown_path, reason = self.locate(path), _reason_of(error, secrets)
+            clean = all(_scrub(secrets, str(e)) == str(e) for e in chain(error))
             if isinstance(error, passing):
                 if clean:
                     raise
@@ -302,12 +304,12 @@ class FsspecStorage:
             ) from cause
 
 
-def _scrubbed(error: BaseException, secrets: Sequence[str]) -> str:
+def _reason_of(error: BaseException, secrets: Sequence[str]) -> str:
     text = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-    return _without(secrets, text).strip().rstrip(".")[:300]
+    return _scrub(secrets, text).strip().rstrip(".")[:300]
 
 
-def _without(secrets: Sequence[str], text: str) -> str:
+def _scrub(secrets: Sequence[str], text: str) -> str:
     for secret in secrets:
         text = text.replace(secret, "***")
     return without_secrets(text)

@@ -68,7 +68,7 @@ class AwsSetup:
             own = True
         self.provider: Callable[[], dict[str, Any]] | None = None if own or not self._finds_keys() else self
         if self.endpoint:
-            url = _checked_endpoint(self.endpoint)
+            url = _parse_endpoint(self.endpoint)
             config["endpoint_url_s3"] = self.endpoint  # this name has precedence over the environment
             # Over plain http, only a signature protects the bytes on their way.
             config.setdefault("unsigned_payload", url.scheme == "https" or url.hostname in _LOOPBACK)
@@ -161,7 +161,7 @@ def _flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _checked_endpoint(endpoint: str) -> SplitResult:
+def _parse_endpoint(endpoint: str) -> SplitResult:
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password:
         raise ValueError("the endpoint of the store must be a URL such as https://host:port; correct it")

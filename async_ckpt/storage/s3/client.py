@@ -1,6 +1,6 @@
 """Requests to a bucket through obstore: repeated while the store is away, refused in plain words.
 
-In: keys, and requests about them. Out: refusals. Knows nothing of: segments, and of what objects are for.
+In: keys, and requests about them. Out: responses, and errors of this library. Knows nothing of: segments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 # A read comes in pieces of about this size: larger ones are copied together first, which doubles the cost.
 _READ_BYTES: Final = 256 * KIB
-# How long it may take to abort what a failed upload has left open.
+# How long the abort of the leftovers of a failed upload may take.
 _ABORT_SECONDS: Final = 10.0
 
 

@@ -1,4 +1,4 @@
-"""obstore's clients of one bucket: made when they are needed, and made anew when their keys or their process have gone.
+"""obstore's clients of one bucket: made at their first use, and again after the keys have expired or in a forked child.
 
 In: settings. Out: a client for each kind of request. Knows nothing of: requests.
 """
@@ -54,7 +54,7 @@ class Connections:
         )  # not from an error whose text may hold keys
 
     def renew(self, store: Any) -> None:
-        """The keys of a client have expired: the next request is made with those that are found then."""
+        """Look up keys again for the next request, since those of this client have expired."""
         with self._lock:
             if store in self._stores.values():
                 self._stores = {}

@@ -16,7 +16,7 @@ _MAX_PARTS_IN_FLIGHT: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class UploadPlan:
-    """How one object is sent: in segments of `segment_bytes`, of which so many make a part."""
+    """The cut of one object: into segments of `segment_bytes`, and parts of `part_segments` segments."""
 
     is_multipart: bool
     segment_bytes: int

@@ -124,7 +124,7 @@ class SegmentQueue:
     # --- for the threads of the upload ------------------------------------------------------------------------
 
     def restart(self) -> bool:
-        """Begin anew with the first segment. False if not all of them are there any more."""
+        """Start again with the first segment. False if segments were released."""
         with self.changed:
             self.next = 0
             return self.retryable
@@ -148,10 +148,10 @@ class SegmentQueue:
             segment.num_views += 1
             self.next, self.moved_at = number + 1, self._timer.now()
             view = segment.data[:]
-        weakref.finalize(view, self._dropped, call, number).atexit = False
+        weakref.finalize(view, self._drop, call, number).atexit = False
         return view
 
-    def _dropped(self, call: WatchedCall, number: int) -> None:
+    def _drop(self, call: WatchedCall, number: int) -> None:
         """Called on one of obstore's threads."""
         call.moved()
         with self.changed:

@@ -17,8 +17,8 @@ from .aws import AwsSetup
 # Clients for small requests, for parts, and for the deletion of many objects.
 Kind: TypeAlias = Literal["small", "part", "many"]
 
-# A request that takes longer is taken for hung. Eight parts of 32 MiB in that time need 1.5 MB/s; where even that
-# fails, the next attempt sends half as many at once.
+# The timeouts of one request. Eight parts of 32 MiB in this time need 1.5 MB/s; if that fails, the next attempt sends
+# half as many at once.
 _PART_SECONDS: Final = 180.0
 _SMALL_SECONDS: Final = 30.0
 # A request that takes this many times its own timeout does not end by it: obstore's threads are stuck.

@@ -137,7 +137,7 @@ class ObjectSink:
         self._segments.end(Phase.SENT if error is None else Phase.FAILED)
         if error is not None:
             self.failed.set_exception(self._failure())
-        # Also where the object could not be sent again, which the cause of the error tells.
+        # The cause tells why an attempt failed whose object could not be sent again.
         reasons = () if error is None else (error, error.__cause__ or error)
         broke_off = any(retry.is_transient(reason) or isinstance(reason, StuckError) for reason in reasons)
         if self._plan.is_multipart and (self.num_retries or broke_off):
@@ -226,7 +226,7 @@ class _UploadTarget:
     def verify(self, etag: str | None, num_bytes: int, *, is_multipart: bool) -> None:
         """Raise StorageUnavailableError unless the object that the store has acknowledged is there.
 
-        Some servers tell a different e-tag afterwards, but not that of the object before.
+        Some servers report another e-tag than in the acknowledgement, but never that of the object before.
         """
         self._etag = etag
         try:

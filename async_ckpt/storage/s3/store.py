@@ -1,7 +1,7 @@
 """S3, Google Cloud Storage and Azure, through obstore.
 
 In: segments, which are the parts of a multipart upload without a copy. Out: objects that appear whole or not at all.
-Knows nothing of: what is in the objects. No bucket is ever made.
+Knows nothing of: what is in the objects. It never creates buckets.
 """
 
 from __future__ import annotations
