@@ -17,18 +17,19 @@ from .errors import (
     CorruptCheckpointError,
 )
 from .host.loop import get_loop
+from .loading.archives.contents import Part
+from .loading.archives.find import from_step
+from .loading.archives.step_archives import Readers
 from .loading.catch_up import catch_up
-from .loading.contents import Part
-from .loading.find import from_step
-from .loading.known import is_looked_into
+from .loading.live.kinds import is_looked_into
+from .loading.live.state_dicts import LiveStateDicts
 from .loading.load import Verify, check_verify
-from .loading.lots import Readers
-from .loading.reading import RunReader
-from .loading.restore import restore_state
+from .loading.restore import RestoreOptions, restore_state
 from .loading.resume import resume
+from .loading.run_reader import RunReader
 from .loading.sharing import Sharing
 from .ranks.agreement import tell_of_failure
-from .ranks.attempts import Differing, Ranks
+from .ranks.peers import Differing, Ranks
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
 from .runs.roots import opened
@@ -301,7 +302,7 @@ class AsyncCheckpointer(RunReader):
         With several ranks, call it on all of them: it waits until they have told each other how their states look, so that the
         first save need not. Give the `per_rank` of that save. Raises PeerFailedError if a rank does not come.
         """
-        with self._ranks.meeting(per_rank) as meet:
+        with self._ranks.meeting_ahead(per_rank) as meet:
             self._saver.prewarm(state, meet)
 
     def release(self) -> None:
@@ -414,9 +415,14 @@ class AsyncCheckpointer(RunReader):
 
         see_own_saves = partial(self._see_own_saves, "restore()", overwrites=True)
 
+        options, state_dicts = RestoreOptions(select, strict, trust, verify, types), LiveStateDicts()
+        if not self._ranks.world.is_one:
+            state_dicts.take_all(state)
+
         def put_back(parts: Sequence[Part], sharing: Sharing | None) -> None:
-            how = {"select": select, "strict": strict, "trust": trust, "verify": verify, "types": types}
-            restore_state(parts, state, pool=self._saver.pool, sharing=sharing, **how)  # type: ignore[arg-type]
+            restore_state(
+                parts, state, options, pool=self._saver.pool, sharing=sharing, state_dicts=state_dicts
+            )
 
         def tell(step: int, error: CorruptCheckpointError) -> None:
             warnings.warn(f"step {step} is skipped: {error}", RuntimeWarning, stacklevel=5)
@@ -432,7 +438,7 @@ class AsyncCheckpointer(RunReader):
                 use,
                 verify=bool(verify),
                 readers=readers,
-                talk=self._ranks.talk(),
+                talk=self._ranks.meeting.talk(),
                 see_own_saves=see_own_saves,
                 fallback=flag("fallback", fallback),
                 passed_over=tell,
@@ -446,16 +452,15 @@ class AsyncCheckpointer(RunReader):
         if step is None:
             for note in self._roots.foreign_notes():
                 warnings.warn(f"nothing was restored: {note}", RuntimeWarning, stacklevel=2)
-            self._saver.warm(state)
+            self._saver.warm(state, state_dicts.of)
             return None
         newest = self._roots.latest()
         self._lineage.restored(behind=newest is not None and step < newest)
-        captured = self._saver.warm(state)
+        captured = self._saver.warm(state, state_dicts.of)
         if strict and select is None and isinstance(state, Mapping) and captured is not None:
             # These hold the bytes of the step: with `unchanged=` they need not be written again.
-            groups = [
-                name for name, value in state.items() if isinstance(name, str) and is_looked_into(value)
-            ]
+            named = ((name, value) for name, value in state.items() if isinstance(name, str))
+            groups = [name for name, value in named if is_looked_into(value, state_dicts.of)]
             self._lineage.groups.restored(captured, groups, step, self._roots.holding(step))
         self._policy.restored(step)
         return step

@@ -11,10 +11,10 @@ from typing import Any, Final
 import torch
 
 from .host.loop import get_loop
-from .loading.contents import Part
-from .loading.find import from_path
+from .loading.archives.contents import Part
+from .loading.archives.find import from_path
+from .loading.archives.step_archives import Readers
 from .loading.load import check_verify, state_of
-from .loading.lots import Readers
 from .loading.verify import verify_path
 from .ranks.world import warn_of_ranks
 from .report import VerifyReport
@@ -164,7 +164,7 @@ def load(
     def build(parts: Sequence[Part]) -> Any:
         return state_of(parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
 
-    return from_path(path, build, verify=verify, readers=Readers(from_ranks=from_ranks))
+    return from_path(path, build, verify=verify, readers=Readers(None, from_ranks))
 
 
 def verify(path: Anywhere) -> VerifyReport:

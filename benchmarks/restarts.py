@@ -17,9 +17,9 @@ import torch
 
 from async_ckpt.format import digests
 from async_ckpt.format.layout import Layout, TensorPlan, lay_out
-from async_ckpt.loading.find import Committed, from_committed
-from async_ckpt.loading.lots import Readers
-from async_ckpt.loading.restore import restore_state
+from async_ckpt.loading.archives.find import Committed, from_committed
+from async_ckpt.loading.archives.step_archives import Readers
+from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.runs import layouts
 from async_ckpt.runs.manifest import NAME as MANIFEST
 from async_ckpt.runs.manifest import Manifest, OfRanks, archive_name
@@ -129,7 +129,7 @@ def _restored(bucket: Bucket, rank: int, size: int, num_tensors: int) -> _Counte
         live = {name: sharded(value, (size * _ROWS, _COLUMNS), mesh) for name, value in local.items()}
         from_committed(
             Committed.of(run, _STEP),
-            lambda parts: restore_state(parts, {"model": live}),
+            lambda parts: restore_state(parts, {"model": live}, RestoreOptions()),
             verify=True,
             readers=Readers((rank, size)),
         )

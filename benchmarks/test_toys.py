@@ -109,7 +109,7 @@ def test_every_part_of_the_gpu_benchmark_runs_on_a_simulated_device_and_keeps_wh
     tmp_path: Path,
 ) -> None:
     """With nothing installed but torch and xxhash."""
-    rows = kept_by(["tests/bench_on_simulation.py"], "gpu", tmp_path)["figures"]
+    rows = kept_by(["tests/support/bench_on_simulation.py"], "gpu", tmp_path)["figures"]
     why_not = {name: row["note"] for name, row in rows.items() if "pairs" not in row}
     peers = [name for name in rows if name.endswith(("_torch_checkpointing", "_resiliency"))]
 

@@ -24,7 +24,7 @@ from children import Nursery
 from hypothesis import settings
 from racing import PATIENCE, Gate
 from rank_worlds import Worlds
-from slices import examples
+from slices import examples, shown
 
 from async_ckpt.host import waits
 from async_ckpt.saving import ledger
@@ -41,6 +41,10 @@ ledger._LAST_DRAWING_SECONDS = PATIENCE
 settings.register_profile("slice", max_examples=examples(100))
 settings.load_profile("slice")
 gc.disable()  # while tests are collected, a third of which it would take: none of the million objects goes
+
+
+def pytest_report_header() -> str:
+    return shown()
 
 
 def pytest_collection_finish() -> None:

@@ -31,7 +31,7 @@ FLOORS: list[tuple[str, ...]] = [
     ("slicing",),  # geometry
     ("pickles",),  # programs
     ("backends",),  # devices
-    ("spec", "fields", "report", "errors", "spans", "trace"),  # words
+    ("spec", "fields", "report", "errors", "spans", "trace", "collector"),  # words
 ]
 # What imports from another room on its own floor.
 NEIGHBOURS = {
@@ -144,7 +144,7 @@ def test_a_module_imports_only_from_its_own_room_and_from_floors_below():
 
 
 def test_only_few_files_stand_at_the_top():
-    assert len([path for path in HOUSE.iterdir() if path.is_file()]) <= 10
+    assert len([path for path in HOUSE.iterdir() if path.is_file()]) <= 11
 
 
 def test_nothing_imports_testing():
@@ -235,7 +235,7 @@ def test_optional_packages_are_imported_on_use():
 
 
 def test_the_story_neither_logs_nor_starts_threads():
-    for name in ["saving.story", "loading.load", "loading.match", "loading.restore"]:
+    for name in ["saving.story", "loading.load", "loading.live.match", "loading.restore"]:
         assert "logging" not in foreign(name), name
         assert not starts_threads(name), name
 
@@ -275,12 +275,9 @@ def test_no_room_has_a_circle_under_type_checking_either():
 
 
 # Rooms of more than 15 files, and classes of more than 15 attributes, that are still to be divided; none is added.
-LARGE_ROOMS = {"loading": 21, "saving": 18}
+LARGE_ROOMS = {"saving": 18}
 LARGE_CLASSES = {
-    "ranks.attempts.Ranks": 22,
     "publishing.line.Line": 21,
-    "ranks.attempts.Joint": 19,
-    "loading.match.Match": 16,
     "format.delta.VersionIndex": 16,
 }
 

@@ -20,8 +20,9 @@ from typing import Any, Final
 import torch
 
 from ..backends import has_plain_bytes
+from ..collector import no_collection
 from ..errors import UnsupportedStateError
-from ..state.capture import no_collection, why_not
+from ..state.capture import why_not
 from ..state.captured import SnapshotView, tree_of
 
 _ATOMS: Final = (

@@ -19,10 +19,10 @@ from ..errors import StateMismatchError
 from ..format import digests
 from ..format.layout import Layout, SegmentPlan, TensorPlan, lay_out
 from ..host.memory import HostBuffer
-from ..loading.contents import Contents, Part
-from ..loading.find import committed_step, from_committed
+from ..loading.archives.contents import Contents, Part
+from ..loading.archives.find import committed_step, from_committed
+from ..loading.archives.step_archives import Readers
 from ..loading.load import check_lent
-from ..loading.lots import Readers
 from ..loading.ranges import Range, read_ranges
 from ..report import Destination, SaveReport
 from ..runs.manifest import NAME as MANIFEST

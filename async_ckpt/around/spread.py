@@ -26,9 +26,9 @@ from ..host.loop import OffLoop
 from ..host.memory import HostBuffer
 from ..host.process import OnceInProcess
 from ..host.waits import ENDS_THE_CALL, Wait
-from ..loading.contents import Part
+from ..loading.archives.contents import Part
+from ..loading.archives.step_archives import opened_parts
 from ..loading.load import load_state
-from ..loading.lots import opened_parts
 from ..loading.ranges import Range, read_ranges
 from ..ranks.answers import in_words
 from ..ranks.meeting import RankZeroWord

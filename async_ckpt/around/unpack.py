@@ -26,7 +26,7 @@ from typing import Any, Final, NoReturn, cast
 from ..errors import CorruptCheckpointError, NotCommittedError, UnsafeArchiveError
 from ..format import zstd
 from ..format.tarball import stays_inside
-from ..loading.find import opened_as_file
+from ..loading.archives.find import opened_as_file
 from ..spec import MIB
 from ..storage.disk import free_bytes_at, full, translated
 from ..storage.place import Anywhere, local_place, place_of, written_at

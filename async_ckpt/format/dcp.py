@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, ClassVar, Final, NamedTuple, NoReturn
 
+from ..collector import no_collection
 from ..pickles.machine import ALL, PickleMachine
 from ..spec import DTYPES
 
@@ -121,7 +122,8 @@ class Lying(NamedTuple):
 def parse(data: bytes) -> Checkpoint:
     """Read a metadata file. Raises ValueError for what is none, and names what it refuses."""
     try:
-        return _MetadataReader(len(data)).checkpoint(_Machine().follow(data))
+        with no_collection():
+            return _MetadataReader(len(data)).checkpoint(_Machine().follow(data))
     except _RefusedError as error:
         raise ValueError(str(error)) from error
     except Exception as error:  # the text may be anybody's: whatever it makes Python raise means the same

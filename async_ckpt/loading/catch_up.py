@@ -14,7 +14,7 @@ from ..runs.receipts import archives_of
 from ..runs.roots import Roots
 from ..runs.run import Run
 from ..storage.bulk import Parcel, copy
-from .open import OpenArchive
+from .archives.archive import OpenArchive
 
 
 def catch_up(

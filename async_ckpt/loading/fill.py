@@ -26,7 +26,7 @@ from ..slicing.cover import Box, StridedCopy, strided_copies
 from ..slicing.slices import Ints
 from ..spec import BLOCK_BYTES, DTYPES, KIB, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
-from .contents import CPU, Contents
+from .archives.contents import CPU, Contents
 
 # One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
 READ_BYTES: Final = 8 * MIB

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..state.names import Select, selector, shown
+from ..state.names import Select, Selector, selector, shown
 from ..state.tree import StoredLeaf, replaced
-from .contents import CPU, Contents, Groups, Part
+from .archives.contents import CPU, Contents, Groups, Part
 from .fill import Wanted, fill, planned
 
 Verify = bool | Literal["first"]
@@ -42,12 +42,13 @@ def load_state(
     (or, verified, now).
     """
     device = CPU if map_location is None else torch.device(map_location)
-    archive.need_names(everything=select is None and groups is None)
+    archive.learn_names(everything=select is None and groups is None)
     value, stored = archive.tree(select=select, types=types, groups=groups)
     objects = archive.objects(stored, trust=trust)
+    wanted = {s.number for s in stored if s.kind != "object"}
+    archive.need((number, None) for number in wanted)  # then it is known which are tied
+    numbers = sorted({*map(archive.primary, wanted)})
     on_host = {archive.primary(s.number) for s in stored if s.kind in ("ndarray", "bytes")}
-    numbers = sorted({archive.primary(s.number) for s in stored if s.kind != "object"})
-    archive.need((number, None) for number in numbers)
     if mmap:
         mapped = archive.map()
         tensors = {n: _mapped(archive, n, mapped) for n in numbers}
@@ -79,16 +80,25 @@ def check_lent(parts: Sequence[Part], select: Select) -> None:
     """
     chosen = selector(select)
     for part in parts if len(parts) > 1 else ():
-        keys = part.archive.entries()
-        if keys is None:
-            raise part.archive.corrupt(
-                "a manifest says that it is part of a state, but it is not a dict of groups"
-            )
-        there = {key for key in keys if isinstance(key, str)}
-        for group in sorted(part.groups or ()):
-            if group not in there and (chosen is None or chosen.reaches(group)):
-                part.archive.need_names()
-                raise part.archive.corrupt(f"a manifest says that {group!r} is in it, but it is not")
+        lacking = _lacking_groups(part, chosen)
+        if lacking and part.archive.learn_names():
+            lacking = _lacking_groups(part, chosen)
+        if lacking:
+            raise part.archive.corrupt(f"a manifest says that {lacking[0]!r} is in it, but it is not")
+
+
+def _lacking_groups(part: Part, chosen: Selector | None) -> list[str]:
+    keys = part.archive.entries()
+    if keys is None:
+        raise part.archive.corrupt(
+            "a manifest says that it is part of a state, but it is not a dict of groups"
+        )
+    there = {key for key in keys if isinstance(key, str)}
+    return sorted(
+        group
+        for group in part.groups or ()
+        if group not in there and (chosen is None or chosen.reaches(group))
+    )
 
 
 def check_select(parts: Sequence[Part], select: Select) -> None:
@@ -98,9 +108,10 @@ def check_select(parts: Sequence[Part], select: Select) -> None:
         return
     for part in parts:
         part.archive.match(chosen, part.groups)
+    for part in parts:
+        if chosen.unused and part.archive.learn_names():  # another rank has saved it
+            part.archive.match(chosen, part.groups)
     if chosen.unused:
-        for part in parts:
-            part.archive.need_names()  # another rank may have saved it
         there = "; ".join(f"{part.archive.path} holds {part.archive.names()}" for part in parts)
         raise KeyError(f"of select={select!r}, {chosen.unused[0]!r} matches nothing; {there}")
 

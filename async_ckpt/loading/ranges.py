@@ -16,7 +16,7 @@ import torch
 
 from ..slicing.slices import flat_range
 from ..spec import DTYPES
-from .contents import Contents
+from .archives.contents import Contents
 from .fill import Wanted, fill, planned
 
 # Of the size of an item; which of them does not matter.

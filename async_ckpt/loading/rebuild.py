@@ -21,14 +21,14 @@ from ..slicing.locator import ShardLocator, StepLayout, name_of
 from ..slicing.slices import Mesh
 from ..state.names import dotted, is_within
 from ..storage.place import Anywhere
-from .find import committed_step
-from .lots import Named, open_archive
+from .archives.find import committed_step
+from .archives.step_archives import NamedArchives, open_archive
 
 _MAX_OPENERS: Final = 16
 _in_short: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class Look(NamedTuple):
+class ArchiveAccount(NamedTuple):
     """One archive's account of its rank: the structure of its state, and what it has written."""
 
     structure: str
@@ -68,8 +68,8 @@ def rebuild_layout(run: Anywhere, step: int) -> str:
     return storage.locate(path)
 
 
-def _looks(named: Named) -> list[Look]:
-    looks: dict[int, Look] = {}
+def _looks(named: NamedArchives) -> list[ArchiveAccount]:
+    looks: dict[int, ArchiveAccount] = {}
 
     def look(rank: int) -> None:
         with contextlib.ExitStack() as stack:
@@ -81,7 +81,7 @@ def _looks(named: Named) -> list[Look]:
     return [looks[rank] for rank in everybody]
 
 
-def look_at(index: Index, per_rank: Sequence[str] | Any = ()) -> Look:
+def look_at(index: Index, per_rank: Sequence[str] | Any = ()) -> ArchiveAccount:
     """`per_rank` are the dotted names of what each rank has for itself, which is no part of a structure."""
     own, lines, written, aliases = frozenset(per_rank), [], dict[str, set[Box]](), set[str]()
     for told in index.tensors:
@@ -101,10 +101,10 @@ def look_at(index: Index, per_rank: Sequence[str] | Any = ()) -> Look:
             aliases.add(name)
         else:
             written[name] = {Box(one.offsets, one.sizes) for one in told.slices if one.extent.length}
-    return Look("\n".join(sorted(lines)), written, aliases)
+    return ArchiveAccount("\n".join(sorted(lines)), written, aliases)
 
 
-def layout_of(looks: Sequence[Look], root: Mesh | None = None) -> StepLayout:
+def layout_of(looks: Sequence[ArchiveAccount], root: Mesh | None = None) -> StepLayout:
     """The layout that these make together, in the order of ranks: that which follows from arithmetic in its words, and the rest as it is."""
     classes: dict[str, list[int]] = {}
     structures: dict[str, str] = {}
@@ -128,7 +128,7 @@ def layout_of(looks: Sequence[Look], root: Mesh | None = None) -> StepLayout:
     return StepLayout(classes, structures, shared, root, apart)
 
 
-def _odd(layout: StepLayout, looks: Sequence[Look], aliases: set[str]) -> set[int]:
+def _odd(layout: StepLayout, looks: Sequence[ArchiveAccount], aliases: set[str]) -> set[int]:
     """The ranks that have written something else than follows from a layout."""
     writers = ShardLocator(layout, aliases)
     return {rank for rank, look in enumerate(looks) if writers.boxes_of(rank) != look.written}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,24 +20,32 @@ from ..host.pool import SegmentPool
 from ..spec import with_article
 from ..state.names import Select, selector
 from ..state.plain import is_frozen, is_record
-from .contents import Contents, Part
+from .archives.contents import Contents, Part
 from .fill import Wanted, boxes_wanted, fill, planned
+from .live.match import Match
+from .live.state_dicts import LiveStateDicts
 from .load import Verify, check_lent, check_select, raise_unless_any
-from .match import Match
 from .sharing import Item, Sharing
+
+
+class RestoreOptions(NamedTuple):
+    """The options of `AsyncCheckpointer.restore` that are about what fits, and how it is read."""
+
+    select: Select = None
+    strict: bool = True
+    trust: bool = False
+    verify: Verify = True
+    types: Iterable[type] = ()
 
 
 def restore_state(
     parts: Sequence[Part],
     live: Any,
+    options: RestoreOptions,
     *,
-    select: Select = None,
-    strict: bool = True,
-    trust: bool = False,
-    verify: Verify = True,
-    types: Iterable[type] = (),
     pool: SegmentPool | None = None,
     sharing: Sharing | None = None,
+    state_dicts: LiveStateDicts | None = None,
 ) -> None:
     """Fill live objects from one archive or several: the first has the step's own, the others what it borrows.
 
@@ -48,35 +56,23 @@ def restore_state(
     `partly_overwritten`.
     """
     _check_root(live)
+    state_dicts = state_dicts or LiveStateDicts()
     shares = list(_shares(parts, live))
-    check_lent([part for part, _ in shares], select)
-    check_select(parts, select)
+    check_lent([part for part, _ in shares], options.select)
+    check_select(parts, options.select)
     matches: list[tuple[Match, Any]] = []
     errors: list[KeyError] = []
     for part, share in shares:
         try:
-            saved, stored = part.archive.tree(select=select, types=types, groups=part.groups)
+            matches.append((_matched(part, share, live, state_dicts, options), share))
         except KeyError as error:  # nothing that was selected is in this one
-            part.archive.need_names()
             errors.append(error)
-            continue
-        objects = part.archive.objects(stored, trust=trust)
-        match = Match(part.archive, objects, selector(select), live)
-        try:
-            match.visit(share, saved, ())
-        except RecursionError as error:
-            raise part.archive.nested_too_deeply() from error
-        matches.append((match, share))
     raise_unless_any(errors, len(shares))
-    for match, _ in matches:
-        if match.lacks_names:  # another rank may have saved them
-            match.archive.need_names()
     nothing_fits = not any(match.fits for match, _ in matches)
     for match, _ in matches:
         try:
-            match.raise_problems(strict or nothing_fits)
+            match.raise_problems(options.strict or nothing_fits)
         except StateMismatchError:
-            match.archive.need_names()  # for what has other sizes
             match.archive.check_headers()  # it may be the index that is wrong
             raise
     wanted = [(match.archive, [*match.wanted.values()]) for match, _ in matches]
@@ -85,7 +81,7 @@ def restore_state(
     for archive, items in wanted:
         archive.need((number, boxes_wanted(into, offsets)) for number, into, offsets in items)
     plan = planned(wanted)
-    if verify == "first":
+    if options.verify == "first":
         fill(plan, copy=False, pool=pool)
     actions = [action for match, _ in matches for action in match.actions]
     actions += [functools.partial(live.update, share) for _, share in matches if share is not live]
@@ -97,6 +93,31 @@ def restore_state(
         with torch.no_grad():
             for action in actions:
                 action()
+
+
+def _matched(
+    part: Part, share: Any, live: Any, state_dicts: LiveStateDicts, options: RestoreOptions
+) -> Match:
+    """The live objects beside one archive, or beside those of several ranks: first beside those that most readers need, and if something
+    has no counterpart there, beside those that know all names. Raises KeyError where nothing in it was selected.
+    """
+    archive = part.archive
+    while True:
+        try:
+            saved, stored = archive.tree(select=options.select, types=options.types, groups=part.groups)
+        except KeyError:
+            if archive.learn_names():
+                continue
+            raise
+        match = Match(
+            archive, archive.objects(stored, trust=options.trust), selector(options.select), state_dicts, live
+        )
+        try:
+            match.visit(share, saved, ())
+        except RecursionError as error:
+            raise archive.nested_too_deeply() from error
+        if match.differences.are_none or not archive.learn_names():
+            return match
 
 
 def _own(

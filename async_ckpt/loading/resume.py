@@ -14,12 +14,12 @@ from typing import Any, Final, Protocol, TypeVar
 
 from ..errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
 from ..ranks.answers import in_words
-from ..ranks.talk import Talk
+from ..ranks.meeting import Talk
 from ..runs.roots import Roots
 from ..spans import TIMEKEEPER, monotonic
-from .contents import Part
-from .find import from_newest, from_step
-from .lots import Readers
+from .archives.contents import Part
+from .archives.find import from_newest, from_step
+from .archives.step_archives import Readers
 
 T = TypeVar("T")
 

@@ -28,9 +28,9 @@ from ..spec import Extent
 from ..storage.compressed import decompressing
 from ..storage.interface import Storage
 from ..storage.place import Anywhere, storage_at
-from .contents import Contents, Part
-from .fill import READ_BYTES, Read, run_reads
-from .find import (
+from .archives.archive import OpenArchive
+from .archives.contents import Contents, Part
+from .archives.find import (
     Committed,
     committed_folders,
     from_committed,
@@ -38,10 +38,10 @@ from .find import (
     opened_as_file,
     step_at,
 )
-from .foreign import opened
+from .archives.foreign import opened
+from .archives.step_archives import Readers
+from .fill import READ_BYTES, Read, run_reads
 from .load import check_lent
-from .lots import Readers
-from .open import OpenArchive
 
 _READS_ALL: Final = Readers(reads_all=True)
 

@@ -178,6 +178,11 @@ def _result(make: Callable[[PickleMachine], Any]) -> _Step:
     return step
 
 
+def _empty_list(machine: PickleMachine, program: bytes, at: int) -> int:  # noqa: ARG001
+    machine.stack.append([])
+    return at
+
+
 def _byte(machine: PickleMachine, program: bytes, at: int) -> int:
     machine.stack.append(program[at])
     return at + 1
@@ -273,10 +278,10 @@ _STEPS: Final[dict[str, _Step]] = {
     "SHORT_BINSTRING": _counted(1, lambda data: data.decode("latin-1")),
     "BINBYTES": _counted(4, bytes),
     "SHORT_BINBYTES": _counted(1, bytes),
-    "EMPTY_LIST": _result(lambda _: []),
+    "EMPTY_LIST": _empty_list,
     "EMPTY_DICT": _result(lambda machine: machine.empty_dict()),
     "EMPTY_SET": _result(lambda machine: machine.empty_set()),
-    "EMPTY_TUPLE": _result(lambda machine: machine.tuple_of(())),
+    "EMPTY_TUPLE": _constant(()),
     "TUPLE": _result(lambda machine: machine.tuple_of(machine.to_mark())),
     "TUPLE1": _result(lambda machine: machine.tuple_of(machine.last(1))),
     "TUPLE2": _result(lambda machine: machine.tuple_of(machine.last(2))),

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Final, NoReturn
 
 import torch
 
+from ..collector import no_collection
 from ..spec import DTYPES, with_article
 from .machine import PROTOCOL_2, PickleMachine
 
@@ -55,8 +56,9 @@ def load(data: bytes) -> Any:
     Raises pickle.UnpicklingError for what takes trust, naming it, and other errors for what `torch.save` never writes.
     """
     found = records(data)
-    _Survey(found).run()
-    return torch.load(io.BytesIO(_zipped(found)), map_location="cpu", weights_only=True)
+    with no_collection():
+        _Survey(found).run()
+        return torch.load(io.BytesIO(_zipped(found)), map_location="cpu", weights_only=True)
 
 
 def records(data: bytes) -> dict[str, bytes]:

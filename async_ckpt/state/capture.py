@@ -6,21 +6,20 @@ caller's thread, so it costs no more than a few microseconds per tensor, and cop
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import logging
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ..backends import has_plain_bytes
+from ..collector import no_collection
 from ..errors import UnsupportedStateError
 from ..slicing.sharded import Slicer, is_sharded
 from ..slicing.slices import Slices
@@ -31,7 +30,7 @@ from .megatron import MegatronTensors, refuse_others, with_megatron
 from .names import Path, Select, dotted, selector, shown
 from .rng import RngState
 from .tree import Encoder, is_omitted
-from .wrappers import StateDicts, plain_model
+from .wrappers import StateDictOf, StateDicts, plain_model, state_dict_of
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _log = logging.getLogger("async_ckpt")
@@ -39,7 +38,13 @@ _known_types: weakref.WeakSet[type] = weakref.WeakSet()  # types of leaves that 
 _DTYPE_NAMES = {dtype: dtype_name(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) -> Capture:
+def capture(
+    state: Any,
+    select: Select = None,
+    *,
+    slicer: Slicer | None = None,
+    state_dict_of: StateDictOf = state_dict_of,
+) -> Capture:
     """Take a state apart; with `select`, only the part of it with these names.
 
     With `slicer`, several ranks hold the state together: the capture has all slices on this rank, whichever rank is to
@@ -47,7 +52,7 @@ def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) 
     Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, sparse,
     quantised, nested, lazy, wrapper subclasses), cycles, keys that cannot be stored and leaves that cannot be pickled.
     """
-    walk = _CaptureWalk(state, slicer)
+    walk = _CaptureWalk(state, slicer, state_dict_of)
     try:
         with no_collection():
             chosen = selector(select)
@@ -76,25 +81,9 @@ def capture(state: Any, select: Select = None, *, slicer: Slicer | None = None) 
     )
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep Python's garbage collector from running.
-
-    A walk over 100,000 tensors makes as many objects that all stay, and sets off full collections that find no garbage
-    and take a quarter of its time, or half.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
 class _CaptureWalk:
-    def __init__(self, state: Any, slicer: Slicer | None) -> None:
-        self._state_dicts = StateDicts(state)
+    def __init__(self, state: Any, slicer: Slicer | None, state_dict_of: StateDictOf) -> None:
+        self._state_dicts = StateDicts(state, state_dict_of)
         self._slicer = slicer
         self.megatron = MegatronTensors(slicer)
         self.slices: list[Slices] = []

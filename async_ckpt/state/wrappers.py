@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -136,16 +136,24 @@ def look_wrapped(names: Collection[str]) -> bool:
     )
 
 
+def state_dict_of(value: Any) -> Any:
+    """An object's own `state_dict()`."""
+    return value.state_dict()
+
+
+StateDictOf: TypeAlias = Callable[[Any], Any]
+
+
 class StateDicts:
     """The state dicts of the objects in one state, by the names of plain models."""
 
-    def __init__(self, state: Any) -> None:
-        self._state = state
+    def __init__(self, state: Any, state_dict_of: StateDictOf = state_dict_of) -> None:
+        self._state, self._state_dict_of = state, state_dict_of
         self._names: dict[int, set[str]] | None = None
 
     def of(self, value: Any) -> Any:
         """An object's `state_dict()`, with plain names for a module or an optimizer."""
-        given = value.state_dict()
+        given = self._state_dict_of(value)
         if isinstance(value, torch.nn.Module):
             return _plain_state(PlainNames(value), given)
         if isinstance(value, torch.optim.Optimizer) and isinstance(given, dict):

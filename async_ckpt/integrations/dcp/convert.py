@@ -15,11 +15,11 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from ...loading.contents import CPU, Part
+from ...loading.archives.contents import CPU, Part
+from ...loading.archives.find import from_path
+from ...loading.archives.step_archives import Readers
 from ...loading.fill import Wanted, fill, planned
-from ...loading.find import from_path
-from ...loading.lots import Readers
-from ...loading.restore import restore_state
+from ...loading.restore import RestoreOptions, restore_state
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.unmanaged import OF_DCP
 from ...spec import GIB, MIB
@@ -68,7 +68,7 @@ def restore(
     """
 
     def put_back(parts: Sequence[Part]) -> None:
-        restore_state(parts, state, select=select, strict=strict, trust=trust, verify=verify, types=types)
+        restore_state(parts, state, RestoreOptions(select, strict, trust, verify, types))
 
     from_path(path, put_back, verify=verify, readers=this_rank(from_ranks))
 

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ...loading.contents import CPU, Contents, Part
+from ...loading.archives.archive import OpenArchive
+from ...loading.archives.contents import CPU, Contents, Part
+from ...loading.archives.step_archives import Readers
 from ...loading.fill import Wanted
-from ...loading.lots import Readers
-from ...loading.open import OpenArchive
 from ...ranks.world import world_of
 from ...spec import with_article
 from ...state.names import Path, shown
@@ -73,7 +73,7 @@ def entries_of(parts: Sequence[Part]) -> dict[str, SavedItem]:
     """Raises TypeError for a state that is not a dict, and ValueError where two entries have one name."""
     found: dict[str, SavedItem] = {}
     for part in parts:
-        part.archive.need_names()
+        part.archive.learn_names()
         tree, _ = part.archive.tree(groups=part.groups)
         if not isinstance(tree, dict):
             kind = tree.kind if isinstance(tree, StoredLeaf) else type(tree).__name__

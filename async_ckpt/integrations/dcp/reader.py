@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ...errors import StorageUnavailableError
-from ...loading.contents import CPU, Contents, Part
+from ...loading.archives.contents import CPU, Contents, Part
+from ...loading.archives.find import from_path
+from ...loading.archives.step_archives import check_from_ranks
 from ...loading.fill import Wanted, fill, planned
-from ...loading.find import from_path
-from ...loading.lots import check_from_ranks
 from ...slicing.cover import Box
 from ...slicing.sharded import Slicer, is_sharded
 from ...slicing.slices import Rectangle

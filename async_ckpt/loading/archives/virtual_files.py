@@ -1,0 +1,51 @@
+"""Files that are not there as such: pieces of bytes and files in a row, and zeros.
+
+In: bytes, and readers. Out: readers. Knows nothing of: what is in them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ...storage.interface import Reader
+
+
+class Zeros(Reader):
+    """Stands for the bytes of a file that is not there, of which no tensor is read: only what is around them."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def read_into(self, offset: int, target: memoryview) -> None:  # noqa: ARG002
+        target[:] = bytes(len(target))
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class JoinedFile(Reader):
+    """Texts and files, one after the other, as one file."""
+
+    def __init__(self, pieces: Sequence[bytes | Reader]) -> None:
+        self._pieces = pieces
+        sizes = (len(piece) if isinstance(piece, bytes) else piece.num_bytes for piece in pieces)
+        self._begins = [0, *accumulate(sizes)]
+        self.num_bytes = self._begins[-1]
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        if offset + len(target) > self.num_bytes:
+            raise EOFError(f"it ends at byte {self.num_bytes:,}")
+        while target:
+            number = bisect_right(self._begins, offset) - 1
+            piece, at = self._pieces[number], offset - self._begins[number]
+            part = target[: self._begins[number + 1] - offset]
+            if isinstance(piece, bytes):
+                part[:] = piece[at : at + len(part)]
+            else:
+                piece.read_into(at, part)
+            offset, target = offset + len(part), target[len(part) :]
+
+    def close(self) -> None:
+        """The files are closed by whoever has opened them."""

@@ -1,0 +1,126 @@
+"""Live objects whose insides are known: what they hold may be filled where it is, past their own `load_state_dict`.
+
+In: live objects, and what was saved of an optimizer. Out: whether it is so. Knows nothing of: archives.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from typing import Any, Final
+
+import torch
+
+from ...slicing.sharded import local_part
+from ...state.optimizers import has_own
+from ...state.plain import is_record
+
+SEQUENCES: Final = list | tuple | deque
+
+
+def is_looked_into(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
+    """Whether taking a state dict of it is nothing but looking: a plain module, a container, a tensor."""
+    return _is_structure(live) or is_plain_module(live, state_dict_of)
+
+
+def is_filled_in_place(live: Any) -> bool:
+    """Whether it is the same object after a restore, with other contents."""
+    return _is_structure(live) or hasattr(live, "load_state_dict")
+
+
+def _is_structure(live: Any) -> bool:
+    return isinstance(live, torch.Tensor | MutableMapping | SEQUENCES) or is_record(live)
+
+
+def is_plain_module(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
+    """A module whose state dict is its own memory, and that does nothing of its own when it is loaded. `state_dict_of` takes it, or
+    has taken it before.
+    """
+    if (
+        not isinstance(live, torch.nn.Module)
+        or type(live).load_state_dict is not torch.nn.Module.load_state_dict
+    ):
+        return False
+    for module in live.modules():
+        hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+        if not all(map(_is_of_fully_shard, hooks)):
+            return False
+        if not type(module)._load_from_state_dict.__module__.startswith("torch.nn."):
+            return False
+    own = {local_part(tensor).data_ptr() for tensor in (*live.parameters(), *live.buffers())}
+    return all(
+        local_part(t).data_ptr() in own for t in state_dict_of(live).values() if isinstance(t, torch.Tensor)
+    )
+
+
+def _is_of_fully_shard(hook: Any) -> bool:
+    """Whether a hook only sees to it that each rank has its own shard: taking the state dict has done so."""
+    made_by: str = getattr(hook, "hook", hook).__module__
+    return made_by.startswith("torch.distributed.fsdp._fully_shard")
+
+
+def is_plain_optimizer(live: Any) -> bool:
+    """One of torch's optimizers, or one that saves and loads like them."""
+    if not isinstance(live, torch.optim.Optimizer):
+        return False
+    if any(has_own(live, method) for method in ("state_dict", "load_state_dict")):
+        return False
+    hooks = (
+        "_optimizer_load_state_dict_pre_hooks",
+        "_optimizer_load_state_dict_post_hooks",
+        "_optimizer_state_dict_post_hooks",
+    )
+    return not any(getattr(live, name, None) for name in hooks)
+
+
+def is_optimizer_state(saved: Any) -> bool:
+    """A state dict as Optimizer.state_dict makes it: numbered parameters in groups, and a dict for each that has state."""
+    if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict)):
+        return False
+    groups = saved.get("param_groups")
+    return (
+        isinstance(groups, list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+        and all(type(number) is int for group in groups for number in group["params"])
+        and all(isinstance(state, dict) for state in saved["state"].values())
+    )
+
+
+@functools.cache
+def _settings() -> frozenset[str]:
+    """The settings that the optimizers of torch are made with."""
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    return frozenset(
+        name
+        for kind in kinds
+        if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+        for name in inspect.signature(kind).parameters
+    )
+
+
+def is_of_another_kind(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> str | None:
+    """Why this state is not one of this optimizer: each has settings that the other does not know.
+
+    One side alone may have more: a newer version of the optimizer does. And schedulers add settings of their own.
+    """
+    saved = {key for group in groups for key in group}
+    known = {key for group in optimizer.param_groups for key in group}
+    only_saved, only_known = (saved - known) & _settings(), optimizer.defaults.keys() - saved
+    if not (only_saved and only_known):
+        return None
+    return (
+        f"was saved from another kind of optimizer, with {', '.join(sorted(only_saved))}; "
+        f"{type(optimizer).__qualname__} has {', '.join(sorted(only_known))} instead"
+    )
+
+
+def is_on_device(group: dict[str, Any]) -> bool:
+    """Whether the kernel of these parameters reads `step` from their device."""
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def state_of_parameter(states: dict[Any, Any], number: int) -> Any:
+    """The saved state of a parameter; torch.distributed.checkpoint makes text of its number."""
+    return states[number] if number in states else states.get(str(number), {})

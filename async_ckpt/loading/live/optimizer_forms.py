@@ -1,0 +1,389 @@
+"""The saved state of an optimizer, in the form that the live one takes: by the numbers of parameters, or by their names.
+
+In: what was saved of an optimizer, the live one, and the names of its parameters. Out: the state as the live one would have given it,
+and with room for all of it. Knows nothing of: archives.
+
+By names it is what torch.distributed.checkpoint.state_dict makes of an optimizer, and what containers of several optimizers give: nested
+as the optimizer's own state is, or flat: `state.<name>.<key>`, and `param_groups.<name>.<key>` for each parameter. What is in no such
+form is the optimizer's own affair, and stays as it was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+
+from ...state.optimizers import groups_of, has_own, names_in, parts_of
+from ...state.wrappers import same_but_wrapped
+from .kinds import is_of_another_kind, is_optimizer_state, state_of_parameter
+
+_STATE: Final = "state."
+_GROUPS: Final = "param_groups."
+
+Names: TypeAlias = Mapping[int, Collection[str]]
+
+
+class Form(Enum):
+    """How a state dict says which parameter is meant."""
+
+    NUMBERED = "by numbers, as torch's optimizers do"
+    NESTED = "by names, in groups"
+    FLAT = "by names, which are in the keys"
+    OTHER = "in a way of its own"
+
+
+class _ByName(NamedTuple):
+    """Each parameter's state, and in which group it is."""
+
+    states: Mapping[str, dict[Any, Any]]
+    group_of: Mapping[str, int]
+    groups: list[dict[str, Any]]
+    """Their settings; of a flat one, each parameter is a group."""
+    is_flat: bool
+
+    def key_of(self, name: str) -> str:
+        """The key of one of the settings in a flat state."""
+        return f"{_GROUPS}{name}.{next(iter(self.groups[self.group_of[name]]))}"
+
+
+def form_of(state: Any) -> Form:
+    """How this state dict says it."""
+    if is_optimizer_state(state):
+        return Form.NUMBERED
+    if _is_nested(state):
+        return Form.NESTED
+    return Form.FLAT if _is_flat(state) else Form.OTHER
+
+
+class Taker:
+    """A live optimizer, and the form in which its `load_state_dict` takes a state.
+
+    Where that is torch's own, it takes numbers, and where it is another one, the form that its own `state_dict` gives. That is asked
+    for only then, since taking a state may do anything. As anything else is unknown, it may be what was saved.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        saved: Any,
+        names: Callable[[], Names],
+        state_dict_of: Callable[[Any], Any],
+    ) -> None:
+        """`names` gives those that its parameters have in modules beside it, `state_dict_of` its state dict."""
+        self._state_dict_of = state_dict_of
+        self._optimizer, self._names_beside = optimizer, names
+        self._own: Any = None  # what its `state_dict` gives, where that has been asked for
+        self.form = Form.OTHER if form_of(saved) is Form.OTHER else self._form()
+
+    def _form(self) -> Form:
+        live = self._optimizer
+        for method, hooks in (("load_state_dict", "load_state_dict_pre"), ("state_dict", "state_dict_post")):
+            if not (has_own(live, method) or getattr(live, f"_optimizer_{hooks}_hooks", None)):
+                return Form.NUMBERED
+        with suppress(
+            Exception
+        ):  # some give it only after a call of their own: then it is taken as it was saved
+            self._own = self._state_dict_of(live)
+        return form_of(self._own)
+
+    def takes(self, saved: Any, *, is_of_some: Callable[[str], bool]) -> Any:
+        """The saved state, in its form. Flat entries that only some ranks have saved may be of no use here.
+
+        Raises ValueError, with what to say of it, where a parameter has no name there, or where they are grouped otherwise.
+        """
+        form = form_of(saved)
+        if form is self.form is Form.NUMBERED:
+            return {**saved, "param_groups": self._with_live_names(saved["param_groups"])}
+        if form is self.form is Form.FLAT:
+            names = {*_by_name(self._own).group_of}
+            return {k: v for k, v in saved.items() if not is_of_some(k) or _name_in(k, names) in names}
+        if form is self.form or Form.OTHER in (form, self.form):
+            return saved
+        told = self._named(saved) if form is Form.NUMBERED else _by_name(saved)
+        if self.form is Form.FLAT:  # settings that the checkpoint does not have stay as they are here
+            own = {key: value for key, value in self._own.items() if key.startswith(_GROUPS)}
+            return {**own, **_flattened(told)}
+        return _grouped(told, self._ids(told), is_of_some)
+
+    def with_room(self, state: Any, saved: Any, make: Callable[[torch.Tensor, Any], Any]) -> Any:
+        """Its own state, copied as far as it consists of dicts, with an entry for all that was saved of its parameters, in the same
+        form: `make` gives it for a parameter, and what was saved.
+        """
+        state = _copied(state)
+        for parameter, live, told in self._pairs(state, saved):
+            for key, value in told.items():
+                if key not in live:
+                    live[key] = make(parameter, value)
+        return state
+
+    # --- names ------------------------------------------------------------------------------------------------
+
+    def _known(self) -> Names:
+        known = {number: {*names} for number, names in self._names_beside().items()}
+        for number, names in names_in(self._optimizer).items():
+            known.setdefault(number, set()).update(names)
+        return known
+
+    def _groups(self) -> list[list[torch.Tensor]]:
+        """Its parameters, as a state of numbers counts them."""
+        inner = groups_of(self._optimizer)
+        if self.form is not Form.NUMBERED:
+            return [group["params"] for group in inner]
+        live = self._optimizer.param_groups
+        if self._own is not None and _sizes(live) != (sizes := _sizes(self._own["param_groups"])):
+            if _sizes(inner) != sizes:
+                raise ValueError(
+                    "counts its parameters in a way of its own, and the checkpoint has their names"
+                )
+            live = inner
+        return [group["params"] for group in live]
+
+    def _ids(self, told: _ByName) -> list[list[tuple[Any, str]]]:
+        """The keys of a parameter in a state of its form, and in one by names; by groups."""
+        if self.form is Form.NESTED:
+            return [[(name, name) for name in group["params"]] for group in self._own["param_groups"]]
+        known, number = self._known(), 0
+        groups: list[list[tuple[Any, str]]] = []
+        for group in self._groups():
+            groups.append([])
+            for parameter in group:
+                groups[-1].append((number, _name_of(parameter, known, told.group_of)))
+                number += 1
+        _refuse_twice([name for group in groups for _, name in group])
+        return groups
+
+    def _named(self, saved: Mapping[str, Any]) -> _ByName:
+        """A state of numbers by the names that its own state has."""
+        groups = saved["param_groups"]
+        own = {*_by_name(self._own).group_of}
+        given = [group.get("param_names", ()) for group in groups]
+        names = [list(names) for names in given]
+        if [len(one) for one in names] != _sizes(groups) or own != {name for one in names for name in one}:
+            live = self._groups()
+            if list(map(len, live)) != _sizes(groups):
+                raise ValueError(
+                    f"has parameter groups of {list(map(len, live))} here and of {_sizes(groups)} in the checkpoint"
+                )
+            known = self._known()
+            names = [[_name_of(parameter, known, own, _IS_NUMBERED) for parameter in one] for one in live]
+        self._refuse_another_kind(groups)
+        _refuse_twice([name for one in names for name in one])
+        pairs = [
+            (number, name, i)
+            for i, (group, own_names) in enumerate(zip(groups, names, strict=True))
+            for number, name in zip(group["params"], own_names, strict=True)
+        ]
+        states = {name: state_of_parameter(saved["state"], number) for number, name, _ in pairs}
+        return _ByName(states, {name: i for _, name, i in pairs}, list(map(_settings, groups)), is_flat=False)
+
+    def _refuse_another_kind(self, groups: Sequence[dict[str, Any]]) -> None:
+        at = 0
+        for part in parts_of(self._optimizer):
+            own = list(groups[at : at + len(part.param_groups)])
+            at += len(own)
+            if own and (why := is_of_another_kind(part, own)):
+                raise ValueError(why)
+
+    def _with_live_names(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Names are saved as those of the plain model, and the live ones are of the live model: these stay."""
+        own = self._optimizer.param_groups if self._own is None else self._own["param_groups"]
+        is_same = _sizes(own) == _sizes(groups)
+        keeps = has_own(self._optimizer, "load_state_dict")
+        made = []
+        for i, group in enumerate(groups):
+            live = own[i].get("param_names") if is_same else None
+            told = group.get("param_names", ())
+            group = {key: value for key, value in group.items() if key != "param_names"}
+            if keeps and live is not None and told:
+                is_alike = len(live) == len(told) and all(map(same_but_wrapped, live, told))
+                group["param_names"] = live if is_alike else told
+            made.append(group)
+        return made
+
+    # --- both sides -------------------------------------------------------------------------------------------
+
+    def _pairs(self, state: Any, saved: Any) -> Iterator[tuple[torch.Tensor, dict[Any, Any], dict[Any, Any]]]:
+        """The dict of each parameter's own state that has entries of it, and those that were saved of it."""
+        if not (isinstance(state, dict) and form_of(saved) is self.form):
+            return
+        if self.form is Form.NUMBERED:
+            numbered = enumerate(parameter for group in self._groups() for parameter in group)
+            parameters: dict[Any, torch.Tensor] = dict(numbered)
+        elif self.form is Form.OTHER:
+            return
+        else:
+            known, told = self._known(), {*_by_name(saved).group_of}
+            parameters = {}
+            for parameter in (one for group in groups_of(self._optimizer) for one in group["params"]):
+                with suppress(ValueError):
+                    parameters[_name_of(parameter, known, told)] = parameter
+        if self.form is Form.FLAT:
+            for key, value in saved.items():
+                name = _name_in(key, parameters)
+                if name in parameters:
+                    yield parameters[name], state, {key: value}
+            return
+        states = state.setdefault("state", {})
+        for called, parameter in parameters.items():
+            told_of_it = state_of_parameter(saved["state"], called)
+            if isinstance(told_of_it, dict) and told_of_it:
+                yield parameter, states.setdefault(called, {}), told_of_it
+
+
+def _by_name(saved: Mapping[str, Any]) -> _ByName:
+    return _nested(saved) if _is_nested(saved) else _flat(saved)
+
+
+def _grouped(
+    told: _ByName, ids: list[list[tuple[Any, str]]], is_of_some: Callable[[str], bool]
+) -> dict[str, Any]:
+    """Nested, in these groups of parameters: what each of them is called there, and its name."""
+    states: dict[Any, Any] = {}
+    groups: list[dict[str, Any]] = []
+    left = {*told.group_of}
+    for group in ids:
+        own = {name for _, name in group}
+        if unknown := own - told.group_of.keys():
+            raise ValueError(f"has parameters that the checkpoint lacks: {', '.join(sorted(unknown))[:200]}")
+        states |= {called: told.states.get(name, {}) for called, name in group}
+        of = sorted({told.group_of[name] for name in own})
+        together = [name for name, number in told.group_of.items() if number in of]
+        if not told.is_flat and (len(of) > 1 or {*together} != own):
+            raise ValueError(f"has other groups of parameters in the checkpoint: {', '.join(together)[:200]}")
+        settings = told.groups[of[0]] if of else {}
+        groups.append({**settings, "params": [called for called, _ in group]})
+        left -= own
+    left = {name for name in left if not told.is_flat or not is_of_some(told.key_of(name))}
+    if left:
+        raise ValueError(
+            f"has parameters in the checkpoint that it lacks here: {', '.join(sorted(left))[:200]}"
+        )
+    return {"state": {called: state for called, state in states.items() if state}, "param_groups": groups}
+
+
+def _flattened(told: _ByName) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+
+    def add(at: str, value: Any) -> None:
+        if type(value) is dict and value:
+            for key, inner in value.items():
+                add(f"{at}.{key}", inner)
+        else:
+            made[at] = value
+
+    for name, state in told.states.items():
+        for key, value in state.items():
+            add(f"{_STATE}{name}.{key}", value)
+    for name, group in told.group_of.items():
+        made |= {f"{_GROUPS}{name}.{key}": value for key, value in told.groups[group].items()}
+    return made
+
+
+_IS_NAMED: Final = (
+    "was saved by the names of parameters, as get_optimizer_state_dict gives it, and no module beside it has its parameters by these "
+    "names; restore it together with its model, or into get_optimizer_state_dict(model, optimizer), and hand that to "
+    "set_optimizer_state_dict"
+)
+_IS_NUMBERED: Final = (
+    "was saved by the numbers of parameters and is loaded by their names, and no module beside it has its parameters by the names of its "
+    "state dict; restore it together with its model, or give the optimizer named parameters"
+)
+
+
+def _name_of(parameter: torch.Tensor, known: Names, there: Collection[str], why: str = _IS_NAMED) -> str:
+    found = sorted({*known.get(id(parameter), ())}.intersection(there))
+    if not found:
+        raise ValueError(why)
+    return found[0]
+
+
+def _refuse_twice(names: Sequence[str]) -> None:
+    if len({*names}) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(
+            f"has several parameters of one name, in several modules beside it: {', '.join(twice)[:200]}"
+        )
+
+
+def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _copied(state: Any) -> Any:
+    """Its dicts and lists are others, and what is in them is not."""
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return list(map(_copied, state)) if type(state) is list else state
+
+
+def _is_nested(saved: Any) -> bool:
+    groups = saved.get("param_groups") if isinstance(saved, dict) else None
+    if not isinstance(groups, list) or not isinstance(saved.get("state", {}), dict):
+        return False
+    params = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    if not all(isinstance(own, list) for own in params):
+        return False
+    found = [name for own in params for name in own or ()]
+    states = saved.get("state", {}).values()
+    return (
+        bool(found)
+        and all(type(name) is str for name in found)
+        and all(isinstance(one, dict) for one in states)
+    )
+
+
+def _is_flat(saved: Any) -> bool:
+    return (
+        isinstance(saved, dict)
+        and any(str(key).startswith(_GROUPS) for key in saved)
+        and all(type(key) is str and key.startswith((_STATE, _GROUPS)) for key in saved)
+    )
+
+
+def _nested(saved: Mapping[str, Any]) -> _ByName:
+    groups = saved["param_groups"]
+    group_of = {name: i for i, group in enumerate(groups) for name in group["params"]}
+    return _ByName(saved.get("state", {}), group_of, list(map(_settings, groups)), is_flat=False)
+
+
+def _flat(saved: Mapping[str, Any]) -> _ByName:
+    settings: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[Any, Any]] = {}
+    for key in saved:
+        if key.startswith(_GROUPS):
+            name, _, last = key[len(_GROUPS) :].rpartition(".")
+            settings.setdefault(name, {})[last] = saved[key]
+    names = {*settings}
+    for key in saved:
+        if key.startswith(_STATE):
+            name, rest = _parsed(key, _STATE, names)
+            *above, last = rest.split(".")
+            into = states.setdefault(name, {})
+            for part in above:  # what an optimizer keeps of a parameter may be nested itself
+                into = into.setdefault(part, {})
+            into[last] = saved[key]
+    group_of = {name: i for i, name in enumerate(settings)}
+    return _ByName(states, group_of, list(settings.values()), is_flat=True)
+
+
+def _name_in(key: str, names: Collection[str]) -> str:
+    """The parameter that a key of a flat state is about."""
+    return _parsed(key, _STATE if key.startswith(_STATE) else _GROUPS, names)[0]
+
+
+def _parsed(key: str, prefix: str, names: Collection[str]) -> tuple[str, str]:
+    """The parameter that a key is about, and what of it: both may have dots."""
+    name, _, rest = key[len(prefix) :].rpartition(".")
+    known, told = name, rest
+    while known and known not in names:
+        known, _, part = known.rpartition(".")
+        told = f"{part}.{told}"
+    return (known, told) if known else (name, rest)

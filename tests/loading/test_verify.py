@@ -1,0 +1,584 @@
+"""`verify` reads every byte of an archive, a step or a run, and says what is sound or names what is not."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import signal
+import threading
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from archives import flip, forge_manifest, parsed_index
+from buckets import Bucket, bucket, through  # noqa: F401
+from damage import STATE
+from slices import some
+from states import difference, noise, open_run, state_at
+
+import async_ckpt
+from async_ckpt import (
+    CorruptCheckpointError,
+    FormatVersionError,
+    Keep,
+    NotCommittedError,
+    Place,
+    StorageUnavailableError,
+)
+from async_ckpt.format import index, tar
+from async_ckpt.loading import verify as verify_module
+from async_ckpt.loading.fill import READ_BYTES
+from async_ckpt.report import VerifyReport
+from async_ckpt.spec import BLOCK_BYTES, MIB
+from async_ckpt.storage.local import LocalReader, LocalStorage
+from async_ckpt.testing import FaultyProxy
+
+
+def large_state() -> dict[str, Any]:
+    """Eleven blocks, each with a tensor of its own."""
+    return {
+        "model": {
+            f"w{i}": torch.frombuffer(bytearray(noise(4 * MIB, i)), dtype=torch.uint8) for i in range(10)
+        }
+    }
+
+
+@pytest.fixture
+def large(archive: Path) -> Path:
+    async_ckpt.save(large_state(), archive).result()
+    return archive
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three steps."""
+    with open_run(tmp_path / "run", keep=None) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state_at(step), step=step)
+    return tmp_path / "run"
+
+
+def archive_in(root: Path, step: int) -> Path:
+    (found,) = (root / f"step_{step:08d}").glob("rank_*.tar")
+    return found
+
+
+def refused(path: Any, match: str | None = None, **how: Any) -> CorruptCheckpointError:
+    with pytest.raises(CorruptCheckpointError, match=match) as caught:
+        async_ckpt.verify(path, **how)
+    return caught.value
+
+
+# --- what is sound -----------------------------------------------------------------------------------------------
+
+
+def test_a_sound_archive_is_reported_with_all_its_bytes(large: Path) -> None:
+    report = async_ckpt.verify(large)
+
+    assert (report.path, report.num_archives, report.steps, report.notes) == (str(large), 1, (), ())
+    assert report.num_bytes == large.stat().st_size
+    assert report.seconds > 0
+    assert report.bandwidth == report.num_bytes / report.seconds
+
+
+def test_a_sound_step_is_reported_with_its_number(run: Path) -> None:
+    report = async_ckpt.verify(run / "step_00000002")
+
+    assert (report.num_archives, report.steps) == (1, (2,))
+    assert report.num_bytes == archive_in(run, 2).stat().st_size
+
+
+def test_every_step_of_a_sound_run_is_reported(run: Path) -> None:
+    report = async_ckpt.verify(run)
+
+    assert (report.num_archives, report.steps, report.notes) == (3, (1, 2, 3), ())
+    assert report.num_bytes == sum(archive_in(run, step).stat().st_size for step in (1, 2, 3))
+
+
+def test_a_report_is_one_line_and_its_numbers_go_to_a_logger(run: Path) -> None:
+    report = VerifyReport("runs/a", 3, 4 * 10**9, 2.0, (1, 2, 3), ("the tracker latest names no step: ''",))
+
+    assert str(report) == (
+        "runs/a: 3 steps, 1 to 3, are sound, 4.00 GB read in 2.00 s at 2.00 GB/s; the tracker latest names no step: ''"
+    )
+    assert str(VerifyReport("x.tar", 1, 10**9, 1.0)).startswith("x.tar: the archive is sound, 1.00 GB")
+    assert str(VerifyReport("x", 1, 10**9, 1.0, (7,))).startswith("x: step 7 is sound")
+    assert report.as_dict("verify/") == {
+        "verify/num_steps": 3.0, "verify/num_notes": 1.0, "verify/num_archives": 3.0, "verify/num_bytes": 4e9,
+        "verify/seconds": 2.0, "verify/bandwidth": 2e9,
+    }  # fmt: skip
+    assert all(math.isfinite(number) for number in async_ckpt.verify(run).as_dict().values())
+    with pytest.raises(AttributeError):
+        report.num_bytes = 0  # type: ignore[misc]
+
+
+def test_a_notebook_shows_the_line() -> None:
+    shown: list[str] = []
+
+    class Printer:
+        text = staticmethod(shown.append)
+
+    report = VerifyReport("x.tar", 1, 10**9, 1.0)
+    report._repr_pretty_(Printer(), cycle=False)
+    assert shown == [str(report)]
+
+
+def test_no_object_is_unpickled_and_no_tensor_made(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async_ckpt.save(STATE, archive).result()
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("not asked for")
+
+    monkeypatch.setattr(torch, "load", fail)
+    monkeypatch.setattr(torch, "empty", fail)
+    monkeypatch.setattr("async_ckpt.loading.archives.contents.decode", fail)
+    assert async_ckpt.verify(archive).num_archives == 1
+
+
+# --- damage ------------------------------------------------------------------------------------------------------
+
+
+def test_no_damaged_byte_of_a_small_archive_goes_unnoticed(archive: Path) -> None:
+    """Index, headers, padding, objects, digests and the end: bytes everywhere are changed, one after the other."""
+    async_ckpt.save(STATE, archive).result()
+    assert parsed_index(archive).member(index.OBJECTS)
+    unnoticed = []
+    with open(archive, "r+b", buffering=0) as file:
+        for offset in some(range(archive.stat().st_size), 9):
+            (byte,) = os.pread(file.fileno(), 1, offset)
+            os.pwrite(file.fileno(), bytes([byte ^ (1 << offset % 8)]), offset)
+            try:
+                async_ckpt.verify(archive)
+            except CorruptCheckpointError:
+                pass
+            else:
+                unnoticed.append(offset)
+            os.pwrite(file.fileno(), bytes([byte]), offset)
+    assert unnoticed == []
+    async_ckpt.verify(archive)
+
+
+def test_damage_in_any_block_is_found_and_its_tensors_are_named(large: Path) -> None:
+    told = parsed_index(large)
+    for number in range(1, told.digests.data.offset // BLOCK_BYTES + 1):
+        offset = min(number * BLOCK_BYTES + 1_234_567, told.digests.data.offset - 1)
+        inside = {
+            tensor.dotted
+            for tensor in told.tensors
+            for piece in tensor.slices
+            if piece.extent.offset // BLOCK_BYTES <= number <= (piece.extent.end - 1) // BLOCK_BYTES
+        }
+        flip(large, offset)
+        error = refused(large, f"block {number} .from byte {number * BLOCK_BYTES:,}. does not match")
+        flip(large, offset)
+
+        assert error.path == str(large)
+        assert set(error.tensors) == inside
+        assert all(name in str(error) for name in inside)
+
+
+def test_every_damaged_block_is_named_by_one_error(large: Path) -> None:
+    for number in (9, 2, 5):
+        flip(large, number * BLOCK_BYTES + 2 * MIB)
+    error = refused(large, r"3 blocks \(the first from byte 8,388,608\) do not match.*model\.safetensors")
+
+    assert {f"model.w{i}" for i in (1, 2, 4, 5, 8, 9)} == set(error.tensors)
+    assert "and 1 more" in str(error)
+
+
+def test_damage_where_the_index_lies_names_no_tensors(large: Path) -> None:
+    behind_its_text = parsed_index(large).members[0].data.offset - tar.BLOCK - 1
+    flip(large, behind_its_text, ord(" ") ^ ord("\n"))
+    assert refused(large, "the index is in it").tensors == ()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 511, 4096, 4 * MIB, 20 * MIB + 1, -4096, -1])
+def test_an_archive_cut_short_is_refused(num_bytes: int, large: Path) -> None:
+    os.truncate(large, num_bytes if num_bytes >= 0 else large.stat().st_size + num_bytes)
+    refused(large, str(large))
+
+
+def test_an_archive_that_has_grown_is_refused(large: Path) -> None:
+    with open(large, "ab") as file:
+        file.write(bytes(4096))
+    refused(large, "should have")
+
+
+def test_an_archive_that_is_cut_short_while_it_is_read_is_refused(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cut(LocalReader):
+        def read_into(self, offset: int, target: memoryview) -> None:
+            if len(target) == READ_BYTES:
+                os.truncate(large, 10 * MIB)
+            super().read_into(offset, target)
+
+    monkeypatch.setattr(LocalStorage, "open", lambda self, path: Cut(self.root / path))
+    refused(large, "truncated")
+
+
+def test_a_compressed_archive_is_verified_like_a_plain_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.tar.zst"
+    saved = async_ckpt.save(large_state(), path).result()
+
+    assert async_ckpt.verify(path).num_bytes == saved.num_bytes
+    flip(path, path.stat().st_size // 2)
+    refused(path, "damaged|does not match")
+
+
+def test_a_damaged_byte_of_a_small_compressed_archive_is_found_or_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "x.tar.zst"
+    async_ckpt.save(STATE, path).result()
+    found = 0
+    for offset in range(path.stat().st_size):
+        flip(path, offset, 1 << offset % 8)
+        try:
+            async_ckpt.verify(path)
+        except CorruptCheckpointError:
+            found += 1
+        else:
+            assert difference(async_ckpt.load(path), STATE) is None
+        flip(path, offset, 1 << offset % 8)
+    assert found > 0.9 * path.stat().st_size
+
+
+def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"something else" * 1000)
+    refused(tmp_path / "x", "not an async_ckpt archive")
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    refused(tmp_path / "x.pt", "torch.load")
+
+
+@pytest.mark.parametrize("path", ["missing.tar", "missing/x.tar", ""])
+def test_where_nothing_is_committed_there_is_nothing_to_verify(tmp_path: Path, path: str) -> None:
+    with pytest.raises(NotCommittedError):
+        async_ckpt.verify(tmp_path / path)
+
+
+# --- steps and runs ----------------------------------------------------------------------------------------------
+
+
+def test_no_damaged_byte_of_a_manifest_goes_unnoticed(run: Path) -> None:
+    path = run / "step_00000002" / "manifest.json"
+    for offset in range(path.stat().st_size):
+        flip(path, offset, 1 << offset % 8)
+        refused(run / "step_00000002")
+        flip(path, offset, 1 << offset % 8)
+    async_ckpt.verify(run / "step_00000002")
+
+
+def test_a_good_archive_of_another_attempt_is_not_taken_for_the_one_named(run: Path) -> None:
+    shutil.copy(archive_in(run, 1), archive_in(run, 2))
+    refused(run / "step_00000002", "not the archive that its manifest names")
+
+
+def test_a_run_with_one_damaged_step_is_read_to_its_end_and_the_others_are_called_sound(run: Path) -> None:
+    flip(archive_in(run, 1), 500_000)
+    flip(archive_in(run, 2), 500_000)
+    error = refused(run, r"damaged: step 1, step 2; sound: step 3\..*rank_00000")
+
+    assert (error.path, error.damaged_steps, error.sound_steps) == (str(run), (1, 2), (3,))
+    assert str(archive_in(run, 1)) in str(error.__cause__)
+    (note,) = error.__notes__
+    assert str(archive_in(run, 2)) in note
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: next(folder.glob("*.tar")).unlink(),
+        lambda folder: (folder / "manifest.json").write_bytes(b"{}"),
+        lambda folder: os.truncate(next(folder.glob("*.tar")), 4096),
+    ],
+    ids=["its archive is missing", "its manifest is damaged", "its archive is cut short"],
+)
+def test_a_damaged_step_is_named_whatever_is_wrong_with_it(run: Path, harm: Any) -> None:
+    harm(run / "step_00000002")
+    error = refused(run)
+    assert (error.damaged_steps, error.sound_steps) == ((2,), (1, 3))
+
+
+def test_a_step_of_a_newer_version_is_no_damage_and_not_called_sound(run: Path) -> None:
+    forge_manifest(run / "step_00000002" / "manifest.json", version=99)
+    with pytest.raises(FormatVersionError):
+        async_ckpt.verify(run)
+    flip(archive_in(run, 3), 500_000)
+    error = refused(run)
+
+    assert (error.damaged_steps, error.sound_steps) == ((3,), (1,))
+    assert "version 99" in error.__notes__[0]
+
+
+@pytest.fixture
+def borrowing(tmp_path: Path) -> Path:
+    """Three steps with a driver's state; the last two have borrowed `ref` from the first."""
+    ref = large_state()["model"]
+    with open_run(tmp_path / "run", keep=None) as ckpt:
+        for step in (1, 2, 3):
+            state = {"model": {"w": torch.full((5,), float(step))}, "ref": ref}
+            ckpt.save(state, step=step, unchanged={"ref"}, driver={"step": step})
+    return tmp_path / "run"
+
+
+def test_archives_that_steps_share_and_those_of_drivers_are_read_once(
+    borrowing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[Path, int] = {}
+
+    class Counted(LocalReader):
+        def read_into(self, offset: int, target: memoryview) -> None:
+            if len(target) == READ_BYTES:
+                asked[self._path] = asked.get(self._path, 0) + 1
+            super().read_into(offset, target)
+
+    monkeypatch.setattr(LocalStorage, "open", lambda self, path: Counted(self.root / path))
+    whole, last = async_ckpt.verify(borrowing), async_ckpt.verify(borrowing / "step_00000003")
+
+    assert whole.num_archives == len(list(borrowing.rglob("*.tar"))) == 6
+    assert whole.num_bytes == sum(path.stat().st_size for path in borrowing.rglob("*.tar"))
+    assert (last.steps, last.num_archives) == ((3,), 3)
+    size = archive_in(borrowing, 1).stat().st_size
+    assert asked == {archive_in(borrowing, 1): 2 * ((size - BLOCK_BYTES) // READ_BYTES)}
+
+
+def test_damage_in_a_lender_is_damage_in_all_that_borrow_from_it(borrowing: Path) -> None:
+    flip(archive_in(borrowing, 1), 20 * MIB)
+    error = refused(borrowing)
+    assert (error.damaged_steps, error.sound_steps) == ((1, 2, 3), ())
+    assert str(archive_in(borrowing, 1)) in str(refused(borrowing / "step_00000003"))
+
+
+def test_a_missing_lender_is_damage(borrowing: Path) -> None:
+    shutil.rmtree(borrowing / "step_00000001")
+    assert refused(borrowing, "is missing").damaged_steps == (2, 3)
+    refused(borrowing / "step_00000003", "step_00000001.*is missing")
+
+
+def test_a_lender_without_the_group_is_damage(borrowing: Path) -> None:
+    def lie(raw: dict[str, Any]) -> None:
+        for row in raw["elsewhere"]:
+            row["group"] = row["group"].replace("ref", "reference")
+
+    forge_manifest(borrowing / "step_00000002" / "manifest.json", lie)
+    assert refused(borrowing, "'reference' is in it, but it is not").damaged_steps == (2,)
+
+
+def test_a_damaged_archive_of_a_driver_is_found(borrowing: Path) -> None:
+    (driver,) = (borrowing / "step_00000002").glob("driver.*.tar")
+    flip(driver, driver.stat().st_size // 3)
+    assert refused(borrowing, re.escape(driver.name)).damaged_steps == (2,)
+
+
+def test_a_folder_that_is_not_committed_is_not_looked_at(run: Path) -> None:
+    (run / "step_00000004").mkdir()
+    (run / "step_00000004" / "rank_00000.01234567.tar").write_bytes(b"x")
+    assert async_ckpt.verify(run).steps == (1, 2, 3)
+
+
+def test_a_step_that_a_rollback_has_taken_out_is_not_looked_at(run: Path) -> None:
+    with open_run(run, keep=None, on_rollback="retire") as ckpt:
+        ckpt.save(state_at(2), step=2, overwrite=True).result()
+    assert async_ckpt.verify(run).steps == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("step_00000002\n", "the tracker latest names step 2, not the newest, 3"),
+        ("step_00000009\n", "the tracker latest names step 9, which is not committed here"),
+        ("\x00", r"the tracker latest names no step: '\x00'"),
+    ],
+)
+def test_a_tracker_that_does_not_name_the_newest_step_is_noted(run: Path, text: str, note: str) -> None:
+    (run / "latest").write_text(text)
+    report = async_ckpt.verify(run)
+    assert report.notes == (note,)
+    assert str(report).endswith(note)
+
+
+def test_the_trackers_of_trainers_are_known_too(tmp_path: Path) -> None:
+    with open_run(tmp_path, naming="verl") as ckpt:
+        ckpt.save(state_at(5), step=5)
+    assert async_ckpt.verify(tmp_path).notes == ()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    assert "names step 4" in async_ckpt.verify(tmp_path).notes[0]
+
+
+def test_steps_that_retention_deletes_meanwhile_are_passed_over(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Overtaken(LocalStorage):
+        def open(self, path: str) -> LocalReader:
+            shutil.rmtree(run / "step_00000001", ignore_errors=True)
+            return super().open(path)
+
+    monkeypatch.setattr(verify_module, "storage_at", lambda path, **_: Overtaken(path))
+    assert async_ckpt.verify(run).steps == (2, 3)
+
+
+def test_a_run_whose_only_step_is_replaced_by_a_newer_one_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(step: int) -> None:
+        with open_run(tmp_path, keep=Keep(last=1)) as ckpt:
+            ckpt.save(state_at(step), step=step).result()
+
+    class Overtaken(LocalStorage):
+        def open(self, path: str) -> LocalReader:
+            if "step_00000001" in path:
+                saver = threading.Thread(target=save, args=(2,))
+                saver.start()
+                saver.join()
+            return super().open(path)
+
+    save(1)
+    monkeypatch.setattr(verify_module, "storage_at", lambda path, **_: Overtaken(path))
+    assert async_ckpt.verify(tmp_path).steps == (2,)
+
+
+# --- how it reads ------------------------------------------------------------------------------------------------
+
+
+class Reads:
+    """What is asked of local files, and how many reads are under way at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_now = self.num_at_once = 0
+        self.asked: list[tuple[int, int]] = []
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    told = Reads()
+
+    class Counting(LocalReader):
+        def read_into(self, offset: int, target: memoryview) -> None:
+            with told.lock:
+                told.num_now += 1
+                told.num_at_once = max(told.num_at_once, told.num_now)
+                told.asked.append((offset, len(target)))
+            super().read_into(offset, target)
+            with told.lock:
+                told.num_now -= 1
+
+    monkeypatch.setattr(LocalStorage, "open", lambda self, path: Counting(self.root / path))
+    return told
+
+
+def test_every_byte_is_read_once(large: Path, reads: Reads) -> None:
+    async_ckpt.verify(large)
+    position = 0
+    for offset, length in sorted(asked for asked in reads.asked if asked[1] > 4):
+        assert offset == position
+        position += length
+    assert position == large.stat().st_size
+
+
+def test_an_index_of_many_blocks_is_read_once_too(archive: Path, reads: Reads) -> None:
+    async_ckpt.save({"text": ["x" * 1000 for _ in range(9000)], "w": torch.ones(5)}, archive).result()
+    reads.asked.clear()
+    async_ckpt.verify(archive)
+    assert sum(length for _, length in reads.asked if length > 4) == archive.stat().st_size
+
+
+def test_a_large_archive_takes_no_more_memory_than_a_ring_of_buffers(archive: Path, reads: Reads) -> None:
+    state = {"w": torch.frombuffer(bytearray(noise(1 * MIB)), dtype=torch.uint8).repeat(200)}
+    async_ckpt.save(state, archive).result()
+    del state
+    tracemalloc.start()
+    try:
+        async_ckpt.verify(archive)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 2 * BLOCK_BYTES
+    assert reads.num_at_once <= 16
+    assert max(length for _, length in reads.asked) == READ_BYTES
+
+
+def test_an_interrupt_ends_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = threading.main_thread()
+    assert threading.current_thread() is main
+    interrupted = threading.Lock()
+
+    class Interrupting(LocalReader):
+        def read_into(self, offset: int, target: memoryview) -> None:
+            if threading.current_thread() is not main and interrupted.acquire(blocking=False):
+                signal.pthread_kill(main.ident, signal.SIGINT)
+            super().read_into(offset, target)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    monkeypatch.setattr(LocalStorage, "open", lambda self, path: Interrupting(self.root / path))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            async_ckpt.verify(large)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    monkeypatch.undo()
+    async_ckpt.verify(large)
+
+
+# --- stores ------------------------------------------------------------------------------------------------------
+
+
+def test_an_archive_of_a_store_is_read_once(bucket: Bucket, proxy: FaultyProxy) -> None:  # noqa: F811
+    given = through(proxy, bucket)
+    saved = async_ckpt.save(large_state(), Place(bucket.url("x.tar"), options=given)).result()
+    before = len(proxy.requests)
+    report = async_ckpt.verify(Place(bucket.url("x.tar"), options=given))
+    ranges = [request.headers["range"] for request in proxy.requests[before:] if request.kind == "get_object"]
+    spans = sorted(tuple(map(int, re.findall(r"\d+", text))) for text in ranges)
+
+    assert report.num_bytes == saved.num_bytes
+    assert sum(end + 1 - begin for begin, end in spans if end - begin > 4) == saved.num_bytes
+
+
+def test_a_run_of_a_store_is_verified_and_its_damage_found(bucket: Bucket) -> None:  # noqa: F811
+    with open_run(bucket.place("run"), keep=None) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_at(step), step=step)
+    report = async_ckpt.verify(bucket.place("run"))
+    assert (report.steps, report.path, report.notes) == ((1, 2), bucket.url("run"), ())
+    assert async_ckpt.verify(bucket.place("run/step_00000001")).steps == (1,)
+
+    (key,) = [key for key in bucket.keys() if "step_00000002/rank" in key]  # noqa: SIM118
+    data = bytearray(bucket.read(key))
+    data[500_000] ^= 1
+    bucket.write([key], bytes(data))
+    error = refused(bucket.place("run"))
+    assert (error.damaged_steps, error.sound_steps) == ((2,), (1,))
+
+
+@pytest.mark.parametrize("engine", ["obstore", "s3fs"])
+def test_an_archive_of_a_store_that_is_replaced_while_it_is_read_is_an_error(
+    bucket: Bucket,  # noqa: F811
+    proxy: FaultyProxy,
+    engine: str,
+) -> None:
+    given = through(proxy, bucket)
+    async_ckpt.save(large_state(), Place(bucket.url("x.tar"), options=given)).result()
+    third = f"bytes={BLOCK_BYTES + READ_BYTES}-"
+    held = proxy.delay(None, where=lambda request: third in request.headers.get("range", ""), times=1)
+
+    def replace() -> None:
+        held.wait()
+        bucket.write(["x.tar"], b"y" * 50 * MIB)
+        held.clear()
+
+    replacing = threading.Thread(target=replace)
+    replacing.start()
+    with pytest.raises((StorageUnavailableError, CorruptCheckpointError)):
+        async_ckpt.verify(Place(bucket.url("x.tar"), options=given, engine=engine))
+    replacing.join()
+    assert held.hits == 1
+
+
+def test_an_archive_in_memory_is_verified() -> None:
+    async_ckpt.save(STATE, "memory://verify/x.tar").result()
+    assert async_ckpt.verify("memory://verify/x.tar").num_archives == 1

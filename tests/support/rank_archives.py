@@ -1,0 +1,141 @@
+"""The archives of all ranks of a step, written by one process that stands at one rank after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from archives import assemble
+from fake_ranks import standing_at
+from states import bits_of
+
+from async_ckpt.format.index import Index
+from async_ckpt.format.layout import TensorPlan, lay_out
+from async_ckpt.loading.archives.archive import OpenArchive
+from async_ckpt.loading.archives.contents import Part
+from async_ckpt.loading.archives.merged_archives import MergedArchives
+from async_ckpt.loading.load import state_of
+from async_ckpt.loading.rebuild import layout_of, look_at
+from async_ckpt.loading.restore import RestoreOptions, restore_state
+from async_ckpt.runs import layouts
+from async_ckpt.runs.manifest import Elsewhere, Manifest, OfRanks, parse
+from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt, Table
+from async_ckpt.spec import RankFacts
+from async_ckpt.state.capture import capture
+from async_ckpt.state.captured import Capture
+from async_ckpt.state.division import StateDivider
+from async_ckpt.storage.local import LocalStorage
+
+ATTEMPT = "0123abcd"
+Build = Callable[[int], Any]
+
+
+def write_all(
+    folder: Path, world: int, build: Build, *, shared: bool = True, per_rank: tuple[str, ...] = ()
+) -> list[Path]:
+    """Write what `build(rank)` makes on each rank; not `shared`, nobody knows of others, and all write all they hold."""
+    ranked = [StateDivider(rank, world) for rank in range(world)]
+    classes: dict[str, list[int]] = {}
+    captures: list[Capture] = []
+    for rank, states in enumerate(ranked):
+        with standing_at(rank, world):
+            captures.append(capture(build(rank), slicer=states.slicer))
+        if shared:
+            classes.setdefault(states.structure(captures[rank], per_rank).digest, []).append(rank)
+    paths = []
+    for rank, (states, captured) in enumerate(zip(ranked, captures, strict=True)):
+        mates = classes.get(states.structure(captured, per_rank).digest, ())
+        divided = states.divided(captured, mates, per_rank)
+        path = folder / f"rank_{rank:05d}.{ATTEMPT}.tar"
+        paths.append(write(path, divided.captured, divided.ranks))
+    return paths
+
+
+def write(path: Path, captured: Capture, ranks: RankFacts) -> Path:
+    """Write one archive, at once and in one piece."""
+    layout = lay_out(
+        TensorPlan(captured.specs),
+        skeleton=captured.skeleton,
+        objects=captured.objects,
+        step=1,
+        mtime=0,
+        ranks=ranks,
+    )
+    data = bytearray(layout.file_bytes)
+    for offset, literal in layout.literals:
+        data[offset : offset + len(literal)] = literal
+    for offset, num_bytes, number in layout.plan.in_file_order:
+        begin = layout.base + offset
+        data[begin : begin + num_bytes] = bytes(bits_of(captured.tensors[number]).numpy())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = bytes(data[512 : layout.base])
+    path.write_bytes(assemble(text, bytes(data[layout.base : layout.digests.data.offset - 512])))
+    return path
+
+
+def commit(
+    paths: Sequence[Path], *, per_rank: tuple[str, ...] = (), lent: Mapping[str, Path] | None = None
+) -> Path:
+    """Make a committed step of archives that lie in its folder; returns the folder. `lent` are groups of other steps."""
+    folder = paths[0].parent
+    exchange = Exchange(LocalStorage(folder.parent), folder.name, ATTEMPT)
+    receipts = [
+        Receipt(rank, digest=parsed_digest(path), num_bytes=path.stat().st_size)
+        for rank, path in enumerate(paths)
+    ]
+    layout = layout_of([look_at(_index_of(path), per_rank) for path in paths])
+    of_ranks = OfRanks(
+        exchange.put_archives(receipts),
+        exchange.put_layout(layouts.dump(layout, Table(layout.classes, per_rank))),
+        NO_TABLE,
+        sum(one.num_bytes for one in receipts),
+        per_rank,
+    )
+    elsewhere = tuple(
+        Elsewhere(group, 1, lender.name, archive)
+        for group, lender in (lent or {}).items()
+        for archive in parse((lender / "manifest.json").read_bytes(), path=str(lender)).lenders
+    )
+    made = Manifest(2 if lent else 1, ATTEMPT, len(paths), 0.0, (), elsewhere=elsewhere, ranks=of_ranks)
+    (folder / "manifest.json").write_bytes(made.dump())
+    return folder
+
+
+def _index_of(path: Path) -> Index:
+    with LocalStorage(path.parent).open(path.name) as reader:
+        return OpenArchive(reader, path=str(path), verify=False).index
+
+
+def parsed_digest(path: Path) -> str:
+    with LocalStorage(path.parent).open(path.name) as reader:
+        return OpenArchive(reader, path=str(path), verify=True).digest
+
+
+@contextmanager
+def opened(paths: Sequence[Path], *, verify: bool = True, **how: Any) -> Iterator[MergedArchives]:
+    """The archives as one file."""
+    with ExitStack() as stack:
+        archives = []
+        for path in paths:
+            reader = stack.enter_context(LocalStorage(path.parent).open(path.name))
+            archives.append(OpenArchive(reader, path=str(path), verify=verify))
+        yield MergedArchives(archives, path=str(paths[0].parent), **how)
+
+
+def load_all(paths: Sequence[Path], *, verify: bool = True, select: Any = None, **how: Any) -> Any:
+    """The state that these archives are, in full tensors."""
+    options: dict[str, Any] = {"map_location": None, "trust": False, "mmap": False, "types": ()}
+    options |= {name: how.pop(name) for name in list(how) if name in options}
+    with opened(paths, verify=verify, **how) as merged:
+        return state_of([Part(merged)], select=select, **options)
+
+
+def restore_at(
+    rank: int, world: int, paths: Sequence[Path], live: Any, *, verify: bool = True, **how: Any
+) -> None:
+    """Fill what is live on a rank; this process stands there already."""
+    merging: Mapping[str, Any] = {name: how.pop(name) for name in ("per_rank", "from_ranks") if name in how}
+    with opened(paths, verify=verify, ranks=(rank, world), **merging) as merged:
+        restore_state([Part(merged)], live, RestoreOptions(**how))

@@ -1,0 +1,304 @@
+"""Worlds of real ranks: processes that a test starts as torchrun would, with gloo, and kills where it likes.
+
+Above is what a test has; below is `Here`, by which a rank's script tells the test what has come of it. A world's processes
+are forked from the warm one of `children`, and meet by a TCPStore that the test holds, as torchrun's agent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import textwrap
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from children import Child, Nursery
+from racing import PATIENCE, until
+
+from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
+from async_ckpt.ranks import agreement, divide, meeting
+from async_ckpt.ranks.agreement import Agreement
+from async_ckpt.runs.receipts import Exchange
+from async_ckpt.runs.run import Run
+from async_ckpt.saving.targets import StepTarget
+from async_ckpt.storage.local import LocalSink, LocalStorage
+
+_PATIENCE = PATIENCE / 3  # less than the library's own, and than pytest's
+_PRELUDE = """
+import os, torch
+import torch.distributed as dist
+from rank_worlds import Here
+from rank_states import *
+from states import open_run
+here = Here()
+"""
+
+
+@dataclass
+class Ended:
+    """How one rank ended: its exit status, negative for a signal, and what its script has told, in order."""
+
+    status: int
+    told: list[Any]
+    err: str
+
+    @property
+    def saves(self) -> list[dict[str, Any]]:
+        return [one for one in self.told if isinstance(one, dict) and "step" in one]
+
+
+@dataclass
+class World:
+    """One start of a training: a process for each rank."""
+
+    folder: Path
+    children: list[Child]
+    store: dist.TCPStore | None
+    killed: set[int] = field(default_factory=set)
+
+    def kill(self, rank: int) -> None:
+        self.children[rank].send(signal.SIGKILL)
+        self.killed.add(rank)
+        self.say(f"dead{rank}")
+
+    def say(self, word: str) -> None:
+        (self.folder / word).touch()
+
+    def wait_for(self, word: str) -> None:
+        until((self.folder / word).exists)
+
+    def ended(
+        self, *, killed: Collection[int] = (), failed: Collection[int] = (), patience: float = _PATIENCE
+    ) -> list[Ended]:
+        """What became of every rank; all but `killed` and `failed` must have ended well. None is left running."""
+        killed = {*killed, *self.killed}
+        ends, hung = [], None
+        for child in self.children:
+            try:
+                ends.append(child.ended(patience))
+            except AssertionError as error:
+                hung = hung or error
+                for other in self.children:
+                    _kill(other)
+        if hung is not None:
+            raise hung
+        for rank, end in enumerate(ends):
+            want = -signal.SIGKILL if rank in killed else 0
+            assert rank in failed or end.status == want, f"rank {rank} ended with {end.status}\n{end.err}"
+        return [
+            Ended(end.status, [json.loads(line) for line in end.out.splitlines()], end.err) for end in ends
+        ]
+
+
+def _kill(child: Child) -> None:
+    try:
+        child.send(signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+class Worlds:
+    """Starts worlds. `root` is where their scripts save."""
+
+    def __init__(self, nursery: Nursery, folder: Path) -> None:
+        self._nursery, self._folder, self.root = nursery, folder, folder / "run"
+        self._num_started = 0
+
+    def start(
+        self,
+        size: int,
+        script: str,
+        *,
+        root: object = None,
+        has_group: bool = True,
+        store_at_rank_0: bool = False,
+        after: World | None = None,
+        **env: object,
+    ) -> World:
+        """`env` is for the script; `store_at_rank_0` has the store of the group die with rank 0, as without an agent.
+
+        `after` another world, the agent starts the ranks again: its store is still there.
+        """
+        self._num_started += 1
+        folder = self._folder / f"world-{self._num_started}"
+        folder.mkdir()
+        store = None if after is None else after.store
+        if store is None and not store_at_rank_0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(size if after is not None and store is not None else 0):
+            store.delete_key(f"default_pg/0//cpu//0/{rank}")  # gloo would call the dead
+        launched = {
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": _free_port() if store is None else store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": store is not None,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "WORLD_FOLDER": folder,
+            "WORLD_ROOT": self.root if root is None else root,
+            "WORLD_HAS_GROUP": has_group,
+            **env,
+        }
+        code = _PRELUDE + textwrap.dedent(script) + "\nhere.leave()\n"
+        children = [
+            self._nursery.start(
+                code,
+                env={
+                    name: str(value) for name, value in {**launched, "RANK": rank, "LOCAL_RANK": rank}.items()
+                },
+            )
+            for rank in range(size)
+        ]
+        return World(folder, children, store)
+
+    def run(
+        self,
+        size: int,
+        script: str,
+        *,
+        killed: Collection[int] = (),
+        patience: float = _PATIENCE,
+        **options: Any,
+    ) -> list[Ended]:
+        return self.start(size, script, **options).ended(killed=killed, patience=patience)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+# --- in the process of a rank ---------------------------------------------------------------------------------
+
+
+class Here:
+    """This rank. Its process ends with the one that it was forked from."""
+
+    def __init__(self) -> None:
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.root = os.environ["WORLD_ROOT"]
+        self._folder = Path(os.environ["WORLD_FOLDER"])
+        if os.environ["WORLD_HAS_GROUP"] == "True":
+            dist.init_process_group("gloo")
+        torch.manual_seed(0)
+
+    def leave(self) -> None:
+        """All ranks that live are done: nobody takes away what another still needs."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # --- what the test is told, and the other ranks
+
+    def tell(self, what: Any) -> None:
+        os.write(1, (json.dumps(what) + "\n").encode())
+
+    def save(self, ckpt: AsyncCheckpointer, state: Any, step: int, **options: Any) -> dict[str, Any]:
+        """Save, wait for the end, and tell of it."""
+        told: dict[str, Any] = {"step": step}
+        where = "save"
+        try:
+            handle = ckpt.save(state, step, **options)
+            where = "handle"
+            told["status"] = handle.result().status
+        except Exception as error:
+            told |= {"raised_by": where, "error": type(error).__name__, "text": str(error)}
+            if isinstance(error, PeerFailedError):
+                told |= {"rank": error.rank, "undecided": error.undecided}
+            elif not isinstance(error, CheckpointError):
+                told["traceback"] = traceback.format_exc()
+        self.tell(told)
+        return told
+
+    def say(self, word: str) -> None:
+        (self._folder / word).touch()
+
+    def is_said(self, word: str) -> bool:
+        return (self._folder / word).exists()
+
+    def hear(self, *words: str) -> None:
+        until(lambda: all(map(self.is_said, words)))
+
+    def fail(self, error: BaseException) -> None:
+        """To be called at a point."""
+        raise error
+
+    def meet(self, word: str) -> None:
+        """All ranks come here; not by the group, whose calls are counted."""
+        self.say(f"{word}-{self.rank}")
+        self.hear(*(f"{word}-{rank}" for rank in range(self.size)))
+
+    # --- what happens to it
+
+    def die(self) -> None:
+        self.say(f"dead{self.rank}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def at(self, point: str, do: Callable[[], Any], *, step: int | None = None) -> None:
+        """Have `do` called ahead of this, or behind it (`after receipt`), at a step or at each; on the thread that does it."""
+        after = point.startswith("after ")
+        owner, name, step_of = _POINTS[point.removeprefix("after ")]
+        real = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            concerned = step_of(*arguments) and (step is None or f"step_{step:08d}" in step_of(*arguments))
+            if concerned and not after:
+                do()
+            made = real(*arguments, **options)
+            if concerned and after:
+                do()
+            return made
+
+        setattr(owner, name, call)
+
+    def die_last(self) -> None:
+        self.wait_for_others()
+        self.die()
+
+    def wait_for_others(self) -> None:
+        """Until all other ranks have their receipts there, of the step that is not committed yet."""
+        until(self._others_are_done)
+
+    def _others_are_done(self) -> bool:
+        steps = [step for step in Path(self.root).glob("step_*") if not (step / "manifest.json").exists()]
+        ranks = {int(path.name[:5]) for step in steps for path in step.glob("receipts.*/*.*.ok")}
+        return len(ranks - {self.rank}) == self.size - 1
+
+    def expire(self, is_due: Callable[[], bool]) -> None:
+        """From then on no deadline of the ranks lies ahead."""
+        real, num_calls = agreement.monotonic, 0
+
+        def clock() -> float:
+            nonlocal num_calls
+            num_calls += is_due()
+            return real() + 1e6 * num_calls
+
+        agreement.monotonic = meeting.monotonic = clock  # type: ignore[attr-defined]
+
+
+_POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
+    "capture": (divide.Divider, "divided", lambda *_: "capture"),
+    "write": (LocalSink, "write", lambda sink, *_: str(sink._target)),
+    "receipt": (Exchange, "put_receipt", lambda exchange, *_: exchange.folder),
+    "manifest": (
+        LocalStorage,
+        "put_new",
+        lambda _, path, *__: path if path.endswith("manifest.json") else "",
+    ),
+    "sweep": (Run, "sweep_once", lambda *_: "sweep"),
+    "decision": (Exchange, "decision", lambda exchange: exchange.folder),
+    "driver": (StepTarget, "_write_driver", lambda target: target._name),
+    "verdict": (Exchange, "put_verdict", lambda exchange, *_: exchange.folder),
+    "looking again": (agreement, "_pause", lambda *_: "looking again"),
+    "hear": (Agreement, "_heard", lambda agreed, *_: agreed._run.folder(agreed._joint.step)),
+}
