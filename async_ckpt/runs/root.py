@@ -66,12 +66,10 @@ class Root:
         self._warned_topics: set[str] = set()  # warnings that are given once
         # Replaced as a whole, by any thread:
         self.starts: list[Start] = []  # of the last listing
-        self.outside: dict[
-            int, str
-        ] = {}  # attempts, by step, that do not count because of commits at other roots
-        self.listing: Listing | None = (
-            None  # the last listing, with the commits and deletions of this object since
-        )
+        # Attempts, by step, that do not count because of commits at other roots:
+        self.outside: dict[int, str] = {}
+        # The last listing, with the commits and deletions of this object since:
+        self.listing: Listing | None = None
 
     def folder(self, step: int) -> str:
         return self._step_format.format(step)

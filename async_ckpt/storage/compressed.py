@@ -20,7 +20,7 @@ from ..errors import CorruptCheckpointError
 from ..format import zstd
 from ..host.limits import num_cpus
 from ..spec import BLOCK_BYTES
-from .interface import Lent, Reader, Storage
+from .interface import MemoryLoan, Reader, Storage
 from .sequential import Appender
 
 # Incompressible frames grow by at most this much (`ZSTD_COMPRESSBOUND`); an entry of the seek table is 8 bytes.
@@ -90,9 +90,8 @@ class ZstdSink:
         self._segment_bytes = segment_bytes
         self._num_segments = -(-num_bytes // segment_bytes)
         self._lock = threading.Lock()
-        self._waiting: dict[
-            int, tuple[memoryview, Lent]
-        ] = {}  # not compressed yet; under _lock, like all below
+        # Under _lock, like all below:
+        self._waiting: dict[int, tuple[memoryview, MemoryLoan]] = {}  # not compressed yet
         self._compressed: dict[int, list[tuple[bytes, int]]] = {}  # frames of segments, until their turn
         self._next = 0  # the next segment to append
         self._num_compressing = 0
@@ -113,7 +112,7 @@ class ZstdSink:
     def failed(self) -> Future[None] | None:
         return self._appender.sink.failed
 
-    def write(self, offset: int, data: memoryview, lease: Lent) -> None:
+    def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
         lease.retain()
         with self._lock:
             refused = self._error
@@ -130,7 +129,7 @@ class ZstdSink:
             self._fail(error)
             raise
 
-    def _take(self) -> tuple[int, memoryview, Lent] | None:
+    def _take(self) -> tuple[int, memoryview, MemoryLoan] | None:
         """The earliest segment, to be compressed; None if enough threads are compressing or its turn is far away."""
         with self._lock:
             number = min(self._waiting, default=None)
@@ -140,7 +139,7 @@ class ZstdSink:
             self._num_compressing += 1
             return number, *self._waiting.pop(number)
 
-    def _compress(self, number: int, data: memoryview, lease: Lent) -> None:
+    def _compress(self, number: int, data: memoryview, lease: MemoryLoan) -> None:
         try:
             compressor = self._compressor()
             blocks = (data[begin : begin + BLOCK_BYTES] for begin in range(0, len(data), BLOCK_BYTES))
@@ -218,9 +217,8 @@ class ZstdReader(Reader):
         self._starts = [0, *accumulate(frame.uncompressed for frame in frames)]
         self.num_bytes = self._starts[-1]
         self._lock = threading.Lock()
-        self._cached: dict[
-            int, bytes
-        ] = {}  # the last frames, which neighbouring ranges touch too; under _lock
+        # The last frames, which neighbouring ranges touch too; under _lock.
+        self._cached: dict[int, bytes] = {}
 
     def read_into(self, offset: int, target: memoryview) -> None:
         if offset + len(target) > self.num_bytes:

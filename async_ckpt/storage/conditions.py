@@ -16,13 +16,13 @@ T = TypeVar("T")
 Form = Callable[[str], str]
 
 
-def unchanged(e_tag: str) -> str:
-    return e_tag
+def unchanged(etag: str) -> str:
+    return etag
 
 
-def toggle_quotes(e_tag: str) -> str:
+def toggle_quotes(etag: str) -> str:
     """The e-tag without its quotes; with quotes if it has none."""
-    return e_tag[1:-1] if e_tag.startswith('"') else f'"{e_tag}"'
+    return etag[1:-1] if etag.startswith('"') else f'"{etag}"'
 
 
 _FORMS: Final[tuple[Form, ...]] = (unchanged, toggle_quotes)

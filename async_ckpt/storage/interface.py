@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 
-class Lent(Protocol):
+class MemoryLoan(Protocol):
     """Memory on loan. To use it after the call that lent it, retain it, and release it afterwards."""
 
     def retain(self) -> None: ...
@@ -42,7 +42,7 @@ class Sink(Protocol):
     def retryable(self) -> bool:
         """True if everything written is still in memory, so that the whole object can be sent again."""
 
-    def write(self, offset: int, data: memoryview, lease: Lent) -> None:
+    def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
         """Take one segment at `offset`; all but the last are whole. From any thread, in any order, each segment once.
 
         `data` is the memory of `lease` and does not change until `lease` is released. A sink that sends it later

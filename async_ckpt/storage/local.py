@@ -43,7 +43,7 @@ from .disk import (
     sync_folder,
     translated,
 )
-from .interface import Lent, Reader
+from .interface import MemoryLoan, Reader
 from .locks import TEMP_SUFFIX, create_locked, delete_left, delete_temp, forget, hold, is_dead, is_held
 from .stores import ORPHAN_SECONDS
 
@@ -260,7 +260,7 @@ class LocalSink:
             self.abort()
             raise
 
-    def write(self, offset: int, data: memoryview, lease: Lent | None = None) -> None:  # noqa: ARG002
+    def write(self, offset: int, data: memoryview, lease: MemoryLoan | None = None) -> None:  # noqa: ARG002
         with translated(self._target, needed_bytes=self.num_bytes if self._exact else offset + len(data)):
             refused = not self._began_direct
             while data:

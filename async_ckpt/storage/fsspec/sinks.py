@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from ...errors import CheckpointError, StorageUnavailableError
-from ..interface import Lent
+from ..interface import MemoryLoan
 from .bucket import Body, Bucket
 from .file_tree import Draft, FileTree
 from .info import Info
@@ -37,11 +37,11 @@ class _HoldingSink:
         self._shown_as = shown_as
         self._translated = translated
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[memoryview, Lent]] = {}  # by offset; under _lock, like all below
+        self._held: dict[int, tuple[memoryview, MemoryLoan]] = {}  # by offset; under _lock, like all below
         self._error: BaseException | None = None
         self._finished = False
 
-    def _hold(self, offset: int, data: memoryview, lease: Lent) -> None:
+    def _hold(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
         lease.retain()
         with self._lock:
             error = self._error
@@ -109,7 +109,7 @@ class MultipartSink(_HoldingSink):
         self._kept_fields: tuple[str, ...] = ()  # fields of the response for a part that complete the upload
         self._beginning = threading.Lock()
 
-    def write(self, offset: int, data: memoryview, lease: Lent) -> None:
+    def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
         self._hold(offset, data, lease)
         number = offset // self._part_bytes
         if self._is_small:
@@ -118,7 +118,7 @@ class MultipartSink(_HoldingSink):
         if segments:
             self._send(number, segments)
 
-    def _take(self, number: int) -> list[tuple[memoryview, Lent]]:
+    def _take(self, number: int) -> list[tuple[memoryview, MemoryLoan]]:
         """The segments of a part in order; none unless all are there."""
         begin = number * self._part_bytes
         offsets = range(begin, min(begin + self._part_bytes, self.num_bytes), self._segment_bytes)
@@ -127,7 +127,7 @@ class MultipartSink(_HoldingSink):
                 return []
             return [self._held.pop(offset) for offset in offsets]
 
-    def _send(self, number: int, segments: list[tuple[memoryview, Lent]]) -> None:
+    def _send(self, number: int, segments: list[tuple[memoryview, MemoryLoan]]) -> None:
         body = Body([view for view, _ in segments])
         try:
             with self._translated():
@@ -251,7 +251,7 @@ class AppendingSink(_HoldingSink):
         self._writing = False  # under _lock
         self._next = 0  # offset of the next segment; under _lock
 
-    def write(self, offset: int, data: memoryview, lease: Lent) -> None:
+    def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
         self._hold(offset, data, lease)
         with self._lock:
             if self._writing:
@@ -269,7 +269,7 @@ class AppendingSink(_HoldingSink):
             finally:
                 held.release()
 
-    def _take(self) -> tuple[memoryview, Lent] | None:
+    def _take(self) -> tuple[memoryview, MemoryLoan] | None:
         with self._lock:
             segment = self._held.pop(self._next, None)
             self._writing = segment is not None

@@ -92,7 +92,7 @@ class Client:
         `call` watches the request. Requests that lend memory, or consist of several requests, bring their own.
         """
         runtime.start(self.locate(path))
-        store, call = self._connections.store(kind), call or self.watched(kind)
+        store, call = self._connections.store(kind), call or self.watch(kind)
         refusal: Exception
         try:
             result = call.run(lambda: request(store))
@@ -130,7 +130,7 @@ class Client:
 
         return self.persist(attempt)
 
-    def watched(self, kind: Kind) -> WatchedCall:
+    def watch(self, kind: Kind) -> WatchedCall:
         """A watched call for a request of this kind."""
         return WatchedCall(self.settings.stuck_seconds(kind))
 
@@ -157,11 +157,11 @@ class Client:
 
         return self.ask(path, ask)
 
-    def fetch(self, path: str, offset: int, target: memoryview, e_tag: str | None) -> bool:
+    def fetch(self, path: str, offset: int, target: memoryview, etag: str | None) -> bool:
         """Fill `target`. False, or FileExistsError, if the object was replaced."""
         import obstore
 
-        options: Any = {"range": (offset, offset + len(target))} | ({"if_match": e_tag} if e_tag else {})
+        options: Any = {"range": (offset, offset + len(target))} | ({"if_match": etag} if etag else {})
 
         def get(store: Any, call: WatchedCall) -> bool:
             result = obstore.get(store, self.key(path), options=options)
@@ -170,7 +170,7 @@ class Client:
                 with call.lent():
                     target[at : at + len(chunk)] = memoryview(chunk)
                 at += len(chunk)
-            return at == len(target) and (not e_tag or result.meta["e_tag"] == e_tag)
+            return at == len(target) and (not etag or result.meta["e_tag"] == etag)
 
         return self.ask_watched(path, get, kind="part")
 

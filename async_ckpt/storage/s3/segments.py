@@ -16,7 +16,7 @@ from typing import Final
 from ...host.calls import WatchedCall
 from ...host.life import Life
 from ...spans import Timekeeper
-from ..interface import Lent
+from ..interface import MemoryLoan
 
 
 class GivenUpError(Exception):
@@ -47,7 +47,7 @@ _SUCCESSORS: Final = {
 @dataclass(slots=True)
 class _LentSegment:
     data: memoryview
-    lease: Lent
+    lease: MemoryLoan
     num_views: int = 0  # how many views of it the upload holds
 
 
@@ -76,7 +76,7 @@ class SegmentQueue:
     def is_given_up(self) -> bool:
         return self.life.now is Phase.GIVEN_UP
 
-    def put(self, offset: int, data: memoryview, lease: Lent) -> bool:
+    def put(self, offset: int, data: memoryview, lease: MemoryLoan) -> bool:
         """Keep a segment, whose lease the caller has retained. False if no more segments are taken."""
         with self.changed:
             if self.life.now is not Phase.TAKING:

@@ -27,7 +27,7 @@ from .plan import UploadPlan
 from .segments import GivenUpError, Phase, SegmentQueue
 
 if TYPE_CHECKING:
-    from ..interface import Lent
+    from ..interface import MemoryLoan
 
 # How long an upload that was broken off may take to drop its buffers before its thread ends without them.
 _DROP_SECONDS: Final = 10.0
@@ -58,7 +58,7 @@ class ObjectSink:
 
     # --- from any thread --------------------------------------------------------------------------------------
 
-    def write(self, offset: int, data: memoryview, lease: Lent) -> None:
+    def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
         lease.retain()
         with self._segments.changed:  # so that `abort` finds the thread
             is_taken = self._segments.put(offset, data, lease)
@@ -150,7 +150,7 @@ class ObjectSink:
         try:
             if self._plan.is_multipart and not self.num_retries:
                 start_thread("look", self._look_before)
-            call = self._client.watched("part")
+            call = self._client.watch("part")
             result = self._client.ask_once(
                 self._path, partial(self._send, call), kind="part", num_bytes=self.num_bytes, call=call
             )

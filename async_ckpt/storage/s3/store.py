@@ -328,5 +328,5 @@ class ObjectStorage:
 
 def _matching(version: str, form: Form) -> Any:
     """The mode of a put that replaces this version only."""
-    e_tag, _, generation = version.partition(" ")
-    return {"e_tag": form(e_tag)} | ({"version": generation} if generation else {})
+    etag, _, generation = version.partition(" ")
+    return {"e_tag": form(etag)} | ({"version": generation} if generation else {})
