@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Collection
 
 from ..errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StepExistsError
-from ..runs.manifest import Archive, missing
+from ..runs.manifest import Archive, missing_error
 from ..runs.receipts import archives_of
 from ..runs.roots import Roots
 from ..runs.run import Run
@@ -75,7 +75,7 @@ def _copy(
     try:
         reader = source.storage.open(path)
     except FileNotFoundError as error:
-        raise missing(source.storage.locate(path), step) from error
+        raise missing_error(source.storage.locate(path), step) from error
 
     with reader:
         opened = OpenArchive(reader, path=source.storage.locate(path), verify=True)

@@ -80,7 +80,7 @@ class Archive:
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class GroupLocation:
     """A group that is in another archive than its rank's.
 
     The archive is of an earlier step, since the group has not changed; or of this step, since one rank wrote it for
@@ -102,7 +102,7 @@ class Retired:
 
 
 @dataclass(frozen=True, slots=True)
-class OfRanks:
+class RankFiles:
     """The objects of a commit of several ranks beside its archives, whose names follow from the ranks (see `receipts`).
 
     `table` is the digest of the Table by which the ranks have shared, `num_bytes` is of all archives, and `per_rank`
@@ -134,9 +134,9 @@ class Manifest:
     archives: tuple[Archive, ...]
     replaces: tuple[str, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
-    elsewhere: tuple[Elsewhere, ...] = ()
+    elsewhere: tuple[GroupLocation, ...] = ()
     retires: tuple[Retired, ...] = ()
-    ranks: OfRanks | None = None
+    ranks: RankFiles | None = None
     start: str = ""
 
     @property
@@ -157,7 +157,7 @@ class Manifest:
         """The objects that later steps name to borrow a group: the archive, or the list of the ranks' archives."""
         return self.archives if self.ranks is None else (self.ranks.archives,)
 
-    def lent(self, group: str) -> tuple[Elsewhere, ...]:
+    def lent(self, group: str) -> tuple[GroupLocation, ...]:
         """The places of a group that is not in the archives of this step's ranks."""
         return tuple(borrowed for borrowed in self.elsewhere if borrowed.group == group)
 
@@ -225,7 +225,7 @@ def archive_name(rank: int, attempt: str) -> str:
     return f"rank_{rank:05d}.{attempt}.tar"
 
 
-def missing(shown: str, named_by: int) -> CorruptCheckpointError:
+def missing_error(shown: str, named_by: int) -> CorruptCheckpointError:
     """The error about a missing object that the manifest of a step names."""
     return CorruptCheckpointError(
         f"{shown} is missing, though the manifest of step {named_by} names it; if the run was copied, copy all "
@@ -234,9 +234,9 @@ def missing(shown: str, named_by: int) -> CorruptCheckpointError:
     )
 
 
-def _of_ranks(raw: object) -> OfRanks:
+def _of_ranks(raw: object) -> RankFiles:
     fields = table(raw)
-    return OfRanks(
+    return RankFiles(
         _archive(fields["archives"]),
         _archive(fields["layout"]),
         text(fields["table"]),
@@ -250,9 +250,9 @@ def _archive(raw: object) -> Archive:
     return Archive(_file_name(fields["name"]), count(fields["num_bytes"]), text(fields["digest"]))
 
 
-def _elsewhere(raw: object) -> Elsewhere:
+def _elsewhere(raw: object) -> GroupLocation:
     fields = table(raw)
-    return Elsewhere(
+    return GroupLocation(
         text(fields["group"]),
         whole(fields["step"]),
         _folder_name(fields["folder"]),

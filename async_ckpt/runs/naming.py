@@ -138,7 +138,7 @@ NAMINGS: Final = {
 }
 
 
-class Numbered(NamedTuple):
+class StepName(NamedTuple):
     """A name with a number in it: the last number, and the text around it, which the steps of one naming share."""
 
     step: int
@@ -153,34 +153,34 @@ class Numbered(NamedTuple):
         return self.rest.replace("{}", field)
 
 
-def numbered(name: str) -> Numbered | None:
+def parse_step_name(name: str) -> StepName | None:
     """The number in the name of a step of any naming, and the rest; None for a name without a number."""
     match = _NUMBERED.fullmatch(name)
-    return match and Numbered(int(match[2]), match[2], f"{match[1]}{{}}{match[3]}")
+    return match and StepName(int(match[2]), match[2], f"{match[1]}{{}}{match[3]}")
 
 
 def words_for(folder: str) -> list[str]:
     """The words for the namings of other programs that give a step this folder name."""
-    number = numbered(folder)
+    step_name = parse_step_name(folder)
     return [
         word
         for word, naming in NAMINGS.items()
-        if number and naming.step_format.format(number.step) == folder
+        if step_name and naming.step_format.format(step_name.step) == folder
     ]
 
 
 def advice_to_open(folder: str, beside: Collection[str]) -> str:
     """Advice on how to open a run with this folder; `beside` are the names in the run's folder."""
-    number = numbered(folder)
-    assert number is not None
-    if STEP_FORMAT.format(number.step) == folder:
+    step_name = parse_step_name(folder)
+    assert step_name is not None
+    if STEP_FORMAT.format(step_name.step) == folder:
         return "open it without naming="
     words = words_for(folder)
     if words:
         trackers = {word: tracker_of(NAMINGS[word].tracker, NAMINGS[word].step_format) for word in words}
         tracked = [word for word, tracker in trackers.items() if tracker and tracker.name in beside]
         return "open it with " + " or ".join(f'naming="{word}"' for word in tracked or words)
-    return f'open it with naming=Naming("{number.step_format}")'
+    return f'open it with naming=Naming("{step_name.step_format}")'
 
 
 def naming_of(naming: Naming | str | None) -> Naming:

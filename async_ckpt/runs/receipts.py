@@ -30,7 +30,7 @@ from ..format.index import MAX_RANKS
 from ..slicing.locator import Classes
 from ..storage.interface import Storage
 from .manifest import NAME as MANIFEST
-from .manifest import Archive, Manifest, archive_name, missing, parse, seal, unseal
+from .manifest import Archive, Manifest, archive_name, missing_error, parse, seal, unseal
 
 
 class Table(NamedTuple):
@@ -170,7 +170,7 @@ class Exchange:
     # --- receipts ---------------------------------------------------------------------------------------------
 
     def put_receipt(self, receipt: Receipt, details: Mapping[str, Any]) -> None:
-        """Put this rank's receipt. `details` are its content, which is read only if `more_of` asks for it."""
+        """Put this rank's receipt. `details` are its content, which is read only if `details_of` asks for it."""
         self.storage.replace(f"{self._receipts}/{receipt.name}", seal(details))
 
     def receipts(self) -> dict[int, Receipt]:
@@ -182,7 +182,7 @@ class Exchange:
                 receipts[receipt.rank] = receipt
         return receipts
 
-    def more_of(self, receipt: Receipt) -> Any:
+    def details_of(self, receipt: Receipt) -> Any:
         """The details of a receipt. Raises CorruptCheckpointError."""
         path = f"{self._receipts}/{receipt.name}"
         try:
@@ -296,7 +296,7 @@ def _read(storage: Storage, folder: str, archive: Archive, named_by: int) -> byt
     try:
         data = storage.read(path)[0]
     except FileNotFoundError as error:
-        raise missing(storage.locate(path), named_by) from error
+        raise missing_error(storage.locate(path), named_by) from error
     if block_digest(data).hex() != archive.digest:
         shown = storage.locate(path)
         raise CorruptCheckpointError(

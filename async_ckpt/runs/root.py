@@ -134,7 +134,7 @@ class Root:
             before, listing = listing, self.relist()
             if listing == before:
                 return steps
-        raise overtaken(self.storage.locate(""))
+        raise overtaken_error(self.storage.locate(""))
 
     def view(self, listing: Listing, *, tolerant: bool = False) -> Commits:
         """The commits of a listing, ascending. With `tolerant`, commits that cannot be read now are left out."""
@@ -375,7 +375,7 @@ def _is_of(data: bytes, path: str, attempt: str) -> bool:
         return True
 
 
-def overtaken(shown: str) -> StorageUnavailableError:
+def overtaken_error(shown: str) -> StorageUnavailableError:
     """The error of a reader that has come too late `TRIES` times."""
     return StorageUnavailableError(
         f"{shown}: {TRIES} times in a row the newest step was deleted before it was read; have the writer keep "

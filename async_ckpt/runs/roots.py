@@ -223,7 +223,7 @@ def _first(manifests: Iterable[Manifest | None]) -> Manifest | None:
     return next((manifest for manifest in manifests if manifest is not None), None)
 
 
-def opened(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, clock: Clock) -> Roots:
+def open_roots(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, clock: Clock) -> Roots:
     """The runs at one root, or several. No request is made.
 
     Raises ValueError for no root, for equal roots and for a root inside another one, NotADirectoryError for a file, and

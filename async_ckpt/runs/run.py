@@ -35,7 +35,7 @@ from ..spans import Clock
 from ..spec import Keep
 from ..storage.interface import Storage
 from .announce import Announcer
-from .manifest import Archive, Elsewhere, Manifest, OfRanks, Retired, intent_name
+from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, tracker_of
 from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
 from .root import Listing, Root, commit_of
@@ -45,7 +45,7 @@ from .unmanaged import foreign_kind, foreign_steps, incomplete_steps, newest_of_
 
 
 class Run:
-    """The steps of a run at one root. `roots.opened` makes it for a checkpointer. From any thread."""
+    """The steps of a run at one root. `roots.open_roots` makes it for a checkpointer. From any thread."""
 
     def __init__(
         self,
@@ -223,8 +223,8 @@ class Run:
         replaces: tuple[Manifest, str] | None,
         retire: bool,
         record: Mapping[str, Any] | None = None,
-        elsewhere: tuple[Elsewhere, ...] = (),
-        ranks: OfRanks | None = None,
+        elsewhere: tuple[GroupLocation, ...] = (),
+        ranks: RankFiles | None = None,
         world_size: int = 1,
     ) -> Manifest:
         """Make the durable archives of an attempt the step's checkpoint, by its manifest. Call `announce` after that.

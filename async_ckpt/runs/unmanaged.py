@@ -17,7 +17,7 @@ from ..storage.interface import Storage
 from .manifest import NAME as MANIFEST
 from .manifest import Manifest, is_retired_name, parse_intent
 from .manifest import parse as parse_manifest
-from .naming import advice_to_open, numbered, words_for
+from .naming import advice_to_open, parse_step_name, words_for
 from .receipts import attempt_of_all
 
 # The number of folders to look into for each naming: those of the newest steps.
@@ -114,9 +114,9 @@ def _by_naming(names: Iterable[str]) -> Iterator[list[str]]:
     """The newest folders of each naming, the newest first."""
     folders: dict[str, list[tuple[int, str]]] = {}
     for name in names:
-        number = None if parse_intent(name) else numbered(name)
-        if number is not None:
-            folders.setdefault(number.rest, []).append((number.step, name))
+        step_name = None if parse_intent(name) else parse_step_name(name)
+        if step_name is not None:
+            folders.setdefault(step_name.rest, []).append((step_name.step, name))
     for rows in folders.values():
         yield [name for _, name in sorted(rows)[: -_LOOKED_INTO - 1 : -1]]
 
@@ -128,5 +128,5 @@ def _read(storage: Storage, folder: str) -> Manifest | None:
         manifest = parse_manifest(storage.read(path)[0], path=storage.locate(path))
     except (FileNotFoundError, CorruptCheckpointError, FormatVersionError):
         return None
-    number = numbered(folder)
-    return manifest if number is not None and number.step == manifest.step else None
+    step_name = parse_step_name(folder)
+    return manifest if step_name is not None and step_name.step == manifest.step else None

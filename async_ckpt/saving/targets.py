@@ -18,7 +18,7 @@ from ..host.loop import OffLoop, get_loop
 from ..ranks.agreement import Agreement, Alone, listen_again
 from ..ranks.peers import Ranks
 from ..ranks.world import ranks
-from ..runs.manifest import Archive, Elsewhere, Manifest, OfRanks
+from ..runs.manifest import Archive, GroupLocation, Manifest, RankFiles
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
 from ..storage.bulk import Parcel, copy
@@ -115,7 +115,7 @@ class StepTarget(Target):
         self._is_announced = False  # tracker and journal name the step
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
-        self._of_ranks: OfRanks | None = None  # the manifest names it, where several ranks have agreed
+        self._of_ranks: RankFiles | None = None  # the manifest names it, where several ranks have agreed
         self._manifest: Manifest | None = None  # that another rank has committed
         self.num_bytes_beside = len(contents.driver.image) if contents.driver else 0
         if agreement.decides:
@@ -251,7 +251,7 @@ class StepTarget(Target):
         return None
 
     def _put_manifest(
-        self, archives: tuple[Archive, ...], elsewhere: tuple[Elsewhere, ...], *, retire: bool
+        self, archives: tuple[Archive, ...], elsewhere: tuple[GroupLocation, ...], *, retire: bool
     ) -> Manifest:
         with self._agreement.committing(), self._telling_ranks():
             return self._run.commit(
@@ -276,7 +276,7 @@ class StepTarget(Target):
         self._run.announce(self._contents.step, in_flight=self._lineage.in_flight())
         self._is_announced = True
 
-    def _write_driver(self) -> list[Elsewhere]:
+    def _write_driver(self) -> list[GroupLocation]:
         """Write the archive of `driver=`, before the manifest that names it. Returns the groups that are in it."""
         driver = self._contents.driver
         if driver is None:
@@ -294,7 +294,7 @@ class StepTarget(Target):
             raise
         archive = Archive(path.rpartition("/")[2], num_bytes, driver.digest)
         folder = self._run.folder(self._contents.step)
-        return [Elsewhere(group, self._contents.step, folder, archive) for group in driver.groups]
+        return [GroupLocation(group, self._contents.step, folder, archive) for group in driver.groups]
 
     def _close_driver(self) -> None:
         """Close the sink, once the manifest names the archive or nothing does."""

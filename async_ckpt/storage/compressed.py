@@ -62,7 +62,7 @@ def refuse_if_missing() -> None:
     zstandard_package()
 
 
-def decompressing(reader: Reader, path: str) -> Reader:
+def open_decompressed(reader: Reader, path: str) -> Reader:
     """A reader of the content: `reader` itself if that is not compressed. Raises CorruptCheckpointError."""
     magic = bytearray(min(4, reader.num_bytes))
     reader.read_into(0, memoryview(magic))
