@@ -26,7 +26,7 @@ class Announcer:
     """The tracker and the journal of one root. A Run creates and owns it. From any thread."""
 
     def __init__(self, root: Root, tracker: Tracker | None) -> None:
-        self._root, self._tracker = root, tracker
+        self._root, self._storage, self._tracker = root, root.storage, tracker
         # Held over requests: a save may commit while the retention of the save before runs.
         self._announcing = threading.Lock()
         # Under _announcing:
@@ -67,7 +67,7 @@ class Announcer:
     def journal(self) -> list[dict[str, object]]:
         """The records of `checkpoints.jsonl`, as far as they can be read."""
         try:
-            return journal.parse(self._root.storage.read(journal.NAME)[0], locate=self._root.storage.locate)
+            return journal.parse(self._storage.read(journal.NAME)[0], locate=self._storage.locate)
         except FileNotFoundError:
             return []
 
@@ -107,7 +107,7 @@ class Announcer:
         data = b"".join(filter(None, map(lines.get, view)))
         version, self._journal_version, self._journaled = self._journal_version, None, None
         try:
-            self._journal_version = self._root.storage.replace(journal.NAME, data, version=version)
+            self._journal_version = self._storage.replace(journal.NAME, data, version=version)
         except FileExistsError:
             return False
         self._journaled = list(view)
@@ -120,14 +120,14 @@ class Announcer:
             with suppress(FileExistsError):  # another writer was faster: look at its text
                 content = self._read_tracker(tracker)
                 if content is None:
-                    self._root.storage.put_new(tracker.name, tracker.dump(newest))
+                    self._storage.put_new(tracker.name, tracker.dump(newest))
                 elif self._may_move(tracked := tracker.parse(content[0]), newest):
-                    self._root.storage.replace(tracker.name, tracker.dump(newest), version=content[1])
+                    self._storage.replace(tracker.name, tracker.dump(newest), version=content[1])
                 else:
                     newest = tracked or newest
                 self._tracks = newest
                 return
-        path = self._root.storage.locate(tracker.name)
+        path = self._storage.locate(tracker.name)
         raise StorageUnavailableError(
             f"{path} was not moved to step {newest}: others changed it {_TRACKER_TRIES} times in the meantime",
             path=path,
@@ -141,11 +141,11 @@ class Announcer:
         # Even to the same step: a writer that has read an older text must find it changed.
         if tracked is None or tracked <= newest:
             return True
-        names = self._root.storage.names(self._root.folder(tracked))
+        names = self._storage.names(self._root.folder(tracked))
         return MANIFEST not in names and any(map(is_retired_name, names))
 
     def _read_tracker(self, tracker: Tracker) -> tuple[bytes, str] | None:
         try:
-            return self._root.storage.read(tracker.name)
+            return self._storage.read(tracker.name)
         except FileNotFoundError:
             return None

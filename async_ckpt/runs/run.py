@@ -60,12 +60,11 @@ class Run:
         """`opening` is a random text for the checkpointer, the same at all of its roots."""
         self._opening = opening or os.urandom(4).hex()
         self._root = Root(storage, step_format)
-        parsed_tracker = tracker_of(tracker, step_format)
         self.keep = keep or Keep()
         self._clock = clock
         self._tenure = tenure_of(storage.locate(""))
         self._start: Start | None = None  # of this process, from the first save on
-        self._announcer = Announcer(self._root, parsed_tracker)
+        self._announcer = Announcer(self._root, tracker_of(tracker, step_format))
         self._sweeper = Sweeper(self._root)
 
     @property
@@ -208,7 +207,7 @@ class Run:
         except NotCommittedError:
             return None
         except CheckpointError:  # a damaged manifest may be overwritten
-            _, version = self._root.storage.read(self._root.manifest_path(step))
+            _, version = self.storage.read(self._root.manifest_path(step))
             manifest = Manifest(step, "", 1, 0.0, ())
         listing = self._root.listing or self._root.relist()
         retired = self._root.excluded_attempt(step, listing)
@@ -260,7 +259,7 @@ class Run:
             self._start_label(None if retires else before, listing),
         )
         if retires:
-            self._root.storage.put_new(intent_name(step, attempt), manifest.dump())
+            self.storage.put_new(intent_name(step, attempt), manifest.dump())
         try:
             self._put(manifest, replaces)
         except FileExistsError as error:
@@ -450,9 +449,9 @@ class Run:
     def _put(self, manifest: Manifest, replaces: tuple[Manifest, str] | None) -> None:
         path = self._root.manifest_path(manifest.step)
         if replaces is None:
-            self._root.storage.put_new(path, manifest.dump())
+            self.storage.put_new(path, manifest.dump())
         else:
-            self._root.storage.replace(path, manifest.dump(), version=replaces[1])
+            self.storage.replace(path, manifest.dump(), version=replaces[1])
 
     def _protected(self, step: int, view: Commits, in_flight: Collection[int]) -> set[int]:
         """The steps that retention keeps after the commit of `step`, whatever its rules say."""
@@ -467,7 +466,7 @@ class Run:
         if metric is not None:
             self._root.warn_once(
                 "best",
-                f"{self._root.storage.locate('')}: Keep(best=…) keeps every step, because no record has the metric "
+                f"{self.storage.locate('')}: Keep(best=…) keeps every step, because no record has the metric "
                 f"{describe_missing_metric(metric, view)}",
             )
 

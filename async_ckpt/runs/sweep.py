@@ -58,20 +58,20 @@ class Sweeper:
     """Deletion of steps and leftovers below one root. A Run creates and owns it. From any thread."""
 
     def __init__(self, root: Root) -> None:
-        self._root = root
+        self._root, self._storage = root, root.storage
         self._swept = self._has_ranks = False
 
     def read_folder(self, step: int) -> StepFolder:
         """Read the folder of a step, and the manifests in it, also retired ones."""
         folder = self._root.folder(step)
         for _ in range(_READ_TRIES):
-            names = self._root.storage.names(folder)
+            names = self._storage.names(folder)
             manifests: dict[str, Manifest] = {}
             try:
                 for name in names:
                     if name == MANIFEST or is_retired_name(name):
                         path = f"{folder}/{name}"
-                        manifests[name] = parse_manifest(self._root.storage.read(path)[0], path=path)
+                        manifests[name] = parse_manifest(self._storage.read(path)[0], path=path)
             except CheckpointError:
                 break
             except FileNotFoundError:  # deleted or replaced at this moment: look again
@@ -88,17 +88,17 @@ class Sweeper:
         lent = {borrowed.archive.name for m in borrowers for borrowed in m.elsewhere if borrowed.step == step}
         # The list of the archives of all ranks stands for all of these.
         attempts = {attempt for name in lent if (attempt := attempt_of_all(name))}
-        names = self._root.storage.names(self._root.folder(step)) if attempts else []
+        names = self._storage.names(self._root.folder(step)) if attempts else []
         return lent | {name for name in names if _attempt_of(name) in attempts}
 
     def retired_attempts(self, step: int) -> set[str]:
         """The attempts at a step whose manifests a rollback has renamed."""
         folder = self._root.folder(step)
         attempts = set()
-        for name in self._root.storage.names(folder):
+        for name in self._storage.names(folder):
             if is_retired_name(name):
                 try:
-                    data = self._root.storage.read(f"{folder}/{name}")[0]
+                    data = self._storage.read(f"{folder}/{name}")[0]
                     attempts.add(parse_manifest(data, path=f"{folder}/{name}").attempt)
                 except (CheckpointError, FileNotFoundError):
                     continue
@@ -114,9 +114,9 @@ class Sweeper:
             )
             for path in (archive, driver):
                 if path.rpartition("/")[2] not in named:
-                    self._root.storage.delete(path)
+                    self._storage.delete(path)
             if archive.rpartition("/")[2] not in named:
-                self._root.storage.delete(intent_name(step, attempt))
+                self._storage.delete(intent_name(step, attempt))
         except BaseException:
             self._swept = False  # the next save sweeps the rest
             raise
@@ -135,15 +135,15 @@ class Sweeper:
             unnamed = [name for name in inside.names if is_library_name(name) and name not in inside.named]
             if inside.manifest is None and other < step:
                 for name in unnamed:
-                    self._root.storage.delete_all(f"{folder}/{name}")
-                self._root.storage.remove_if_empty(folder)
+                    self._storage.delete_all(f"{folder}/{name}")
+                self._storage.remove_if_empty(folder)
                 continue
             earlier = [name for name in unnamed if name.startswith(own) and _attempt_of(name) != attempt]
-            self._root.storage.delete_many([f"{folder}/{name}" for name in earlier])
+            self._storage.delete_many([f"{folder}/{name}" for name in earlier])
 
     def sweep(self) -> list[str]:
         """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives, and intents."""
-        swept = self._root.storage.sweep_uploads()
+        swept = self._storage.sweep_uploads()
         listing = self._root.relist()
         with suppress(CheckpointError):
             self._root.finish_rollbacks(listing.intents)
@@ -153,7 +153,7 @@ class Sweeper:
         self._root.do_all([partial(self._sweep_folder, None, newest, swept_names), *tasks])
         for step, attempt in listing.intents:
             if self._is_dead_intent(step, attempt):
-                self._root.storage.delete(intent_name(step, attempt))
+                self._storage.delete(intent_name(step, attempt))
                 swept_names.append(intent_name(step, attempt))
         return swept + sorted(swept_names)
 
@@ -162,37 +162,37 @@ class Sweeper:
         manifest = self._root.find(step)
         if manifest is not None and manifest.attempt == attempt:
             return False  # it is committed, and its rollback is not finished
-        return not self._root.storage.exists(self._root.attempt_path(step, attempt))
+        return not self._storage.exists(self._root.attempt_path(step, attempt))
 
     def delete_replaced(self, step: int, replaced: Manifest | None) -> None:
         """Delete the archives of a commit that was overwritten, except for borrowed ones."""
         borrowed = self._borrowed_names(step) if replaced else set()
         names = [name for name in (replaced.own_names if replaced else ()) if name not in borrowed]
-        self._root.storage.delete_many([f"{self._root.folder(step)}/{name}" for name in names])
+        self._storage.delete_many([f"{self._root.folder(step)}/{name}" for name in names])
 
     def delete(self, step: int, inside: StepFolder, *, whole_folder: bool = False) -> None:
         """Delete a step, its manifest first. Files of other programs are deleted only with `whole_folder`."""
         folder = self._root.folder(step)
         self._root.note_deleted(step)
-        self._root.storage.delete(f"{folder}/{MANIFEST}")
+        self._storage.delete(f"{folder}/{MANIFEST}")
         own = {name for name in inside.names if name in inside.named or is_retired_name(name)}
-        self._root.storage.delete_many([f"{folder}/{name}" for name in sorted(own)])
+        self._storage.delete_many([f"{folder}/{name}" for name in sorted(own)])
         foreign = []
         for name in inside.names:
             if name in own:
                 continue
             if is_beside(name) or is_receipt_folder(name):  # of earlier attempts
-                self._root.storage.delete_all(f"{folder}/{name}")
+                self._storage.delete_all(f"{folder}/{name}")
             elif name != MANIFEST and not is_library_name(name):
                 foreign.append(name)  # other archives may be of a living writer: the sweep finds out
         if whole_folder:
             others = [f"{folder}/{name}" for name in foreign]
-            self._root.do_all([partial(self._root.storage.delete_all, path) for path in others])
-            self._root.storage.remove_if_empty(folder)
+            self._root.do_all([partial(self._storage.delete_all, path) for path in others])
+            self._storage.remove_if_empty(folder)
         elif foreign:
             self._root.warn_once(
                 "foreign",
-                f"{self._root.storage.locate(folder)}: step {step} was deleted by keep=, but files that "
+                f"{self._storage.locate(folder)}: step {step} was deleted by keep=, but files that "
                 f"async_ckpt did not write, such as {foreign[0]!r}, are kept. The same applies to later steps; "
                 "delete them yourself, or pass Keep(whole_folder=True)",
             )
@@ -200,14 +200,14 @@ class Sweeper:
     def _sweep_folder(self, step: int | None, newest: int | None, swept: list[str]) -> None:
         """Sweep the folder of a step, or the root itself."""
         folder = "" if step is None else self._root.folder(step)
-        names = self._root.storage.names(folder)
+        names = self._storage.names(folder)
         decided = step is None or (newest is not None and step <= newest)
         attempts = _of_ranks(names)
 
         def dead_of(candidates: Iterable[str], *, delete: bool) -> list[str]:
             """The files of dead writers. Other ranks may run on other machines, whose locks are not visible here."""
             of_ranks = {n for n in candidates if self._has_ranks or _attempt_of(n) in attempts}
-            sweep = partial(self._root.storage.sweep, folder, delete=delete, decided=decided)
+            sweep = partial(self._storage.sweep, folder, delete=delete, decided=decided)
             alone = [n for n in candidates if n not in of_ranks]
             return [*sweep(alone), *sweep(sorted(of_ranks), of_ranks=True)]
 
@@ -224,32 +224,32 @@ class Sweeper:
             # Read again after the locks: a writer releases its lock only once its manifest is there.
             named = self.read_folder(step).named | (self._borrowed_names(step) if dead else set())
             dead = [name for name in dead if name not in named]
-        self._root.storage.delete_many([f"{folder}/{name}" for name in dead])
+        self._storage.delete_many([f"{folder}/{name}" for name in dead])
         if step is None:  # claims of starts of several ranks
             claims = [n for n in names if _CLAIM.fullmatch(n)]
-            dead += self._root.storage.sweep("", claims, delete=True, decided=True, of_ranks=True)
+            dead += self._storage.sweep("", claims, delete=True, decided=True, of_ranks=True)
         elif decided:
             dead += self._sweep_beside(folder, names, {*dead})
         if step is not None and len(temps) == len(names):
             # A writer was killed before it had written anything.
-            self._root.storage.remove_if_empty(folder)
+            self._storage.remove_if_empty(folder)
         swept += [f"{folder}/{name}" if folder else name for name in (*temps, *dead)]
 
     def _sweep_beside(self, folder: str, names: Iterable[str], dead: set[str]) -> list[str]:
         """Sweep the other objects of attempts of several ranks that have no archives here any more."""
         living = {_attempt_of(n) for n in names if _ARCHIVE.fullmatch(n) and n not in dead}
         orphans = [n for n in names if is_beside(n) and _attempt_of(n) not in living]
-        swept = self._root.storage.sweep(folder, orphans, delete=True, decided=True, of_ranks=True)
+        swept = self._storage.sweep(folder, orphans, delete=True, decided=True, of_ranks=True)
         attempts = {_attempt_of(n) for n in (*swept, *dead)} - living
         for name in filter(is_receipt_folder, names):
             path = f"{folder}/{name}"
             if _attempt_of(name) in attempts:
-                self._root.storage.delete_all(path)
+                self._storage.delete_all(path)
             elif _attempt_of(name) not in living:  # its ranks were killed before any had begun an archive
-                receipts = self._root.storage.names(path)
-                old = self._root.storage.sweep(path, receipts, delete=True, decided=True, of_ranks=True)
+                receipts = self._storage.names(path)
+                old = self._storage.sweep(path, receipts, delete=True, decided=True, of_ranks=True)
                 swept += [f"{name}/{receipt}" for receipt in old]
-                self._root.storage.remove_if_empty(path)
+                self._storage.remove_if_empty(path)
         return swept
 
     def sweep_once(self, *, has_ranks: bool = False) -> None:

@@ -88,9 +88,7 @@ def open_regular(path: Path, flags: int) -> int:
         try:
             # O_NONBLOCK, since a pipe may have taken its place at this moment.
             fd = os.open(path, flags | O_NONBLOCK)
-        except (
-            BlockingIOError
-        ):  # another process has a file lease, which the kernel breaks for an open that waits
+        except BlockingIOError:  # another process has a file lease, which an open that waits breaks
             fd = os.open(path, flags)
     except FileNotFoundError:
         if os.path.islink(path):

@@ -376,9 +376,7 @@ class LocalReader(Reader):
         if not self._asks_cache:
             return 0
         num_read = 0
-        with suppress(
-            OSError
-        ):  # the read would wait for the disk, or the file system does not support the flag
+        with suppress(OSError):  # the read would wait for the disk, or the flag is not supported
             # One page first: asked for more that is missing, the kernel would begin to fetch it.
             if os.preadv(self._fd, [target[:PAGE_BYTES]], offset, _RWF_NOWAIT) == PAGE_BYTES:
                 num_read = os.preadv(self._fd, [target], offset, _RWF_NOWAIT) // PAGE_BYTES * PAGE_BYTES

@@ -161,9 +161,8 @@ class ReadAhead(io.RawIOBase):
     def readinto(self, target: Any) -> int:
         self._request()
         if not self._chunk and self._ahead:
-            self._chunk = self._ahead[
-                0
-            ].result()  # removed only after this, since `close` waits for what is in the deque
+            # Removed only after it is done, since `close` waits for the chunks in the deque.
+            self._chunk = self._ahead[0].result()
             del self._ahead[0]
             self._request()
         view = memoryview(target).cast("B")

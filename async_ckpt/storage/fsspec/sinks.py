@@ -19,7 +19,7 @@ from .file_tree import Draft, FileTree
 from .info import Info
 from .refusals import codes_of
 
-Translated = Callable[..., AbstractContextManager[None]]
+Translate = Callable[..., AbstractContextManager[None]]
 
 
 class _HoldingSink:
@@ -32,10 +32,10 @@ class _HoldingSink:
     retryable = False  # segments that were sent are not kept
     failed = None
 
-    def __init__(self, num_bytes: int, shown_as: str, translated: Translated) -> None:
+    def __init__(self, num_bytes: int, shown_as: str, translate: Translate) -> None:
         self.num_bytes = num_bytes
         self._shown_as = shown_as
-        self._translated = translated
+        self._translate = translate
         self._lock = threading.Lock()
         self._held: dict[int, tuple[memoryview, MemoryLoan]] = {}  # by offset; under _lock, like all below
         self._error: BaseException | None = None
@@ -71,7 +71,7 @@ class _HoldingSink:
     def abort(self) -> None:
         self.give_up()
         if not self._finished:
-            with suppress(CheckpointError), self._translated():  # leftovers are swept later
+            with suppress(CheckpointError), self._translate():  # leftovers are swept later
                 self._discard()
 
     def close(self) -> None:
@@ -94,9 +94,9 @@ class MultipartSink(_HoldingSink):
         num_bytes: int,
         segment_bytes: int,
         shown_as: str,
-        translated: Translated,
+        translate: Translate,
     ) -> None:
-        super().__init__(num_bytes, shown_as, translated)
+        super().__init__(num_bytes, shown_as, translate)
         self._bucket = bucket
         self._name = name
         self._segment_bytes = segment_bytes
@@ -130,7 +130,7 @@ class MultipartSink(_HoldingSink):
     def _send(self, number: int, segments: list[tuple[memoryview, MemoryLoan]]) -> None:
         body = Body([view for view, _ in segments])
         try:
-            with self._translated():
+            with self._translate():
                 response = self._bucket.call(
                     "upload_part", self._name, UploadId=self._begin_upload(), PartNumber=number + 1, Body=body
                 )
@@ -157,7 +157,7 @@ class MultipartSink(_HoldingSink):
             return self._upload_id
 
     def finish(self, num_bytes: int | None = None) -> None:
-        with self._translated():
+        with self._translate():
             if num_bytes is not None:
                 self._end_at(num_bytes)
             if self._is_small:
@@ -170,9 +170,8 @@ class MultipartSink(_HoldingSink):
                 info = Info(0, "")
             # Not by e-tag, since some stores (rclone) tell different ones for one object.
             self._check_size(info.num_bytes)
-            if (
-                self._retried
-            ):  # the response to a first beginning may have been lost: then there is another upload
+            # The response to a first beginning may have been lost: then there is another upload.
+            if self._retried:
                 self._discard_all()
         self._finished = True
 
@@ -242,9 +241,9 @@ class AppendingSink(_HoldingSink):
     """
 
     def __init__(
-        self, files: FileTree, name: str, num_bytes: int, shown_as: str, translated: Translated
+        self, files: FileTree, name: str, num_bytes: int, shown_as: str, translate: Translate
     ) -> None:
-        super().__init__(num_bytes, shown_as, translated)
+        super().__init__(num_bytes, shown_as, translate)
         self._files = files
         self._name = name
         self._draft: Draft | None = None  # only the writing thread uses it
@@ -260,7 +259,7 @@ class AppendingSink(_HoldingSink):
         while (segment := self._take()) is not None:
             view, held = segment
             try:
-                with self._translated():
+                with self._translate():
                     self._draft = self._draft or self._files.draft(self._name)
                     self._draft.file.write(view)
             except BaseException as error:
@@ -279,7 +278,7 @@ class AppendingSink(_HoldingSink):
 
     def finish(self, num_bytes: int | None = None) -> None:
         self.num_bytes = self.num_bytes if num_bytes is None else num_bytes
-        with self._translated():
+        with self._translate():
             if self._draft is None or self._next != self.num_bytes:
                 raise OSError(errno.EIO, f"{self._next} bytes arrived of {self.num_bytes}")
             self._draft.commit()

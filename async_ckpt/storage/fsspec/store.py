@@ -24,7 +24,7 @@ from .file_tree import FileTree
 from .info import Moment, ReplacedError
 from .refusals import advice_on, chain, secrets_in
 from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, maker_of, protocol_of, turn
-from .sinks import AppendingSink, MultipartSink, Translated
+from .sinks import AppendingSink, MultipartSink, Translate
 
 # The limit of a single request and its retries: aiohttp by itself waits for ever to *send* a body.
 DEADLINE_SECONDS: Final = 900.0
@@ -91,24 +91,24 @@ class FsspecStorage:
         max_segments: int | None = None,  # noqa: ARG002
         exact: bool = True,  # noqa: ARG002
     ) -> MultipartSink | AppendingSink:
-        name, translated = self._place.name(path), partial(self._translated, path, num_bytes=num_bytes)
+        name, translate = self._place.name(path), partial(self._translate_errors, path, num_bytes=num_bytes)
         if isinstance(self._place, Bucket):
-            return MultipartSink(self._place, name, num_bytes, segment_bytes, self.locate(path), translated)
-        return AppendingSink(self._place, name, num_bytes, self.locate(path), translated)
+            return MultipartSink(self._place, name, num_bytes, segment_bytes, self.locate(path), translate)
+        return AppendingSink(self._place, name, num_bytes, self.locate(path), translate)
 
     def open(self, path: str) -> FsspecReader:
-        with self._translated(path, passing=(FileNotFoundError, IsADirectoryError)):
+        with self._translate_errors(path, passing=(FileNotFoundError, IsADirectoryError)):
             return FsspecReader(
-                self._place, self._place.name(path), self.locate(path), partial(self._translated, path)
+                self._place, self._place.name(path), self.locate(path), partial(self._translate_errors, path)
             )
 
     def read(self, path: str) -> tuple[bytes, str]:
-        with self._translated(path, passing=(FileNotFoundError,)):
+        with self._translate_errors(path, passing=(FileNotFoundError,)):
             return self._place.read(self._place.name(path))
 
     def put_new(self, path: str, data: bytes) -> None:
         name = self._place.name(path)
-        with self._translated(path, passing=(FileExistsError,)):
+        with self._translate_errors(path, passing=(FileExistsError,)):
             if self._place.creates_exclusively():
                 self._place.put(name, data, create=True)
                 return
@@ -120,7 +120,7 @@ class FsspecStorage:
 
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> None:
         name = self._place.name(path)
-        with self._translated(path, passing=(FileExistsError,)):
+        with self._translate_errors(path, passing=(FileExistsError,)):
             if version is None:
                 self._place.put(name, data)
                 return
@@ -128,9 +128,8 @@ class FsspecStorage:
                 if self._place.replace(name, data, version):
                     return
             except FileExistsError:
-                if not self._has_content(
-                    name, data
-                ):  # else the first try has written it, and the response was lost
+                # With this content, the first try has written it, and the response was lost.
+                if not self._has_content(name, data):
                     raise
                 return
             self._warn_once("puts that replace one version only, so two writers could overwrite each other")
@@ -150,17 +149,17 @@ class FsspecStorage:
             return False
 
     def move(self, path: str, to: str) -> None:
-        with self._translated(path, passing=(FileNotFoundError,)):
+        with self._translate_errors(path, passing=(FileNotFoundError,)):
             self._place.move(self._place.name(path), self._place.name(to))
 
     def delete(self, path: str) -> None:
-        with self._translated(path):
+        with self._translate_errors(path):
             self._place.delete(self._place.name(path))
 
     def delete_many(self, paths: Sequence[str]) -> None:
         if paths and self._deletes_many:
             try:
-                with self._translated(paths[0]):
+                with self._translate_errors(paths[0]):
                     self._deletes_many = self._place.delete_many([self._place.name(path) for path in paths])
             except StorageUnavailableError:
                 self._deletes_many = False
@@ -168,23 +167,23 @@ class FsspecStorage:
             delete(self, paths)
 
     def delete_all(self, path: str) -> None:
-        with self._translated(path):
+        with self._translate_errors(path):
             files, folders = self._place.tree(self._place.name(path))
         self.delete_many([path + file for file in files])
         for folder in reversed(folders):  # folders without files are still there
             self.remove_if_empty(path + folder)
 
     def remove_if_empty(self, folder: str) -> bool:
-        with suppress(StorageUnavailableError), self._translated(folder):
+        with suppress(StorageUnavailableError), self._translate_errors(folder):
             return bool(folder) and self._place.remove_if_empty(self._place.name(folder))
         return False
 
     def names(self, folder: str) -> list[str]:
-        with self._translated(folder):
+        with self._translate_errors(folder):
             return sorted(self._place.names(self._place.name(folder)))
 
     def sizes(self, folder: str) -> dict[str, int]:
-        with self._translated(folder):
+        with self._translate_errors(folder):
             sizes = self._place.sizes(self._place.name(folder))
         for path in sizes:
             if any(part in ("", ".", "..") for part in path.split("/")):
@@ -194,7 +193,7 @@ class FsspecStorage:
         return dict(sorted(sizes.items()))
 
     def exists(self, path: str) -> bool:
-        with self._translated(path):
+        with self._translate_errors(path):
             try:
                 self._place.info(self._place.name(path))
             except (FileNotFoundError, NotADirectoryError):
@@ -226,7 +225,7 @@ class FsspecStorage:
             return []
         paths = {name: f"{folder}/{name}" if folder else name for name in names}
         try:
-            with self._translated(folder):
+            with self._translate_errors(folder):
                 now = self._place.now().timestamp()
                 dead = [
                     name
@@ -257,7 +256,7 @@ class FsspecStorage:
         if not isinstance(self._place, Bucket):
             return []
         try:
-            with self._translated(""):
+            with self._translate_errors(""):
                 bucket, prefix = self._place.split(self._place.name(""))
                 before = self._place.now().timestamp() - stores.ORPHAN_SECONDS
                 return self._place.abort_uploads(bucket, prefix and f"{prefix}/", before)
@@ -274,7 +273,7 @@ class FsspecStorage:
             _log.warning("%s has no %s", self._url, lack)
 
     @contextmanager
-    def _translated(
+    def _translate_errors(
         self, path: str, *, num_bytes: int = 0, passing: tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
         """Translate errors of the block, which makes all foreign calls. Errors in `passing` pass, without secrets."""
@@ -323,7 +322,7 @@ def abort_stale_uploads(
     Returns their keys.
     """
     storage = FsspecStorage(f"s3://{bucket}", options)
-    with storage._translated(prefix):
+    with storage._translate_errors(prefix):
         assert isinstance(storage._place, Bucket)
         return storage._place.abort_uploads(bucket, prefix, older_than.timestamp(), exact=exact)
 
@@ -331,11 +330,11 @@ def abort_stale_uploads(
 class FsspecReader(Reader):
     """One object, read by ranges; reads fail once it is replaced."""
 
-    def __init__(self, place: Bucket | FileTree, name: str, shown_as: str, translated: Translated) -> None:
+    def __init__(self, place: Bucket | FileTree, name: str, shown_as: str, translate: Translate) -> None:
         self._place = place
         self._name = name
         self._shown_as = shown_as
-        self._translated = translated
+        self._translate = translate
         self._info = place.info(name)
         self.num_bytes = self._info.num_bytes
 
@@ -343,7 +342,7 @@ class FsspecReader(Reader):
         available = target[: max(0, self.num_bytes - offset)]
         try:
             if available:
-                with self._translated(passing=(ReplacedError, FileNotFoundError)):
+                with self._translate(passing=(ReplacedError, FileNotFoundError)):
                     self._place.fetch(self._name, offset, available, self._info.version)
         except (ReplacedError, FileNotFoundError) as error:
             raise StorageUnavailableError(

@@ -49,9 +49,8 @@ class Connections:
             return from_url(f"{settings.scheme}://{settings.bucket}", **settings.arguments(kind))
         except Exception as error:
             problem = settings.scrub(str(error).partition("\n")[0])
-        raise ValueError(
-            f"options of {settings.url}: {problem}"
-        )  # not from an error whose text may hold keys
+        # Not within the `except` block, since the text of obstore's error may hold keys.
+        raise ValueError(f"options of {settings.url}: {problem}")
 
     def renew(self, store: Any) -> None:
         """Look up keys again for the next request, since those of this client have expired."""
