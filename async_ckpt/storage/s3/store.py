@@ -180,7 +180,7 @@ class ObjectStorage:
         run_together("head", [partial(look, path) for path in paths], max_threads=_HEADS_IN_FLIGHT)
         return [path for path in paths if is_present[path]]
 
-    # --- what dead writers left -------------------------------------------------------------------------------
+    # --- leftovers of dead writers ----------------------------------------------------------------------------
 
     def sweep(
         self,
