@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 from ..errors import StorageUnavailableError
+from ..storage.interface import Storage
 from . import journal
 from .manifest import NAME as MANIFEST
 from .manifest import is_retired_name
@@ -26,13 +27,17 @@ class Announcer:
     """The tracker and the journal of one root. A Run creates and owns it. From any thread."""
 
     def __init__(self, root: Root, tracker: Tracker | None) -> None:
-        self._root, self._storage, self._tracker = root, root.storage, tracker
+        self._root, self._tracker = root, tracker
         # Held over requests: a save may commit while the retention of the save before runs.
         self._announcing = threading.Lock()
         # Under _announcing:
         self._journaled: list[int] | None = None  # the steps in the journal; None: not known
         self._journal_version: str | None = None  # as this object wrote it last; None: not known
         self._tracks: int | None = None  # the step in the tracker; None: not known
+
+    @property
+    def _storage(self) -> Storage:
+        return self._root.storage
 
     def announce(self, step: int | None, spared: Callable[[Commits], Commits]) -> None:
         """Bring both files up to date with the commits of all processes; `step` has just been committed.

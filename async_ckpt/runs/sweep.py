@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from ..errors import CheckpointError
+from ..storage.interface import Storage
 from .manifest import NAME as MANIFEST
 from .manifest import Manifest, intent_name, is_retired_name
 from .manifest import parse as parse_manifest
@@ -58,8 +59,12 @@ class Sweeper:
     """Deletion of steps and leftovers below one root. A Run creates and owns it. From any thread."""
 
     def __init__(self, root: Root) -> None:
-        self._root, self._storage = root, root.storage
+        self._root = root
         self._swept = self._has_ranks = False
+
+    @property
+    def _storage(self) -> Storage:
+        return self._root.storage
 
     def read_folder(self, step: int) -> StepFolder:
         """Read the folder of a step, and the manifests in it, also retired ones."""
