@@ -29,7 +29,7 @@ from .loading.resume import resume
 from .loading.run_reader import RunReader
 from .loading.sharing import Sharing
 from .ranks.agreement import tell_of_failure
-from .ranks.attempts import Differing, Ranks
+from .ranks.peers import Differing, Ranks
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
 from .runs.roots import opened
@@ -302,7 +302,7 @@ class AsyncCheckpointer(RunReader):
         With several ranks, call it on all of them: it waits until they have told each other how their states look, so that the
         first save need not. Give the `per_rank` of that save. Raises PeerFailedError if a rank does not come.
         """
-        with self._ranks.meeting(per_rank) as meet:
+        with self._ranks.meeting_ahead(per_rank) as meet:
             self._saver.prewarm(state, meet)
 
     def release(self) -> None:
@@ -438,7 +438,7 @@ class AsyncCheckpointer(RunReader):
                 use,
                 verify=bool(verify),
                 readers=readers,
-                talk=self._ranks.talk(),
+                talk=self._ranks.meeting.talk(),
                 see_own_saves=see_own_saves,
                 fallback=flag("fallback", fallback),
                 passed_over=tell,

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 from async_ckpt.format.layout import TensorPlan, lay_out
-from async_ckpt.ranks import agreement, attempts
+from async_ckpt.ranks import agreement, divide
 from async_ckpt.ranks import world as ranks_world
+from async_ckpt.ranks.peers import Ranks
 from async_ckpt.runs.manifest import NAME as MANIFEST
 from async_ckpt.runs.manifest import Archive, Manifest, archive_name, parse, seal
 from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt
@@ -211,7 +212,7 @@ class SimulatedWorld:
     # --- what the others do -----------------------------------------------------------------------------------
 
     def _begun(self, step: int) -> _Attempt:
-        with patch.object(attempts, "_digests", _told):
+        with patch.object(divide, "_digests", _told):
             self._rank_0.begin(step)
             self._follower.begin(step)
         joint = self._rank_0.joint
@@ -220,10 +221,10 @@ class SimulatedWorld:
     def _others_say(self, attempt: _Attempt, durable: Sequence[float]) -> dict[int, float]:
         """Have all other ranks put their receipts; when each of them has."""
         joint = self._rank_0.joint
-        assert joint.structure is not None
-        assert joint.shared is not None
+        assert joint.part.structure is not None
+        assert joint.part.shared is not None
         exchange = Exchange(self._follower.storage, attempt.folder, attempt.name)
-        shares_by, values = joint.shares_by, joint.shared.digest()
+        shares_by, values = joint.shares_by, joint.part.shared.digest()
         more = self._copies if self._is_first else [None] * _SHARDS
         says = [
             (NO_TABLE, seal({})) if one is None else (agreement._digest(one), seal({"copies": one}))
@@ -231,7 +232,7 @@ class SimulatedWorld:
         ]
         told: dict[int, float] = {}
         # One of them has the balance of all these.
-        balance = -sum(one.joint.balance for one in (self._rank_0, self._follower)) % MODULUS
+        balance = -sum(one.joint.part.balance for one in (self._rank_0, self._follower)) % MODULUS
         for rank in range(self.size):
             archive = attempt.archive(rank)
             self._bucket.put(f"{attempt.folder}/{archive.name}", b"", durable[rank])
@@ -241,7 +242,7 @@ class SimulatedWorld:
             receipt = Receipt(
                 rank,
                 shares_by,
-                joint.structure.digest,
+                joint.part.structure.digest,
                 values,
                 copies,
                 archive.digest,
@@ -306,9 +307,9 @@ class _Rank:
         loop = self._loop = world._loop
         self.storage = FarStorage(world._bucket, LATENCY_SECONDS, loop.time)
         self.run = Run(self.storage, clock=lambda: 1e9 + loop.time())
-        self.ranks = attempts.Ranks(None, None, 1)
-        self.ranks._world = ranks_world.World(rank, world.size, store=world._store, has_group=True)
-        self.ranks._words = ranks_world.Words(world._store, "scale")
+        self.ranks = Ranks(None, None, 1)
+        self.ranks.meeting._world = ranks_world.World(rank, world.size, store=world._store, has_group=True)
+        self.ranks.meeting._words = ranks_world.Words(world._store, "scale")
         self._lineage = Lineage(
             Roots([self.run]),
             Ledger(),
@@ -329,9 +330,9 @@ class _Rank:
         assert joint is not None
         self.joint = joint
         (self._target,) = step_targets(self._lineage, StepContents(step, joint), self.ranks)
-        divided, facts = self.ranks.divided(self._capture, joint)
-        assert joint.shared is not None
-        joint.shared.lie_in(
+        divided, facts = self.ranks.divider.divided(self._capture, joint)
+        assert joint.part.shared is not None
+        joint.part.shared.lie_in(
             lay_out(
                 TensorPlan(divided.specs),
                 skeleton=divided.skeleton,

@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -278,9 +279,7 @@ def test_no_room_has_a_circle_under_type_checking_either():
 LARGE_ROOMS = {"storage": 16, "saving": 18}
 LARGE_CLASSES = {
     "storage.s3.sink.ObjectSink": 25,
-    "ranks.attempts.Ranks": 22,
     "publishing.line.Line": 21,
-    "ranks.attempts.Joint": 19,
     "storage.s3.client.Client": 17,
     "format.delta.VersionIndex": 16,
 }
@@ -311,6 +310,20 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
         one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
     )
     return fields | {one.attr for one in stored if isinstance(one.value, ast.Name) and one.value.id == "self"}
+
+
+def test_the_picture_of_the_house_shows_its_floors_and_is_drawn_from_its_text():
+    root = HOUSE.parent
+    picture = runpy.run_path(str(root / ".ci/picture.py"))
+    text = (root / "docs/house.txt").read_text(encoding="utf-8")
+
+    rows = picture["floors"](text)
+
+    assert [tuple(rooms) for rooms, _, _ in rows] == [tuple(floor) for floor in FLOORS]
+    for column in (1, 2):
+        numbers = {number for row in rows for number, _ in row[column]}
+        assert numbers == set(range(1, max(numbers) + 1))
+    assert (root / "docs/house.svg").read_text(encoding="utf-8") == picture["drawn"](text)
 
 
 def test_there_is_no_circle_of_imports():

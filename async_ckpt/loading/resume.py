@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from ..errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
 from ..ranks.answers import in_words
-from ..ranks.talk import Talk
+from ..ranks.meeting import Talk
 from ..runs.roots import Roots
 from ..spans import TIMEKEEPER, monotonic
 from .archives.contents import Part

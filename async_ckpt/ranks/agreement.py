@@ -28,8 +28,10 @@ from ..runs.run import Run
 from ..spans import monotonic
 from ..state.division import Structure
 from .answers import in_words
-from .attempts import NOT_ALONE, Joint, Ranks
+from .attempts import JointSave, JointState
 from .comparison import Comparison
+from .meeting import NOT_ALONE
+from .peers import Ranks
 
 # How long rank 0, whose own archive is durable, waits for the receipts of others; they wait longer for its decision.
 PEER_SECONDS: Final = 1800.0
@@ -83,7 +85,7 @@ class Agreement:
 
     has_others = True
 
-    def __init__(self, ranks: Ranks, joint: Joint, run: Run, others: Sequence[Run] = ()) -> None:
+    def __init__(self, ranks: Ranks, joint: JointSave, run: Run, others: Sequence[Run] = ()) -> None:
         """`others` are roots at which rank 0 may say no, too."""
         self._ranks, self._joint, self._run = ranks, joint, run
         self._root = ranks.root(run)
@@ -120,21 +122,22 @@ class Agreement:
         joint = self._joint
         if self._root.is_apart:
             self._raise_apart()
-        assert joint.structure is not None
-        assert joint.shared is not None
+        part = joint.part
+        assert part.structure is not None
+        assert part.shared is not None
         if not self.decides:
             await self._see_that_it_is_shared(off_loop, check)
         receipt = Receipt(
             self.rank,
             joint.shares_by,
-            joint.structure.digest,
-            await off_loop(joint.shared.digest),
-            NO_TABLE if joint.copies is None else _digest(joint.copies),
+            part.structure.digest,
+            await off_loop(part.shared.digest),
+            NO_TABLE if part.copies is None else _digest(part.copies),
             archive.digest,
             archive.num_bytes,
-            balance=joint.balance,
+            balance=part.balance,
         )
-        await off_loop(partial(self._exchange.put_receipt, receipt, self._more(joint.structure)))
+        await off_loop(partial(self._exchange.put_receipt, receipt, self._more(part.structure)))
         self._has_said_yes = True
         return await self._all_receipts(off_loop, check) if self.decides else None
 
@@ -152,29 +155,29 @@ class Agreement:
 
     async def _see_that_it_is_shared(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
         begun = monotonic()
-        told_at: float | None = None
+        named_at: float | None = None
         for seconds in _looks(self._run.storage.remote, self.world_size):
             sees = await off_loop(self._root.sees)
             if sees:
                 return
             if sees is None and await off_loop(self._exchange.verdict) is not None:
                 return  # it is shared, and rank 0 has failed before it could say so
-            if self._root.is_told and told_at is None:
-                told_at = monotonic()
-            if sees is False or (told_at is not None and monotonic() > told_at + SHARED_SECONDS):
+            if self._root.is_named and named_at is None:
+                named_at = monotonic()
+            if sees is False or (named_at is not None and monotonic() > named_at + SHARED_SECONDS):
                 self._root.apart_rank = self.rank
                 self._raise_apart()
-            if told_at is None and monotonic() > begun + PEER_SECONDS:
+            if named_at is None and monotonic() > begun + PEER_SECONDS:
                 self._raise_not_begun()
             await _pause(seconds, check)
 
     def _raise_not_begun(self) -> NoReturn:
         where = self._run.storage.locate("")
-        told = f"after {PEER_SECONDS:.0f} s rank 0 has not begun to write to {where}"
+        reason = f"after {PEER_SECONDS:.0f} s rank 0 has not begun to write to {where}"
         if self._joint.is_any:
-            raise StorageUnavailableError(told, path=where)
+            raise StorageUnavailableError(reason, path=where)
         raise PeerFailedError(
-            f"step {self._joint.step} is not committed: {told}, as far as this rank sees. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}; and "
+            f"step {self._joint.step} is not committed: {reason}, as far as this rank sees. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}; and "
             "give a root that all ranks share",
             rank=0,
             undecided=False,
@@ -185,7 +188,8 @@ class Agreement:
         mates = self._joint.table.classes.get(structure.digest, ())
         is_first = not mates or mates[0] == self.rank
         more: dict[str, Any] = {"rank": self.rank, **({"structure": structure.text} if is_first else {})}
-        return more if self._joint.copies is None else {**more, "copies": self._joint.copies}
+        copies = self._joint.part.copies
+        return more if copies is None else {**more, "copies": copies}
 
     async def _all_receipts(self, off_loop: OffLoop, check: Callable[[], None]) -> OfRanks:
         size, deadline = self._ranks.world.size, monotonic() + PEER_SECONDS
@@ -224,12 +228,12 @@ class Agreement:
 
     def _raise_apart(self) -> NoReturn:
         where, who = self._run.storage.locate(""), self._root.apart_rank or 0
-        told = f"rank {who} does not see there what rank 0 has written"
+        reason = f"rank {who} does not see there what rank 0 has written"
         if self._joint.is_any:
-            raise StorageUnavailableError(f"{where} is not shared by all ranks: {told}", path=where)
+            raise StorageUnavailableError(f"{where} is not shared by all ranks: {reason}", path=where)
         self._joint.causes.append(Cause(who, f"{where} is another folder there"))
         raise PeerFailedError(
-            f"step {self._joint.step} is not committed: {where} must be shared by all ranks, but {told}. Give a root that all "
+            f"step {self._joint.step} is not committed: {where} must be shared by all ranks, but {reason}. Give a root that all "
             "ranks share: a folder on a shared file system, or an object store",
             rank=who if self.decides else 0,
             undecided=False,
@@ -237,10 +241,10 @@ class Agreement:
 
     def _raise_too_many(self, rank: int) -> NoReturn:
         size = self._ranks.world.size
-        told = f"rank {rank} has saved it, but rank 0 counts {size} ranks, 0 to {size - 1}"
-        self._joint.causes.append(Cause(0, told))
+        reason = f"rank {rank} has saved it, but rank 0 counts {size} ranks, 0 to {size - 1}"
+        self._joint.causes.append(Cause(0, reason))
         raise PeerFailedError(
-            f"step {self._joint.step} is not committed: {told}; give ranks= the same number on every rank",
+            f"step {self._joint.step} is not committed: {reason}; give ranks= the same number on every rank",
             rank=rank,
             undecided=False,
         )
@@ -296,13 +300,13 @@ class Agreement:
                 self._is_refused = True
                 if not decision.causes:
                     raise self._elsewhere()
-                self._ranks.decided(self._joint, decision.table)
+                self._ranks.attempts.decide(self._joint, JointState.REFUSED, decision.table)
                 raise _peers_failed(self._joint.step, decision.causes)
             if self._joint.is_any and await off_loop(self._root.found_apart):
                 self._raise_apart()
             if monotonic() > deadline:
                 break
-        self._joint.is_followed = False
+        self._joint.goes(JointState.LEFT)
         raise PeerFailedError(
             f"step {self._joint.step}: rank 0 has not said in {in_time:.0f} s whether it is committed. It may "
             "be: look at what is committed when rank 0 is back",
@@ -326,16 +330,15 @@ class Agreement:
             path=where,
         )
 
-    def _table_after(self, made: Manifest) -> Table:
-        if made.ranks is None or made.ranks.table == self._joint.table.digest:
+    def _table_after(self, manifest: Manifest) -> Table:
+        if manifest.ranks is None or manifest.ranks.table == self._joint.table.digest:
             return self._joint.table
-        return table_of(self._run.storage, self._run.folder(made.step), made)
+        return table_of(self._run.storage, self._run.folder(manifest.step), manifest)
 
     def _is_committed(self, table: Table) -> None:
-        if self._joint.structure is not None:
-            self._ranks.compared.add(self._joint.structure.digest)
-        self._joint.is_committed = True
-        self._ranks.decided(self._joint, table)
+        if self._joint.part.structure is not None:
+            self._ranks.known.compared.add(self._joint.part.structure.digest)
+        self._ranks.attempts.decide(self._joint, JointState.COMMITTED, table)
 
     @contextmanager
     def committing(self) -> Iterator[None]:
@@ -350,8 +353,8 @@ class Agreement:
     def committed(self) -> None:
         """On rank 0: the manifest is there."""
         assert self._table is not None
-        self._ranks.compared.update(self._table.classes)
-        self._refused = self._ranks.decided_attempts(self._joint.step)
+        self._ranks.known.compared.update(self._table.classes)
+        self._refused = self._ranks.attempts.decided_at(self._joint.step)
         self._is_committed(self._table)
 
     def afterwards(self) -> None:
@@ -366,14 +369,13 @@ class Agreement:
         under the same names, at any time, so then it may not.
         """
         joint = self._joint
-        joint.is_followed = is_followed or joint.is_committed  # else until `follow`
+        joint.goes(JointState.BEGUN if is_followed else JointState.LEFT)  # until `follow`
         if self.decides:
             if self._run in joint.maybe_at or (joint.maybe_at and not joint.is_committed):
                 return False  # nobody knows whether it is committed
-            told = tuple(joint.causes) or (Cause(0, in_words(error)),)
-            causes = () if joint.is_committed else told
-            self._put_verdict(Verdict(joint.attempt, causes, joint.table))
-            self._ranks.decided(joint, None)
+            causes = tuple(joint.causes) or (Cause(0, in_words(error)),)
+            self._put_verdict(Verdict(joint.attempt, () if joint.is_committed else causes, joint.table))
+            self._ranks.attempts.decide(joint, JointState.REFUSED, None)
         elif not (self._has_said_yes or self._is_refused or self._root.is_apart):
             self._put_refusal(in_words(error))
         elif self._has_said_yes and not (joint.is_decided or self._root.is_apart):
@@ -400,7 +402,7 @@ class Agreement:
     async def follow(self, off_loop: OffLoop, seconds: float = PEER_SECONDS + _MORE_SECONDS) -> None:
         """This rank has no part in it any more: learn what is decided all the same."""
         if not self._joint.is_decided:
-            self._joint.is_followed = True
+            self._joint.goes(JointState.BEGUN)
             with suppress(CheckpointError, OSError):
                 await self._heard(off_loop, lambda: None, seconds)
 
@@ -429,15 +431,17 @@ def _digest(copies: dict[str, dict[str, str]]) -> str:
 
 
 def _peers_failed(step: int, causes: Sequence[Cause]) -> PeerFailedError:
-    told = "; ".join(f"rank {cause.rank}: {cause.error}" for cause in causes[:5])
+    reasons = "; ".join(f"rank {cause.rank}: {cause.error}" for cause in causes[:5])
     more = f"; and {len(causes) - 5} more" if len(causes) > 5 else ""
     return PeerFailedError(
-        f"step {step} is not committed: {told}{more}", rank=causes[0].rank if causes else 0, undecided=False
+        f"step {step} is not committed: {reasons}{more}",
+        rank=causes[0].rank if causes else 0,
+        undecided=False,
     )
 
 
 def tell_of_failure(
-    ranks: Ranks, joint: Joint, runs: Sequence[Run], error: BaseException, loop: Loop
+    ranks: Ranks, joint: JointSave, runs: Sequence[Run], error: BaseException, loop: Loop
 ) -> None:
     """The call of `save` has raised on this rank: tell the others, and learn what they decide. Does not wait for that."""
     ranks.failed(joint, error)
@@ -459,25 +463,25 @@ def tell_of_failure(
     loop.begin(tell())
 
 
-async def _is_named(ranks: Ranks, joint: Joint, off_loop: OffLoop) -> bool:
+async def _is_named(ranks: Ranks, joint: JointSave, off_loop: OffLoop) -> bool:
     """Wait until the attempt that has failed here has its name, and return True; False if it will have none."""
     deadline = monotonic() + PEER_SECONDS
     with suppress(RuntimeError):  # the store is gone, and the others with it
         for seconds in _looks(is_remote=False):
-            if joint.attempt != "" or await off_loop(partial(ranks.is_named, joint)):
+            if joint.attempt != "" or await off_loop(partial(ranks.attempts.is_named, joint)):
                 return True
             before = joint.before
-            is_in_vain = before is not None and not (before.is_decided or before.is_followed)
+            is_in_vain = before is not None and before.is_left
             if is_in_vain or monotonic() > deadline:
                 break
             await _pause(seconds, lambda: None)
-    ranks.is_unheard_of(joint)
+    ranks.attempts.forget(joint)
     return False
 
 
-def listen_again(loop: Loop, ranks: Ranks, runs: Sequence[Run], joint: Joint) -> None:
+def listen_again(loop: Loop, ranks: Ranks, runs: Sequence[Run], joint: JointSave) -> None:
     """A save was given up undecided on this rank: rank 0 may have decided since. Does not wait for that."""
-    joint.is_followed = True
+    joint.goes(JointState.BEGUN)
 
     async def listen() -> None:
         for run in runs:

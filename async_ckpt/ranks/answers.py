@@ -54,10 +54,10 @@ class Answers:
         (text,) = self._hear([question], f"rank 0's word on {what}", what)
         while len(self._num_asked) > _KEPT:
             del self._num_asked[next(iter(self._num_asked))]
-        told = json.loads(text)
-        if isinstance(told, str):
-            raise PeerFailedError(f"{what} has failed on rank 0: {told}", rank=0, undecided=False)
-        return tuple(told)
+        answers = json.loads(text)
+        if isinstance(answers, str):
+            raise PeerFailedError(f"{what} has failed on rank 0: {answers}", rank=0, undecided=False)
+        return tuple(answers)
 
     def fail(self, question: str, error: BaseException) -> None:
         """On rank 0: there is no answer but this."""

@@ -21,7 +21,8 @@ from ..runs.run import Run
 from ..slicing.locator import Classes, StepLayout
 from ..slicing.shares import EVERYBODY_BYTES, MODULUS
 from ..spec import DTYPES
-from .attempts import Joint, Ranks
+from .attempts import JointSave
+from .peers import Ranks
 from .shared_values import Values, apart, differing, lacking, values_of
 
 # Archives that rank 0 looks into where their ranks' values are not the same.
@@ -33,7 +34,7 @@ _log = logging.getLogger("async_ckpt")
 class Comparison:
     """The comparison of one save at one root. Created by `Agreement` on rank 0. Blocking calls."""
 
-    def __init__(self, ranks: Ranks, joint: Joint, run: Run, exchange: Exchange) -> None:
+    def __init__(self, ranks: Ranks, joint: JointSave, run: Run, exchange: Exchange) -> None:
         self._ranks, self._joint, self._run, self._exchange = ranks, joint, run, exchange
         self._per_rank: tuple[str, ...] = ()  # as any of them say
 
@@ -42,13 +43,13 @@ class Comparison:
 
         What is known of the ranks from then on, and what it is to name. Raises PeerFailedError, UnsupportedStateError.
         """
-        ranks = self._ranks
+        known = self._ranks.known
         classes: dict[str, list[int]] = {}
         for receipt in receipts:
             classes.setdefault(receipt.structure, []).append(receipt.rank)
         # Another save may be compared at this moment, which has arrived late at another root.
         texts = {
-            digest: ranks.known.get(digest) or self._structure_text(receipts, mates)
+            digest: known.texts.get(digest) or self._structure_text(receipts, mates)
             for digest, mates in classes.items()
         }
         tables = {receipt.table for receipt in receipts} - {NO_TABLE}
@@ -60,22 +61,22 @@ class Comparison:
                 undecided=False,
             )
         covered = Table(classes).digest
-        own = ranks.covered.get(covered)
+        own = known.covered.get(covered)
         if own is None:
             check_coverage(classes, texts)
             own = own_names(texts)
-            ranks.covered = {covered: own}
-        self._per_rank = tuple(sorted({*self._joint.per_rank, *own}))
+            known.covered = {covered: own}
+        self._per_rank = tuple(sorted({*self._joint.part.per_rank, *own}))
         self._check_shares(receipts, texts)
         self._check_balances(receipts)
-        is_each = self._joint.copies is not None
-        self._compare_copies([one for one in receipts if is_each or one.structure not in ranks.compared])
-        ranks.known = texts
+        is_each = self._joint.part.copies is not None
+        self._compare_copies([one for one in receipts if is_each or one.structure not in known.compared])
+        known.texts = texts
         table = self._compare_values(receipts, classes)
         archives = self._exchange.put_archives(receipts)
         shared = {one: mates for one, mates in self._joint.table.classes.items() if one in texts}
-        told = StepLayout(table.classes, texts, shared, ranks.root_mesh)
-        layout = self._exchange.put_layout(layouts.dump(told, table))
+        divided = StepLayout(table.classes, texts, shared, self._ranks.divider.root_mesh)
+        layout = self._exchange.put_layout(layouts.dump(divided, table))
         num_bytes = sum(receipt.num_bytes for receipt in receipts)
         per_rank = tuple(sorted({*self._per_rank, *table.differing}))
         return table, OfRanks(archives, layout, table.digest, num_bytes, per_rank)
@@ -113,24 +114,24 @@ class Comparison:
             are_all = all(one.structure == structure and one.table != NO_TABLE for one in theirs)
             if are_all and sum(one.balance for one in theirs) % MODULUS:
                 raise CheckpointError(
-                    f"step {self._joint.step}: {len(mates)} ranks, the first of them {mates[0]}, have not divided alike what they hold "
-                    "alike, and some of it would be missing; please report this, with what is different in their calls and states"
+                    f"step {self._joint.step}: {len(mates)} ranks, the first of them {mates[0]}, disagree on how to split replicated tensors, "
+                    "so that some bytes would be missing; please report this, with what is different in their calls and states"
                 )
 
     def _compare_copies(self, receipts: Sequence[Receipt]) -> None:
         """Check that replicas of a tensor are the same on all ranks. Raises UnsupportedStateError, naming one that is not."""
         first: dict[tuple[str, str], tuple[int, str]] = {}
-        found: dict[int, Any] = {}
+        copies: dict[int, Any] = {}
         distinct: dict[str, Receipt] = {}  # of ranks that say the same, the lowest
         for receipt in receipts:
             distinct.setdefault(receipt.copies, receipt)
 
         def read(receipt: Receipt) -> None:
-            found[receipt.rank] = self._exchange.more_of(receipt).get("copies") or {}
+            copies[receipt.rank] = self._exchange.more_of(receipt).get("copies") or {}
 
         self._run.do_all([partial(read, receipt) for receipt in distinct.values()])
-        for rank in sorted(found):
-            for what, tensors in found[rank].items():
+        for rank in sorted(copies):
+            for what, tensors in copies[rank].items():
                 for name, digest in tensors.items():
                     other, there = first.setdefault((what, name), (rank, digest))
                     if there != digest:
@@ -141,7 +142,7 @@ class Comparison:
                         )
 
     def _compare_values(self, receipts: Sequence[Receipt], classes: Classes) -> Table:
-        """The table that follows from the values and small tensors of the ranks: the names that differ, each told once, and those that
+        """The table that follows from the values and small tensors of the ranks: the names that differ, of which there is one warning, and those that
         only ranks of some structures have. Archives are looked into only where something has changed in that.
 
         Raises UnsupportedStateError where that is not allowed, and where ranks with the same tensors have other values.
@@ -151,21 +152,21 @@ class Comparison:
         ours: dict[tuple[str, str], Receipt] = {}
         for receipt in receipts:
             ours.setdefault((receipt.structure, receipt.values), receipt)
-        if len(ours) == len(classes) and len({values[:16] for _, values in ours}) == 1:
+        if len(ours) == len(classes) and len({digest[:16] for _, digest in ours}) == 1:
             return Table(
                 classes, known, {one: names for one, names in joint.table.of_some.items() if one in classes}
             )
-        found: dict[int, Values] = {}
+        values: dict[int, Values] = {}
 
         def read(rank: int) -> None:
             path = f"{exchange.folder}/{archive_name(rank, joint.attempt)}"
-            found[rank] = values_of(exchange.storage, path, EVERYBODY_BYTES, self._per_rank)
+            values[rank] = values_of(exchange.storage, path, EVERYBODY_BYTES, self._per_rank)
 
         chosen = list(ours.values())[:_MAX_COMPARED]
         self._run.do_all([partial(read, one.rank) for one in chosen])
         by_structure: dict[str, list[Values]] = {}
         for one in chosen:
-            by_structure.setdefault(one.structure, []).append(found[one.rank])
+            by_structure.setdefault(one.structure, []).append(values[one.rank])
         for alike in by_structure.values():
             alone = lacking(alike, alike[0].plain) or lacking(
                 alike[:1], {name for one in alike for name in one.plain}
@@ -178,7 +179,7 @@ class Comparison:
                 )
         common = set[str].intersection(*(set(alike[0].plain) for alike in by_structure.values()))
         of_some = {one: apart(alike[0].plain, common) for one, alike in by_structure.items()}
-        names = differing(list(found.values()))
+        names = differing(list(values.values()))
         self._tell_of(names)
         return Table(
             classes, tuple(sorted({*known, *names})), {one: there for one, there in of_some.items() if there}

@@ -16,8 +16,10 @@ import json
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CorruptCheckpointError
+from ..fields import count, table, text
 from ..runs.receipts import Cause, Verdict
 from ..runs.run import Run
 from .world import Words, World
@@ -34,7 +36,7 @@ class SharedRoot:
         self._token, self._words = token, words
         self._is_claimed = self._is_seen = False
         # On another rank: rank 0 has said that it has put there what proves the root the same.
-        self.is_told = False
+        self.is_named = False
         self._nonce = secrets.token_hex(8)
         self.is_shared = False  # by all ranks: each has had a part in a commit there
         self.apart_rank: int | None = None  # one that does not see here what rank 0 has written
@@ -66,7 +68,7 @@ class SharedRoot:
             self._put_claim(self._own_claim)
         except FileExistsError as error:
             # Saves that are begun at once both come here, and a put may arrive though it was answered with an error.
-            if json.loads(self._run.storage.read(self._own_claim)[0]).get("nonce") != self._nonce:
+            if self._read_claim(self._own_claim)["nonce"] != self._nonce:
                 raise CheckpointError(
                     f"{self._run.storage.locate('')}: run_id={world.run_id!r} was used by an earlier start of rank {world.rank}; "
                     "start all ranks together, and give a new one at every start"
@@ -83,18 +85,18 @@ class SharedRoot:
         if self._is_seen or self.is_apart:
             return self._is_seen
         try:
-            told = json.loads(self._run.storage.read(self._claim)[0])
+            claim = self._read_claim(self._claim)
         except FileNotFoundError:
-            self.is_told = self.is_told or self._heard("claimed") is not None
-            if not self.is_told:
+            self.is_named = self.is_named or self._heard("claimed") is not None
+            if not self.is_named:
                 return None
             try:
                 self._put_claim(self._claim)
             except FileExistsError:
                 return None  # it is shown soon
         else:
-            if told["rank"] == 0:
-                self._compare_sizes(told["world_size"])
+            if claim["rank"] == 0:
+                self._compare_sizes(claim["world_size"])
                 self._is_seen = True
                 return True
         # It is this rank's own, or that of another one on this node.
@@ -135,9 +137,22 @@ class SharedRoot:
         word = self._word(f"verdict/{attempt}")
         return None if word is None else Verdict.unpacked(json.loads(word))
 
+    def _read_claim(self, name: str) -> dict[str, Any]:
+        """Raises CorruptCheckpointError for a file that is no claim."""
+        try:
+            claim = table(json.loads(self._run.storage.read(name)[0]))
+            size = count(claim["world_size"])
+            return {"rank": count(claim["rank"]), "world_size": size, "nonce": text(claim["nonce"])}
+        except (ValueError, KeyError, RecursionError) as error:
+            where = self._run.storage.locate(name)
+            raise CorruptCheckpointError(
+                f"{where}: it is not the claim of a rank ({error!r:.200}); delete it, and start all ranks again",
+                path=where,
+            ) from error
+
     def _put_claim(self, name: str) -> None:
-        told = {"rank": self._world.rank, "world_size": self._world.size, "nonce": self._nonce}
-        self._run.storage.put_new(name, json.dumps(told).encode())
+        claim = {"rank": self._world.rank, "world_size": self._world.size, "nonce": self._nonce}
+        self._run.storage.put_new(name, json.dumps(claim).encode())
 
     def _say(self, what: str, word: str | None = None) -> bool:
         words = self._words()

@@ -76,11 +76,11 @@ class SharedValues:
         """The digest of all values, when every block was noted: of those that all ranks have, and of those `of_some`, 16 characters each.
         Takes time for each value; not on the caller's thread.
         """
-        told: list[tuple[str, str | bytearray]] = sorted(
+        leaves: list[tuple[str, str | bytearray]] = sorted(
             plain_leaves(json.loads(self._skeleton), _digests(self._objects)).items()
         )
         halves: tuple[list[bytes | bytearray], ...] = [json.dumps(self._per_rank).encode()], []
-        for name, value in itertools.chain(told, zip(self._small, self._data, strict=True)):
+        for name, value in itertools.chain(leaves, zip(self._small, self._data, strict=True)):
             if not is_within(name, self._excluded):
                 half = halves[is_within(name, self._of_some)]
                 half += [name.encode(), value.encode() if isinstance(value, str) else value]
@@ -102,10 +102,10 @@ class _Archived:
             head += self._read(Extent(len(head), end - len(head)))
         self.index = index.parse(head[tar.BLOCK : end], path=path)
         self.small = {
-            dotted(told.path): (told.dtype, told.shape, told.slices[0].extent)
-            for told in self.index.tensors
-            if told.spread is None
-            if len(told.slices) == 1 and told.slices[0].sizes == told.shape
+            dotted(tensor.path): (tensor.dtype, tensor.shape, tensor.slices[0].extent)
+            for tensor in self.index.tensors
+            if tensor.spread is None
+            if len(tensor.slices) == 1 and tensor.slices[0].sizes == tensor.shape
         }
         objects = self.index.member(index.OBJECTS)
         self.leaves = plain_leaves(
@@ -114,7 +114,7 @@ class _Archived:
 
     def bytes_of(self, extents: Collection[Extent]) -> dict[Extent, bytes]:
         """Small extents, neighbours read at once."""
-        found: dict[Extent, bytes] = {}
+        pieces: dict[Extent, bytes] = {}
         spans: list[list[Extent]] = []
         for extent in sorted(extents, key=lambda extent: extent.offset):
             if spans and extent.offset - spans[-1][-1].end < _GAP_BYTES:
@@ -124,8 +124,8 @@ class _Archived:
         for span in spans:
             begin = span[0].offset
             data = self._read(Extent(begin, max(extent.end for extent in span) - begin))
-            found |= {extent: data[extent.offset - begin :][: extent.length] for extent in span}
-        return found
+            pieces |= {extent: data[extent.offset - begin :][: extent.length] for extent in span}
+        return pieces
 
     def _read(self, extent: Extent) -> bytes:
         data = bytearray(extent.length)

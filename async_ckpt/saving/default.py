@@ -9,7 +9,7 @@ import threading
 from typing import Final
 
 from ..host.process import in_forked_child
-from ..ranks.attempts import Ranks
+from ..ranks.peers import Ranks
 from ..ranks.world import World
 from ..spec import MIB
 from ..staging.host_copy import BufferPool

@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
 from ..errors import CheckpointError, NotUnchangedError
-from ..ranks.attempts import Joint, Ranks
+from ..ranks.attempts import JointSave
+from ..ranks.peers import Ranks
 from ..runs.manifest import Archive, Elsewhere, Manifest
 from ..runs.roots import Roots
 from ..runs.run import Run
@@ -65,7 +66,7 @@ class Lineage:
         ranks: Ranks,
     ) -> None:
         self.roots, self.rule, self.retire = roots, rule, retire
-        self.groups = UnchangedGroups(lambda: ranks.slicer)
+        self.groups = UnchangedGroups(lambda: ranks.divider.slicer)
         self._ledger, self._admission, self._catch_up, self._ranks = ledger, admission, catch_up, ranks
         self._catching_up = threading.Lock()  # one thread copies at a time: two would write the same object
         self._lock = threading.Lock()
@@ -232,7 +233,7 @@ class StepContents:
     The request of the save creates and fills it on the caller's thread; its targets read it afterwards.
     """
 
-    def __init__(self, step: int, joint: Joint | None = None) -> None:
+    def __init__(self, step: int, joint: JointSave | None = None) -> None:
         self.step, self.joint = step, joint
         self.overwrite = False
         self.record: Mapping[str, Any] = {}
@@ -277,9 +278,11 @@ class UnchangedGroups:
         # Since the save of this number, ascending. Replaced as a whole; under _lock, and read without it.
         self._known: list[tuple[int, dict[str, SavedGroup]]] = []
 
-    def _written(self, joint: Joint | None = None) -> dict[str, SavedGroup]:
+    def _written(self, joint: JointSave | None = None) -> dict[str, SavedGroup]:
         """The newest groups; with several ranks, those that all of them know of when the save begins."""
-        known = [written for number, written in self._known if joint is None or number <= joint.decided]
+        known = [
+            written for number, written in self._known if joint is None or number <= joint.newest_decided
+        ]
         return known[-1] if known else {}
 
     def without(
@@ -289,7 +292,7 @@ class UnchangedGroups:
         *,
         step: int,
         runs: Sequence[Run],
-        joint: Joint | None = None,
+        joint: JointSave | None = None,
     ) -> tuple[Any, tuple[Elsewhere, ...]]:
         """The state without the named groups that all these runs have already, and the archives that have them.
 
@@ -361,7 +364,9 @@ class UnchangedGroups:
                 return
             entries = [*(entry for entry in self._known if entry[0] < joint.number), (joint.number, kept)]
             # Entries that no save can ask for any more go, and with them the protection of their steps.
-            oldest = max((number for number, _ in entries if number <= joint.decided + 1), default=_FIRST)
+            oldest = max(
+                (number for number, _ in entries if number <= joint.newest_decided + 1), default=_FIRST
+            )
             self._known = [entry for entry in entries if entry[0] >= oldest]
 
     def restored(self, captured: Capture, groups: Collection[str], step: int, runs: Sequence[Run]) -> None:

@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ..ranks.attempts import Joint, Ranks
+from ..ranks.attempts import JointSave
+from ..ranks.peers import Ranks
 from ..spec import flag
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import Capture, SnapshotView
@@ -27,7 +28,7 @@ class SaveRequest(ABC):
     guard: Any = None
     select: Select = None
     rule: CommitRule = "all"
-    joint: Joint | None = None  # the save as all ranks see it, where there are several
+    joint: JointSave | None = None  # the save as all ranks see it, where there are several
 
     @property
     def skipped_path(self) -> str:
@@ -111,7 +112,7 @@ class StepRequest(SaveRequest):
         """`is_own_guard`: the guard is of this call, and not the checkpointer's."""
         self.step = step
         self.guard, self.select, self.rule = guard, select, lineage.rule
-        self.joint: Joint | None = ranks.called(step)
+        self.joint: JointSave | None = ranks.called(step)
         self.contents = StepContents(step, self.joint)
         self._state, self._is_own_guard = state, is_own_guard
         self._lineage, self._ranks = lineage, ranks
@@ -136,7 +137,7 @@ class StepRequest(SaveRequest):
             )
         check_entries(state, per_rank, "per_rank")
         if self.joint is not None:
-            self.joint.per_rank = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
+            self.joint.part.per_rank = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
         if driver is not None:
             check_driver(driver, state)
             contents.take_driver(driver, rank=self._ranks.world.rank)
@@ -162,7 +163,7 @@ class StepRequest(SaveRequest):
         if self._is_own_guard:
             refuse_guard(captured.completions, self.guard)
         if self.joint is not None:
-            self.joint.borrowed = {lent.group: lent.step for lent in self.contents.borrowed}
+            self.joint.part.borrowed = {lent.group: lent.step for lent in self.contents.borrowed}
         if self.select is None:  # nothing can be borrowed from a step that was saved in part
             self.contents.outline = StateOutline(captured)
 

@@ -24,7 +24,8 @@ from ..format.layout import Layout
 from ..host.loop import get_loop
 from ..host.pool import SegmentPool
 from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
-from ..ranks.attempts import Joint, Ranks
+from ..ranks.attempts import JointSave
+from ..ranks.peers import Ranks
 from ..spans import NO_TRACE, Spans, monotonic
 from ..spec import RankFacts
 from ..staging.device import first_device, warm_up
@@ -121,7 +122,7 @@ class Saver:
         captured, facts = self._take(request.state(), request.select, joint, request.captured)
         device = first_device(captured.tensors)
         layout = self._planner.lay_out(captured, step, facts)
-        shared = None if joint is None else joint.shared
+        shared = None if joint is None else joint.part.shared
         if shared is not None:
             shared.lie_in(layout)
         groups = self._planner.group_digests(layout, step)
@@ -333,7 +334,7 @@ class Saver:
         self,
         state: Any,
         select: Select = None,
-        joint: Joint | None = None,
+        joint: JointSave | None = None,
         note: Callable[[Capture], None] = lambda _: None,
         state_dict_of: StateDictOf = state_dict_of,
     ) -> tuple[Capture, RankFacts | None]:
@@ -341,11 +342,13 @@ class Saver:
         if isinstance(state, RankShare):  # divided already
             return state.captured, state.ranks
         ranks = self._ranks
-        captured = capture(state, select, slicer=ranks.slicer if ranks else None, state_dict_of=state_dict_of)
+        captured = capture(
+            state, select, slicer=ranks.divider.slicer if ranks else None, state_dict_of=state_dict_of
+        )
         note(captured)
-        return ranks.divided(captured, joint) if ranks else (captured, None)
+        return ranks.divider.divided(captured, joint) if ranks else (captured, None)
 
-    def _admit(self, slot: Slot, joint: Joint | None) -> bool:
+    def _admit(self, slot: Slot, joint: JointSave | None) -> bool:
         """Enter a slot for saves under way, and wait for it if need be. False if the save is skipped."""
         note_exit_status()
         self._refuse_if_forked()

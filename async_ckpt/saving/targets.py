@@ -16,7 +16,7 @@ from typing import Literal, Self
 from ..errors import CheckpointError, StepExistsError, StorageUnavailableError
 from ..host.loop import OffLoop, get_loop
 from ..ranks.agreement import Agreement, Alone, listen_again
-from ..ranks.attempts import Ranks
+from ..ranks.peers import Ranks
 from ..ranks.world import ranks
 from ..runs.manifest import Archive, Elsewhere, Manifest, OfRanks
 from ..runs.run import Run
@@ -334,7 +334,7 @@ def step_targets(lineage: Lineage, contents: StepContents, ranks: Ranks) -> list
     if joint is None:
         token = os.urandom(4).hex()
         return [StepTarget(lineage, run, contents, token, Alone()) for run in runs]
-    ranks.begin(joint, partial(listen_again, get_loop(), ranks, runs))
+    ranks.attempts.begin(joint, partial(listen_again, get_loop(), ranks, runs))
     joint.is_any = lineage.rule == "any" and not lineage.has_one_root
     agreements = [Agreement(ranks, joint, run, [other for other in runs if other is not run]) for run in runs]
     return [

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux 
 # Step 1 is committed, and step 2 is under way when all ranks restore.
 BEGUN = """
 import warnings
-from async_ckpt.ranks import meeting, talk
+from async_ckpt.ranks import meeting
 from async_ckpt.saving import ledger
 
 def state(step):
@@ -75,10 +75,10 @@ def test_where_the_save_of_rank_0_takes_long_a_rank_whose_own_has_failed_waits_o
     """A clock on which more time goes by at each sign of rank 0's than a rank waits for two."""
     script = f"""{BEGUN}
 if here.rank == 0:
-    talk.SIGN_SECONDS = 0.0
+    meeting.SIGN_SECONDS = 0.0
     here.at("write", lambda: here.hear("has waited"), step=2)
 else:
-    heard, signs = talk.Talk._has_signed, 0
+    heard, signs = meeting.Talk._has_signed, 0
     def count(self):
         global signs
         found = heard(self)
@@ -86,7 +86,7 @@ else:
         if signs == 4:
             here.say("has waited")
         return found
-    talk.Talk._has_signed = count
+    meeting.Talk._has_signed = count
     meeting._LOOK_AROUND_SECONDS, meeting.monotonic = -1.0, lambda: 0.8 * meeting.MEETING_SECONDS * signs
     here.at("write", lambda: here.fail(OSError("gone")), step=2)
 ckpt.save(state(2), 2)

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux 
 # When it is started again, rank 1 comes first, and looks for what rank 0 has said.
 START = """
 from racing import until
-from async_ckpt.ranks import attempts
+from async_ckpt.ranks import meeting
 
-real = attempts.Wait.goes_on
-attempts.Wait.goes_on = lambda self, what: (here.say("waits"), real(self, what))
+real = meeting.Wait.goes_on
+meeting.Wait.goes_on = lambda self, what: (here.say("waits"), real(self, what))
 with open_run(here.root) as ckpt:
     state = {{"whole": torch.zeros(300, 1000), "step": 0}}
     if here.rank == 0 and {is_again}:
@@ -102,7 +102,7 @@ with open_run(here.root{options}) as ckpt:
     here.save(ckpt, state, 1, per_rank=["own"], overwrite=True)
 """
 # As where a rank has heard an old one after all.
-OLD_TOKEN = "from async_ckpt.ranks.attempts import Ranks; Ranks.token = lambda self: '0123456789abcdef'"
+OLD_TOKEN = "from async_ckpt.ranks.meeting import Meeting; Meeting.token = lambda self: '0123456789abcdef'"
 
 
 @pytest.mark.parametrize("has_group", [True, False])

@@ -13,7 +13,7 @@ from rank_oracle import run_of, saved
 from rank_states import numbered
 from states import open_run
 
-from async_ckpt import CheckpointError, Place
+from async_ckpt import CheckpointError, CorruptCheckpointError, Place
 from async_ckpt.ranks.shared_root import SharedRoot
 from async_ckpt.ranks.world import World
 from async_ckpt.runs.run import Run
@@ -112,6 +112,18 @@ EXPIRE = """
     here.at("looking again", lambda: here.say(f"waiting{here.rank}"))
     here.expire(lambda: here.is_said(f"waiting{here.rank}"))
 """
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b'{"rank": 0}', b'{"rank": "0", "world_size": 2, "nonce": "x"}']
+)
+def test_a_claim_that_nobody_can_read_is_refused_by_name(tmp_path, text):
+    root = SharedRoot(
+        Run(LocalStorage(tmp_path), clock=time.time), 0, World(1, 2, "first"), lambda: "token", lambda: None
+    )
+    (tmp_path / "world.token.json").write_bytes(text)
+    with pytest.raises(CorruptCheckpointError, match=r"world\.token\.json: it is not the claim of a rank"):
+        root.sees()
 
 
 @pytest.mark.parametrize("has_group", [True, False])

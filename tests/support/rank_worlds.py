@@ -23,7 +23,7 @@ from children import Child, Nursery
 from racing import PATIENCE, until
 
 from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
-from async_ckpt.ranks import agreement, attempts, meeting
+from async_ckpt.ranks import agreement, divide, meeting
 from async_ckpt.ranks.agreement import Agreement
 from async_ckpt.runs.receipts import Exchange
 from async_ckpt.runs.run import Run
@@ -287,7 +287,7 @@ class Here:
 
 
 _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
-    "capture": (attempts.Ranks, "divided", lambda *_: "capture"),
+    "capture": (divide.Divider, "divided", lambda *_: "capture"),
     "write": (LocalSink, "write", lambda sink, *_: str(sink._target)),
     "receipt": (Exchange, "put_receipt", lambda exchange, *_: exchange.folder),
     "manifest": (

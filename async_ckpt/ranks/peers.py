@@ -1,0 +1,164 @@
+"""The other ranks, as one checkpointer knows them.
+
+In: calls of `save` and `restore`, alike on every rank. Out: joint saves with their names, divided states. Knows nothing of: archives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+from ..errors import PeerFailedError
+from ..runs.receipts import Cause
+from ..runs.run import Run
+from ..spec import flag
+from ..state.captured import Capture
+from .answers import Answers, in_words
+from .attempts import Attempts, JointSave, JointState
+from .divide import Divider
+from .meeting import Meeting
+from .shared_root import SharedRoot
+from .world import World
+
+Differing: TypeAlias = Literal["keep", "fail"]
+
+
+@dataclass(slots=True)
+class KnownStates:
+    """The knowledge of this rank about the states of ranks, from commits. Changed on the loop's thread."""
+
+    texts: dict[str, str] = field(default_factory=dict)  # structures that rank 0 has read, by their digest
+    # Tables whose ranks hold everything, and the names of what each rank has for itself there.
+    covered: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    compared: set[str] = field(default_factory=set)  # structures in which what ranks hold alike was compared
+
+
+class Ranks:
+    """The other ranks of one checkpointer, which creates it. From the thread that saves or restores.
+
+    `meeting` has their words, `attempts` their joint saves, `divider` the part that this rank writes, `known` what commits have taught.
+    """
+
+    def __init__(
+        self,
+        given: tuple[int, int] | None,
+        run_id: str | None,
+        max_in_flight: int,
+        *,
+        differing: Differing = "keep",
+        check_replicas: bool = False,
+        mesh: Any = None,
+        skips: bool = False,
+        needs_group: Mapping[str, bool] = MappingProxyType({}),
+    ) -> None:
+        """`skips`: whether overlapping saves are skipped. `needs_group` says of arguments that can do nothing where ranks
+        have no store whether they were given.
+        """
+        if differing not in ("keep", "fail"):
+            raise ValueError(f'differing must be "keep" or "fail", got {differing!r}')
+        self.may_differ, self.known = differing == "keep", KnownStates()
+        self.meeting = Meeting(given, run_id, needs_group)
+        self.attempts = Attempts(self.meeting, max_in_flight)
+        self.divider = Divider(
+            self.meeting,
+            self.known.compared,
+            mesh=mesh,
+            check_replicas=flag("check_replicas", check_replicas),
+        )
+        self._skips, self._answers = skips, Answers(self.meeting.words, self.meeting.hear)
+        self._roots: dict[Run, SharedRoot] = {}
+
+    @property
+    def world(self) -> World:
+        return self.meeting.world
+
+    @property
+    def is_alone(self) -> bool:
+        return self.world.is_one
+
+    def called(self, step: int) -> JointSave | None:
+        """`save` was called; None where there is one rank. Raises ValueError where the process group is another one by now."""
+        self.meeting.refuse_if_changed()
+        if self.is_alone:
+            return None
+        return JointSave(step, self._answers.question("save()", step) if self._skips else "")
+
+    def enters(self, joint: JointSave, ask: Callable[[], bool]) -> bool:
+        """True if a save is made, and not skipped, on all ranks; `ask` says so on rank 0. Raises its errors, PeerFailedError."""
+        question, joint.question = joint.question, ""
+        (enters,) = self._answers.of_rank_0(question, (lambda: (ask(),)) if self.world.rank == 0 else None)
+        return enters
+
+    def failed(self, joint: JointSave, error: BaseException) -> None:
+        """The call has raised on this rank. Waits at most for rank 0's word on whether the save is skipped."""
+        if joint.question and not self._is_begun(joint, error):
+            joint.goes(JointState.SKIPPED)
+            return
+        self.attempts.fail(joint, Cause(self.world.rank, in_words(error)))
+        self.meeting.does_not_meet()
+
+    def _is_begun(self, joint: JointSave, error: BaseException) -> bool:
+        """True if the other ranks make this save, which has failed here before that was known."""
+        if self.world.rank == 0:
+            self._answers.fail(joint.question, error)
+        elif isinstance(error, Exception):  # whoever interrupts does not want to wait
+            try:
+                return self.enters(joint, lambda: True)
+            except PeerFailedError:
+                pass  # all have failed
+        return True
+
+    @contextmanager
+    def meeting_ahead(self, per_rank: Collection[str]) -> Iterator[Callable[[Capture], None]]:
+        """Ahead of the first save; to be called with the captured state: waits until rank 0 knows how the states of all ranks
+        look, so that no save has to.
+        """
+        self.meeting.refuse_if_changed()
+        try:
+            yield lambda captured: self.divider.meet(captured, per_rank)
+        except BaseException:
+            self.meeting.does_not_meet()
+            raise
+
+    def root(self, run: Run) -> SharedRoot:
+        """The knowledge of one root. All ranks ask for their roots in the same order."""
+        if run not in self._roots:
+            self._roots[run] = SharedRoot(
+                run,
+                len(self._roots),
+                self.world,
+                self.meeting.token,
+                lambda: None if self.world.store is None else self.meeting.words(),
+            )
+        return self._roots[run]
+
+    def is_apart(self, run: Run) -> bool:
+        """True if it is known that not all ranks see the same at this root."""
+        return run in self._roots and self._roots[run].is_apart
+
+    def answers_of_rank_0(
+        self, what: str, step: int, ask: Callable[[], tuple[bool, ...]]
+    ) -> tuple[bool, ...]:
+        """Return rank 0's answers of `ask` on all ranks, which ask about the same steps.
+
+        Raises PeerFailedError on the others where it raises on rank 0.
+        """
+        self.meeting.refuse_if_changed()
+        if self.is_alone:
+            return ask()
+        return self._answers.of_rank_0(
+            self._answers.question(what, step), ask if self.world.rank == 0 else None
+        )
+
+    def readers(
+        self, from_ranks: Mapping[str, int] | None
+    ) -> tuple[tuple[int, int] | None, Mapping[str, int] | None]:
+        """The reading rank and the number of ranks, where there are several; and the ranks whose values it wants.
+
+        Raises ValueError as `called`.
+        """
+        self.meeting.refuse_if_changed()
+        return None if self.is_alone else (self.world.rank, self.world.size), from_ranks
