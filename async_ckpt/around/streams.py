@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import IO, Any, Final, Self
 
 from ..spec import MIB
-from ..storage.base import Reader, Storage
 from ..storage.bulk import Parcel, copy
+from ..storage.interface import Reader, Storage
 from ..storage.local import LocalStorage
 
 # The bytes that a file keeps in memory, and the largest request to the store.

@@ -30,8 +30,8 @@ from ..loading.archives.find import opened_as_file
 from ..spec import MIB
 from ..storage.disk import free_bytes_at, full, translated
 from ..storage.place import Anywhere, local_place, place_of, written_at
-from ..storage.read_ahead import ReadAhead
 from ..storage.scratch import Scratch
+from ..storage.sequential import ReadAhead
 
 # Ten times the files of the largest checkpoint in the tests, which has 100,000.
 MAX_MEMBERS: Final = 1_000_000

@@ -43,12 +43,12 @@ from ..staging.files import FilesImage, source_of
 from ..staging.guard import Optimizers, unwrapped
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import tree_of
-from ..storage.append import Appender
 from ..storage.disk import translated
 from ..storage.local import LocalStorage
 from ..storage.locks import temps_of
 from ..storage.place import local_place, place_of
 from ..storage.scratch import Scratch, publish, refuse_misfit, sync_all
+from ..storage.sequential import Appender
 from .arguments import closure_of, deep_copied, tensors_in
 from .destination import (
     BoundCall,

@@ -20,7 +20,7 @@ from ..errors import (
     StepExistsError,
 )
 from ..format.delta import folder_of
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from ..storage.place import Place
 from .delta_base import DeltaBase, DeltaPolicy
 from .rank_versions import RanksStart, RankVersions
