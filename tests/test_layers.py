@@ -229,7 +229,7 @@ def test_the_clients_of_stores_are_only_in_their_modules():
 
 def test_optional_packages_are_imported_on_use():
     for name in MODULES:
-        if name.split(".")[0] in ("integrations", "cli", "testing"):
+        if name.split(".")[0] in ("integrations", "command", "testing"):
             continue
         at_load = {target.split(".")[0] for target in imports(name, at_load_only=True)} - {"async_ckpt"}
 

@@ -1,4 +1,4 @@
-"""What this machine has for checkpoints, and what it lacks: one line for each fact, with advice.
+"""The facts about this machine that matter for checkpoints, one line for each, with advice.
 
 In: the machine, and a root where one is given. Out: lines. Knows nothing of: terminals.
 """
@@ -70,12 +70,14 @@ def _torch() -> Iterator[Finding]:
         return
     import torch
 
+    from ..backends import accelerator
+
     yield Finding("ok", "torch", torch.__version__)
-    kind = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    if kind is None:
+    device = accelerator()
+    if device is None:
         yield Finding("note", "accelerator", "torch sees none, so that tensors are copied on the CPU")
     else:
-        yield Finding("ok", "accelerator", f"{torch.accelerator.device_count()} of kind {kind.type}")
+        yield Finding("ok", "accelerator", str(device))
 
 
 def _packages() -> Iterator[Finding]:

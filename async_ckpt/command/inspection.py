@@ -24,7 +24,7 @@ _CHUNK_BYTES: Final = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BytesInFile:
     """A part of a tensor in a file: `num_bytes` from `offset` on."""
 
     file: str
@@ -42,7 +42,7 @@ class NameRow:
     shape: tuple[int, ...] | None = None
     num_bytes: int = 0
     alias_of: str | None = None
-    places: tuple[Place, ...] = ()
+    places: tuple[BytesInFile, ...] = ()
     value: Any = None
     stats: dict[str, float] | None = None
 
@@ -92,7 +92,7 @@ def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool) ->
     primary = archive.primary(leaf.number)
     num_bytes = math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
     places = tuple(
-        Place(source.file.path, source.piece.extent.offset, source.piece.extent.length)
+        BytesInFile(source.file.path, source.piece.extent.offset, source.piece.extent.length)
         for source in archive.sources(primary)
     )
     return NameRow(

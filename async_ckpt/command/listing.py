@@ -18,10 +18,10 @@ from ..errors import CheckpointError
 from ..host.threads import run_together
 from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Manifest, is_retired_name, parse_intent
-from ..runs.naming import TRACKERS, numbered, pattern_of
+from ..runs.naming import TRACKERS, parse_step_name, pattern_of
 from ..runs.run import Run
 from ..spans import Clock
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from ..storage.place import Place
 
 _VERSION: Final = re.compile(r"weight_v\d{6,18}")
@@ -157,7 +157,7 @@ def _rows(run: Run, names: list[str], *, with_all: bool) -> Iterator[StepRow]:
         yield row
     if with_all:
         for name in names:
-            name_of_step = numbered(name)
+            name_of_step = parse_step_name(name)
             if name_of_step is None or name_of_step.step in commits or run.folder(name_of_step.step) != name:
                 continue
             inside = run.storage.names(name)
@@ -192,13 +192,13 @@ def _mark_newest(rows: Sequence[StepRow], storage: Storage, names: Collection[st
 
 def _step_formats(names: Iterable[str]) -> list[str]:
     """The formats of the folders that may be steps, each once."""
-    found = (numbered(name) for name in names if parse_intent(name) is None)
+    found = (parse_step_name(name) for name in names if parse_intent(name) is None)
     formats = {one.step_format for one in found if one is not None and "/" not in one.rest}
     return sorted(one for one in formats if pattern_of(one) is not None)
 
 
 def _has_steps(storage: Storage, names: Sequence[str]) -> bool:
-    folders = [f"{name}/{MANIFEST}" for name in names if numbered(name) is not None]
+    folders = [f"{name}/{MANIFEST}" for name in names if parse_step_name(name) is not None]
     return bool(storage.existing(folders[-_LOOKED_INTO:]) or storage.existing(folders[:-_LOOKED_INTO]))
 
 

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import typer
 
 from ..errors import CheckpointError, StorageUnavailableError
 from ..report import sized
+from ..spans import wall_time
 from ..storage.place import Place
+from ..storage.url import scheme_of
 from . import screen
 
 _NO: Final = 1
 _USAGE: Final = 2
 _STORAGE: Final = 74  # EX_IOERR of sysexits.h
 _INTERRUPTED: Final = 130
+# How long a store may not answer: somebody waits at the terminal.
+DEADLINE_SECONDS: Final = 30.0
 
 app = typer.Typer(
     name="async-ckpt",
@@ -50,6 +53,8 @@ def place_of(
     options = {name: value for name, value in options.items() if value is not None}
     if anonymous:
         options["skip_signature"] = True
+    if scheme_of(where) not in (None, "file"):
+        options["deadline_seconds"] = DEADLINE_SECONDS
     return Place(where, options=options or None)
 
 
@@ -69,7 +74,7 @@ def ls(
     from . import listing
 
     place = place_of(where, endpoint, region, profile, anonymous)
-    kind, now = listing.kind_of(place), time.time()
+    kind, now = listing.kind_of(place), wall_time()
     if kind == "publication":
         versions = listing.versions_of(place.storage())
         if as_json:
@@ -93,7 +98,7 @@ def ls(
             right=("version", "base", "size"),
         )
     elif kind == "runs":
-        runs = listing.runs_in(place, clock=time.time)
+        runs = listing.runs_in(place, clock=wall_time)
         if as_json:
             screen.print_json("runs", {"place": place.shown, "runs": [row.as_json() for row in runs]})
             return
@@ -113,7 +118,7 @@ def ls(
         )
     elif kind == "run":
         _print_steps(
-            place, listing.steps_of(place.storage(), clock=time.time, with_all=all_), as_json=as_json, now=now
+            place, listing.steps_of(place.storage(), clock=wall_time, with_all=all_), as_json=as_json, now=now
         )
     elif kind == "step":
         raise Answer(
@@ -288,12 +293,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command, and exit with its status."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
-    sys.exit(_status(lambda: app(args=None if arguments is None else list(arguments), standalone_mode=False)))
+    sys.exit(status_of(sys.argv[1:] if arguments is None else arguments))
 
 
-def _status(run: Callable[[], Any]) -> int:
+def status_of(arguments: Sequence[str]) -> int:
+    """Run the command in this process, and return its status."""
     try:
-        result = run()
+        result = app(args=list(arguments), standalone_mode=False)
         return result if isinstance(result, int) else 0
     except typer.Exit as error:
         return error.exit_code

@@ -1,4 +1,4 @@
-"""What the command writes: tables for people, or one JSON document for programs.
+"""The output of the command: tables for people, or one JSON document for programs.
 
 In: rows of values. Out: text on stdout. Knows nothing of: checkpoints.
 
@@ -12,12 +12,13 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from ..spans import shown_time
 
 # The version of the JSON documents. Keys are only added to them.
 JSON_VERSION: Final = 1
@@ -75,10 +76,7 @@ def age(created: float, now: float) -> str:
     """How long ago that was, such as "3 h"; the date beyond a month, and in the future."""
     seconds = now - created
     if seconds < 0 or seconds > 30 * 86400:
-        try:
-            return datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%d")
-        except (ValueError, OverflowError, OSError):
-            return "?"
+        return shown_time(created)
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

@@ -85,9 +85,6 @@ def _know_stores() -> None:
     """Import the clients of stores, and parse what botocore reads for each client: most of what a child at a store would take."""
     with contextlib.suppress(ImportError):
         import botocore.session
-        import obstore.store
-        import s3fs
-        import tenacity
         from botocore.loaders import JSONFileLoader
 
         read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
