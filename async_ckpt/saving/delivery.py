@@ -361,7 +361,9 @@ class Delivery:
         self.target.hangs(quiet)
 
     async def take_back(self, *, for_ever: bool = False) -> None:
-        """End the delivery, and remove an object that is not committed. Waits for its writes, `for_ever` or some time."""
+        """End the delivery, and remove an object that is not committed. Waits for its writes, `for_ever` or some
+        time.
+        """
         if self.task is not None:
             await asyncio.wait([self.task])
             ask_for_exception(self.task)

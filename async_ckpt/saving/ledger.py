@@ -145,7 +145,8 @@ class Ledger:
         undecided = [save for save in begun if not (save.handle.done() or save.given_up)]
         if undecided and is_library_thread():
             raise RuntimeError(
-                f"{reader} would have to wait for {name_of(undecided[0].handle)}, and a thread of async_ckpt must not: it "
+                f"{reader} would have to wait for {name_of(undecided[0].handle)}, and a thread of "
+                "async_ckpt must not: it "
                 "would wait for itself. Call it on another thread, or when no save is under way"
             )
         for save in begun if overwrites else ():

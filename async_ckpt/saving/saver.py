@@ -237,7 +237,9 @@ class Saver:
         return save.handle
 
     def files_attempt(self, files: FilesImage, target: Target, spans: Spans) -> tuple[Attempt, FileFill]:
-        """An attempt that streams files to a target, and the fill to begin before it. Takes seconds for 100,000 files."""
+        """An attempt that streams files to a target, and the fill to begin before it. Takes seconds for 100,000
+        files.
+        """
         loop, size = get_loop(), self.pool.segment_bytes
         drain = Drain(files.image, size, self._planner.admit(files.image, [target]), loop.background.submit)
         fill = FileFill(

@@ -149,7 +149,9 @@ class Attempt:
             delivery.begin(lane)
 
     async def _begin_objects(self) -> None:
-        """Open every delivery. Those that do not answer are left behind once the save can do without them, or has failed."""
+        """Open every delivery. Those that do not answer are left behind once the save can do without them, or has
+        failed.
+        """
         tasks = {asyncio.create_task(delivery.open()): delivery for delivery in self._deliveries}
         # While nothing is open, the drain is idle only after a failure.
         failed = asyncio.wrap_future(self.drain.idle)
