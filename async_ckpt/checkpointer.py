@@ -424,7 +424,7 @@ class AsyncCheckpointer(RunReader):
                 parts, state, options, pool=self._saver.pool, sharing=sharing, state_dicts=state_dicts
             )
 
-        def tell(step: int, error: CorruptCheckpointError) -> None:
+        def warn(step: int, error: CorruptCheckpointError) -> None:
             warnings.warn(f"step {step} is skipped: {error}", RuntimeWarning, stacklevel=5)
 
         def read(step: int | None, sharing: Sharing | None) -> int | None:
@@ -441,14 +441,14 @@ class AsyncCheckpointer(RunReader):
                 talk=self._ranks.meeting.talk(),
                 see_own_saves=see_own_saves,
                 fallback=flag("fallback", fallback),
-                passed_over=tell,
+                on_corrupt=warn,
             )
             return None if found is None else found[0]
 
         if sharing is None:
             step = read(step, None)
         else:
-            step = sharing.restored(partial(read, step, sharing), lambda found: read(found, None))
+            step = sharing.restore(partial(read, step, sharing), lambda found: read(found, None))
         if step is None:
             for note in self._roots.told_of_others():
                 warnings.warn(f"nothing was restored: {note}", RuntimeWarning, stacklevel=2)

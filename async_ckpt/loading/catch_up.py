@@ -48,27 +48,32 @@ def catch_up(
     return copied
 
 
-def _copy_step(source: Run, to: Run, step: int, check: Callable[[], None]) -> None:
+def _copy_step(source: Run, target: Run, step: int, check: Callable[[], None]) -> None:
     """Copy the archives of a step, then commit it. What is copied stays locked until then, so that nobody sweeps it."""
-    replaced = to.found(step)
-    made = source.manifest(step)
-    for earlier in sorted({other.step for other in made.elsewhere} - {step}):
-        there = to.committed(earlier)
-        if there is None or there.attempt != source.manifest(earlier).attempt:
-            _copy_step(source, to, earlier, check)  # what it has borrowed from comes first
+    replaced = target.found(step)
+    manifest = source.manifest(step)
+    for earlier in sorted({other.step for other in manifest.elsewhere} - {step}):
+        committed = target.committed(earlier)
+        if committed is None or committed.attempt != source.manifest(earlier).attempt:
+            _copy_step(source, target, earlier, check)  # what it has borrowed from comes first
     with contextlib.ExitStack() as sinks:
         folder = source.folder(step)
-        for archive in (*archives_of(source.storage, folder, made), *made.beside):
-            _copy(source, to, step, archive, check, sinks)
-        for told in (made.ranks.archives, made.ranks.layout) if made.ranks else ():
-            to.storage.replace(
-                f"{to.folder(step)}/{told.name}", source.storage.read(f"{folder}/{told.name}")[0]
+        for archive in (*archives_of(source.storage, folder, manifest), *manifest.beside):
+            _copy_archive(source, target, step, archive, check, sinks)
+        for entry in (manifest.ranks.archives, manifest.ranks.layout) if manifest.ranks else ():
+            target.storage.replace(
+                f"{target.folder(step)}/{entry.name}", source.storage.read(f"{folder}/{entry.name}")[0]
             )
-        to.adopt(made, replaces=replaced)
+        target.adopt(manifest, replaces=replaced)
 
 
-def _copy(
-    source: Run, to: Run, step: int, archive: Archive, check: Callable[[], None], sinks: contextlib.ExitStack
+def _copy_archive(
+    source: Run,
+    target: Run,
+    step: int,
+    archive: Archive,
+    check: Callable[[], None],
+    sinks: contextlib.ExitStack,
 ) -> None:
     """Copy one archive; its sink is closed with `sinks`."""
     path = source.archive_path(step, archive)
@@ -84,7 +89,7 @@ def _copy(
         parcel = Parcel(lambda: reader, path, archive.num_bytes, opened.verify)
         copy(
             [parcel],
-            to.storage,
+            target.storage,
             background=True,
             check=check,
             finished=lambda sink: sinks.callback(sink.close),

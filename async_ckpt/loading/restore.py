@@ -49,11 +49,11 @@ def restore_state(
 ) -> None:
     """Fill live objects from one archive or several: the first has the step's own, the others what it borrows.
 
-    Top-level entries of the archives that `live` lacks are left alone. `verify="first"` reads everything twice and never
-    half-writes. It is read through what `pool` can spare. With `sharing`, what other ranks hold, too, is read in part, and the rest
-    is left to that. With `strict=False`, missing and unexpected names are passed over, as long as some name is in both; shapes
-    and dtypes must match all the same. Raises StateMismatchError before anything is written, CorruptCheckpointError with
-    `partly_overwritten`.
+    Top-level entries of the archives that `live` lacks are left alone. `verify="first"` reads everything twice and
+    never half-writes. It is read through what `pool` can spare. With `sharing`, what other ranks hold, too, is read in
+    part, and the rest is left to that. With `strict=False`, missing and unexpected names are passed over, as long as
+    some name is in both; shapes and dtypes must match all the same. Raises StateMismatchError before anything is
+    written, CorruptCheckpointError with `partly_overwritten`.
     """
     _check_root(live)
     state_dicts = state_dicts or LiveStateDicts()
@@ -64,7 +64,7 @@ def restore_state(
     errors: list[KeyError] = []
     for part, share in shares:
         try:
-            matches.append((_matched(part, share, live, state_dicts, options), share))
+            matches.append((_match(part, share, live, state_dicts, options), share))
         except KeyError as error:  # nothing that was selected is in this one
             errors.append(error)
     raise_unless_any(errors, len(shares))
@@ -95,11 +95,10 @@ def restore_state(
                 action()
 
 
-def _matched(
-    part: Part, share: Any, live: Any, state_dicts: LiveStateDicts, options: RestoreOptions
-) -> Match:
-    """The live objects beside one archive, or beside those of several ranks: first beside those that most readers need, and if something
-    has no counterpart there, beside those that know all names. Raises KeyError where nothing in it was selected.
+def _match(part: Part, share: Any, live: Any, state_dicts: LiveStateDicts, options: RestoreOptions) -> Match:
+    """The live objects beside one archive, or beside those of several ranks: first beside those that most readers
+    need, and if something has no counterpart there, beside those that know all names. Raises KeyError where nothing in
+    it was selected.
     """
     archive = part.archive
     while True:
@@ -123,7 +122,9 @@ def _matched(
 def _own(
     wanted: Sequence[tuple[Contents, list[Wanted]]], sharing: Sharing
 ) -> list[tuple[Contents, list[Wanted]]]:
-    """The tensors that this rank is to read: its part of what others want, too, and all that ranks have for themselves."""
+    """The tensors that this rank is to read: its part of what others want, too, and all that ranks have for
+    themselves.
+    """
     shared: list[Item] = []
     of_file: dict[int, Contents] = {}
     kept: list[tuple[Contents, list[Wanted]]] = []

@@ -1,9 +1,10 @@
-"""From which step a run goes on: the newest, the one that was asked for, or with several ranks the one that rank 0 names.
+"""From which step a run goes on: the newest, the one that was asked for, or with several ranks the one that rank 0
+names.
 
 In: runs, and what is to be made of a step's archives. Out: the step, and what was made. Knows nothing of: live objects.
 
-Several ranks must not start from different steps, whatever each of them sees or can read. So without a step of the user's
-rank 0 names one, and nobody falls back to an older one alone.
+Several ranks must not start from different steps, whatever each of them sees or can read. So without a step of the
+user's rank 0 names one, and nobody falls back to an older one alone.
 """
 
 from __future__ import annotations
@@ -45,47 +46,47 @@ def resume(
     talk: Talk | None,
     see_own_saves: SeeOwnSaves,
     fallback: bool,
-    passed_over: Callable[[int, CorruptCheckpointError], None],
+    on_corrupt: Callable[[int, CorruptCheckpointError], None],
 ) -> tuple[int, T] | None:
     """The newest committed step that can be read, and what `use` makes of it; None where nothing is committed.
 
     The saves that each rank has under way are decided first: on rank 0 before it names a step.
 
-    With `talk`, all ranks take the step that rank 0 names. One that finds it corrupt raises; with `fallback` it says so, and
-    rank 0 names an older one to all. What else one raises then is PeerFailedError on the others.
-    Raises CorruptCheckpointError, NotCommittedError, StorageUnavailableError, PeerFailedError.
+    With `talk`, all ranks take the step that rank 0 names. One that finds it corrupt raises; with `fallback` it says
+    so, and rank 0 names an older one to all. What else one raises then is PeerFailedError on the others. Raises
+    CorruptCheckpointError, NotCommittedError, StorageUnavailableError, PeerFailedError.
     """
     if talk is None or talk.rank:
         see_own_saves()
     if talk is None:
-        return from_newest(roots, use, verify=verify, readers=readers, passed_over=passed_over)
+        return from_newest(roots, use, verify=verify, readers=readers, on_corrupt=on_corrupt)
     corrupt: dict[int, CorruptCheckpointError] = {}
-    while (step := _named(roots, talk, corrupt, see_own_saves)) is not None:
+    while (step := _agreed_step(roots, talk, corrupt, see_own_saves)) is not None:
         try:
-            made = from_step(roots, step, use, verify=verify, readers=readers)
+            result = from_step(roots, step, use, verify=verify, readers=readers)
         except CorruptCheckpointError as error:
             if not fallback:
                 raise
             corrupt[step] = error
             _is_fine_everywhere(talk, step, is_fine=False)
-            passed_over(step, error)
+            on_corrupt(step, error)
             continue
         except BaseException as error:
             if fallback:  # the others wait for a word of this rank's
                 _say_failure(talk, step, error)
             raise
         if not fallback or _is_fine_everywhere(talk, step, is_fine=True):
-            return step, made
+            return step, result
         corrupt[step] = CorruptCheckpointError(
             f"step {step} is corrupt as another rank reads it", path=repr(roots)
         )
-        passed_over(step, corrupt[step])
+        on_corrupt(step, corrupt[step])
     if corrupt:
         raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
     return None
 
 
-def _named(
+def _agreed_step(
     roots: Roots, talk: Talk, corrupt: dict[int, CorruptCheckpointError], see_own_saves: SeeOwnSaves
 ) -> int | None:
     """The step that rank 0 names after these were found corrupt, once this rank sees it, too."""
@@ -93,21 +94,21 @@ def _named(
     if talk.rank == 0:
         try:
             see_own_saves(meanwhile=talk.take_time)
-            found = _newest_but(roots, corrupt)
+            newest = _newest_but(roots, corrupt)
         except BaseException as error:
             talk.say(key, json.dumps({"error": in_words(error)}))
             raise
-        talk.say(key, json.dumps({"found": found}))
-        return found[0] if found else None
+        talk.say(key, json.dumps({"found": newest}))
+        return newest[0] if newest else None
     (text,) = talk.hear([key], "the step that rank 0 restores")
-    told: dict[str, Any] = json.loads(text)
-    if "error" in told:
+    answer: dict[str, Any] = json.loads(text)
+    if "error" in answer:
         raise PeerFailedError(
-            f"rank 0 could not say which step to restore: {told['error']}", rank=0, undecided=False
+            f"rank 0 could not say which step to restore: {answer['error']}", rank=0, undecided=False
         )
-    if told["found"] is None:
+    if answer["found"] is None:
         return None
-    step, attempt = told["found"]
+    step, attempt = answer["found"]
     _wait_until_seen(roots, int(step), str(attempt), talk.rank)
     return int(step)
 
@@ -117,8 +118,8 @@ def _newest_but(roots: Roots, corrupt: dict[int, CorruptCheckpointError]) -> tup
     step = max((step for step in roots.steps() if step not in corrupt), default=None)
     if step is None:
         return None
-    made = next((made for run in roots.holding(step) if (made := run.committed(step))), None)
-    return step, "" if made is None else made.attempt
+    manifest = next((manifest for run in roots.holding(step) if (manifest := run.committed(step))), None)
+    return step, "" if manifest is None else manifest.attempt
 
 
 def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
@@ -126,8 +127,8 @@ def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
     while True:
         try:
             if any(
-                not attempt or (made is not None and attempt in (made.attempt, *made.replaces))
-                for made in (run.committed(step) for run in roots.holding(step))
+                not attempt or (manifest is not None and attempt in (manifest.attempt, *manifest.replaces))
+                for manifest in (run.committed(step) for run in roots.holding(step))
             ):
                 return
         except NotCommittedError:
@@ -142,7 +143,10 @@ def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
 
 
 def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
-    """Whether all ranks could read a step. Waits until each has said so. Raises PeerFailedError where one has failed."""
+    """Whether all ranks could read a step.
+
+    Waits until each has said so. Raises PeerFailedError where one has failed.
+    """
     talk.say(f"{step}/{talk.rank}", _FINE if is_fine else _CORRUPT)
     if talk.rank == 0:
         words = talk.hear([f"{step}/{rank}" for rank in range(talk.size)], "what the other ranks read")
@@ -150,10 +154,10 @@ def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
         talk.say(f"{step}/all", failed or (_FINE if {*words} == {_FINE} else _CORRUPT))
     (word,) = talk.hear([f"{step}/all"], "what the other ranks read")
     if word not in (_FINE, _CORRUPT):
-        told = json.loads(word)
+        failure = json.loads(word)
         raise PeerFailedError(
-            f"rank {told['rank']} could not restore step {step}: {told['error']}",
-            rank=told["rank"],
+            f"rank {failure['rank']} could not restore step {step}: {failure['error']}",
+            rank=failure["rank"],
             undecided=False,
         )
     return word == _FINE

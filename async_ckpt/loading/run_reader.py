@@ -23,8 +23,9 @@ from .load import check_verify, state_of
 class RunReader:
     """The reading side of a checkpointer. It changes nothing on storage.
 
-    Each call but `steps` first waits for the saves that this checkpointer has under way, so that it sees what they commit. It
-    goes on without one that fails, with a warning. On a thread of the library it raises RuntimeError instead of waiting.
+    Each call but `steps` first waits for the saves that this checkpointer has under way, so that it sees what they
+    commit. It goes on without one that fails, with a warning. On a thread of the library it raises RuntimeError
+    instead of waiting.
     """
 
     root: str
@@ -54,7 +55,9 @@ class RunReader:
         ckpt.records()  # {100: {"loss": 0.7}, 200: {"loss": 0.5}, 300: {}}
         """
         self._see_own_saves("records()")
-        return {step: dict(made.record) if made else {} for step, made in self._roots.view().items()}
+        return {
+            step: dict(manifest.record) if manifest else {} for step, manifest in self._roots.view().items()
+        }
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
         """The committed step whose record has the best value of a metric. If two are equal, the newer one.
@@ -68,11 +71,11 @@ class RunReader:
             raise ValueError(f'mode must be "min" or "max", got {mode!r}')
         self._see_own_saves("best()")
         commits = self._roots.view()
-        found = best_of(list(commits), commits, (metric, mode, 1))
-        if not found:
+        best_steps = best_of(list(commits), commits, (metric, mode, 1))
+        if not best_steps:
             why = f"no record of a committed step has the metric {lacking(metric, commits)}"
             raise NotCommittedError(f"{self.root}: {why}", path=self.root, step=None)
-        return found[0]
+        return best_steps[0]
 
     def load(
         self,
@@ -86,8 +89,8 @@ class RunReader:
         types: Iterable[type] = (),
         from_ranks: Mapping[str, int] | None = None,
     ) -> Any:
-        """Read the state of a step, by default the newest. Waits for saves that are under way, as `restore` does; everything else is
-        as for `async_ckpt.load`.
+        """Read the state of a step, by default the newest. Waits for saves that are under way, as `restore` does;
+        everything else is as for `async_ckpt.load`.
 
             weights = ckpt.load(100, select="model")["model"]
 
@@ -104,8 +107,8 @@ class RunReader:
         self._see_own_saves("load()")
         if step is not None:
             return from_step(self._roots, step, build, verify=verify, readers=readers)
-        found = from_newest(self._roots, build, verify=verify, readers=readers)
-        if found is None:
-            told = "; ".join(self._roots.told_of_others()) or f"{self.root}: nothing is committed yet"
-            raise NotCommittedError(told, path=self.root, step=None)
-        return found[1]
+        loaded = from_newest(self._roots, build, verify=verify, readers=readers)
+        if loaded is None:
+            reason = "; ".join(self._roots.told_of_others()) or f"{self.root}: nothing is committed yet"
+            raise NotCommittedError(reason, path=self.root, step=None)
+        return loaded[1]

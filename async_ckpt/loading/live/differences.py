@@ -31,7 +31,7 @@ class Differences:
         """True if everything that is live, and was asked for, was saved in the same shape."""
         return not (self._missing or self._mismatched or self._lacks_selected or self._lacks_own)
 
-    def raise_any(self, where: str, holds: str, *, strict: bool) -> None:
+    def raise_any(self, checkpoint: str, holds: str, *, strict: bool) -> None:
         """Raises StateMismatchError. `where` is the checkpoint, which `holds` these names. If not `strict`, names may differ."""
         missing, unexpected = (self._missing, self._unexpected) if strict else ([], [])
         if not (missing or unexpected or self._mismatched):
@@ -46,7 +46,7 @@ class Differences:
         more = len(lines) - _MAX_LINES
         text = "\n  ".join([*lines[:_MAX_LINES], *([f"… and {more} more"] if more > 0 else [])])
         raise StateMismatchError(
-            f"{where} does not fit the live state; nothing was overwritten:\n  {text}",
+            f"{checkpoint} does not fit the live state; nothing was overwritten:\n  {text}",
             missing=tuple(missing),
             unexpected=tuple(unexpected),
             mismatched=tuple(self._mismatched),
@@ -79,7 +79,8 @@ class Differences:
             self._missing += map(shown, lacking)
         else:
             self._lacks_selected |= any(
-                self._selector(one) or self._selector.reaches(dotted(one)) for one in lacking
+                self._selector(path_of_key) or self._selector.reaches(dotted(path_of_key))
+                for path_of_key in lacking
             )
 
     def add_value_of_each_rank(self, saved: ValuesByRank) -> None:

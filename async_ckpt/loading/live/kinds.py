@@ -45,20 +45,22 @@ def is_plain_module(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
         return False
     for module in live.modules():
         hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
-        if not all(map(_is_of_fully_shard, hooks)):
+        if not all(map(_is_fully_shard_hook, hooks)):
             return False
         if not type(module)._load_from_state_dict.__module__.startswith("torch.nn."):
             return False
     own = {local_part(tensor).data_ptr() for tensor in (*live.parameters(), *live.buffers())}
     return all(
-        local_part(t).data_ptr() in own for t in state_dict_of(live).values() if isinstance(t, torch.Tensor)
+        local_part(tensor).data_ptr() in own
+        for tensor in state_dict_of(live).values()
+        if isinstance(tensor, torch.Tensor)
     )
 
 
-def _is_of_fully_shard(hook: Any) -> bool:
+def _is_fully_shard_hook(hook: Any) -> bool:
     """Whether a hook only sees to it that each rank has its own shard: taking the state dict has done so."""
-    made_by: str = getattr(hook, "hook", hook).__module__
-    return made_by.startswith("torch.distributed.fsdp._fully_shard")
+    module: str = getattr(hook, "hook", hook).__module__
+    return module.startswith("torch.distributed.fsdp._fully_shard")
 
 
 def is_plain_optimizer(live: Any) -> bool:
@@ -100,7 +102,7 @@ def _settings() -> frozenset[str]:
     )
 
 
-def is_of_another_kind(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> str | None:
+def kind_difference(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> str | None:
     """Why this state is not one of this optimizer: each has settings that the other does not know.
 
     One side alone may have more: a newer version of the optimizer does. And schedulers add settings of their own.

@@ -35,14 +35,14 @@ from .differences import Differences
 from .kinds import (
     SEQUENCES,
     is_filled_in_place,
-    is_of_another_kind,
     is_on_device,
     is_optimizer_state,
     is_plain_module,
     is_plain_optimizer,
+    kind_difference,
     state_of_parameter,
 )
-from .optimizer_forms import Taker
+from .optimizer_forms import OptimizerConverter
 from .state_dicts import LiveStateDicts
 
 
@@ -100,16 +100,16 @@ class Match:
     def _object(self, live: Any, saved: Any, path: Path) -> Any:
         if callable(getattr(live, "load_state_dict", None)) and not isinstance(live, type):
             expected = self._as_live_expects(live, saved, path)
-            return self._loads(live, expected, self._own_state(live, expected), path)
+            return self._load(live, expected, self._own_state(live, expected), path)
         if _is_array(live) and isinstance(saved, StoredLeaf):
             return self._array(live, saved, path)
         if isinstance(live, Enum):  # as a namedtuple, its class is the live one
-            return member_of(type(live), self._materialized(saved))
+            return member_of(type(live), self._materialize(saved))
         return self._container(live, saved, path)
 
-    def _loads(self, live: Any, expected: Any, state: dict[Any, Any] | None, path: Path) -> Any:
+    def _load(self, live: Any, expected: Any, state: dict[Any, Any] | None, path: Path) -> Any:
         """Hand it over: the object's own `state`, filled, where it has some."""
-        value = self._materialized(expected) if state is None else self.visit(state, expected, path)
+        value = self._materialize(expected) if state is None else self.visit(state, expected, path)
         self.actions.append(lambda: live.load_state_dict(value))
         return live
 
@@ -117,15 +117,17 @@ class Match:
         """One of torch's is filled; to one with methods of its own is given what these take."""
         try:
             saved = self._with_empty_state(saved, path)
-            taker = Taker(live, saved, lambda: names_of_parameters(self._root), self._state_dicts.of)
-            saved = taker.takes(saved, is_of_some=lambda key: self.archive.is_of_some((*path, key)))
+            converter = OptimizerConverter(
+                live, saved, lambda: names_of_parameters(self._root), self._state_dicts.of
+            )
+            saved = converter.convert(saved, is_of_some=lambda key: self.archive.is_of_some((*path, key)))
             if is_plain_optimizer(live):
                 return self._optimizer(live, saved, path)
-            state = self._own_state(live, saved, lambda own: taker.with_room(own, saved, self._room_for))
+            state = self._own_state(live, saved, lambda own: converter.with_room(own, saved, self._room_for))
         except ValueError as error:
             self.differences.add(path, str(error))
             return live
-        return self._loads(live, saved, state, path)
+        return self._load(live, saved, state, path)
 
     def _room_for(self, parameter: torch.Tensor, saved: Any) -> torch.Tensor | None:
         """As optimizers make it: on the mesh of the parameter, cut alike. None for what is to be made as it was saved."""
@@ -164,49 +166,52 @@ class Match:
         if (isinstance(live, MutableMapping | list | deque) and len(live)) or (
             is_record(live) and any(map(is_filled_in_place, fields_of(live).values()))
         ):
-            self._differs(path, f"is {with_article(type(live).__qualname__)} here", saved)
+            self._add_kind_difference(path, f"is {with_article(type(live).__qualname__)} here", saved)
             return live
-        return self._materialized(saved)
+        return self._materialize(saved)
 
     def _tensor(self, live: Any, saved: Any, path: Path) -> Any:
         if not (isinstance(saved, StoredLeaf) and saved.kind == "tensor"):
-            self._differs(path, "is a tensor here", saved)
+            self._add_kind_difference(path, "is a tensor here", saved)
             return live
-        told = self.archive.index.tensors[saved.number]
+        indexed = self.archive.index.tensors[saved.number]
         is_keyed = is_of_megatron(live)
         shape = tuple(live.global_shape if is_keyed else live.shape)
         dtype = dtype_name(live.data.dtype if is_keyed and live.data is not None else live.dtype)
         try:
-            held = self._held(live, path)
+            parts = self._local_parts(live, path)
         except UnsupportedStateError as error:
             refusal = str(error).removeprefix(f"{shown(path)}: ").removesuffix("; nothing was written")
             self.differences.add(path, f"cannot be filled: {refusal}")
             return live
-        why = next(filter(None, (why_not(part) for _, part in held)), None)
+        why = next(filter(None, (why_not(part) for _, part in parts)), None)
         if why:
             self.differences.add(path, f"cannot be filled: {why}")
-        elif (shape, dtype) != (told.shape, told.dtype):
+        elif (shape, dtype) != (indexed.shape, indexed.dtype):
             self.differences.add(
-                path, f"is {dtype}{list(shape)} here and {told.dtype}{list(told.shape)} in the checkpoint"
+                path,
+                f"is {dtype}{list(shape)} here and {indexed.dtype}{list(indexed.shape)} in the checkpoint",
             )
-        elif any(_is_expanded(part) for _, part in held):
+        elif any(_is_expanded(part) for _, part in parts):
             self.differences.add(path, "cannot be filled: it is expanded, several items share one place")
         else:
             self._has_tensors = True
-            for offsets, part in held:
-                self._want(saved.number, part, offsets)
+            for offsets, part in parts:
+                self._request(saved.number, part, offsets)
         return live
 
-    def _held(self, live: Any, path: Path) -> list[tuple[Ints | None, torch.Tensor]]:
+    def _local_parts(self, live: Any, path: Path) -> list[tuple[Ints | None, torch.Tensor]]:
         """The part of a tensor that this rank holds, and its place in the tensor; None for all of it."""
         if not is_sharded(live):
             return [(None, live)]
         slices, parts, _ = self._slicer.slice(live, name=shown(path))
-        return [(one.global_offsets, part) for one, part in zip(slices.rectangles, parts, strict=True)]
+        return [
+            (rectangle.global_offsets, part) for rectangle, part in zip(slices.rectangles, parts, strict=True)
+        ]
 
     def _module(self, module: torch.nn.Module, saved: Any, path: Path) -> Any:
         if not isinstance(saved, dict):
-            self._differs(path, "is a module here", saved)
+            self._add_kind_difference(path, "is a module here", saved)
             return module
         live = self._state_dicts.of(module)
         names = PlainNames(module).of(live)
@@ -220,16 +225,16 @@ class Match:
             if isinstance(value, torch.Tensor):
                 self._tensor(value, saved[name], (*path, name))
             else:
-                extra[here] = self._materialized(saved[name])
+                extra[here] = self._materialize(saved[name])
         if extra:  # what set_extra_state takes
             self.actions.append(lambda: module.load_state_dict(extra, strict=False))
         return module
 
     def _by_plain_name(self, names: dict[str, str], saved: dict[Any, Any], path: Path) -> dict[Any, Any]:
         """The saved state of a module, by the plain names of the live one's; what is no part of it keeps its name."""
-        told, ambiguous = paired(names, saved)
+        live_names, ambiguous = paired(names, saved)
         self.differences.add_all_of(path, (f"{line}; load() it and rename one of them" for line in ambiguous))
-        plain = {told[here]: name for here, name in names.items() if here in told}
+        plain = {live_names[here]: name for here, name in names.items() if here in live_names}
         return {plain.get(name, name): value for name, value in saved.items()}
 
     def _as_live_expects(self, live: Any, saved: Any, path: Path) -> Any:
@@ -237,33 +242,33 @@ class Match:
         if not (isinstance(live, torch.nn.Module) and isinstance(saved, dict)):
             return saved
         plain = PlainNames(live)
-        made = saved
+        expected = saved
         # Taking the state dict may gather what is sharded.
         if (plain.are_shown or may_be_wrapped(saved)) and isinstance(
             state := self._state_dicts.of(live), dict
         ):
             names = plain.of(state)
-            here = {name: raw for raw, name in names.items()}
+            live_name_of = {name: raw for raw, name in names.items()}
             values = self._by_plain_name(names, saved, path)
-            made = type(saved)((here.get(name, name), value) for name, value in values.items())
+            expected = type(saved)((live_name_of.get(name, name), value) for name, value in values.items())
         if isinstance(metadata := getattr(saved, "_metadata", None), dict):
-            made = OrderedDict(made)
-            made._metadata = live_metadata(live, plain, metadata)  # type: ignore[attr-defined]
-        return made
+            expected = OrderedDict(expected)
+            expected._metadata = live_metadata(live, plain, metadata)  # type: ignore[attr-defined]
+        return expected
 
     def _with_empty_state(self, saved: Any, path: Path) -> Any:
         """The saved state of an optimizer, with the dict that torch.distributed.checkpoint leaves out because it is empty."""
         if isinstance(saved, dict) and "param_groups" in saved and "state" not in saved:
             # Or something else was selected.
             below = (*path, "state")
-            if not any(told.path[: len(below)] == below for told in self.archive.index.tensors):
+            if not any(tensor.path[: len(below)] == below for tensor in self.archive.index.tensors):
                 return {**saved, "state": {}}
         return saved
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
         """Do as Optimizer.load_state_dict, but in place and in the saved dtype: it would cast to the parameter's."""
         if not is_optimizer_state(saved):
-            self._differs(path, "is an optimizer here", saved)
+            self._add_kind_difference(path, "is an optimizer here", saved)
             return optimizer
         groups = saved["param_groups"]
         sizes = [len(group["params"]) for group in groups]
@@ -273,7 +278,7 @@ class Match:
                 path, f"has parameter groups of {live_sizes} here and of {sizes} in the checkpoint"
             )
             return optimizer
-        if why := is_of_another_kind(optimizer, groups):
+        if why := kind_difference(optimizer, groups):
             self.differences.add(path, f"{why}")
             return optimizer
         for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
@@ -294,34 +299,34 @@ class Match:
         path: Path,
     ) -> None:
         live = optimizer.state.get(param, {})
-        made: dict[Any, Any] = {}
+        state: dict[Any, Any] = {}
         for key, value in saved.items():
-            now = live.get(key)
+            live_tensor = live.get(key)
             if not (isinstance(value, StoredLeaf) and value.kind == "tensor"):
-                made[key] = self._materialized(value)
+                state[key] = self._materialize(value)
                 continue
-            told = self.archive.index.tensors[value.number]
-            fits = (type(now) is torch.Tensor or is_sharded(now)) and (
-                tuple(now.shape),
-                dtype_name(now.dtype),
-            ) == (told.shape, told.dtype)
-            if not fits and told.shape and (room := self._room_for(param, value)) is not None:
-                now = room
+            tensor = self.archive.index.tensors[value.number]
+            fits = (type(live_tensor) is torch.Tensor or is_sharded(live_tensor)) and (
+                tuple(live_tensor.shape),
+                dtype_name(live_tensor.dtype),
+            ) == (tensor.shape, tensor.dtype)
+            if not fits and tensor.shape and (room := self._room_for(param, value)) is not None:
+                live_tensor = room
             elif not fits:
                 # As torch does: `step` stays on the host unless the update kernel reads it from the device.
                 device = param.device if key != "step" or step_on_device else torch.device("cpu")
-                now = self.archive.empty(self.archive.primary(value.number), device)
-            made[key] = self._tensor(now, value, (*path, key))
+                live_tensor = self.archive.empty(self.archive.primary(value.number), device)
+            state[key] = self._tensor(live_tensor, value, (*path, key))
 
         def hand_over() -> None:
-            if made or param in optimizer.state:
-                optimizer.state[param] = made
+            if state or param in optimizer.state:
+                optimizer.state[param] = state
 
         self.actions.append(hand_over)
 
     def _mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
         if not live and path:  # an empty container takes what was saved
-            return self._materialized(saved)
+            return self._materialize(saved)
         names: set[Any] = set()  # that Megatron's tensors have in what was saved
         if len(path) < 2:
             self._groups[path], names = saved, keys_below(live, deep=bool(path))
@@ -330,12 +335,12 @@ class Match:
         self._compare_names([key for key in live if key not in keyed], others, path)
         for key in list(live):
             if key in keyed:
-                self._keyed(live[key], (*path, key))
+                self._megatron_tensor(live[key], (*path, key))
             elif key in others:
                 self._entry(live, key, saved[key], (*path, key))
         return live
 
-    def _keyed(self, live: Any, path: Path) -> None:
+    def _megatron_tensor(self, live: Any, path: Path) -> None:
         """Megatron's, which has a name of its own in the group that it lies in."""
         name = name_of(live, path)
         if live.key in self._groups.get(name[:-1], {}):
@@ -368,13 +373,13 @@ class Match:
 
     def _sequence(self, live: Any, saved: Any, path: Path) -> Any:
         if not live and type(live) is not deque:
-            return self._materialized(saved)
+            return self._materialize(saved)
         if (
             len(live) != len(saved)
             and isinstance(live, list | deque)
             and not any(map(is_filled_in_place, live))
         ):
-            self._set_items(live, self._materialized(list(saved)))  # a history that has grown, say
+            self._set_items(live, self._materialize(list(saved)))  # a history that has grown, say
             return live
         if len(live) != len(saved):
             self.differences.add(path, f"has {len(live)} entries here and {len(saved)} in the checkpoint")
@@ -404,7 +409,7 @@ class Match:
             # Another stage of a pipeline, say, had it, and has it still.
             self.differences.add_unexpected(inner for inner in paths if not self.archive.is_of_some(inner))
 
-    def _materialized(self, saved: Any) -> Any:
+    def _materialize(self, saved: Any) -> Any:
         """A value that is not there yet: new tensors, to be filled with the rest."""
 
         def give(leaf: StoredLeaf) -> Any:
@@ -416,28 +421,28 @@ class Match:
             number = self.archive.primary(leaf.number)
             if number not in self._new:
                 self._new[number] = self.archive.empty(number, torch.device("cpu"))
-                self._want(number, self._new[number])
+                self._request(number, self._new[number])
             return self.archive.leaf(leaf, self._new[number], torch.device("cpu"))
 
         return replaced(saved, give, self.differences.add_value_of_each_rank)
 
     def _array(self, live: Any, saved: StoredLeaf, path: Path) -> Any:
-        value = self._materialized(saved)
+        value = self._materialize(saved)
         if not live.flags.writeable:
             self.differences.add(path, "cannot be filled: it is a read-only numpy array")
         elif not _is_array(value) or (value.shape, value.dtype) != (live.shape, live.dtype):
-            self._differs(path, f"is a numpy array {live.dtype}{list(live.shape)} here", saved)
+            self._add_kind_difference(path, f"is a numpy array {live.dtype}{list(live.shape)} here", saved)
         else:
             self.actions.append(lambda: live.__setitem__(..., value))
         return live
 
-    def _want(self, number: int, tensor: torch.Tensor, offsets: Ints | None = None) -> None:
+    def _request(self, number: int, tensor: torch.Tensor, offsets: Ints | None = None) -> None:
         number = self.archive.primary(number)
         self.wanted[number, offsets, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor, offsets)
 
-    def _differs(self, path: Path, here: str, saved: Any) -> None:
-        if apart := [leaf for leaf in leaves(saved) if isinstance(leaf, ValuesByRank)]:
-            for leaf in apart:
+    def _add_kind_difference(self, path: Path, here: str, saved: Any) -> None:
+        if of_ranks := [leaf for leaf in leaves(saved) if isinstance(leaf, ValuesByRank)]:
+            for leaf in of_ranks:
                 self.differences.add_value_of_each_rank(leaf)
             return
         kind = saved.kind if isinstance(saved, StoredLeaf) else _class_of(saved).__qualname__

@@ -19,7 +19,7 @@ import torch
 
 from ...state.optimizers import groups_of, has_own, names_in, parts_of
 from ...state.wrappers import same_but_wrapped
-from .kinds import is_of_another_kind, is_optimizer_state, state_of_parameter
+from .kinds import is_optimizer_state, kind_difference, state_of_parameter
 
 _STATE: Final = "state."
 _GROUPS: Final = "param_groups."
@@ -59,7 +59,7 @@ def form_of(state: Any) -> Form:
     return Form.FLAT if _is_flat(state) else Form.OTHER
 
 
-class Taker:
+class OptimizerConverter:
     """A live optimizer, and the form in which its `load_state_dict` takes a state.
 
     Where that is torch's own, it takes numbers, and where it is another one, the form that its own `state_dict` gives. That is asked
@@ -90,7 +90,7 @@ class Taker:
             self._own = self._state_dict_of(live)
         return form_of(self._own)
 
-    def takes(self, saved: Any, *, is_of_some: Callable[[str], bool]) -> Any:
+    def convert(self, saved: Any, *, is_of_some: Callable[[str], bool]) -> Any:
         """The saved state, in its form. Flat entries that only some ranks have saved may be of no use here.
 
         Raises ValueError, with what to say of it, where a parameter has no name there, or where they are grouped otherwise.
@@ -103,19 +103,19 @@ class Taker:
             return {k: v for k, v in saved.items() if not is_of_some(k) or _name_in(k, names) in names}
         if form is self.form or Form.OTHER in (form, self.form):
             return saved
-        told = self._named(saved) if form is Form.NUMBERED else _by_name(saved)
+        by_name = self._named(saved) if form is Form.NUMBERED else _by_name(saved)
         if self.form is Form.FLAT:  # settings that the checkpoint does not have stay as they are here
             own = {key: value for key, value in self._own.items() if key.startswith(_GROUPS)}
-            return {**own, **_flattened(told)}
-        return _grouped(told, self._ids(told), is_of_some)
+            return {**own, **_flatten(by_name)}
+        return _group(by_name, self._ids(by_name), is_of_some)
 
     def with_room(self, state: Any, saved: Any, make: Callable[[torch.Tensor, Any], Any]) -> Any:
         """Its own state, copied as far as it consists of dicts, with an entry for all that was saved of its parameters, in the same
         form: `make` gives it for a parameter, and what was saved.
         """
-        state = _copied(state)
-        for parameter, live, told in self._pairs(state, saved):
-            for key, value in told.items():
+        state = _copy(state)
+        for parameter, live, saved_entries in self._pairs(state, saved):
+            for key, value in saved_entries.items():
                 if key not in live:
                     live[key] = make(parameter, value)
         return state
@@ -142,7 +142,7 @@ class Taker:
             live = inner
         return [group["params"] for group in live]
 
-    def _ids(self, told: _ByName) -> list[list[tuple[Any, str]]]:
+    def _ids(self, by_name: _ByName) -> list[list[tuple[Any, str]]]:
         """The keys of a parameter in a state of its form, and in one by names; by groups."""
         if self.form is Form.NESTED:
             return [[(name, name) for name in group["params"]] for group in self._own["param_groups"]]
@@ -151,7 +151,7 @@ class Taker:
         for group in self._groups():
             groups.append([])
             for parameter in group:
-                groups[-1].append((number, _name_of(parameter, known, told.group_of)))
+                groups[-1].append((number, _name_of(parameter, known, by_name.group_of)))
                 number += 1
         _refuse_twice([name for group in groups for _, name in group])
         return groups
@@ -162,16 +162,21 @@ class Taker:
         own = {*_by_name(self._own).group_of}
         given = [group.get("param_names", ()) for group in groups]
         names = [list(names) for names in given]
-        if [len(one) for one in names] != _sizes(groups) or own != {name for one in names for name in one}:
+        if [len(group_names) for group_names in names] != _sizes(groups) or own != {
+            name for group_names in names for name in group_names
+        }:
             live = self._groups()
             if list(map(len, live)) != _sizes(groups):
                 raise ValueError(
                     f"has parameter groups of {list(map(len, live))} here and of {_sizes(groups)} in the checkpoint"
                 )
             known = self._known()
-            names = [[_name_of(parameter, known, own, _IS_NUMBERED) for parameter in one] for one in live]
+            names = [
+                [_name_of(parameter, known, own, _IS_NUMBERED) for parameter in group_names]
+                for group_names in live
+            ]
         self._refuse_another_kind(groups)
-        _refuse_twice([name for one in names for name in one])
+        _refuse_twice([name for group_names in names for name in group_names])
         pairs = [
             (number, name, i)
             for i, (group, own_names) in enumerate(zip(groups, names, strict=True))
@@ -185,7 +190,7 @@ class Taker:
         for part in parts_of(self._optimizer):
             own = list(groups[at : at + len(part.param_groups)])
             at += len(own)
-            if own and (why := is_of_another_kind(part, own)):
+            if own and (why := kind_difference(part, own)):
                 raise ValueError(why)
 
     def _with_live_names(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -193,16 +198,16 @@ class Taker:
         own = self._optimizer.param_groups if self._own is None else self._own["param_groups"]
         is_same = _sizes(own) == _sizes(groups)
         keeps = has_own(self._optimizer, "load_state_dict")
-        made = []
+        merged = []
         for i, group in enumerate(groups):
             live = own[i].get("param_names") if is_same else None
-            told = group.get("param_names", ())
+            saved_names = group.get("param_names", ())
             group = {key: value for key, value in group.items() if key != "param_names"}
-            if keeps and live is not None and told:
-                is_alike = len(live) == len(told) and all(map(same_but_wrapped, live, told))
-                group["param_names"] = live if is_alike else told
-            made.append(group)
-        return made
+            if keeps and live is not None and saved_names:
+                is_alike = len(live) == len(saved_names) and all(map(same_but_wrapped, live, saved_names))
+                group["param_names"] = live if is_alike else saved_names
+            merged.append(group)
+        return merged
 
     # --- both sides -------------------------------------------------------------------------------------------
 
@@ -216,11 +221,11 @@ class Taker:
         elif self.form is Form.OTHER:
             return
         else:
-            known, told = self._known(), {*_by_name(saved).group_of}
+            known, names = self._known(), {*_by_name(saved).group_of}
             parameters = {}
             for parameter in (one for group in groups_of(self._optimizer) for one in group["params"]):
                 with suppress(ValueError):
-                    parameters[_name_of(parameter, known, told)] = parameter
+                    parameters[_name_of(parameter, known, names)] = parameter
         if self.form is Form.FLAT:
             for key, value in saved.items():
                 name = _name_in(key, parameters)
@@ -228,59 +233,62 @@ class Taker:
                     yield parameters[name], state, {key: value}
             return
         states = state.setdefault("state", {})
-        for called, parameter in parameters.items():
-            told_of_it = state_of_parameter(saved["state"], called)
-            if isinstance(told_of_it, dict) and told_of_it:
-                yield parameter, states.setdefault(called, {}), told_of_it
+        for identifier, parameter in parameters.items():
+            saved_entries = state_of_parameter(saved["state"], identifier)
+            if isinstance(saved_entries, dict) and saved_entries:
+                yield parameter, states.setdefault(identifier, {}), saved_entries
 
 
 def _by_name(saved: Mapping[str, Any]) -> _ByName:
     return _nested(saved) if _is_nested(saved) else _flat(saved)
 
 
-def _grouped(
-    told: _ByName, ids: list[list[tuple[Any, str]]], is_of_some: Callable[[str], bool]
+def _group(
+    by_name: _ByName, ids: list[list[tuple[Any, str]]], is_of_some: Callable[[str], bool]
 ) -> dict[str, Any]:
     """Nested, in these groups of parameters: what each of them is called there, and its name."""
     states: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
-    left = {*told.group_of}
+    left = {*by_name.group_of}
     for group in ids:
         own = {name for _, name in group}
-        if unknown := own - told.group_of.keys():
+        if unknown := own - by_name.group_of.keys():
             raise ValueError(f"has parameters that the checkpoint lacks: {', '.join(sorted(unknown))[:200]}")
-        states |= {called: told.states.get(name, {}) for called, name in group}
-        of = sorted({told.group_of[name] for name in own})
-        together = [name for name, number in told.group_of.items() if number in of]
-        if not told.is_flat and (len(of) > 1 or {*together} != own):
+        states |= {identifier: by_name.states.get(name, {}) for identifier, name in group}
+        sources = sorted({by_name.group_of[name] for name in own})
+        together = [name for name, number in by_name.group_of.items() if number in sources]
+        if not by_name.is_flat and (len(sources) > 1 or {*together} != own):
             raise ValueError(f"has other groups of parameters in the checkpoint: {', '.join(together)[:200]}")
-        settings = told.groups[of[0]] if of else {}
-        groups.append({**settings, "params": [called for called, _ in group]})
+        settings = by_name.groups[sources[0]] if sources else {}
+        groups.append({**settings, "params": [identifier for identifier, _ in group]})
         left -= own
-    left = {name for name in left if not told.is_flat or not is_of_some(told.key_of(name))}
+    left = {name for name in left if not by_name.is_flat or not is_of_some(by_name.key_of(name))}
     if left:
         raise ValueError(
             f"has parameters in the checkpoint that it lacks here: {', '.join(sorted(left))[:200]}"
         )
-    return {"state": {called: state for called, state in states.items() if state}, "param_groups": groups}
+    return {
+        "state": {identifier: state for identifier, state in states.items() if state},
+        "param_groups": groups,
+    }
 
 
-def _flattened(told: _ByName) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+def _flatten(by_name: _ByName) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
 
     def add(at: str, value: Any) -> None:
         if type(value) is dict and value:
             for key, inner in value.items():
                 add(f"{at}.{key}", inner)
         else:
-            made[at] = value
+            entries[at] = value
 
-    for name, state in told.states.items():
+    for name, state in by_name.states.items():
         for key, value in state.items():
             add(f"{_STATE}{name}.{key}", value)
-    for name, group in told.group_of.items():
-        made |= {f"{_GROUPS}{name}.{key}": value for key, value in told.groups[group].items()}
-    return made
+    for name, group in by_name.group_of.items():
+        entries |= {f"{_GROUPS}{name}.{key}": value for key, value in by_name.groups[group].items()}
+    return entries
 
 
 _IS_NAMED: Final = (
@@ -295,10 +303,10 @@ _IS_NUMBERED: Final = (
 
 
 def _name_of(parameter: torch.Tensor, known: Names, there: Collection[str], why: str = _IS_NAMED) -> str:
-    found = sorted({*known.get(id(parameter), ())}.intersection(there))
-    if not found:
+    candidates = sorted({*known.get(id(parameter), ())}.intersection(there))
+    if not candidates:
         raise ValueError(why)
-    return found[0]
+    return candidates[0]
 
 
 def _refuse_twice(names: Sequence[str]) -> None:
@@ -317,11 +325,11 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _copied(state: Any) -> Any:
+def _copy(state: Any) -> Any:
     """Its dicts and lists are others, and what is in them is not."""
     if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return list(map(_copied, state)) if type(state) is list else state
+        return {key: _copy(value) for key, value in state.items()}
+    return list(map(_copy, state)) if type(state) is list else state
 
 
 def _is_nested(saved: Any) -> bool:
@@ -331,12 +339,12 @@ def _is_nested(saved: Any) -> bool:
     params = [group.get("params") if isinstance(group, dict) else None for group in groups]
     if not all(isinstance(own, list) for own in params):
         return False
-    found = [name for own in params for name in own or ()]
+    names = [name for own in params for name in own or ()]
     states = saved.get("state", {}).values()
     return (
-        bool(found)
-        and all(type(name) is str for name in found)
-        and all(isinstance(one, dict) for one in states)
+        bool(names)
+        and all(type(name) is str for name in names)
+        and all(isinstance(state, dict) for state in states)
     )
 
 
@@ -364,7 +372,7 @@ def _flat(saved: Mapping[str, Any]) -> _ByName:
     names = {*settings}
     for key in saved:
         if key.startswith(_STATE):
-            name, rest = _parsed(key, _STATE, names)
+            name, rest = _parse_key(key, _STATE, names)
             *above, last = rest.split(".")
             into = states.setdefault(name, {})
             for part in above:  # what an optimizer keeps of a parameter may be nested itself
@@ -376,14 +384,14 @@ def _flat(saved: Mapping[str, Any]) -> _ByName:
 
 def _name_in(key: str, names: Collection[str]) -> str:
     """The parameter that a key of a flat state is about."""
-    return _parsed(key, _STATE if key.startswith(_STATE) else _GROUPS, names)[0]
+    return _parse_key(key, _STATE if key.startswith(_STATE) else _GROUPS, names)[0]
 
 
-def _parsed(key: str, prefix: str, names: Collection[str]) -> tuple[str, str]:
+def _parse_key(key: str, prefix: str, names: Collection[str]) -> tuple[str, str]:
     """The parameter that a key is about, and what of it: both may have dots."""
     name, _, rest = key[len(prefix) :].rpartition(".")
-    known, told = name, rest
+    known, setting = name, rest
     while known and known not in names:
         known, _, part = known.rpartition(".")
-        told = f"{part}.{told}"
-    return (known, told) if known else (name, rest)
+        setting = f"{part}.{setting}"
+    return (known, setting) if known else (name, rest)

@@ -29,7 +29,7 @@ class LiveStateDicts:
     def of(self, value: Any) -> Any:
         """Raises what its `state_dict()` has raised."""
         if id(value) not in self._taken:
-            self._taken[id(value)] = (value, *_taken_from(value))
+            self._taken[id(value)] = (value, *_take(value))
         _, state, error = self._taken[id(value)]
         if error is not None:
             raise error
@@ -56,13 +56,13 @@ class LiveStateDicts:
                 return
             else:
                 inner = list(fields_of(value).values()) if is_record(value) else []
-            for one in inner:
-                visit(one)
+            for item in inner:
+                visit(item)
 
         visit(state)
 
 
-def _taken_from(value: Any) -> tuple[Any, Exception | None]:
+def _take(value: Any) -> tuple[Any, Exception | None]:
     try:
         return value.state_dict(), None
     except Exception as error:
