@@ -1,7 +1,7 @@
-"""The layout of a step, made again from the indices of all its archives.
+"""The layout of a step, rebuilt from the indices of all its archives.
 
-In: a run, and a step that several ranks have saved. Out: `layout.<attempt>.rebuilt.json` in its folder. Knows nothing
-of: bytes of tensors.
+In: a run, and a step that several ranks have saved. Out: `layout.<attempt>.rebuilt.json` in its folder.
+Knows nothing of: bytes of tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _compact_json: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class ArchiveAccount(NamedTuple):
-    """One archive's account of its rank: the structure of its state, and what it has written."""
+    """An archive's account of its rank: the structure of the rank's state, and the boxes that it has written."""
 
     structure: str
     written: Mapping[str, set[Box]]
@@ -38,13 +38,13 @@ class ArchiveAccount(NamedTuple):
 
 
 def rebuild_layout(run: Anywhere, step: int) -> str:
-    """Make the layout of a step that several ranks have saved again, from the indices of all its archives.
+    """Rebuild the layout of a step that several ranks have saved, from the indices of all its archives.
 
         async_ckpt.files.rebuild_layout("runs/a", 500)
 
-    Loading needs this only if its error says so: if hundreds of ranks have saved the step, and what tells a reader
-    whose archives it needs is missing or damaged. The new layout is written beside the old one, and its path or URL is
-    returned. Nothing else is changed.
+    Loading needs this only if its error says so: hundreds of ranks have saved the step, and the layout that tells a
+    reader which archives it needs is missing or damaged. The new layout is written beside the old one, and its path or
+    URL is returned. Nothing else is changed.
 
     Args:
         run: the root of the run, or the folder of the step; a path, a URL or a Place.
@@ -86,7 +86,10 @@ def _read_accounts(named: NamedArchives) -> list[ArchiveAccount]:
 
 
 def account_of(index: Index, per_rank: Sequence[str] | Any = ()) -> ArchiveAccount:
-    """`per_rank` are the dotted names of what each rank has for itself, which is no part of a structure."""
+    """The account that an index gives of its rank.
+
+    `per_rank` are the dotted names of values that each rank has separately, which are not part of a structure.
+    """
     per_rank_names, lines, written, aliases = frozenset(per_rank), [], dict[str, set[Box]](), set[str]()
     for tensor in index.tensors:
         if is_within(dotted(tensor.path), per_rank_names):
@@ -111,8 +114,9 @@ def account_of(index: Index, per_rank: Sequence[str] | Any = ()) -> ArchiveAccou
 
 
 def layout_of(accounts: Sequence[ArchiveAccount], root: Mesh | None = None) -> StepLayout:
-    """The layout that these make together, in the order of ranks: that which follows from arithmetic in its words, and
-    the rest as it is.
+    """The layout of a step, given the accounts in the order of ranks.
+
+    Boxes that follow from arithmetic are left to it; the others are listed.
     """
     classes: dict[str, list[int]] = {}
     structures: dict[str, str] = {}
@@ -137,6 +141,6 @@ def layout_of(accounts: Sequence[ArchiveAccount], root: Mesh | None = None) -> S
 
 
 def _irregular(layout: StepLayout, accounts: Sequence[ArchiveAccount], aliases: set[str]) -> set[int]:
-    """The ranks that have written something else than follows from a layout."""
+    """The ranks that have written other boxes than follow from a layout."""
     writers = ShardLocator(layout, aliases)
     return {rank for rank, account in enumerate(accounts) if writers.boxes_of(rank) != account.written}

@@ -1,10 +1,10 @@
-"""From which step a run goes on: the newest, the one that was asked for, or with several ranks the one that rank 0
-names.
+"""The step that a run continues from: the newest, or with several ranks the one that rank 0 names.
 
-In: runs, and what is to be made of a step's archives. Out: the step, and what was made. Knows nothing of: live objects.
+In: runs, and a function for a step's archives. Out: the step, and the function's result. Knows nothing of: live
+objects.
 
-Several ranks must not start from different steps, whatever each of them sees or can read. So without a step of the
-user's rank 0 names one, and nobody falls back to an older one alone.
+Several ranks must not start from different steps, whatever each of them sees or can read. So if the user gives no step,
+rank 0 names one, and no rank falls back to an older one alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .archives.step_archives import Readers
 
 T = TypeVar("T")
 
-# How long a root may hide from one rank what another sees there: NFS does so for a minute.
+# How long a rank may not see a step that another rank sees: NFS hides it for up to a minute.
 SEEN_SECONDS: Final = 120.0
 _LOOK_SECONDS: Final = 0.2
 _FINE: Final = "fine"
@@ -32,7 +32,7 @@ _CORRUPT: Final = "corrupt"
 
 
 class SeeOwnSaves(Protocol):
-    """Returns when the saves that this rank has under way are decided; `meanwhile` is called now and then."""
+    """A function that returns when the saves of this rank are decided. `meanwhile` is called now and then."""
 
     def __call__(self, *, meanwhile: Callable[[], None] = ...) -> None: ...
 
@@ -48,13 +48,13 @@ def resume(
     fallback: bool,
     on_corrupt: Callable[[int, CorruptCheckpointError], None],
 ) -> tuple[int, T] | None:
-    """The newest committed step that can be read, and what `use` makes of it; None where nothing is committed.
+    """The newest committed step that can be read, and the result of `use` for it; None if nothing is committed.
 
-    The saves that each rank has under way are decided first: on rank 0 before it names a step.
+    Each rank first waits for its own saves under way; rank 0 does so before it names a step.
 
-    With `talk`, all ranks take the step that rank 0 names. One that finds it corrupt raises; with `fallback` it says
-    so, and rank 0 names an older one to all. What else one raises then is PeerFailedError on the others. Raises
-    CorruptCheckpointError, NotCommittedError, StorageUnavailableError, PeerFailedError.
+    With `talk`, all ranks take the step that rank 0 names. A rank that finds it corrupt raises; with `fallback` it
+    tells the others, and rank 0 names an older step. Any other error of a rank is then a PeerFailedError on the
+    others. Raises CorruptCheckpointError, NotCommittedError, StorageUnavailableError, PeerFailedError.
     """
     if talk is None or talk.rank:
         see_own_saves()
@@ -72,7 +72,7 @@ def resume(
             on_corrupt(step, error)
             continue
         except BaseException as error:
-            if fallback:  # the others wait for a word of this rank's
+            if fallback:  # the others wait for the answer of this rank
                 _say_failure(talk, step, error)
             raise
         if not fallback or _is_fine_everywhere(talk, step, is_fine=True):
@@ -89,7 +89,7 @@ def resume(
 def _agreed_step(
     roots: Roots, talk: Talk, corrupt: dict[int, CorruptCheckpointError], see_own_saves: SeeOwnSaves
 ) -> int | None:
-    """The step that rank 0 names after these were found corrupt, once this rank sees it, too."""
+    """The step that rank 0 names, other than the corrupt ones. Returns once this rank sees it, too."""
     key = f"{len(corrupt)}/step"
     if talk.rank == 0:
         try:
@@ -135,7 +135,8 @@ def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
             pass
         if monotonic() > deadline:
             raise PeerFailedError(
-                f"{roots!r}: rank 0 restores step {step}, which rank {rank} does not see there; give a root that all ranks share",
+                f"{roots!r}: rank 0 restores step {step}, which rank {rank} does not see there; give a root that all "
+                "ranks share",
                 rank=0,
                 undecided=False,
             )
@@ -143,10 +144,7 @@ def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
 
 
 def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
-    """Whether all ranks could read a step.
-
-    Waits until each has said so. Raises PeerFailedError where one has failed.
-    """
+    """True if all ranks could read a step. Waits for the answer of each. Raises PeerFailedError if one has failed."""
     talk.say(f"{step}/{talk.rank}", _FINE if is_fine else _CORRUPT)
     if talk.rank == 0:
         words = talk.hear([f"{step}/{rank}" for rank in range(talk.size)], "what the other ranks read")
@@ -164,7 +162,7 @@ def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
 
 
 def _say_failure(talk: Talk, step: int, error: BaseException) -> None:
-    """Have all ranks fail: the error is no damage, so an older step would not do. Does not wait."""
+    """Tell all ranks to fail: an older step would not help, as the error is not damage. Does not wait."""
     word = json.dumps({"rank": talk.rank, "error": in_words(error)})
     talk.say(f"{step}/{talk.rank}", word)
     if talk.rank == 0:

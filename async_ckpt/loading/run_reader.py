@@ -1,4 +1,4 @@
-"""Reading of a run and of its steps, as far as no live object is needed.
+"""The reading of a run and its steps without live objects.
 
 In: the roots of a run. Out: steps, records, states. Knows nothing of: saves.
 """
@@ -23,19 +23,19 @@ from .load import check_verify, state_of
 class RunReader:
     """The reading side of a checkpointer. It changes nothing on storage.
 
-    Each call but `steps` first waits for the saves that this checkpointer has under way, so that it sees what they
-    commit. It goes on without one that fails, with a warning. On a thread of the library it raises RuntimeError
-    instead of waiting.
+    Every method except `steps` first waits for the saves that this checkpointer has under way, so that it sees their
+    commits. A save that fails is ignored, with a warning. On a thread of the library, RuntimeError is raised instead of
+    waiting.
     """
 
     root: str
     _roots: Roots
 
     def _see_own_saves(self, reader: str) -> None:
-        """Return when what this object writes itself can be seen by `reader`."""
+        """Return when the saves of this object are decided, so that `reader` sees them."""
 
     def steps(self) -> list[int]:
-        """The steps that are committed by now, ascending. Unlike all other calls that read, it never waits for a save.
+        """The steps that are committed by now, ascending. Unlike the other readers, it never waits for a save.
 
         ckpt.steps()  # [100, 200, 300]
         """
@@ -89,8 +89,9 @@ class RunReader:
         types: Iterable[type] = (),
         from_ranks: Mapping[str, int] | None = None,
     ) -> Any:
-        """Read the state of a step, by default the newest. Waits for saves that are under way, as `restore` does;
-        everything else is as for `async_ckpt.load`.
+        """Read the state of a step, by default the newest. Waits for saves that are under way, as `restore` does.
+
+        Everything else is as for `async_ckpt.load`.
 
             weights = ckpt.load(100, select="model")["model"]
 

@@ -1,11 +1,10 @@
-"""Ranks that hold the same read a part each, and broadcast it to the others of their group.
+"""Ranks that hold the same tensors read a part each, and broadcast it to the others of their group.
 
-In: what each of them is to fill, and a process group of the caller's. Out: the same, filled. Knows nothing of:
-archives, steps.
+In: the memory that each rank has to fill, and a process group of the caller. Out: the same memory, filled.
+Knows nothing of: archives, steps.
 
-Collectives are called here alone, on the thread that restores, and in the same order whatever happens: each rank first
-reads its part, or fails; then all say how that went; and only if it went well everywhere, what they have read is
-broadcast.
+Collectives are called only here, on the thread that restores, and in the same order whatever happens: each rank first
+reads its part, or fails; then all exchange the outcome; and only if all succeeded, the parts are broadcast.
 """
 
 from __future__ import annotations
@@ -23,20 +22,23 @@ from ..staging.device import flat_bytes
 from .fill import Wanted
 
 T = TypeVar("T")
-# What is smaller goes with others, in one message.
+# Smaller tensors are sent together, in one message.
 _SMALL_BYTES: Final = MIB
 _MESSAGE_BYTES: Final = 64 * MIB
 
 
 class Item(NamedTuple):
-    """Memory that each rank of the group has to fill with the same bytes, which `name` says for all of them."""
+    """Memory that each rank of the group has to fill with the same bytes. `name` identifies it on all of them."""
 
     name: str
     wanted: Wanted
 
 
 class Sharing:
-    """One restore of the ranks of a group. Raises ValueError for what is no group that this rank is in."""
+    """One restore by the ranks of a group, on the thread that restores. `AsyncCheckpointer.restore` creates it.
+
+    Raises ValueError without an initialised process group, and TypeError for anything that is not a group.
+    """
 
     def __init__(self, group: Any) -> None:
         import torch.distributed as dist
@@ -45,7 +47,8 @@ class Sharing:
             raise ValueError("broadcast= is a process group, and none is initialised")
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
-                f"broadcast must be a process group, such as mesh.get_group('replicate') or dist.group.WORLD, got {group!r:.100}"
+                "broadcast must be a process group, such as mesh.get_group('replicate') or dist.group.WORLD, got "
+                f"{group!r:.100}"
             )
         self._dist, self._group = dist, group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
@@ -57,7 +60,7 @@ class Sharing:
         self._actions: list[Callable[[], None]] = []
 
     def own(self, items: Sequence[Item]) -> list[Wanted]:
-        """The part of these that this rank is to read; about as many bytes as each other rank."""
+        """The part of these that this rank reads, about as many bytes as each other rank."""
         self._forget()
         self._items = list(items)
         total, at = sum(item.wanted.into.nbytes for item in items), 0
@@ -69,13 +72,14 @@ class Sharing:
         ]
 
     def afterwards(self, actions: Iterable[Callable[[], None]]) -> None:
-        """The work to be done once everything is there."""
+        """Defer these actions until all parts have been received."""
         self._actions += actions
 
     def restore(self, read: Callable[[], T], read_all: Callable[[T], object]) -> T:
-        """The result of `read`, alike on all ranks, once it has filled this rank's part; `read_all` fills all of it.
+        """Fill everything, and return the result of `read`, which must be the same on all ranks.
 
-        Raises what `read` raises, and PeerFailedError if it has raised on another rank.
+        `read` fills this rank's part. `read_all` fills all of it, and is called if the ranks hold different slices.
+        Raises the error of `read`, and PeerFailedError if it has failed on another rank.
         """
         result: T | None = None
         error: Exception | None = None
@@ -97,19 +101,20 @@ class Sharing:
             if failure is not None:
                 rank = self._dist.get_global_rank(self._group, number)
                 raise PeerFailedError(
-                    f"rank {rank} could not read its part of what is broadcast: {failure} - and the live state is partly overwritten by "
-                    "now: restore another step before training on",
+                    f"rank {rank} could not read its part of what is broadcast: {failure} - and the live state is "
+                    "partly overwritten by now: restore another step before training on",
                     rank=rank,
                     undecided=False,
                 )
         if any(step != result for step, _, _ in answers):
             raise ValueError(
-                f"the ranks of broadcast= restore different steps: {[step for step, _, _ in answers]}; give all of them the same"
+                f"the ranks of broadcast= restore different steps: {[step for step, _, _ in answers]}; give all of "
+                "them the same"
             )
         if any(digest != own_answer[1] for _, digest, _ in answers):
             warnings.warn(
-                "the ranks of broadcast= hold different slices, so each of them reads all of its own; give the group of ranks that hold "
-                "the same, such as mesh.get_group('replicate')",
+                "the ranks of broadcast= hold different slices, so each of them reads all of its own; give the group "
+                "of ranks that hold the same, such as mesh.get_group('replicate')",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -136,7 +141,7 @@ class Sharing:
             if not tensor.nbytes:
                 continue
             if not tensor.is_inference() and owner != self._rank:
-                torch.autograd.graph.increment_version(tensor)  # others see by it that it was written to
+                torch.autograd.graph.increment_version(tensor)  # autograd detects writes by it
             if tensor.nbytes < _SMALL_BYTES:
                 small.setdefault((owner, tensor.device), []).append(tensor)
             else:
@@ -147,7 +152,7 @@ class Sharing:
                 self._send(tensors[begin : begin + at_once], owner)
 
     def _send(self, tensors: Sequence[torch.Tensor], owner: int) -> None:
-        """From one rank to the others, as bytes: not every backend knows every dtype."""
+        """Broadcast tensors from their owner, as bytes: not every backend supports every dtype."""
         with torch.inference_mode():
             is_one_dense = len(tensors) == 1 and _is_dense(tensors[0])
             parts = [

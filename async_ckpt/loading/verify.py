@@ -1,9 +1,9 @@
-"""A verification, told once: every byte of an archive, a step or a run is read and compared with its digest.
+"""Verification: every byte of an archive, a step or a run is read and compared with its digest.
 
-In: a path. Out: a report of what is sound, or one error that names what is not. Knows nothing of: tensors, states.
+In: a path. Out: a report, or one error that names all damage. Knows nothing of: tensors, states.
 
-Bytes are read as a load reads them, into the same ring of buffers, and go nowhere from there: the memory that it takes
-does not grow with the archive. Nothing is decoded or unpickled. An archive that several steps share is read once.
+Bytes are read as by a load, into the same ring of buffers, and dropped, so the memory does not grow with the archive.
+Nothing is decoded or unpickled. An archive that several steps share is read once.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _READS_ALL: Final = Readers(reads_all=True)
 
 
 def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
-    """Verify what is at a path: an archive, the folder of a step, or every committed step of a run.
+    """Verify the content of a path: an archive, the folder of a step, or every committed step of a run.
 
-    Raises CorruptCheckpointError; of a run, after all of it was read.
+    Raises CorruptCheckpointError; for a run, after all of it has been read.
     """
     begin = clock()
     verification = _Verification()
@@ -75,17 +75,17 @@ def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
 
 
 class _Verification:
-    """The archives read so far. An archive that is shared is known by its name and its own digest."""
+    """The archives that a verification has read. `verify_path` creates one, and all of its steps share it.
+
+    Archives are identified by their path and their own digest, so that one that steps share is read once.
+    """
 
     def __init__(self) -> None:
         self.errors: dict[tuple[str, str], CorruptCheckpointError | None] = {}
         self.num_bytes = 0
 
     def compare(self, parts: Sequence[Part]) -> None:
-        """Read the archives of a step that were not read yet.
-
-        Raises CorruptCheckpointError when any of them is damaged.
-        """
+        """Read the archives of a step that have not been read yet. Raises CorruptCheckpointError if one is damaged."""
         check_lent(parts, None)
         files = (_require_digests(file) for part in parts for file in part.archive.files)
         archives = {(archive.path, archive.digest): archive for archive in files}
@@ -117,14 +117,14 @@ def _require_digests(file: Contents) -> OpenArchive:
 
 
 def _reads(archive: OpenArchive) -> list[Read]:
-    """All that the digests cover and that was not read when the archive was opened."""
+    """The reads of all bytes that the digests cover, except those read when the archive was opened."""
     covered = archive.index.digests.data.offset
     begins = range(archive.num_begun, covered, READ_BYTES)
     return [Read(archive, Extent(begin, min(READ_BYTES, covered - begin)), []) for begin in begins]
 
 
 def _verify_run(storage: Storage, verification: _Verification) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The steps of a run, all of them sound, and notes on its trackers."""
+    """The steps of a run and notes on its trackers. Raises an error if a step is not sound."""
     root = storage.locate("")
     for _ in range(TRIES):
         trackers = _trackers(storage)
@@ -153,7 +153,7 @@ def _verify_run(storage: Storage, verification: _Verification) -> tuple[tuple[in
 def _run_error(
     root: str, sound: Sequence[int], errors: Sequence[tuple[int, CheckpointError]]
 ) -> CheckpointError:
-    """One error for all steps of a run that are damaged; one that is only too new counts when none is."""
+    """One error for all damaged steps of a run; that of a step in a newer format only if no step is damaged."""
     damaged = [step for step, error in errors if isinstance(error, CorruptCheckpointError)]
     if not damaged:
         return errors[0][1]
@@ -179,16 +179,16 @@ def _with_notes(error: CorruptCheckpointError, others: Sequence[CheckpointError]
 
 
 def _trackers(storage: Storage) -> dict[str, str]:
-    """The content of the trackers that are there, by their names."""
+    """The content of the existing trackers, by their names."""
     texts = {}
     for name in TRACKERS:
-        with suppress(FileNotFoundError, StorageUnavailableError):  # nobody depends on them
+        with suppress(FileNotFoundError, StorageUnavailableError):  # no reader depends on them
             texts[name] = storage.read(name)[0][:100].decode(errors="replace").strip()
     return texts
 
 
 def _notes(trackers: Mapping[str, str], steps: Sequence[int]) -> tuple[str, ...]:
-    """Where a tracker does not name the newest step; it may be another program's word."""
+    """Notes on trackers that do not name the newest step; another program may have written them."""
     notes = []
     for name, text in trackers.items():
         name_of_step = numbered(text)

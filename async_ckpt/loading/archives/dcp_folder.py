@@ -20,7 +20,7 @@ import torch
 
 from ...errors import CorruptCheckpointError, UntrustedObjectError
 from ...format import dcp, digests
-from ...format.dcp import Blob, Lying, StoredTensor
+from ...format.dcp import Blob, StoredTensor, TensorLocation
 from ...format.index import Index, IndexedTensor, Member, Slice
 from ...host.threads import run_together
 from ...pickles import saved_objects
@@ -170,18 +170,18 @@ class OpenDcp(Contents):
             return file.read(Extent(offset, length))
 
         try:
-            lying = dcp.tensor_in(read, blob)
-        except dcp.OthersReadError as error:
+            location = dcp.locate_tensor(read, blob)
+        except dcp.TorchOnlyError as error:
             raise CorruptCheckpointError(
                 f"{file.path}: at byte {blob.offset:,}: {error}; load it with torch.distributed.checkpoint",
                 path=file.path,
             ) from error
         except ValueError as error:
             raise file.corrupt(f"at byte {blob.offset:,}: {error}") from error
-        if lying.is_dense:
-            self._locations[blob] = file, Extent(lying.begin, lying.num_bytes)
+        if location.is_dense:
+            self._locations[blob] = file, Extent(location.begin, location.num_bytes)
         else:
-            ordered = _dense_bytes(lying, read(lying.begin, lying.num_bytes))
+            ordered = _dense_bytes(location, read(location.begin, location.num_bytes))
             self._locations[blob] = (
                 _TensorFile(JoinedFile((ordered,)), path=file.path),
                 Extent(0, len(ordered)),
@@ -247,8 +247,8 @@ class _NamedLeaf:
         self.name = name
 
 
-def _dense_bytes(lying: Lying, data: bytes) -> bytes:
+def _dense_bytes(location: TensorLocation, data: bytes) -> bytes:
     """The items of a tensor row by row, if it was saved in another order, such as channels last."""
-    flat = torch.frombuffer(bytearray(data), dtype=dtype_named(lying.dtype))
-    dense = flat.as_strided(lying.shape, lying.strides).contiguous()
+    flat = torch.frombuffer(bytearray(data), dtype=dtype_named(location.dtype))
+    dense = flat.as_strided(location.shape, location.strides).contiguous()
     return dense.view(-1).view(torch.uint8).numpy().tobytes()

@@ -1,9 +1,9 @@
-"""Live and saved objects, side by side: which live memory each saved tensor belongs to.
+"""Live and saved objects, side by side: the live memory that each saved tensor belongs to.
 
-In: live objects, and the structure of an archive. Out: what is to be read where, what is to be set then, and what does
-not fit. Knows nothing of: files, steps.
+In: live objects, and the structure of an archive. Out: tensors to fill, actions to take then, and differences.
+Knows nothing of: files, steps.
 
-Modules and torch's own optimizers are looked into; an object with its own `load_state_dict` gets its value through that.
+Modules and torch's own optimizers are filled directly; other objects get their value by their own `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from .state_dicts import LiveStateDicts
 class Match:
     """One walk over the live objects and the saved structure, side by side, on the thread that restores.
 
-    `wanted` fills live tensors, and new ones for what will be handed over; `actions` then do the handing; `differences` are what
-    does not fit.
+    `restore_state` creates one for each archive. `wanted` fills live tensors, and new ones for values that `actions`
+    then set; `differences` lists what does not fit.
     """
 
     def __init__(
@@ -61,30 +61,31 @@ class Match:
         state_dicts: LiveStateDicts,
         root: Any = None,
     ) -> None:
-        """`chosen` is what was selected, None for all; `root` all of the live state, whose modules know the names of parameters."""
+        """`chosen` is the selection, None for all; `root` is the whole live state, whose modules name parameters."""
         self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
         self.differences = Differences(chosen)
         self.archive, self._objects = archive, objects
-        self._new: dict[int, torch.Tensor] = {}  # memory for tensors that have no live counterpart
+        self._new: dict[int, torch.Tensor] = {}  # memory of tensors without a live counterpart
         self._state_dicts, self._root = state_dicts, root
         self._slicer = Slicer()
-        self._has_tensors = False  # of some this rank may hold nothing
-        self._groups: dict[Path, dict[Any, Any]] = {}  # what was saved at the top, and in the groups
+        self._has_tensors = False  # even if this rank holds no part of them
+        self._groups: dict[Path, dict[Any, Any]] = {}  # the saved dicts at the top and of the groups
 
     @property
     def fits(self) -> bool:
-        """Whether anything of it has a place in the live state."""
+        """True if anything saved has a place in the live state."""
         return bool(self._has_tensors or self.wanted or self.actions)
 
     def raise_problems(self, strict: bool) -> None:
         self.differences.raise_any(self.archive.path, self.archive.names(), strict=strict)
 
     def visit(self, live: Any, saved: Any, path: Path) -> Any:
-        """Match one pair; returns what the place should hold afterwards: the live object, or a value for it."""
+        """Match one pair. Returns the value that the place should have afterwards: the live object, or a new one."""
         if isinstance(live, SnapshotView):
             raise TypeError(
-                f"restore fills objects in place and cannot fill a snapshot, as {shown(path)} is; give it the live objects"
+                f"restore fills objects in place and cannot fill a snapshot, as {shown(path)} is; give it the live "
+                "objects"
             )
         if isinstance(saved, ValuesByRank):
             self.differences.add_value_of_each_rank(saved)
@@ -103,18 +104,18 @@ class Match:
             return self._load(live, expected, self._own_state(live, expected), path)
         if _is_array(live) and isinstance(saved, StoredLeaf):
             return self._array(live, saved, path)
-        if isinstance(live, Enum):  # as a namedtuple, its class is the live one
+        if isinstance(live, Enum):  # like a namedtuple, it is of the live class
             return member_of(type(live), self._materialize(saved))
         return self._container(live, saved, path)
 
     def _load(self, live: Any, expected: Any, state: dict[Any, Any] | None, path: Path) -> Any:
-        """Hand it over: the object's own `state`, filled, where it has some."""
+        """Load a value by the object's own `load_state_dict`: its own `state`, filled, if there is one."""
         value = self._materialize(expected) if state is None else self.visit(state, expected, path)
         self.actions.append(lambda: live.load_state_dict(value))
         return live
 
     def _any_optimizer(self, live: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
-        """One of torch's is filled; to one with methods of its own is given what these take."""
+        """Fill one of torch's optimizers, or convert the state to the form that another one loads."""
         try:
             saved = self._with_empty_state(saved, path)
             converter = OptimizerConverter(
@@ -130,7 +131,7 @@ class Match:
         return self._load(live, saved, state, path)
 
     def _room_for(self, parameter: torch.Tensor, saved: Any) -> torch.Tensor | None:
-        """As optimizers make it: on the mesh of the parameter, cut alike. None for what is to be made as it was saved."""
+        """New memory for an optimizer's tensor, sharded like the parameter; None if it is not sharded."""
         if not (isinstance(saved, StoredLeaf) and saved.kind == "tensor" and is_sharded(parameter)):
             return None
         if tuple(parameter.shape) != self.archive.index.tensors[saved.number].shape:
@@ -140,10 +141,11 @@ class Match:
     def _own_state(
         self, live: Any, saved: Any, with_room: Callable[[Any], Any] = lambda state: state
     ) -> dict[Any, Any] | None:
-        """An object's own state dict, if it has shards: they are filled where they are, and handed back with the rest.
+        """An object's own state dict, if it has shards: they are filled in place, and loaded with the rest.
 
-        It is taken only of what several ranks have saved, and of an optimizer or what has tensors, since taking it may do anything. It
-        also tells whether it has what other ranks may have saved, such as those that had another stage of a pipeline.
+        Taking it may have any effect, so it is taken only for a checkpoint of several ranks, and for an optimizer or a
+        value with tensors. It also tells whether there are names that only other ranks may have saved, such as those
+        of another stage of a pipeline.
         """
         tensors = [leaf for leaf in leaves(saved) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor"]
         are_spread = any(self.archive.index.tensors[leaf.number].spread for leaf in tensors)
@@ -201,7 +203,7 @@ class Match:
         return live
 
     def _local_parts(self, live: Any, path: Path) -> list[tuple[Ints | None, torch.Tensor]]:
-        """The part of a tensor that this rank holds, and its place in the tensor; None for all of it."""
+        """The parts of a tensor that this rank holds, and their offsets in it; None for the whole tensor."""
         if not is_sharded(live):
             return [(None, live)]
         slices, parts, _ = self._slicer.slice(live, name=shown(path))
@@ -226,19 +228,19 @@ class Match:
                 self._tensor(value, saved[name], (*path, name))
             else:
                 extra[here] = self._materialize(saved[name])
-        if extra:  # what set_extra_state takes
+        if extra:  # for set_extra_state
             self.actions.append(lambda: module.load_state_dict(extra, strict=False))
         return module
 
     def _by_plain_name(self, names: dict[str, str], saved: dict[Any, Any], path: Path) -> dict[Any, Any]:
-        """The saved state of a module, by the plain names of the live one's; what is no part of it keeps its name."""
+        """The saved state of a module by the plain names of the live one; names that the live one lacks are kept."""
         live_names, ambiguous = paired(names, saved)
         self.differences.add_all_of(path, (f"{line}; load() it and rename one of them" for line in ambiguous))
         plain = {live_names[here]: name for here, name in names.items() if here in live_names}
         return {plain.get(name, name): value for name, value in saved.items()}
 
     def _as_live_expects(self, live: Any, saved: Any, path: Path) -> Any:
-        """The saved state of an object, as its own `load_state_dict` wants it."""
+        """The saved state of an object, by the names that its own `load_state_dict` expects."""
         if not (isinstance(live, torch.nn.Module) and isinstance(saved, dict)):
             return saved
         plain = PlainNames(live)
@@ -257,16 +259,16 @@ class Match:
         return expected
 
     def _with_empty_state(self, saved: Any, path: Path) -> Any:
-        """The saved state of an optimizer, with the dict that torch.distributed.checkpoint leaves out because it is empty."""
+        """The saved state of an optimizer, with the empty dict that torch.distributed.checkpoint leaves out."""
         if isinstance(saved, dict) and "param_groups" in saved and "state" not in saved:
-            # Or something else was selected.
+            # The dict may also be missing because it was not selected.
             below = (*path, "state")
             if not any(tensor.path[: len(below)] == below for tensor in self.archive.index.tensors):
                 return {**saved, "state": {}}
         return saved
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
-        """Do as Optimizer.load_state_dict, but in place and in the saved dtype: it would cast to the parameter's."""
+        """Load like Optimizer.load_state_dict, but in place, and without its cast to the dtype of the parameter."""
         if not is_optimizer_state(saved):
             self._add_kind_difference(path, "is an optimizer here", saved)
             return optimizer
@@ -283,7 +285,7 @@ class Match:
             return optimizer
         for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             for key, value in group.items():
-                if key not in ("params", "param_names"):  # the live names are of the live model
+                if key not in ("params", "param_names"):  # the live model has names of its own
                     self._entry(live_group, key, value, (*path, "param_groups", i, key))
             for param, number in zip(live_group["params"], group["params"], strict=True):
                 state, inner = state_of_parameter(saved["state"], number), (*path, "state", number)
@@ -313,7 +315,7 @@ class Match:
             if not fits and tensor.shape and (room := self._room_for(param, value)) is not None:
                 live_tensor = room
             elif not fits:
-                # As torch does: `step` stays on the host unless the update kernel reads it from the device.
+                # Like torch, keep `step` on the host unless the update kernel reads it from the device.
                 device = param.device if key != "step" or step_on_device else torch.device("cpu")
                 live_tensor = self.archive.empty(self.archive.primary(value.number), device)
             state[key] = self._tensor(live_tensor, value, (*path, key))
@@ -325,9 +327,9 @@ class Match:
         self.actions.append(hand_over)
 
     def _mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
-        if not live and path:  # an empty container takes what was saved
+        if not live and path:  # an empty container takes the saved value
             return self._materialize(saved)
-        names: set[Any] = set()  # that Megatron's tensors have in what was saved
+        names: set[Any] = set()  # the saved names of Megatron's tensors
         if len(path) < 2:
             self._groups[path], names = saved, keys_below(live, deep=bool(path))
         keyed = [key for key, value in live.items() if is_of_megatron(value)]
@@ -341,7 +343,7 @@ class Match:
         return live
 
     def _megatron_tensor(self, live: Any, path: Path) -> None:
-        """Megatron's, which has a name of its own in the group that it lies in."""
+        """Match one of Megatron's sharded tensors, which has its own name in the group that it lies in."""
         name = name_of(live, path)
         if live.key in self._groups.get(name[:-1], {}):
             self._tensor(live, self._groups[name[:-1]][live.key], path)
@@ -355,7 +357,7 @@ class Match:
             self.actions.append(lambda: live.__setitem__(key, value))
 
     def _record(self, live: Any, saved: dict[str, Any], path: Path) -> Any:
-        """The fields of a dataclass's instance: set in place, or in another of its class where that is frozen."""
+        """Match the fields of a dataclass's instance. They are set in place, or in a new instance if it is frozen."""
         fields = fields_of(live)
         names = [*fields, *(name for name in field_names(live) if name in saved and name not in fields)]
         self._compare_names(names, saved, path)
@@ -379,7 +381,7 @@ class Match:
             and isinstance(live, list | deque)
             and not any(map(is_filled_in_place, live))
         ):
-            self._set_items(live, self._materialize(list(saved)))  # a history that has grown, say
+            self._set_items(live, self._materialize(list(saved)))  # such as a history that has grown
             return live
         if len(live) != len(saved):
             self.differences.add(path, f"has {len(live)} entries here and {len(saved)} in the checkpoint")
@@ -393,7 +395,7 @@ class Match:
         return live._make(values) if hasattr(live, "_make") else tuple(values)
 
     def _set_items(self, live: Any, values: list[Any]) -> None:
-        """Give a list or a deque other items. A deque keeps its own maxlen, and the newest items that it has room for."""
+        """Replace the items of a list or a deque. A deque keeps its maxlen, and so the newest items."""
 
         def set_items() -> None:
             live.clear()
@@ -403,21 +405,21 @@ class Match:
 
     def _compare_names(self, live: Iterable[Any], saved: dict[Any, Any], path: Path) -> None:
         self.differences.add_names(live, saved, path)
-        if path:  # at the top, what the caller did not ask for is left alone
+        if path:  # at the top, saved entries that are not live are ignored
             names = set(live)
             paths = ((*path, key) for key in saved if key not in names)
-            # Another stage of a pipeline, say, had it, and has it still.
+            # An entry of some ranks alone, such as another stage of a pipeline, is theirs.
             self.differences.add_unexpected(inner for inner in paths if not self.archive.is_of_some(inner))
 
     def _materialize(self, saved: Any) -> Any:
-        """A value that is not there yet: new tensors, to be filled with the rest."""
+        """A new value for a saved one. Its tensors are filled together with the live ones."""
 
         def give(leaf: StoredLeaf) -> Any:
             if leaf.kind == "object":
                 return self._objects[leaf.number]
             if leaf.kind == "bytes":
                 return self.archive.content(self.archive.primary(leaf.number))
-            self.archive.need([(leaf.number, None)])  # then it is known what it is tied to
+            self.archive.need([(leaf.number, None)])  # before `primary`: a tie may be known only afterwards
             number = self.archive.primary(leaf.number)
             if number not in self._new:
                 self._new[number] = self.archive.empty(number, torch.device("cpu"))

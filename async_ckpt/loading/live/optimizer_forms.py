@@ -1,11 +1,11 @@
-"""The saved state of an optimizer, in the form that the live one takes: by the numbers of parameters, or by their names.
+"""The saved state of an optimizer in the form that the live one loads: by numbers of parameters, or by their names.
 
-In: what was saved of an optimizer, the live one, and the names of its parameters. Out: the state as the live one would have given it,
-and with room for all of it. Knows nothing of: archives.
+In: the saved state of an optimizer, the live one, and the names of its parameters. Out: the state in the form of the
+live one, and with room for all of it. Knows nothing of: archives.
 
-By names it is what torch.distributed.checkpoint.state_dict makes of an optimizer, and what containers of several optimizers give: nested
-as the optimizer's own state is, or flat: `state.<name>.<key>`, and `param_groups.<name>.<key>` for each parameter. What is in no such
-form is the optimizer's own affair, and stays as it was saved.
+States by names come from torch.distributed.checkpoint.state_dict, and from containers of several optimizers. They are
+nested like the optimizer's own state, or flat: `state.<name>.<key>`, and `param_groups.<name>.<key>` for each
+parameter. A state in any other form is not converted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Names: TypeAlias = Mapping[int, Collection[str]]
 
 
 class Form(Enum):
-    """How a state dict says which parameter is meant."""
+    """The way in which a state dict identifies parameters."""
 
     NUMBERED = "by numbers, as torch's optimizers do"
     NESTED = "by names, in groups"
@@ -37,21 +37,21 @@ class Form(Enum):
 
 
 class _ByName(NamedTuple):
-    """Each parameter's state, and in which group it is."""
+    """A state by names: the state of each parameter, and its group."""
 
     states: Mapping[str, dict[Any, Any]]
     group_of: Mapping[str, int]
     groups: list[dict[str, Any]]
-    """Their settings; of a flat one, each parameter is a group."""
+    """The settings of the groups; in a flat state, each parameter is a group."""
     is_flat: bool
 
     def key_of(self, name: str) -> str:
-        """The key of one of the settings in a flat state."""
+        """The key of a setting of this parameter in a flat state."""
         return f"{_GROUPS}{name}.{next(iter(self.groups[self.group_of[name]]))}"
 
 
 def form_of(state: Any) -> Form:
-    """How this state dict says it."""
+    """The form of a state dict."""
     if is_optimizer_state(state):
         return Form.NUMBERED
     if _is_nested(state):
@@ -60,10 +60,10 @@ def form_of(state: Any) -> Form:
 
 
 class OptimizerConverter:
-    """A live optimizer, and the form in which its `load_state_dict` takes a state.
+    """Converts saved states to the form that a live optimizer loads. `Match` creates one for each optimizer.
 
-    Where that is torch's own, it takes numbers, and where it is another one, the form that its own `state_dict` gives. That is asked
-    for only then, since taking a state may do anything. As anything else is unknown, it may be what was saved.
+    torch's own `load_state_dict` takes numbers; any other takes the form that the optimizer's own `state_dict` returns.
+    That is called only then, since it may have any effect. A state of unknown form is loaded as it was saved.
     """
 
     def __init__(
@@ -73,10 +73,12 @@ class OptimizerConverter:
         names: Callable[[], Names],
         state_dict_of: Callable[[Any], Any],
     ) -> None:
-        """`names` gives those that its parameters have in modules beside it, `state_dict_of` its state dict."""
+        """`names` returns the names of parameters in the live modules, `state_dict_of` the state dict of the
+        optimizer.
+        """
         self._state_dict_of = state_dict_of
         self._optimizer, self._names_beside = optimizer, names
-        self._own: Any = None  # what its `state_dict` gives, where that has been asked for
+        self._own: Any = None  # its state dict, if it has been taken
         self.form = Form.OTHER if form_of(saved) is Form.OTHER else self._form()
 
     def _form(self) -> Form:
@@ -84,16 +86,15 @@ class OptimizerConverter:
         for method, hooks in (("load_state_dict", "load_state_dict_pre"), ("state_dict", "state_dict_post")):
             if not (has_own(live, method) or getattr(live, f"_optimizer_{hooks}_hooks", None)):
                 return Form.NUMBERED
-        with suppress(
-            Exception
-        ):  # some give it only after a call of their own: then it is taken as it was saved
+        with suppress(Exception):  # some cannot give it yet: then the state is loaded as it was saved
             self._own = self._state_dict_of(live)
         return form_of(self._own)
 
     def convert(self, saved: Any, *, is_of_some: Callable[[str], bool]) -> Any:
-        """The saved state, in its form. Flat entries that only some ranks have saved may be of no use here.
+        """The saved state in the form of the optimizer. Flat entries of some ranks alone are dropped if they are not
+        its own.
 
-        Raises ValueError, with what to say of it, where a parameter has no name there, or where they are grouped otherwise.
+        Raises ValueError, with a text for the user, if a parameter has no name, or if the groups differ.
         """
         form = form_of(saved)
         if form is self.form is Form.NUMBERED:
@@ -104,14 +105,15 @@ class OptimizerConverter:
         if form is self.form or Form.OTHER in (form, self.form):
             return saved
         by_name = self._named(saved) if form is Form.NUMBERED else _by_name(saved)
-        if self.form is Form.FLAT:  # settings that the checkpoint does not have stay as they are here
+        if self.form is Form.FLAT:  # settings that were not saved keep their live values
             own = {key: value for key, value in self._own.items() if key.startswith(_GROUPS)}
             return {**own, **_flatten(by_name)}
         return _group(by_name, self._ids(by_name), is_of_some)
 
     def with_room(self, state: Any, saved: Any, make: Callable[[torch.Tensor, Any], Any]) -> Any:
-        """Its own state, copied as far as it consists of dicts, with an entry for all that was saved of its parameters, in the same
-        form: `make` gives it for a parameter, and what was saved.
+        """A copy of the optimizer's own state, with an entry for everything that was saved of its parameters.
+
+        `make` returns a missing entry, given the parameter and the saved value. Only dicts and lists are copied.
         """
         state = _copy(state)
         for parameter, live, saved_entries in self._pairs(state, saved):
@@ -129,7 +131,7 @@ class OptimizerConverter:
         return known
 
     def _groups(self) -> list[list[torch.Tensor]]:
-        """Its parameters, as a state of numbers counts them."""
+        """The parameters of each group, in the order of their numbers."""
         inner = groups_of(self._optimizer)
         if self.form is not Form.NUMBERED:
             return [group["params"] for group in inner]
@@ -143,7 +145,7 @@ class OptimizerConverter:
         return [group["params"] for group in live]
 
     def _ids(self, by_name: _ByName) -> list[list[tuple[Any, str]]]:
-        """The keys of a parameter in a state of its form, and in one by names; by groups."""
+        """The key of each parameter in a state of the optimizer's form, and its name; by groups."""
         if self.form is Form.NESTED:
             return [[(name, name) for name in group["params"]] for group in self._own["param_groups"]]
         known, number = self._known(), 0
@@ -157,7 +159,7 @@ class OptimizerConverter:
         return groups
 
     def _named(self, saved: Mapping[str, Any]) -> _ByName:
-        """A state of numbers by the names that its own state has."""
+        """A numbered state by the names that the optimizer's own state uses."""
         groups = saved["param_groups"]
         own = {*_by_name(self._own).group_of}
         given = [group.get("param_names", ()) for group in groups]
@@ -194,7 +196,7 @@ class OptimizerConverter:
                 raise ValueError(why)
 
     def _with_live_names(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Names are saved as those of the plain model, and the live ones are of the live model: these stay."""
+        """The saved groups with the parameter names of the live model, which may be wrapped, unlike the saved names."""
         own = self._optimizer.param_groups if self._own is None else self._own["param_groups"]
         is_same = _sizes(own) == _sizes(groups)
         keeps = has_own(self._optimizer, "load_state_dict")
@@ -212,7 +214,7 @@ class OptimizerConverter:
     # --- both sides -------------------------------------------------------------------------------------------
 
     def _pairs(self, state: Any, saved: Any) -> Iterator[tuple[torch.Tensor, dict[Any, Any], dict[Any, Any]]]:
-        """The dict of each parameter's own state that has entries of it, and those that were saved of it."""
+        """Each parameter with the dict of the own state that holds its entries, and its saved entries."""
         if not (isinstance(state, dict) and form_of(saved) is self.form):
             return
         if self.form is Form.NUMBERED:
@@ -246,7 +248,7 @@ def _by_name(saved: Mapping[str, Any]) -> _ByName:
 def _group(
     by_name: _ByName, ids: list[list[tuple[Any, str]]], is_of_some: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """Nested, in these groups of parameters: what each of them is called there, and its name."""
+    """A nested state in these groups, which list the key and the name of each parameter."""
     states: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     left = {*by_name.group_of}
@@ -292,13 +294,13 @@ def _flatten(by_name: _ByName) -> dict[str, Any]:
 
 
 _IS_NAMED: Final = (
-    "was saved by the names of parameters, as get_optimizer_state_dict gives it, and no module beside it has its parameters by these "
-    "names; restore it together with its model, or into get_optimizer_state_dict(model, optimizer), and hand that to "
-    "set_optimizer_state_dict"
+    "was saved by the names of parameters, as get_optimizer_state_dict gives it, and no module beside it has its "
+    "parameters by these names; restore it together with its model, or into "
+    "get_optimizer_state_dict(model, optimizer), and hand that to set_optimizer_state_dict"
 )
 _IS_NUMBERED: Final = (
-    "was saved by the numbers of parameters and is loaded by their names, and no module beside it has its parameters by the names of its "
-    "state dict; restore it together with its model, or give the optimizer named parameters"
+    "was saved by the numbers of parameters and is loaded by their names, and no module beside it has its parameters "
+    "by the names of its state dict; restore it together with its model, or give the optimizer named parameters"
 )
 
 
@@ -326,7 +328,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy(state: Any) -> Any:
-    """Its dicts and lists are others, and what is in them is not."""
+    """A copy of the dicts and lists of a state, but not of the values in them."""
     if isinstance(state, dict):
         return {key: _copy(value) for key, value in state.items()}
     return list(map(_copy, state)) if type(state) is list else state
@@ -375,7 +377,7 @@ def _flat(saved: Mapping[str, Any]) -> _ByName:
             name, rest = _parse_key(key, _STATE, names)
             *above, last = rest.split(".")
             into = states.setdefault(name, {})
-            for part in above:  # what an optimizer keeps of a parameter may be nested itself
+            for part in above:  # the state of a parameter may itself be nested
                 into = into.setdefault(part, {})
             into[last] = saved[key]
     group_of = {name: i for i, name in enumerate(settings)}
@@ -383,12 +385,12 @@ def _flat(saved: Mapping[str, Any]) -> _ByName:
 
 
 def _name_in(key: str, names: Collection[str]) -> str:
-    """The parameter that a key of a flat state is about."""
+    """The name of the parameter that a key of a flat state belongs to."""
     return _parse_key(key, _STATE if key.startswith(_STATE) else _GROUPS, names)[0]
 
 
 def _parse_key(key: str, prefix: str, names: Collection[str]) -> tuple[str, str]:
-    """The parameter that a key is about, and what of it: both may have dots."""
+    """The name of the parameter in a key, and the name of the setting; both may contain dots."""
     name, _, rest = key[len(prefix) :].rpartition(".")
     known, setting = name, rest
     while known and known not in names:
