@@ -151,12 +151,10 @@ def run_reads(
             crew.stop()
 
 
-def _new_stream(device: torch.device) -> Any:
-    return backend_of(device).new_stream(device)
-
-
 # One stream of each device for all loads: others may use the streams of torch's pool, too.
-_stream_of: Final = OnceInProcess(_new_stream)
+_stream_of: Final[OnceInProcess[torch.device, Any]] = OnceInProcess(
+    lambda device: backend_of(device).new_stream(device)
+)
 
 
 class _Ring:

@@ -5,7 +5,8 @@ In: the roots of a run. Out: steps, records, states. Knows nothing of: saves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,6 @@ from ..errors import NotCommittedError
 from ..runs.retention import best_of, lacking
 from ..runs.roots import Roots
 from ..state.names import Select
-from .archives.contents import Part
 from .archives.find import from_newest, from_step
 from .archives.step_archives import Readers
 from .load import check_verify, state_of
@@ -97,13 +97,10 @@ class RunReader:
 
         Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`.
         """
-
-        def build(parts: Sequence[Part]) -> Any:
-            return state_of(
-                parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
-            )
-
         check_verify(verify)
+        build = partial(
+            state_of, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
+        )
         readers = Readers(None, from_ranks)
         self._see_own_saves("load()")
         if step is not None:

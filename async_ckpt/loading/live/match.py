@@ -447,16 +447,16 @@ class Match:
             for leaf in of_ranks:
                 self.differences.add_value_of_each_rank(leaf)
             return
-        kind = saved.kind if isinstance(saved, StoredLeaf) else _class_of(saved).__qualname__
+        kind = (
+            saved.kind
+            if isinstance(saved, StoredLeaf)
+            else (saved.cls if isinstance(saved, SavedRecord) else type(saved)).__qualname__
+        )
         self.differences.add(path, f"{here} and {with_article(kind)} in the checkpoint")
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _class_of(saved: Any) -> type:
-    return saved.cls if isinstance(saved, SavedRecord) else type(saved)
 
 
 def _is_array(value: Any) -> bool:
