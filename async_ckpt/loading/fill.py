@@ -63,9 +63,7 @@ class _Stretch(NamedTuple):
 
 @dataclass(slots=True)
 class Read:
-    """One read of an archive: whole digest blocks or pages, up to the size of a buffer, and the targets of their
-    bytes.
-    """
+    """One read of an archive: whole digest blocks or pages, up to a buffer's size, and the targets of their bytes."""
 
     archive: Contents
     extent: Extent

@@ -24,8 +24,7 @@ class RunReader:
     """The reading side of a checkpointer. It changes nothing on storage.
 
     Every method except `steps` first waits for the saves that this checkpointer has under way, so that it sees their
-    commits. A save that fails is ignored, with a warning. On a thread of the library, RuntimeError is raised instead of
-    waiting.
+    commits. A save that fails is ignored, with a warning. On a thread of the library, they raise RuntimeError instead.
     """
 
     root: str

@@ -274,8 +274,7 @@ def from_committed(
 ) -> T:
     """The result of `use` for the archives of a committed step, compared with its manifest. Raises NotCommittedError.
 
-    A step that is deleted or replaced while it is read may fail in any way, so after an error the manifest is read
-    again.
+    A step that is deleted or replaced while it is read may fail in any way: the manifest is read again after an error.
     """
     check_from_ranks(readers.from_ranks)
     manifest = step.read()

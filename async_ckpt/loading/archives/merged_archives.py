@@ -131,7 +131,7 @@ class MergedArchives(Contents):
         self._archives = self._by_rank(self._opener.opened)
         grown = self._merge().tensors
         merged_numbers = {
-            (rank, there): n for n, numbers in enumerate(grown) for rank, there in numbers.items()
+            (rank, own_number): n for n, numbers in enumerate(grown) for rank, own_number in numbers.items()
         }
         self._merged = self._merged._replace(
             tensors=[
@@ -175,9 +175,9 @@ class MergedArchives(Contents):
     def _index(self) -> Index:
         """The merged index of all archives."""
         numbers = {
-            (rank, there): n
+            (rank, own_number): n
             for n, rank_numbers in enumerate(self._merged.tensors)
-            for rank, there in rank_numbers.items()
+            for rank, own_number in rank_numbers.items()
         }
         apart: dict[frozenset[tuple[int, int]], int] = {}
         tensors: list[IndexedTensor] = []
@@ -332,8 +332,8 @@ class MergedArchives(Contents):
         if number not in self._sources:
             pieces = [
                 (self._archives[rank], piece)
-                for rank, there in self._merged.tensors[number].items()
-                for piece in self._archives[rank].index.tensors[there].slices
+                for rank, own_number in self._merged.tensors[number].items()
+                for piece in self._archives[rank].index.tensors[own_number].slices
             ]
             self._sources[number] = sources_in(pieces, self.index.tensors[number].shape, self._covers)
         return self._sources[number][1]
@@ -345,8 +345,8 @@ class MergedArchives(Contents):
         by_rank: dict[int, list[tuple[int, StoredLeaf]]] = {}
         for number, leaf in wanted.items():
             owners = self._merged.objects
-            rank, there = (next(iter(self._archives)), number) if owners is None else owners[number]
-            by_rank.setdefault(rank, []).append((number, StoredLeaf("object", there, path=leaf.path)))
+            rank, own_number = (next(iter(self._archives)), number) if owners is None else owners[number]
+            by_rank.setdefault(rank, []).append((number, StoredLeaf("object", own_number, path=leaf.path)))
         for rank, numbered in by_rank.items():
             loaded = self._archives[rank].objects([leaf for _, leaf in numbered], trust=trust)
             for number, leaf in numbered:
@@ -369,9 +369,9 @@ class MergedArchives(Contents):
     def _owners(self, number: int, missing: list[Box]) -> set[int]:
         """The ranks that should have the missing boxes, as far as the open archives tell."""
         owners: set[int] = set()
-        for rank, there in self._merged.tensors[number].items():
+        for rank, own_number in self._merged.tensors[number].items():
             index = self._archives[rank].index
-            tensor = index.tensors[there]
+            tensor = index.tensors[own_number]
             if tensor.spread is None or index.ranks is None:
                 continue
             if tensor.spread.cuts is None:

@@ -73,9 +73,7 @@ class OptimizerConverter:
         names: Callable[[], Names],
         state_dict_of: Callable[[Any], Any],
     ) -> None:
-        """`names` returns the names of parameters in the live modules, `state_dict_of` the state dict of the
-        optimizer.
-        """
+        """`names` returns the names of parameters in live modules, `state_dict_of` the optimizer's state dict."""
         self._state_dict_of = state_dict_of
         self._optimizer, self._names_beside = optimizer, names
         self._own: Any = None  # its state dict, if it has been taken
@@ -225,7 +223,7 @@ class OptimizerConverter:
         else:
             known, names = self._known(), {*_by_name(saved).group_of}
             parameters = {}
-            for parameter in (one for group in groups_of(self._optimizer) for one in group["params"]):
+            for parameter in (own for group in groups_of(self._optimizer) for own in group["params"]):
                 with suppress(ValueError):
                     parameters[_name_of(parameter, known, names)] = parameter
         if self.form is Form.FLAT:
@@ -304,8 +302,10 @@ _IS_NUMBERED: Final = (
 )
 
 
-def _name_of(parameter: torch.Tensor, known: Names, there: Collection[str], why: str = _IS_NAMED) -> str:
-    candidates = sorted({*known.get(id(parameter), ())}.intersection(there))
+def _name_of(
+    parameter: torch.Tensor, known: Names, saved_names: Collection[str], why: str = _IS_NAMED
+) -> str:
+    candidates = sorted({*known.get(id(parameter), ())}.intersection(saved_names))
     if not candidates:
         raise ValueError(why)
     return candidates[0]
