@@ -6,7 +6,7 @@ WORKERS = $$($(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 export PYTHONDONTWRITEBYTECODE :=  # or each process of the tests would compile the library again
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-s3 demo-ranks demo-rollout test check bench bench-check bench-gpu bench-s3 bench-scale format clean
+.PHONY: demo demo-s3 demo-ranks demo-rollout test durations check bench bench-check bench-gpu bench-s3 bench-scale format clean
 
 demo: .venv/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
@@ -22,6 +22,9 @@ demo-rollout: .venv/.rollout ## a training publishes, a rollout process swaps we
 
 test: .venv/.test          ## everything that the tests need, then the tests
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+durations: .venv/.test     ## the same, and how long each file takes, by which the next runs order them
+	$(BIN)/python -m pytest -n $(WORKERS) --write-durations
 
 check: .venv/.check        ## lint, formatting, types, and what the package index is given
 	$(BIN)/ruff check .

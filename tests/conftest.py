@@ -16,6 +16,7 @@ import pytest
 # What the modules beside the tests assert says what it has seen, as in a test.
 pytest.register_assert_rewrite("faulty", "children", "exported", "loans", "packing", "published", "states")
 
+import durations
 import simulated
 import torch
 from accelerators import Accelerator, Cuda, Simulated
@@ -47,12 +48,27 @@ def pytest_report_header() -> str:
     return shown()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-durations",
+        action="store_true",
+        help="write tests/durations.json: the seconds of each test file, by which workers get them",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one process alone takes as long in any order
+        durations.longest_first(items)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.write_durations and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(durations.Recorder())
     if config.option.markexpr == "gpu":
         return
     # Of two accelerators torch takes the simulated one for that of the process: a run has one or the other.

@@ -30,6 +30,14 @@ def _no_pictures(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # there are none, and it takes long to import
 
 
+@pytest.fixture(autouse=True)
+def _signals_as_before():
+    """The command handles SIGTERM for the rest of its process, which is that of the tests behind this one."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture
 def rows_of(tmp_path, monkeypatch):
     """Runs the command with these parts, a row of its name for each; returns the rows that are kept."""

@@ -96,7 +96,7 @@ class Checkpoint(NamedTuple):
     paths: Mapping[str, tuple[str | int, ...]]
 
 
-class TensorLocation(NamedTuple):
+class TensorExtent(NamedTuple):
     """The place of a tensor's bytes: `num_bytes` from offset `begin` on, as items in `shape` with these `strides`."""
 
     dtype: str
@@ -240,7 +240,7 @@ def _is_beside(file: str) -> bool:
 # --- one tensor, as torch.save writes it --------------------------------------------------------------------------
 
 
-def locate_tensor(read: Callable[[int, int], bytes], blob: Blob) -> TensorLocation:
+def locate_tensor(read: Callable[[int, int], bytes], blob: Blob) -> TensorExtent:
     """The place of the bytes of the tensor in a blob. `read` is called with an offset in the file and a length.
 
     Raises ValueError for anything but one tensor of plain memory, as torch.save writes it, and TorchOnlyError if it is
@@ -269,7 +269,7 @@ def _record(records: zipfile.ZipFile, info: zipfile.ZipInfo, max_bytes: int) -> 
     return records.read(info)
 
 
-def _location(record: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]) -> TensorLocation:
+def _location(record: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]) -> TensorExtent:
     if record.name == "torch._utils._rebuild_parameter":
         record = record.arguments[0]
     dtype = None
@@ -299,7 +299,7 @@ def _location(record: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]
     begin = info.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
     if begin + info.file_size > window.length:
         raise ValueError("its storage is cut off")
-    return TensorLocation(
+    return TensorExtent(
         dtype, window.offset + begin + offset * item_bytes, num_items * item_bytes, shape, strides
     )
 

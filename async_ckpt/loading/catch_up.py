@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Collection
 
 from ..errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StepExistsError
-from ..runs.manifest import Archive, missing
+from ..runs.manifest import Archive, missing_error
 from ..runs.receipts import archives_of
 from ..runs.roots import Roots
 from ..runs.run import Run
@@ -50,7 +50,7 @@ def catch_up(
 
 def _copy_step(source: Run, target: Run, step: int, check: Callable[[], None]) -> None:
     """Copy the archives of a step, then commit it. The copies are locked until then, so that no sweep deletes them."""
-    replaced = target.found(step)
+    replaced = target.manifest_to_replace(step)
     manifest = source.manifest(step)
     for earlier in sorted({other.step for other in manifest.elsewhere} - {step}):
         committed = target.committed(earlier)
@@ -80,7 +80,7 @@ def _copy_archive(
     try:
         reader = source.storage.open(path)
     except FileNotFoundError as error:
-        raise missing(source.storage.locate(path), step) from error
+        raise missing_error(source.storage.locate(path), step) from error
 
     with reader:
         opened = OpenArchive(reader, path=source.storage.locate(path), verify=True)

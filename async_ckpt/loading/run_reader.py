@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from ..errors import NotCommittedError
-from ..runs.retention import best_of, lacking
+from ..runs.retention import best_of, describe_missing_metric
 from ..runs.roots import Roots
 from ..state.names import Select
 from .archives.find import from_newest, from_step
@@ -72,7 +72,7 @@ class RunReader:
         commits = self._roots.view()
         best_steps = best_of(list(commits), commits, (metric, mode, 1))
         if not best_steps:
-            why = f"no record of a committed step has the metric {lacking(metric, commits)}"
+            why = f"no record of a committed step has the metric {describe_missing_metric(metric, commits)}"
             raise NotCommittedError(f"{self.root}: {why}", path=self.root, step=None)
         return best_steps[0]
 
@@ -106,6 +106,6 @@ class RunReader:
             return from_step(self._roots, step, build, verify=verify, readers=readers)
         loaded = from_newest(self._roots, build, verify=verify, readers=readers)
         if loaded is None:
-            reason = "; ".join(self._roots.told_of_others()) or f"{self.root}: nothing is committed yet"
+            reason = "; ".join(self._roots.foreign_notes()) or f"{self.root}: nothing is committed yet"
             raise NotCommittedError(reason, path=self.root, step=None)
         return loaded[1]

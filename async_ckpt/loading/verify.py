@@ -21,12 +21,12 @@ from ..errors import (
 )
 from ..host.memory import Segment
 from ..report import VerifyReport
-from ..runs.naming import TRACKERS, numbered
-from ..runs.root import TRIES, overtaken
+from ..runs.naming import TRACKERS, parse_step_name
+from ..runs.root import TRIES, overtaken_error
 from ..spans import Clock, monotonic
 from ..spec import Extent
-from ..storage.base import Storage
-from ..storage.compressed import decompressing
+from ..storage.compressed import open_decompressed
+from ..storage.interface import Storage
 from ..storage.place import Anywhere, storage_at
 from .archives.archive import OpenArchive
 from .archives.contents import Contents, Part
@@ -59,7 +59,9 @@ def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
     if file is not None:
         reader, shown = file
         with reader:
-            verification.compare([Part(open_contents(decompressing(reader, shown), path=shown, verify=True))])
+            verification.compare(
+                [Part(open_contents(open_decompressed(reader, shown), path=shown, verify=True))]
+            )
     else:
         storage = storage_at(path)
         shown = storage.locate("")
@@ -147,7 +149,7 @@ def _verify_run(storage: Storage, verification: _Verification) -> tuple[tuple[in
             raise _run_error(root, sound, errors)
         if sound:
             return tuple(sound), _notes(trackers, sound)
-    raise overtaken(root)
+    raise overtaken_error(root)
 
 
 def _run_error(
@@ -191,7 +193,7 @@ def _notes(trackers: Mapping[str, str], steps: Sequence[int]) -> tuple[str, ...]
     """Notes on trackers that do not name the newest step; another program may have written them."""
     notes = []
     for name, text in trackers.items():
-        name_of_step = numbered(text)
+        name_of_step = parse_step_name(text)
         if name_of_step is None:
             notes.append(f"the tracker {name} names no step: {text!r}")
         elif name_of_step.step not in steps:

@@ -21,8 +21,9 @@ from ..errors import (
     StorageUnavailableError,
 )
 from ..format.digests import block_digest
+from ..host.deadlines import DECISION_SECONDS, PEER_SECONDS, SHARED_SECONDS
 from ..host.loop import Loop, OffLoop
-from ..runs.manifest import Archive, Manifest, OfRanks
+from ..runs.manifest import Archive, Manifest, RankFiles
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, table_of
 from ..runs.run import Run
 from ..spans import monotonic
@@ -33,11 +34,6 @@ from .comparison import Comparison
 from .meeting import NOT_ALONE
 from .peers import Ranks
 
-# How long rank 0, whose own archive is durable, waits for the receipts of others; they wait longer for its decision.
-PEER_SECONDS: Final = 1800.0
-_MORE_SECONDS: Final = 600.0
-# How long a root that all ranks share may hide what rank 0 has said that it has written: NFS does so for a minute.
-SHARED_SECONDS: Final = 120.0
 # Between looks at a root: it grows from the one to the other, and no two ranks look at the same time.
 _FIRST_LOOK_SECONDS: Final = 0.02
 _LOOK_SECONDS: Final = {False: 0.5, True: 2.0}  # at a folder, and at a store
@@ -113,7 +109,7 @@ class Agreement:
         """True if it is known that ranks see different folders at this root."""
         return self._root.is_apart
 
-    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> OfRanks | None:
+    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> RankFiles | None:
         """This rank's archive is durable: say so. On rank 0, go on once all ranks have.
 
         `check` is called in between, and raises when nobody waits for it any more. Raises PeerFailedError; and where one of
@@ -191,7 +187,7 @@ class Agreement:
         copies = self._joint.part.copies
         return more if copies is None else {**more, "copies": copies}
 
-    async def _all_receipts(self, off_loop: OffLoop, check: Callable[[], None]) -> OfRanks:
+    async def _all_receipts(self, off_loop: OffLoop, check: Callable[[], None]) -> RankFiles:
         size, deadline = self._ranks.world.size, monotonic() + PEER_SECONDS
         for number, seconds in enumerate(_looks(self._run.storage.remote)):
             receipts = await off_loop(self._exchange.receipts)
@@ -220,7 +216,7 @@ class Agreement:
 
     def _raise_refusals(self, refused: Sequence[Receipt]) -> None:
         causes = [
-            Cause(one.rank, str(self._exchange.more_of(one).get("error", "it gave no reason")))
+            Cause(one.rank, str(self._exchange.details_of(one).get("error", "it gave no reason")))
             for one in refused
         ]
         self._joint.causes += causes
@@ -274,7 +270,7 @@ class Agreement:
 
         Where one of several roots is enough, StorageUnavailableError if it is committed at another one, and never here.
         """
-        in_time = PEER_SECONDS + _MORE_SECONDS
+        in_time = DECISION_SECONDS
         return None if self.decides else await self._heard(off_loop, check, in_time)
 
     async def _heard(self, off_loop: OffLoop, check: Callable[[], None], in_time: float) -> Manifest:
@@ -399,7 +395,7 @@ class Agreement:
             if not self._root.say_refusal(self._joint.attempt, Cause(rank, why)):
                 raise
 
-    async def follow(self, off_loop: OffLoop, seconds: float = PEER_SECONDS + _MORE_SECONDS) -> None:
+    async def follow(self, off_loop: OffLoop, seconds: float = DECISION_SECONDS) -> None:
         """This rank has no part in it any more: learn what is decided all the same."""
         if not self._joint.is_decided:
             self._joint.goes(JointState.BEGUN)

@@ -18,16 +18,13 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 from ..errors import PeerFailedError
+from ..host.deadlines import MEETING_SECONDS, SIGN_SECONDS
 from ..host.waits import ENDS_THE_CALL, Wait
 from ..runs.receipts import EMPTY, Table
 from ..slicing.locator import Classes
 from ..spans import TIMEKEEPER, monotonic
 from .world import Words, World, refuse_if_changed, world_of
 
-# How long a rank waits for the first save, export or publication of another rank.
-MEETING_SECONDS: Final = 600.0
-# From one sign that something takes time to the next: much less than a rank waits for a word.
-SIGN_SECONDS: Final = 60.0
 # Seconds between two calls of `look_around`.
 _LOOK_AROUND_SECONDS: Final = 5.0
 NOT_ALONE: Final = (

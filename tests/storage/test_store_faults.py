@@ -198,6 +198,8 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(nursery, u
     script = """
         import os, sys
         url, engine, package, command = sys.argv[1:]
+        for name in [name for name in sys.modules if name.startswith(package + ".")]:
+            del sys.modules[name]
         sys.modules[package] = None
         engine = None if engine == "None" else engine
         try:

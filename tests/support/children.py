@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -33,6 +34,7 @@ import ctypes, gc, json, os, select, signal, sys, weakref
 gc.disable()  # none of this goes
 import torch, async_ckpt, children, states
 import torch._inductor  # two seconds, which the first optimizer of every child would take otherwise
+children._know_stores()
 from async_ckpt.host import waits
 for of_torch in list(weakref.finalize._registry):
     of_torch.atexit = False  # it would take hundreds of operators back, one by one
@@ -77,6 +79,18 @@ __import__("children")._end()
 """
 
 _ends_whole = True
+
+
+def _know_stores() -> None:
+    """Import the clients of stores, and parse what botocore reads for each client: most of what a child at a store would take."""
+    with contextlib.suppress(ImportError):
+        import botocore.session
+        from botocore.loaders import JSONFileLoader
+
+        read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
+        JSONFileLoader.load_file = lambda _, path: read(path)
+        session = botocore.session.Session()
+        session.create_client("s3", "us-east-1", aws_access_key_id="none", aws_secret_access_key="none")
 
 
 def _end() -> None:

@@ -20,7 +20,7 @@ import torch
 
 from ...errors import CorruptCheckpointError, UntrustedObjectError
 from ...format import dcp, digests
-from ...format.dcp import Blob, StoredTensor, TensorLocation
+from ...format.dcp import Blob, StoredTensor, TensorExtent
 from ...format.index import Index, IndexedTensor, Member, Slice
 from ...host.threads import run_together
 from ...pickles import saved_objects
@@ -30,7 +30,7 @@ from ...state.containers import nested
 from ...state.dtypes import dtype_named
 from ...state.names import Path, Select, shown
 from ...state.tree import Encoder, StoredLeaf, replaced
-from ...storage.base import Reader, Storage
+from ...storage.interface import Reader, Storage
 from .contents import Contents, Groups, Source
 from .virtual_files import JoinedFile
 
@@ -247,7 +247,7 @@ class _NamedLeaf:
         self.name = name
 
 
-def _dense_bytes(location: TensorLocation, data: bytes) -> bytes:
+def _dense_bytes(location: TensorExtent, data: bytes) -> bytes:
     """The items of a tensor row by row, if it was saved in another order, such as channels last."""
     flat = torch.frombuffer(bytearray(data), dtype=dtype_named(location.dtype))
     dense = flat.as_strided(location.shape, location.strides).contiguous()
