@@ -4,6 +4,6 @@
 - `memory.py`: buffers that a driver may page-lock, and segments of them; `pool.py`: the budget, and leases of segments.
 - `threads.py`: thread pools; `loop.py`: the background thread with its asyncio loop; `calls.py`: foreign calls that may
   never return.
-- `waits.py`: waits with signs of life; `deadlines.py`: limits of waits for something that may never come; `life.py`: the
-  states of an object as a table; `process.py`: state that a forked child must not keep.
+- `waits.py`: waits with signs of life; `deadlines.py`: the limits of all waits.
+- `life.py`: the states of an object as a table; `process.py`: state that a forked child must not keep.
 """

@@ -13,8 +13,8 @@ from typing import Final
 OBJECT_SECONDS: Final = 900.0
 # The same for a manifest, a listing or a read, for which the user waits.
 REQUEST_SECONDS: Final = 120.0
-# One request for a part. Eight parts of 32 MiB in this time need 1.5 MB/s; if that fails, the next attempt sends half as
-# many at once.
+# One request for a part. Eight parts of 32 MiB in this time need 1.5 MB/s; if that fails, the next attempt sends half
+# as many at once.
 PART_SECONDS: Final = 180.0
 SMALL_SECONDS: Final = 30.0  # any other request
 # How long an aborted upload may take to drop its buffers before its thread ends without them.
@@ -45,7 +45,7 @@ LAG_SECONDS: Final = 900.0
 AGAIN_SECONDS: Final = 1800.0
 # Calls at a place whose part is in vain.
 END_SECONDS: Final = 10.0
-# The last writes of abandoned saves. An exit with a timeout waits only for a tenth of that timeout more, but at least as
-# long as a healthy disk may need.
+# The last writes of abandoned saves. An exit with a timeout waits only for a tenth of that timeout more, but at least
+# as long as a healthy disk may need.
 ABANDON_SECONDS: Final = 10.0
 LEAST_ABANDON_SECONDS: Final = 1.0

@@ -193,11 +193,11 @@ def _notes(trackers: Mapping[str, str], steps: Sequence[int]) -> tuple[str, ...]
     """Notes on trackers that do not name the newest step; another program may have written them."""
     notes = []
     for name, text in trackers.items():
-        name_of_step = parse_step_name(text)
-        if name_of_step is None:
+        tracked = parse_step_name(text)
+        if tracked is None:
             notes.append(f"the tracker {name} names no step: {text!r}")
-        elif name_of_step.step not in steps:
-            notes.append(f"the tracker {name} names step {name_of_step.step}, which is not committed here")
-        elif name_of_step.step != steps[-1]:
-            notes.append(f"the tracker {name} names step {name_of_step.step}, not the newest, {steps[-1]}")
+        elif tracked.step not in steps:
+            notes.append(f"the tracker {name} names step {tracked.step}, which is not committed here")
+        elif tracked.step != steps[-1]:
+            notes.append(f"the tracker {name} names step {tracked.step}, not the newest, {steps[-1]}")
     return tuple(notes)

@@ -97,7 +97,7 @@ class Contents:
         return []
 
     def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
-        """Announce the parts of tensors that will be read, so that they are located together; None is a whole tensor."""
+        """Announce the parts of tensors that will be read, so that they are located together; None is a whole one."""
 
     @property
     def has_all_names(self) -> bool:
