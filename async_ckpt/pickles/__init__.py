@@ -3,7 +3,7 @@
 - `machine` has the stack that a program works on, and the instructions.
 - `saved_objects` loads the output of `torch.save`, or refuses it; `object_digests` compares objects of several ranks.
 
-`format.dcp` reads the metadata of torch.distributed.checkpoint by the same machine.
+`format.dcp_metadata` reads the metadata of torch.distributed.checkpoint by the same machine.
 
 Knows nothing of: archives, files, checkpoints.
 """

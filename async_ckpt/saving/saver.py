@@ -29,7 +29,7 @@ from ..ranks.peers import Ranks
 from ..spans import NO_TRACE, Spans, monotonic
 from ..spec import RankFacts
 from ..staging.device import first_device, warm_up
-from ..staging.files import FileFill, FilesImage
+from ..staging.file_segments import FileFill, FilesImage
 from ..staging.filler import StagingHost
 from ..staging.guard import Optimizers, deferrable, unwrapped
 from ..staging.snapshot import Snapshot, interrupted

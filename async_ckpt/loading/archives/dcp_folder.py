@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Final
 import torch
 
 from ...errors import CorruptCheckpointError, UntrustedObjectError
-from ...format import dcp, digests
-from ...format.dcp import Blob, StoredTensor, TensorExtent
+from ...format import dcp_metadata, digests
+from ...format.dcp_metadata import Blob, StoredTensor, TensorExtent
 from ...format.index import Index, IndexedTensor, Member, Slice
 from ...host.threads import run_together
 from ...pickles import saved_objects
@@ -64,13 +64,13 @@ class OpenDcp(Contents):
         super().__init__(JoinedFile(()), path=storage.locate(""))
         self._storage, self._stack = storage, stack
         try:
-            metadata = dcp.parse(storage.read(dcp.NAME)[0])
+            metadata = dcp_metadata.parse(storage.read(dcp_metadata.NAME)[0])
             paths = {
                 name: metadata.paths.get(name) or (name,) for name in (*metadata.tensors, *metadata.blobs)
             }
             skeleton = _skeleton(paths, metadata.tensors)
         except ValueError as error:
-            raise self.corrupt(f"its {dcp.NAME} cannot be trusted: {error}") from error
+            raise self.corrupt(f"its {dcp_metadata.NAME} cannot be trusted: {error}") from error
         self._tensors: Sequence[StoredTensor] = list(metadata.tensors.values())
         self._blobs: Sequence[tuple[str, Blob]] = list(metadata.blobs.items())
         self._trusts = False
@@ -170,8 +170,8 @@ class OpenDcp(Contents):
             return file.read(Extent(offset, length))
 
         try:
-            location = dcp.locate_tensor(read, blob)
-        except dcp.TorchOnlyError as error:
+            location = dcp_metadata.locate_tensor(read, blob)
+        except dcp_metadata.TorchOnlyError as error:
             raise CorruptCheckpointError(
                 f"{file.path}: at byte {blob.offset:,}: {error}; load it with torch.distributed.checkpoint",
                 path=file.path,
@@ -195,12 +195,15 @@ class OpenDcp(Contents):
                 reader = self._stack.enter_context(self._storage.open(blob.file))
             except (FileNotFoundError, IsADirectoryError, ValueError) as error:
                 raise CorruptCheckpointError(
-                    f"{shown_as}: it is missing, though {dcp.NAME} names it; fetch it again", path=shown_as
+                    f"{shown_as}: it is missing, though {dcp_metadata.NAME} names it; fetch it again",
+                    path=shown_as,
                 ) from error
             self._files[blob.file] = _TensorFile(reader, path=shown_as)
         file = self._files[blob.file]
         if blob.offset + blob.length > file.num_bytes:
-            raise file.corrupt(f"it has {file.num_bytes:,} bytes, and {dcp.NAME} names more: truncated")
+            raise file.corrupt(
+                f"it has {file.num_bytes:,} bytes, and {dcp_metadata.NAME} names more: truncated"
+            )
         return file
 
     def _read_blobs(self, blobs: Sequence[Blob]) -> list[bytes]:
