@@ -18,13 +18,13 @@ from typing import Final, NamedTuple
 from ..errors import CheckpointError, NotCommittedError, StorageUnavailableError
 from ..host.threads import run_together
 from ..storage.interface import Storage
+from .foreign_entries import newest_of_other_namings
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, Manifest, intent_name, parse_intent, retired_attempts, retired_name
 from .manifest import parse as parse_manifest
 from .naming import STEP_FORMAT, folder_pattern
 from .retention import Commits
 from .starts import Commit, Start, counts, out_of_line, split_starts
-from .unmanaged import newest_of_other_namings
 
 # A writer that keeps one step deletes it with its next save, so a slow reader comes too late many times.
 TRIES: Final = 100

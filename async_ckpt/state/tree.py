@@ -21,9 +21,9 @@ import torch
 
 from ..errors import UnsupportedStateError
 from ..spec import Json
-from .containers import ListItems, PerRank
 from .dtypes import numpy_dtype
 from .names import Path, printable, shown
+from .per_rank import ListItems, PerRank
 from .plain import (
     SCALARS,
     NotPlainError,

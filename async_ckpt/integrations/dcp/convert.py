@@ -20,8 +20,8 @@ from ...loading.archives.find import from_path
 from ...loading.archives.step_archives import Readers
 from ...loading.fill import Wanted, fill, planned
 from ...loading.restore import RestoreOptions, restore_state
+from ...runs.foreign_entries import OF_DCP
 from ...runs.manifest import NAME as MANIFEST
-from ...runs.unmanaged import OF_DCP
 from ...spec import GIB, MIB
 from ...state.names import Select
 from ...storage.interface import Storage

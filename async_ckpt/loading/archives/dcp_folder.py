@@ -26,9 +26,9 @@ from ...host.threads import run_together
 from ...pickles import saved_objects
 from ...slicing.cover import Box, cover
 from ...spec import DTYPES, Extent, Spread
-from ...state.containers import nested
 from ...state.dtypes import dtype_named
 from ...state.names import Path, Select, shown
+from ...state.per_rank import nested
 from ...state.tree import Encoder, StoredLeaf, replaced
 from ...storage.interface import Reader, Storage
 from .contents import Contents, Groups, Source

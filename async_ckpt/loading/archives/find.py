@@ -19,6 +19,7 @@ from ...errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
+from ...runs.foreign_entries import foreign_kind, newest_of_other_namings
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import Archive, Manifest, parse, parse_intent, retired_attempts
 from ...runs.naming import parse_step_name
@@ -27,7 +28,6 @@ from ...runs.root import TRIES, overtaken_error
 from ...runs.roots import Roots
 from ...runs.run import Run
 from ...runs.starts import Commit, counts, split_starts
-from ...runs.unmanaged import foreign_kind, newest_of_other_namings
 from ...state.names import Selector, shown
 from ...storage.compressed import open_decompressed
 from ...storage.interface import Reader, Storage

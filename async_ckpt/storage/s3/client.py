@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 
 from ... import spans
 from ...errors import StorageUnavailableError
-from ...host.calls import StuckError, WatchedCall
 from ...host.deadlines import ABORT_SECONDS, REQUEST_SECONDS
+from ...host.watched_calls import StuckError, WatchedCall
 from ...spans import TIMEKEEPER, Timekeeper
 from ...spec import KIB
 from .. import retry, stores

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from ... import spans
 from ...errors import StorageUnavailableError
-from ...host.calls import WatchedCall
 from ...host.threads import run_together
+from ...host.watched_calls import WatchedCall
 from ...spans import TIMEKEEPER, Timekeeper
 from .. import stores
 from ..bulk import delete

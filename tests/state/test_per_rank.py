@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_ckpt.state.containers import ListItems, nested
+from async_ckpt.state.per_rank import ListItems, nested
 from async_ckpt.state.skeletons import merge
 from async_ckpt.state.tree import Encoder, decode
 
