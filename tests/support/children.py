@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -85,11 +86,10 @@ def _know_stores() -> None:
     """Import the clients of stores, and parse what botocore reads for each client: most of what a child at a store would take."""
     with contextlib.suppress(ImportError):
         import botocore.session
-        import obstore.store
-        import s3fs
-        import tenacity
         from botocore.loaders import JSONFileLoader
 
+        for name in ("obstore.store", "s3fs", "tenacity"):
+            importlib.import_module(name)
         read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
         JSONFileLoader.load_file = lambda _, path: read(path)
         session = botocore.session.Session()
