@@ -12,12 +12,12 @@ import xxhash
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from states import MIB
 
 from async_ckpt.format import delta
 from async_ckpt.format.delta import VersionIndex, folder_of, identity_of, parse, structure_of, version_of
 from async_ckpt.publishing import difference
 from async_ckpt.publishing.difference import NotTheBase, apply, checksum_of, encode
-from async_ckpt.spec import MIB
 
 ENCODINGS: list[Any] = ["xor", "overwrite"]
 
