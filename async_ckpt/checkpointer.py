@@ -32,7 +32,7 @@ from .ranks.agreement import tell_of_failure
 from .ranks.peers import Differing, Ranks
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
-from .runs.roots import opened
+from .runs.roots import open_roots
 from .saving.admission import Admission, OnOverlap
 from .saving.drain import Writers
 from .saving.handle import SaveHandle
@@ -142,7 +142,7 @@ class AsyncCheckpointer(RunReader):
         notice = self._notice = Notice(due.signals)
         self._is_preempted = False
         self._policy = SavePolicy(due, preempted=lambda: notice.is_given)
-        self._roots = opened(root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time)
+        self._roots = open_roots(root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time)
         self.roots, self.root = self._roots.names, self._roots.names[0]
         self._guard = unwrapped(guard)  # refused now rather than at the first save, and gone through once
         self._ranks = Ranks(
@@ -450,7 +450,7 @@ class AsyncCheckpointer(RunReader):
         else:
             step = sharing.restored(partial(read, step, sharing), lambda found: read(found, None))
         if step is None:
-            for note in self._roots.told_of_others():
+            for note in self._roots.foreign_notes():
                 warnings.warn(f"nothing was restored: {note}", RuntimeWarning, stacklevel=2)
             self._saver.warm(state, state_dicts.of)
             return None

@@ -20,7 +20,7 @@ from functools import cached_property
 from time import thread_time
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
-from async_ckpt.storage.base import Reader, Sink
+from async_ckpt.storage.interface import Reader, Sink
 
 T = TypeVar("T")
 

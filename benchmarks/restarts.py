@@ -22,7 +22,7 @@ from async_ckpt.loading.archives.step_archives import Readers
 from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.runs import layouts
 from async_ckpt.runs.manifest import NAME as MANIFEST
-from async_ckpt.runs.manifest import Manifest, OfRanks, archive_name
+from async_ckpt.runs.manifest import Manifest, RankFiles, archive_name
 from async_ckpt.runs.receipts import Exchange, Receipt, Table
 from async_ckpt.runs.run import Run
 from async_ckpt.slicing.locator import StepLayout
@@ -110,7 +110,7 @@ def _commit(bucket: Bucket, folder: str, size: int, num_tensors: int) -> None:
     structure = StateDivider(0, size).structure(_captured(0, size, num_tensors))
     layout = StepLayout({structure.digest: range(size)}, {structure.digest: structure.text})
     table = Table(layout.classes)
-    of_ranks = OfRanks(
+    of_ranks = RankFiles(
         exchange.put_archives(receipts),
         exchange.put_layout(layouts.dump(layout, table)),
         table.digest,

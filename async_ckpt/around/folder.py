@@ -17,8 +17,8 @@ from ..saving.copy_save import CopySave
 from ..spans import Spans
 from ..staging.guard import Optimizers
 from ..state.captured import SnapshotView
-from ..storage.base import Storage
 from ..storage.disk import free_bytes_at, full, translated
+from ..storage.interface import Storage
 from ..storage.local import LocalStorage
 from ..storage.scratch import Scratch, publish
 from .hub import ADAPTER_CONFIG, Weights

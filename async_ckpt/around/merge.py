@@ -33,9 +33,9 @@ from ..state.capture import pickled
 from ..state.names import shown
 from ..state.skeletons import merge as merge_skeletons
 from ..state.tree import ValuesByRank, leaves, top_keys
-from ..storage.append import Appender
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from ..storage.place import Anywhere, written_at
+from ..storage.sequential import Appender
 
 _COMPRESSED: Final = (".zst", ".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
 

@@ -16,8 +16,8 @@ import torch
 from ..format import safetensors
 from ..staging.device import dense_blocks, memmove
 from ..state.dtypes import dtype_name
-from ..storage.base import Reader
 from ..storage.disk import address
+from ..storage.interface import Reader
 from .hub import Weights, json_bytes
 
 MAX_SHARD_BYTES: Final = 5 * 10**9

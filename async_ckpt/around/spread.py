@@ -43,7 +43,7 @@ from ..spans import monotonic
 from ..spec import SEGMENT_BYTES
 from ..state.captured import SnapshotView, tree_of
 from ..state.dtypes import dtype_named
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from ..storage.local import LocalStorage
 from ..storage.place import Place
 from .folder import Asked, Export

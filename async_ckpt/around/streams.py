@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import IO, Any, Final, Self
 
 from ..spec import MIB
-from ..storage.base import Reader, Storage
 from ..storage.bulk import Parcel, copy
+from ..storage.interface import Reader, Storage
 from ..storage.local import LocalStorage
 
 # What a file of a store keeps of it in memory, and what it asks for at most in one request.

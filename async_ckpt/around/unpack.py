@@ -30,8 +30,8 @@ from ..loading.archives.find import opened_as_file
 from ..spec import MIB
 from ..storage.disk import free_bytes_at, full, translated
 from ..storage.place import Anywhere, local_place, place_of, written_at
-from ..storage.read_ahead import ReadAhead
 from ..storage.scratch import Scratch
+from ..storage.sequential import ReadAhead
 
 # What a checkpoint may be made of; the one of 100,000 files is a tenth of it.
 MAX_MEMBERS: Final = 1_000_000

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..spec import with_article
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from ..storage.place import Anywhere, Place, storage_at, written_at
 from ..storage.scratch import refuse_in_running
 

@@ -42,12 +42,12 @@ from ..staging.files import FilesImage, source_of
 from ..staging.guard import Optimizers, unwrapped
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import tree_of
-from ..storage.append import Appender
 from ..storage.disk import translated
 from ..storage.local import LocalStorage
 from ..storage.locks import temps_of
 from ..storage.place import local_place, place_of
 from ..storage.scratch import Scratch, publish, refuse_misfit, sync_all
+from ..storage.sequential import Appender
 from .arguments import closed_over, copied, tensors_in
 from .where import Bound, Finder, Options, OutPath, ending_of, name_of, out_path, why_not_wrapped
 

@@ -23,9 +23,9 @@ from ..around.pack import pack_folder
 from ..around.streams import BUFFER_BYTES, Ranges, Upload, open_local
 from ..around.unpack import extract
 from ..loading.rebuild import rebuild_layout
-from ..storage.base import Storage
 from ..storage.bulk import Parcel, copy
 from ..storage.disk import sync_folder
+from ..storage.interface import Storage
 from ..storage.local import LocalStorage
 from ..storage.locks import TEMP_SUFFIX, temp_stem
 from ..storage.place import Anywhere, Place, local_place, place_of, written_at

@@ -41,7 +41,8 @@ from ..state.containers import PerRank
 from ..state.names import shown
 from ..state.rng import RngState
 from ..storage.place import Place
-from ..storage.url import Where, text_of
+from ..storage.url import StrPath as Where
+from ..storage.url import text_of
 
 _MARKER: Final = "MARKER"
 # Where our archives are in a checkpoint's folder.

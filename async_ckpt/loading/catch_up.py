@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Collection
 
 from ..errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StepExistsError
-from ..runs.manifest import Archive, missing
+from ..runs.manifest import Archive, missing_error
 from ..runs.receipts import archives_of
 from ..runs.roots import Roots
 from ..runs.run import Run
@@ -50,7 +50,7 @@ def catch_up(
 
 def _copy_step(source: Run, to: Run, step: int, check: Callable[[], None]) -> None:
     """Copy the archives of a step, then commit it. What is copied stays locked until then, so that nobody sweeps it."""
-    replaced = to.found(step)
+    replaced = to.manifest_to_replace(step)
     made = source.manifest(step)
     for earlier in sorted({other.step for other in made.elsewhere} - {step}):
         there = to.committed(earlier)
@@ -75,7 +75,7 @@ def _copy(
     try:
         reader = source.storage.open(path)
     except FileNotFoundError as error:
-        raise missing(source.storage.locate(path), step) from error
+        raise missing_error(source.storage.locate(path), step) from error
 
     with reader:
         opened = OpenArchive(reader, path=source.storage.locate(path), verify=True)

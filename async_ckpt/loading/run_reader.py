@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..errors import NotCommittedError
-from ..runs.retention import best_of, lacking
+from ..runs.retention import best_of, describe_missing_metric
 from ..runs.roots import Roots
 from ..state.names import Select
 from .archives.contents import Part
@@ -70,7 +70,7 @@ class RunReader:
         commits = self._roots.view()
         found = best_of(list(commits), commits, (metric, mode, 1))
         if not found:
-            why = f"no record of a committed step has the metric {lacking(metric, commits)}"
+            why = f"no record of a committed step has the metric {describe_missing_metric(metric, commits)}"
             raise NotCommittedError(f"{self.root}: {why}", path=self.root, step=None)
         return found[0]
 
@@ -106,6 +106,6 @@ class RunReader:
             return from_step(self._roots, step, build, verify=verify, readers=readers)
         found = from_newest(self._roots, build, verify=verify, readers=readers)
         if found is None:
-            told = "; ".join(self._roots.told_of_others()) or f"{self.root}: nothing is committed yet"
+            told = "; ".join(self._roots.foreign_notes()) or f"{self.root}: nothing is committed yet"
             raise NotCommittedError(told, path=self.root, step=None)
         return found[1]

@@ -21,12 +21,12 @@ from ..errors import (
 )
 from ..host.memory import Segment
 from ..report import VerifyReport
-from ..runs.naming import TRACKERS, numbered
-from ..runs.root import TRIES, overtaken
+from ..runs.naming import TRACKERS, parse_step_name
+from ..runs.root import TRIES, overtaken_error
 from ..spans import Clock, monotonic
 from ..spec import Extent
-from ..storage.base import Storage
-from ..storage.compressed import decompressing
+from ..storage.compressed import open_decompressed
+from ..storage.interface import Storage
 from ..storage.place import Anywhere, storage_at
 from .archives.archive import OpenArchive
 from .archives.contents import Contents, Part
@@ -59,7 +59,7 @@ def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
     if file is not None:
         reader, shown = file
         with reader:
-            reading.compare([Part(opened(decompressing(reader, shown), path=shown, verify=True))])
+            reading.compare([Part(opened(open_decompressed(reader, shown), path=shown, verify=True))])
     else:
         storage = storage_at(path)
         shown = storage.locate("")
@@ -142,7 +142,7 @@ def _verify_run(storage: Storage, reading: _Reading) -> tuple[tuple[int, ...], t
             raise _error(where, sound, errors)
         if sound:
             return tuple(sound), _notes(trackers, sound)
-    raise overtaken(where)
+    raise overtaken_error(where)
 
 
 def _error(
@@ -186,7 +186,7 @@ def _notes(trackers: Mapping[str, str], steps: Sequence[int]) -> tuple[str, ...]
     """Where a tracker does not name the newest step; it may be another program's word."""
     notes = []
     for name, text in trackers.items():
-        told = numbered(text)
+        told = parse_step_name(text)
         if told is None:
             notes.append(f"the tracker {name} names no step: {text!r}")
         elif told.step not in steps:

@@ -30,7 +30,7 @@ from ..format import safetensors
 from ..format.delta import INDEX, checksum, identity_of, new_hash, structure_of
 from ..host.waits import ENDS_THE_CALL, Wait
 from ..state.dtypes import dtype_name
-from ..storage.beneath import Beneath, read_at, write_at
+from ..storage.confined import ConfinedFolder, read_at, write_at
 from ..storage.disk import free_bytes_at, full, preallocate, translated
 from .difference import checksum_of
 from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, NotedFiles, Notes
@@ -57,7 +57,7 @@ class FolderReplica:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder = Path(os.path.realpath(folder))  # it may be a link, or where a disk is mounted
-        self._files = Beneath(folder)
+        self._files = ConfinedFolder(folder)
         self._notes = Notes(self._files)
         self._state: State | None = None
         self._there = NotedFiles({}, (), "")  # what versions have put there

@@ -26,7 +26,7 @@ from ..host.loop import get_loop
 from ..host.threads import Crew
 from ..saving.default import held_memory
 from ..state.dtypes import dtype_name
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from ..storage.place import Place
 from .ranks import RankLines, RanksStart
 from .replica import MemoryReplica, bring

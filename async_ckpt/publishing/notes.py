@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from ..errors import StorageUnavailableError
 from ..fields import count, entries, items, table, text
 from ..format.delta import INDEX, is_checksum, number_of, stays_inside
-from ..storage.beneath import Beneath
+from ..storage.confined import ConfinedFolder
 from .source import State
 
 FOLDER: Final = ".weight_sync"
@@ -51,7 +51,7 @@ class Noted(NamedTuple):
 class Notes:
     """The notes of one folder. Their owner has the lock."""
 
-    def __init__(self, files: Beneath) -> None:
+    def __init__(self, files: ConfinedFolder) -> None:
         self._files = files
 
     def noted(self) -> Noted | None:

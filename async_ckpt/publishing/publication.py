@@ -43,9 +43,9 @@ from ..spec import MIB
 from ..staging.guard import Optimizers
 from ..state.captured import SnapshotView
 from ..state.dtypes import dtype_name
-from ..storage.base import Sink, Storage
 from ..storage.bulk import Parcel, copy
 from ..storage.disk import free_bytes_at, full, sync_folder, translated
+from ..storage.interface import Sink, Storage
 from ..storage.local import LocalStorage
 from ..storage.scratch import Scratch
 from .difference import checksum_of, encode, overwritten_bytes

@@ -29,7 +29,7 @@ from ..format.delta import (
 )
 from ..host.threads import Crew
 from ..spec import DTYPES, MIB
-from ..storage.base import Reader, Storage
+from ..storage.interface import Reader, Storage
 
 _CHUNK_BYTES: Final = 4 * MIB
 

@@ -28,8 +28,8 @@ from ..format.delta import (
     parse,
     version_of,
 )
-from ..storage.base import Storage
 from ..storage.disk import sync_folder, translated
+from ..storage.interface import Storage
 from ..storage.locks import TEMP_SUFFIX, temps_of
 from ..storage.scratch import Scratch
 from .base import Base

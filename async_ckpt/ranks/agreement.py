@@ -22,7 +22,7 @@ from ..errors import (
 )
 from ..format.digests import block_digest
 from ..host.loop import Loop, OffLoop
-from ..runs.manifest import Archive, Manifest, OfRanks
+from ..runs.manifest import Archive, Manifest, RankFiles
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, table_of
 from ..runs.run import Run
 from ..spans import monotonic
@@ -113,7 +113,7 @@ class Agreement:
         """True if it is known that ranks see different folders at this root."""
         return self._root.is_apart
 
-    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> OfRanks | None:
+    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> RankFiles | None:
         """This rank's archive is durable: say so. On rank 0, go on once all ranks have.
 
         `check` is called in between, and raises when nobody waits for it any more. Raises PeerFailedError; and where one of
@@ -191,7 +191,7 @@ class Agreement:
         copies = self._joint.part.copies
         return more if copies is None else {**more, "copies": copies}
 
-    async def _all_receipts(self, off_loop: OffLoop, check: Callable[[], None]) -> OfRanks:
+    async def _all_receipts(self, off_loop: OffLoop, check: Callable[[], None]) -> RankFiles:
         size, deadline = self._ranks.world.size, monotonic() + PEER_SECONDS
         for number, seconds in enumerate(_looks(self._run.storage.remote)):
             receipts = await off_loop(self._exchange.receipts)
@@ -220,7 +220,7 @@ class Agreement:
 
     def _raise_refusals(self, refused: Sequence[Receipt]) -> None:
         causes = [
-            Cause(one.rank, str(self._exchange.more_of(one).get("error", "it gave no reason")))
+            Cause(one.rank, str(self._exchange.details_of(one).get("error", "it gave no reason")))
             for one in refused
         ]
         self._joint.causes += causes

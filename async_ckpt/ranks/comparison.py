@@ -15,7 +15,7 @@ from typing import Any, Final
 from ..errors import CheckpointError, PeerFailedError, UnsupportedStateError
 from ..runs import layouts
 from ..runs.coverage import check_coverage, own_names
-from ..runs.manifest import OfRanks, archive_name
+from ..runs.manifest import RankFiles, archive_name
 from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from ..runs.run import Run
 from ..slicing.locator import Classes, StepLayout
@@ -38,7 +38,7 @@ class Comparison:
         self._ranks, self._joint, self._run, self._exchange = ranks, joint, run, exchange
         self._per_rank: tuple[str, ...] = ()  # as any of them say
 
-    def compare(self, receipts: Sequence[Receipt]) -> tuple[Table, OfRanks]:
+    def compare(self, receipts: Sequence[Receipt]) -> tuple[Table, RankFiles]:
         """Check that the archives are of one state, and have all of it; then write what the manifest is to name.
 
         What is known of the ranks from then on, and what it is to name. Raises PeerFailedError, UnsupportedStateError.
@@ -79,7 +79,7 @@ class Comparison:
         layout = self._exchange.put_layout(layouts.dump(divided, table))
         num_bytes = sum(receipt.num_bytes for receipt in receipts)
         per_rank = tuple(sorted({*self._per_rank, *table.differing}))
-        return table, OfRanks(archives, layout, table.digest, num_bytes, per_rank)
+        return table, RankFiles(archives, layout, table.digest, num_bytes, per_rank)
 
     def _check_shares(self, receipts: Sequence[Receipt], texts: Mapping[str, str]) -> None:
         """Check that ranks which share tensors all still have them, since each took its share counting on the others.
@@ -127,7 +127,7 @@ class Comparison:
             distinct.setdefault(receipt.copies, receipt)
 
         def read(receipt: Receipt) -> None:
-            copies[receipt.rank] = self._exchange.more_of(receipt).get("copies") or {}
+            copies[receipt.rank] = self._exchange.details_of(receipt).get("copies") or {}
 
         self._run.do_all([partial(read, receipt) for receipt in distinct.values()])
         for rank in sorted(copies):
@@ -205,7 +205,7 @@ class Comparison:
 
     def _structure_text(self, receipts: Sequence[Receipt], mates: Sequence[int]) -> str:
         for rank in mates:
-            text = self._exchange.more_of(receipts[rank]).get("structure")
+            text = self._exchange.details_of(receipts[rank]).get("structure")
             if isinstance(text, str):
                 return text
         raise CheckpointError(f"ranks {mates} do not say how their states look")

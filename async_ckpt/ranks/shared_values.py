@@ -21,7 +21,7 @@ from ..pickles.object_digests import object_digests
 from ..spec import BLOCK_BYTES, MIB, Extent, TensorSpec
 from ..state.names import dotted, is_within
 from ..state.skeletons import plain_leaves
-from ..storage.base import Reader, Storage
+from ..storage.interface import Reader, Storage
 
 _GAP_BYTES: Final = MIB  # between small tensors that are read at once
 

@@ -1,6 +1,6 @@
-"""Tracker and journal: what a run tells others of its commits. Nobody trusts them.
+"""Tracker and journal: the files about a run for people and other programs. This library does not trust them.
 
-In: a root and what is committed there. Out: the two files, up to date. Knows nothing of: how a step is committed.
+In: a root and its commits. Out: the two files, up to date. Knows nothing of: how a step is committed.
 """
 
 from __future__ import annotations
@@ -10,42 +10,46 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from ..errors import (
-    StorageUnavailableError,
-)
-from . import journal, manifest
+from ..errors import StorageUnavailableError
+from ..storage.interface import Storage
+from . import journal
+from .manifest import NAME as MANIFEST
 from .manifest import is_retired_name
 from .naming import Tracker
 from .retention import Commits
 from .root import Root
 
-# A refused move of the tracker means that another writer was faster. So many in a row mean that the store refuses all.
+# A refused move of the tracker means that another writer was faster; this many, that the store refuses them all.
 _TRACKER_TRIES: Final = 20
 
 
 class Announcer:
-    """The tracker and the journal of one root. From any thread."""
+    """The tracker and the journal of one root. A Run creates and owns it. From any thread."""
 
     def __init__(self, root: Root, tracker: Tracker | None) -> None:
         self._root, self._tracker = root, tracker
-        # The commit of one save runs beside the retention of the one before: one announces at a time.
+        # Held over requests: a save may commit while the retention of the save before runs.
         self._announcing = threading.Lock()
         # Under _announcing:
-        self._told: list[int] | None = None  # the steps that the journal has; None: not known
-        self._journal_version: str | None = None  # as it was written here last; None: not known
-        self._tracks: int | None = None  # what the tracker names; None: not known
+        self._journaled: list[int] | None = None  # the steps in the journal; None: not known
+        self._journal_version: str | None = None  # as this object wrote it last; None: not known
+        self._tracks: int | None = None  # the step in the tracker; None: not known
+
+    @property
+    def _storage(self) -> Storage:
+        return self._root.storage
 
     def announce(self, step: int | None, spared: Callable[[Commits], Commits]) -> None:
-        """Bring both up to date with what is committed, whoever committed it; `step` was just now.
+        """Bring both files up to date with the commits of all processes; `step` has just been committed.
 
-        The journal has what `spared` leaves. Raises StorageUnavailableError; then the one may be up to date without the
-        other.
+        The journal lists the commits that `spared` returns. After StorageUnavailableError, one file may be up to
+        date and the other not.
         """
         with self._announcing:
             listing = self._root.listing if step is not None else None
             if listing is None or not (step is None or listing.has(step)):
                 listing = self._root.relist()
-            self._root.listing = None  # until it is known that nobody else has been here
+            self._root.listing = None  # until it is known that no other process has committed
             self._root.finish_rollbacks(listing.intents)
             view = self._root.view(listing, tolerant=True)
             refusal: StorageUnavailableError | None = None
@@ -58,7 +62,7 @@ class Announcer:
             if self._write_journal(spared(view)):
                 self._root.listing = listing if was_known and not listing.intents else None
             else:
-                # Another process has been here, and may have overwritten, or taken out of the run, what is known.
+                # Another process has committed, and may have overwritten or retired the known commits.
                 self._root.forget(self._root.known)
                 view = self._root.view(self._root.relist(), tolerant=True)
                 self._write_journal(spared(view))
@@ -68,67 +72,67 @@ class Announcer:
     def journal(self) -> list[dict[str, object]]:
         """The records of `checkpoints.jsonl`, as far as they can be read."""
         try:
-            return journal.parse(self._root.storage.read(journal.NAME)[0], locate=self._root.storage.locate)
+            return journal.parse(self._storage.read(journal.NAME)[0], locate=self._storage.locate)
         except FileNotFoundError:
             return []
 
     def rewrite(self, view: Commits) -> None:
-        """Retention has left these: what another process has done since is told, too."""
+        """Rewrite the journal, after retention has deleted steps."""
         with self._announcing:
-            if self._told != list(view):
+            if self._journaled != list(view):
                 self._journal_version = None
                 self._write_journal(view)
 
-    def tracked(self) -> int | None:
-        """The step that the tracker names. Nothing depends on it: one that cannot be read names none."""
+    def tracked_step(self) -> int | None:
+        """The step that the tracker names; None if it names none, or cannot be read."""
         if self._tracker is None or self._tracks is not None:
             return self._tracks
         with suppress(StorageUnavailableError):
-            found = self._read_tracker(self._tracker)
-            return self._tracker.parse(found[0]) if found else None
+            content = self._read_tracker(self._tracker)
+            return self._tracker.parse(content[0]) if content else None
         return None
 
     def tracker_text(self) -> tuple[str, str] | None:
-        """The tracker's name and the beginning of what it says, if it is there."""
-        found = self._read_tracker(self._tracker) if self._tracker is not None else None
-        if self._tracker is None or found is None:
+        """The tracker's name and the beginning of its content, if it is there."""
+        content = self._read_tracker(self._tracker) if self._tracker is not None else None
+        if self._tracker is None or content is None:
             return None
-        return self._tracker.name, found[0][:100].decode(errors="replace").strip()
+        return self._tracker.name, content[0][:100].decode(errors="replace").strip()
 
     def _write_journal(self, view: Commits) -> bool:
-        """One line for each step; only those of new commits are made anew. Under _announcing.
+        """Write one line for each step. Under _announcing.
 
-        False when somebody else has written it since it was written here: every process does so with each commit.
+        False if another process has written the journal since this object did: each does so with every commit.
         """
         lines = self._root.lines
         for step in view.keys() - lines.keys():
-            made = view[step]
-            if made is not None:
-                lines[step] = journal.dump([(made.path_in(self._root.folder(step)), made)])
+            manifest = view[step]
+            if manifest is not None:
+                lines[step] = journal.dump([(manifest.path_in(self._root.folder(step)), manifest)])
         data = b"".join(filter(None, map(lines.get, view)))
-        version, self._journal_version, self._told = self._journal_version, None, None
+        version, self._journal_version, self._journaled = self._journal_version, None, None
         try:
-            self._journal_version = self._root.storage.replace(journal.NAME, data, version=version)
+            self._journal_version = self._storage.replace(journal.NAME, data, version=version)
         except FileExistsError:
             return False
-        self._told = list(view)
+        self._journaled = list(view)
         return True
 
     def _track(self, tracker: Tracker, newest: int) -> None:
         """Move the tracker on to the newest committed step, if it may go there."""
         self._tracks = None
         for _ in range(_TRACKER_TRIES):
-            with suppress(FileExistsError):  # another writer was faster: judged anew is what it wrote
-                found = self._read_tracker(tracker)
-                if found is None:
-                    self._root.storage.put_new(tracker.name, tracker.dump(newest))
-                elif self._may_move(tracked := tracker.parse(found[0]), newest):
-                    self._root.storage.replace(tracker.name, tracker.dump(newest), version=found[1])
+            with suppress(FileExistsError):  # another writer was faster: look at its text
+                content = self._read_tracker(tracker)
+                if content is None:
+                    self._storage.put_new(tracker.name, tracker.dump(newest))
+                elif self._may_move(tracked := tracker.parse(content[0]), newest):
+                    self._storage.replace(tracker.name, tracker.dump(newest), version=content[1])
                 else:
                     newest = tracked or newest
                 self._tracks = newest
                 return
-        path = self._root.storage.locate(tracker.name)
+        path = self._storage.locate(tracker.name)
         raise StorageUnavailableError(
             f"{path} was not moved to step {newest}: others changed it {_TRACKER_TRIES} times in the meantime",
             path=path,
@@ -137,17 +141,16 @@ class Announcer:
     def _may_move(self, tracked: int | None, newest: int) -> bool:
         """Whether the tracker may be moved from one step to another: forwards, and back only from a retired step.
 
-        What names a newer step that is not committed here is somebody else's word, such as the trainer's own save in
-        the same folder. What names none is nobody's.
+        A newer step that is not committed here is of another program, such as the trainer's own save in this folder.
         """
-        # Even to the same: who has judged an older text must find it changed.
+        # Even to the same step: a writer that has read an older text must find it changed.
         if tracked is None or tracked <= newest:
             return True
-        names = self._root.storage.names(self._root.folder(tracked))
-        return manifest.NAME not in names and any(map(is_retired_name, names))
+        names = self._storage.names(self._root.folder(tracked))
+        return MANIFEST not in names and any(map(is_retired_name, names))
 
     def _read_tracker(self, tracker: Tracker) -> tuple[bytes, str] | None:
         try:
-            return self._root.storage.read(tracker.name)
+            return self._storage.read(tracker.name)
         except FileNotFoundError:
             return None

@@ -1,16 +1,16 @@
 """`checkpoints.jsonl`: one line per committed step, for people and their scripts. Nothing in this library trusts it.
 
-In: manifests. Out: lines, and lines back from a file that somebody may have torn. Knows nothing of: storage.
+In: manifests. Out: lines; records from lines, of which some may be torn. Knows nothing of: storage.
 
-A line is what tinker-cookbook calls a checkpoint record: `name`, `batch` and `state_path`, everything in the record of the
-save that is not None, and the library's own `step, path, num_bytes, created`. The file is replaced whole, so its last
-line is never torn by us.
+A line is a checkpoint record of tinker-cookbook: `name`, `batch` and `state_path`, everything in the record of the save
+that is not None, and the library's own `step, path, num_bytes, created`. The file is replaced atomically, so this
+library never leaves a torn line.
 
 `batch` is the next batch to train. Unless the record has one, it is the step after the one that was saved.
 
-`state_path` is relative to the folder of the journal, because a full path in a run that was copied or moved would name the
-old place. tinker-cookbook hands it to its client as it is, and the client's service resolves it below its own base, as it
-does with the names that it gives out itself (`tinker://model/weights/000100`).
+`state_path` is relative to the folder of the journal, because a full path in a run that was copied or moved would name
+the old place. tinker-cookbook passes it to its client as it is, and the client's service resolves it below its own
+base, as it does with its own names (`tinker://model/weights/000100`).
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ NAME: Final = JOURNAL
 
 def dump(commits: Iterable[tuple[str, Manifest]]) -> bytes:
     """The journal of these commits, in the order given: the archive's path below the root, and the manifest."""
-    return b"".join(json.dumps(_line(path, made)).encode() + b"\n" for path, made in commits)
+    return b"".join(json.dumps(_line(path, manifest)).encode() + b"\n" for path, manifest in commits)
 
 
-def _line(path: str, made: Manifest) -> dict[str, Any]:
-    ours = {
+def _line(path: str, manifest: Manifest) -> dict[str, Any]:
+    own_fields = {
         "state_path": path,
-        "step": made.step,
+        "step": manifest.step,
         "path": path,
-        "num_bytes": made.num_bytes,
-        "created": made.created,
+        "num_bytes": manifest.num_bytes,
+        "created": manifest.created,
     }
-    theirs = {key: value for key, value in made.record.items() if value is not None}
-    return {"name": f"{made.step:06d}", "batch": made.step + 1} | theirs | ours
+    user_fields = {key: value for key, value in manifest.record.items() if value is not None}
+    return {"name": f"{manifest.step:06d}", "batch": manifest.step + 1} | user_fields | own_fields
 
 
 def parse(data: bytes, *, locate: Callable[[str], str] | None = None) -> list[dict[str, Any]]:
     """The records of a journal. A line that is not a JSON object, such as a torn last one, is skipped.
 
-    With `locate`, which returns the full path of what lies below the root, `state_path` is a full path. It is made from
-    `path`, so that it is right even if the journal was written when `state_path` was a full path itself, somewhere else.
+    With `locate`, which returns the full path of an object below the root, `state_path` is a full path. It is made from
+    `path`, so it is right even in an old journal whose `state_path` is a full path in another place.
     """
     records = []
     for line in data.splitlines():

@@ -1,9 +1,9 @@
-"""`layout.<attempt>.json`: how the states of the ranks of a step look, so that a reader knows whose archives it needs.
+"""`layout.<attempt>.json`: the structures of the ranks' states, which tell a reader which archives it needs.
 
-In: what rank 0 has found out, or what somebody has who read the indices of all. Out: its text, and back. Knows nothing of: archives.
+In: a layout, from rank 0 or from the indices of all archives. Out: its text, and back. Knows nothing of: archives.
 
-It is advice: what a tensor's bytes are is said by the archives. So one that is missing or damaged is as good as none, and it may
-be made again (`layout.<attempt>.rebuilt.json`), which changes nothing that the manifest names.
+The file is advice: only the archives say what a tensor's bytes are. So a missing or damaged layout does no harm, and it
+may be made again (`layout.<attempt>.rebuilt.json`), which changes nothing that the manifest names.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..slicing.locator import StepLayout, check_structure
 from ..slicing.shares import KNOWN_VERSIONS
 from ..slicing.shares import VERSION as SHARES_VERSION
 from ..slicing.slices import Mesh
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from .manifest import seal, unseal
 from .receipts import Table
 
 
 def dump(layout: StepLayout, table: Table) -> bytes:
-    """With what a later start of the ranks needs to share by that table."""
-    told = {
+    """The text of a layout, with the fields that a later start of the ranks needs to share by that table."""
+    fields = {
         **table.packed(),
         "shares": SHARES_VERSION,
         "structures": dict(layout.structures),
@@ -33,12 +33,12 @@ def dump(layout: StepLayout, table: Table) -> bytes:
         "root": layout.root,
     }
     if layout.apart:
-        told["apart"] = {str(rank): tensors for rank, tensors in layout.apart.items()}
-    return seal(told)
+        fields["apart"] = {str(rank): tensors for rank, tensors in layout.apart.items()}
+    return seal(fields)
 
 
 def parse(data: bytes) -> StepLayout:
-    """Raises ValueError, KeyError or TypeError for what is none, or is by an arithmetic that is not known here."""
+    """The layout of a text. Raises ValueError, KeyError or TypeError if it is none, or has unknown shares."""
     raw = table(unseal(data))
     if raw["shares"] not in KNOWN_VERSIONS:
         raise ValueError(f"shares by version {raw['shares']}")
@@ -51,7 +51,7 @@ def parse(data: bytes) -> StepLayout:
 
 
 def read(storage: Storage, folder: str, attempt: str, *, rebuilt: bool = False) -> StepLayout | None:
-    """That of an attempt; None where there is none that is whole."""
+    """The layout of an attempt; None if it is missing or damaged."""
     name = rebuilt_name(attempt) if rebuilt else f"layout.{attempt}.json"
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return parse(storage.read(f"{folder}/{name}" if folder else name)[0])

@@ -1,13 +1,13 @@
-"""`manifest.json`: its presence in a step's folder IS the commit.
+"""`manifest.json`, whose presence in a step's folder IS the commit.
 
-In: what was written. Out: the manifest's text, and back. Knows nothing of: storage.
+In: the archives and fields of a commit. Out: the manifest's text, and back. Knows nothing of: storage.
 
-A manifest begins, in every version, with a digest of all that follows (`{"digest": "…",` and a line break): it is
-compared before anything else in the text is believed, its version included.
+A manifest begins, in every version, with a digest of all that follows (`{"digest": "…",` and a line break), which is
+compared before any other field is used, including the version.
 
-A rollback is one commit of many steps: the steps that leave the run are named by the manifest itself (`retires`).
-Before it is put, the same text is put in the root under a name that says which attempt it announces. This is the
-**intent**: whoever lists the root finds it, and leaves the named steps out while the manifest of that attempt stands.
+A rollback is one commit that retires other steps: its manifest names them (`retires`). Before the manifest, the same
+text is put in the root under a name that has the step and the attempt. This is the **intent**: readers that list the
+root find it, and leave out the named steps while the manifest of that attempt is there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _START: Final = re.compile(r"\d{8,18}\.[0-9a-f]{8}")
 
 
 def retired_name() -> str:
-    """A new name for a manifest that a rollback has taken out of the run: still there for whoever wants it back."""
+    """A new name for a manifest that a rollback has retired, under which it is kept."""
     return f"manifest.retired-{os.urandom(4).hex()}.json"
 
 
@@ -43,19 +43,19 @@ def is_retired_name(name: str) -> bool:
     return _RETIRED.fullmatch(name) is not None
 
 
-def taken_out(
-    intents: Iterable[tuple[int, str]], found: Callable[[int], Iterable[Manifest | None]]
+def retired_attempts(
+    intents: Iterable[tuple[int, str]], manifests_of: Callable[[int], Iterable[Manifest | None]]
 ) -> dict[int, str]:
-    """The attempts, by step, that announced rollbacks have taken out of the run.
+    """The attempts, by step, that announced rollbacks have retired.
 
-    Each counts as far as `found`, which tells what stands under a step, has the manifest of just the announced attempt.
+    A rollback counts if `manifests_of` has the manifest of just the announced attempt for its step.
     """
     return {
         retired.step: retired.attempt
         for step, attempt in intents
-        for made in found(step)
-        if made is not None and made.attempt == attempt
-        for retired in made.retires
+        for manifest in manifests_of(step)
+        if manifest is not None and manifest.attempt == attempt
+        for retired in manifest.retires
     }
 
 
@@ -66,13 +66,13 @@ def parse_intent(name: str) -> tuple[int, str] | None:
 
 
 def intent_name(step: int, attempt: str) -> str:
-    """The name, in the run's folder, of what announces a rollback to this step by this attempt."""
+    """The name, in the run's folder, of the intent of a rollback to this step by this attempt."""
     return f"rollback-{step}.{attempt}.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """One rank's tar, as the manifest names it: a file name in the step's folder, its size, its own digest."""
+    """An object in the step's folder, as the manifest names it: mostly one rank's tar."""
 
     name: str
     num_bytes: int
@@ -80,9 +80,11 @@ class Archive:
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A top-level group of the state that is in another archive than its rank's: of an earlier step, since it has not
-    changed since; or of this step, since one rank wrote it for all.
+class GroupLocation:
+    """A group that is in another archive than its rank's.
+
+    The archive is of an earlier step, since the group has not changed; or of this step, since one rank wrote it for
+    all.
     """
 
     group: str
@@ -93,18 +95,18 @@ class Elsewhere:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A commit that a rollback takes out of the run. `attempt` is empty for one whose manifest could not be read."""
+    """A commit that a rollback retires. `attempt` is empty if its manifest could not be read."""
 
     step: int
     attempt: str
 
 
 @dataclass(frozen=True, slots=True)
-class OfRanks:
-    """The objects that a commit of several ranks has beside its archives, which are named by their ranks (see `receipts`).
+class RankFiles:
+    """The objects of a commit of several ranks beside its archives, whose names follow from the ranks (see `receipts`).
 
-    `table` is known to those who shared by it, `num_bytes` are of all archives, and `per_rank` the names in the state of
-    what each rank has for itself.
+    `table` is the digest of the Table by which the ranks have shared, `num_bytes` is of all archives, and `per_rank`
+    has the names in the state of the objects that each rank has for itself.
     """
 
     archives: Archive
@@ -118,11 +120,11 @@ class OfRanks:
 class Manifest:
     """One committed checkpoint. `created` is wall time in seconds since the epoch.
 
-    `replaces` are the attempts at this step that stood here before, the last first: a root that holds one of those was away.
-    `record` is the user's: plain JSON data, whose marks `rolling` and `ttl_seconds` retention obeys.
-    `start` names the start of the run that committed it (see `starts`); it is empty for what older versions and other tools write.
-    `retires` are the newer commits that left the run with this one. A commit of several ranks has `ranks` instead of
-    `archives`, so that it does not grow with them.
+    `replaces` are the earlier attempts at this step, the last first: a root that holds one of those was away. `record`
+    is the user's: plain JSON data, whose fields `rolling` and `ttl_seconds` retention obeys. `start` names the start of
+    the run that committed it (see `starts`); it is empty in manifests of older versions and other tools. `retires` are
+    the newer commits that this one retires. A commit of several ranks has `ranks` instead of `archives`, so that its
+    size does not grow with their number.
     """
 
     step: int
@@ -132,14 +134,14 @@ class Manifest:
     archives: tuple[Archive, ...]
     replaces: tuple[str, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
-    elsewhere: tuple[Elsewhere, ...] = ()
+    elsewhere: tuple[GroupLocation, ...] = ()
     retires: tuple[Retired, ...] = ()
-    ranks: OfRanks | None = None
+    ranks: RankFiles | None = None
     start: str = ""
 
     @property
     def own_names(self) -> list[str]:
-        """The names of all objects in this step's folder that it stands for."""
+        """The names of all objects of this commit in the step's folder."""
         if self.ranks is None:
             return [archive.name for archive in (*self.archives, *self.beside)]
         of_ranks = [archive_name(rank, self.attempt) for rank in range(self.world_size)]
@@ -147,20 +149,20 @@ class Manifest:
 
     @property
     def beside(self) -> tuple[Archive, ...]:
-        """The archives in this step's folder that are of no rank."""
+        """The archives in this step's folder that do not belong to one rank."""
         return tuple({other.archive: None for other in self.elsewhere if other.step == self.step})
 
     @property
     def lenders(self) -> tuple[Archive, ...]:
-        """The objects that later steps name to borrow a group from this one: its archive, or the list of those of all ranks."""
+        """The objects that later steps name to borrow a group: the archive, or the list of the ranks' archives."""
         return self.archives if self.ranks is None else (self.ranks.archives,)
 
-    def lent(self, group: str) -> tuple[Elsewhere, ...]:
-        """Where a group is that is not in this step's archives."""
+    def lent(self, group: str) -> tuple[GroupLocation, ...]:
+        """The places of a group that is not in the archives of this step's ranks."""
         return tuple(borrowed for borrowed in self.elsewhere if borrowed.group == group)
 
     def path_in(self, folder: str) -> str:
-        """Where its state is: the archive, or with several ranks their folder."""
+        """The path of its state: the archive, or with several ranks their folder."""
         return f"{folder}/{self.archives[0].name}" if len(self.archives) == 1 else folder
 
     @property
@@ -173,7 +175,7 @@ class Manifest:
 
 
 def parse(data: bytes, *, path: str) -> Manifest:
-    """Raises CorruptCheckpointError for text that is not a manifest, FormatVersionError for a sound one from the future."""
+    """The manifest of a text. Raises CorruptCheckpointError, and FormatVersionError for a later version."""
     try:
         raw = table(unseal(data))
         if count(raw["version"]) > VERSION:
@@ -205,13 +207,13 @@ def parse(data: bytes, *, path: str) -> Manifest:
 
 
 def seal(fields: Mapping[str, Any]) -> bytes:
-    """A JSON object that begins with the digest of all that follows the digest."""
+    """The text of a JSON object that begins with the digest of all that follows the digest."""
     rest = (json.dumps(fields, indent=1) + "\n").encode().removeprefix(b"{\n")
     return _HEAD + block_digest(rest).hex().encode() + _AFTER_DIGEST + rest
 
 
 def unseal(data: bytes) -> Any:
-    """The object back. Raises ValueError unless every byte is as it was written."""
+    """The JSON object of such a text. Raises ValueError unless every byte is as it was written."""
     rest = data[len(_HEAD) + 2 * DIGEST_BYTES + len(_AFTER_DIGEST) :]
     if data != _HEAD + block_digest(rest).hex().encode() + _AFTER_DIGEST + rest:
         raise ValueError("it does not match its own digest")
@@ -223,41 +225,44 @@ def archive_name(rank: int, attempt: str) -> str:
     return f"rank_{rank:05d}.{attempt}.tar"
 
 
-def missing(shown: str, named_by: int) -> CorruptCheckpointError:
-    """The error about an object that is not there though the manifest of a step names, its own or an earlier one's."""
+def missing_error(shown: str, named_by: int) -> CorruptCheckpointError:
+    """The error about a missing object that the manifest of a step names."""
     return CorruptCheckpointError(
-        f"{shown} is missing, though the manifest of step {named_by} names it; if the run was copied, copy all of it, or merge() step "
-        f"{named_by} where the run is whole; else load an earlier checkpoint",
+        f"{shown} is missing, though the manifest of step {named_by} names it; if the run was copied, copy all "
+        f"of it, or merge() step {named_by} where the run is whole; else load an earlier checkpoint",
         path=shown,
     )
 
 
-def _of_ranks(raw: object) -> OfRanks:
-    told = table(raw)
-    return OfRanks(
-        _archive(told["archives"]),
-        _archive(told["layout"]),
-        text(told["table"]),
-        count(told["num_bytes"]),
-        items(told["per_rank"], text),
+def _of_ranks(raw: object) -> RankFiles:
+    fields = table(raw)
+    return RankFiles(
+        _archive(fields["archives"]),
+        _archive(fields["layout"]),
+        text(fields["table"]),
+        count(fields["num_bytes"]),
+        items(fields["per_rank"], text),
     )
 
 
 def _archive(raw: object) -> Archive:
-    told = table(raw)
-    return Archive(_file_name(told["name"]), count(told["num_bytes"]), text(told["digest"]))
+    fields = table(raw)
+    return Archive(_file_name(fields["name"]), count(fields["num_bytes"]), text(fields["digest"]))
 
 
-def _elsewhere(raw: object) -> Elsewhere:
-    told = table(raw)
-    return Elsewhere(
-        text(told["group"]), whole(told["step"]), _folder_name(told["folder"]), _archive(told["archive"])
+def _elsewhere(raw: object) -> GroupLocation:
+    fields = table(raw)
+    return GroupLocation(
+        text(fields["group"]),
+        whole(fields["step"]),
+        _folder_name(fields["folder"]),
+        _archive(fields["archive"]),
     )
 
 
 def _retired(raw: object) -> Retired:
-    told = table(raw)
-    return Retired(whole(told["step"]), "" if told["attempt"] == "" else _attempt(told["attempt"]))
+    fields = table(raw)
+    return Retired(whole(fields["step"]), "" if fields["attempt"] == "" else _attempt(fields["attempt"]))
 
 
 def _attempt(raw: object) -> str:
@@ -268,19 +273,19 @@ def _attempt(raw: object) -> str:
 
 def _start(raw: object) -> str:
     if not isinstance(raw, str) or (raw and not _START.fullmatch(raw)):
-        raise ValueError(f"{raw!r:.300} is no start of a run")
+        raise ValueError(f"{raw!r:.300} is not the start of a run")
     return raw
 
 
 def _file_name(name: object) -> str:
-    """A manifest may name only what lies beside it."""
+    """A name of a file beside the manifest. Raises ValueError for any other path."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._~-]{0,254}", name):
         raise ValueError(f"{name!r:.300} is not a file name")
     return name
 
 
 def _folder_name(name: object) -> str:
-    """And what it borrows lies in a folder beside its own."""
+    """A name of a folder beside the manifest's own. Raises ValueError for any other path."""
     if not re.fullmatch(r"[^/\\\0.][^/\\\0]{0,254}", text(name)):
         raise ValueError(f"{name!r:.300} is not the name of a step's folder")
     return text(name)

@@ -1,6 +1,6 @@
-"""How a step is written in names and trackers, as data: formats with one plain field for the step.
+"""Names of steps in folders and trackers: formats with one plain field for the step.
 
-In: formats from the user, steps. Out: texts, and the step back from what may be anybody's text. Knows nothing of: storage.
+In: formats from the user, steps. Out: names; the step in any name. Knows nothing of: storage.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ STEP_FORMAT: Final = "step_{:08d}"
 TRACKER: Final = "latest"
 JOURNAL: Final = "checkpoints.jsonl"
 
-# Decimal digits, with or without leading zeros: what other fields make (octal, grouping, spaces) reads back as another
-# step, or as none.
+# Decimal digits, with or without leading zeros: the text of other fields (octal, grouping, spaces) would be read as
+# another step, or as none.
 _FORMAT: Final = re.compile(r"([^{}]*)\{0?(?::(?:0\d{1,2})?d?)?\}([^{}]*)")
-# No step has more, and Python reads no number of thousands of digits.
+# More digits than any step has; Python refuses to read a number of thousands of digits.
 _STEP: Final = r"([0-9]{1,255})"
 _NUMBERED: Final = re.compile(r"(.*?)([0-9]{1,255})([^0-9]*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """A file that names the newest committed step: its `name` in the run's folder, and its `text` with `{}` for the step.
+    """A file that names the newest committed step: its `name` in the run's folder, its `text` with `{}` for the step.
 
-    It is written byte for byte, since other programs read it: Tracker("latest_ckpt_global_step.txt", "{}") holds "500",
-    Tracker("latest", "global_step{}") holds "global_step500". What is read may have white space around it.
+    Other programs read the file, so it is written byte for byte: Tracker("latest_ckpt_global_step.txt", "{}") contains
+    "500", Tracker("latest", "global_step{}") contains "global_step500". White space around it is ignored in reads.
     """
 
     name: str
@@ -49,20 +49,20 @@ class Tracker:
         return self.text.format(step).encode()
 
     def parse(self, data: bytes) -> int | None:
-        """The step that the file names; None for text that names none."""
+        """The step that the file names; None if it names none."""
         pattern = pattern_of(self.text.strip())
         match = pattern and pattern.fullmatch(data.decode(errors="replace").strip())
         return int(match[1]) if match else None
 
 
-# What those who read these files parse with `int`.
+# Files whose readers parse them with `int`.
 _KNOWN: Final = {"latest_ckpt_global_step.txt": "{}", "latest_checkpointed_iteration.txt": "{}"}
 # The names that trackers usually have.
 TRACKERS: Final = (TRACKER, *_KNOWN)
 
 
 def tracker_of(tracker: tuple[str, str] | str | None, step_format: str) -> Tracker | None:
-    """The tracker that the user means. Given only a name, the content is that which is known for it, or the name of the step's folder."""
+    """The tracker for a user's argument. Given only a name, the content is the known one, or the step's folder name."""
     pattern = folder_pattern(step_format)
     if tracker is None:
         return None
@@ -70,16 +70,17 @@ def tracker_of(tracker: tuple[str, str] | str | None, step_format: str) -> Track
         tracker = (tracker, _KNOWN.get(tracker, f"{step_format}\n"))
     if not (isinstance(tracker, tuple) and len(tracker) == 2 and all(isinstance(t, str) for t in tracker)):
         raise TypeError(
-            f'tracker must be a name, or a name and its text such as ("latest", "global_step{{}}"); got {tracker!r:.100}'
+            'tracker must be a name, or a name and its text such as ("latest", "global_step{}"); '
+            f"got {tracker!r:.100}"
         )
-    made = Tracker(*tracker)
-    if made.name == JOURNAL:
+    parsed = Tracker(*tracker)
+    if parsed.name == JOURNAL:
         raise ValueError(f"tracker must not be {JOURNAL}, which is the journal; give it another name")
-    if pattern.fullmatch(made.name):
+    if pattern.fullmatch(parsed.name):
         raise ValueError(
-            f"tracker {made.name} could be the folder of a step, by step_format={step_format!r}; give it another name"
+            f"tracker {parsed.name} could be the folder of a step, by step_format={step_format!r}; give it another name"
         )
-    return made
+    return parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class Naming:
 
 
 def folder_pattern(step_format: str) -> re.Pattern[str]:
-    """The pattern of the folders that a format makes. Raises ValueError if it cannot name the folder of every step."""
+    """The pattern of the folder names of a format. Raises ValueError if it cannot name the folder of every step."""
     if not isinstance(step_format, str):
         raise TypeError(f'step_format must be text such as "{STEP_FORMAT}", got {step_format!r:.100}')
     pattern = pattern_of(step_format)
@@ -120,14 +121,14 @@ def folder_pattern(step_format: str) -> re.Pattern[str]:
 
 
 def pattern_of(text: str) -> re.Pattern[str] | None:
-    """The pattern of what a format makes of steps; None for one without exactly one plain field, or of several lines."""
+    """The pattern of the names of a format; None unless it has exactly one plain field, and one line."""
     halves = _FORMAT.fullmatch(text)
     if halves is None or not text.isprintable():
         return None
     return re.compile(re.escape(halves[1]) + _STEP + re.escape(halves[2]))
 
 
-# What others call them; `naming=` takes these words.
+# The namings of other programs, by the words that `naming=` takes.
 _DEEPSPEED: Final = Naming("global_step{}", ("latest", "global_step{}"))
 NAMINGS: Final = {
     "skyrl": Naming("global_step_{}", "latest_ckpt_global_step.txt"),
@@ -137,8 +138,8 @@ NAMINGS: Final = {
 }
 
 
-class Numbered(NamedTuple):
-    """A name with a number in it: the last one, and what is around that, which the steps of one naming share."""
+class StepName(NamedTuple):
+    """A name with a number in it: the last number, and the text around it, which the steps of one naming share."""
 
     step: int
     digits: str
@@ -146,42 +147,44 @@ class Numbered(NamedTuple):
 
     @property
     def step_format(self) -> str:
-        """One that makes the name, and later ones of the same run."""
-        # Whether a number without zeros before it was filled up is not to be seen.
+        """A format for this name, and for later names of the same run."""
+        # A number without leading zeros does not tell whether the format has them.
         field = f"{{:0{len(self.digits)}d}}" if self.digits.startswith("0") and len(self.digits) > 1 else "{}"
         return self.rest.replace("{}", field)
 
 
-def numbered(name: str) -> Numbered | None:
-    """The number and the rest in the name of a step, whatever naming it is of; None for one without a number."""
-    found = _NUMBERED.fullmatch(name)
-    return found and Numbered(int(found[2]), found[2], f"{found[1]}{{}}{found[3]}")
+def parse_step_name(name: str) -> StepName | None:
+    """The number in the name of a step of any naming, and the rest; None for a name without a number."""
+    match = _NUMBERED.fullmatch(name)
+    return match and StepName(int(match[2]), match[2], f"{match[1]}{{}}{match[3]}")
 
 
 def words_for(folder: str) -> list[str]:
-    """The words for the namings of other programs that call a step so."""
-    told = numbered(folder)
+    """The words for the namings of other programs that give a step this folder name."""
+    step_name = parse_step_name(folder)
     return [
-        word for word, naming in NAMINGS.items() if told and naming.step_format.format(told.step) == folder
+        word
+        for word, naming in NAMINGS.items()
+        if step_name and naming.step_format.format(step_name.step) == folder
     ]
 
 
-def how_to_open(folder: str, beside: Collection[str]) -> str:
-    """Advice for a checkpointer whose steps have such names; `beside` are the names in the run's folder."""
-    told = numbered(folder)
-    assert told is not None
-    if STEP_FORMAT.format(told.step) == folder:
+def advice_to_open(folder: str, beside: Collection[str]) -> str:
+    """Advice on how to open a run with this folder; `beside` are the names in the run's folder."""
+    step_name = parse_step_name(folder)
+    assert step_name is not None
+    if STEP_FORMAT.format(step_name.step) == folder:
         return "open it without naming="
     words = words_for(folder)
     if words:
         trackers = {word: tracker_of(NAMINGS[word].tracker, NAMINGS[word].step_format) for word in words}
         tracked = [word for word, tracker in trackers.items() if tracker and tracker.name in beside]
         return "open it with " + " or ".join(f'naming="{word}"' for word in tracked or words)
-    return f'open it with naming=Naming("{told.step_format}")'
+    return f'open it with naming=Naming("{step_name.step_format}")'
 
 
 def naming_of(naming: Naming | str | None) -> Naming:
-    """The format that the user means. Raises ValueError for an unknown word, and TypeError for anything else."""
+    """The naming for a user's argument. Raises ValueError for an unknown word, and TypeError for anything else."""
     if naming is None:
         return Naming()
     if isinstance(naming, str):

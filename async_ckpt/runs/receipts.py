@@ -1,15 +1,15 @@
-"""Messages of the ranks of one attempt on storage: receipts, a verdict, and the lists that a manifest leaves to others.
+"""Objects through which the ranks of one attempt exchange messages: receipts, a verdict, lists beside the manifest.
 
-In: a storage and an attempt. Out: who has done what, and what was decided. Knows nothing of: who waits for whom.
+In: a storage and an attempt. Out: the receipts, and the decision. Knows nothing of: waiting.
 
     <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<copies>.<digest>.<size>.<balance>.<ok|err>
                                        one small object per rank
-    <step>/verdict.<attempt>.json      rank 0's no: the manifest of this attempt will never be put
+    <step>/verdict.<attempt>.json      rank 0's refusal: the manifest of this attempt will never be put
     <step>/archives.<attempt>.bin      sizes and digests of the archives, 24 bytes for each rank, to be read by range
     <step>/layout.<attempt>.json       which ranks have states of which structure, and the tensors of each structure
 
-Only rank 0 decides: its manifest is the yes. A receipt says by its name all that rank 0 needs as long as nothing is new;
-one listing has them all.
+Only rank 0 decides: its manifest is the commit. The name of a receipt says all that rank 0 needs as long as structures
+are known; one listing has the names of all.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ..fields import count, entries, items, row, table, text, whole
 from ..format.digests import block_digest
 from ..format.index import MAX_RANKS
 from ..slicing.locator import Classes
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from .manifest import NAME as MANIFEST
-from .manifest import Archive, Manifest, archive_name, missing, parse, seal, unseal
+from .manifest import Archive, Manifest, archive_name, missing_error, parse, seal, unseal
 
 
 class Table(NamedTuple):
-    """Knowledge of the ranks' states: which ranks have states alike, and the names of what differs all the same.
+    """Knowledge of the ranks' states: which ranks have equal structures, and the names of values that differ.
 
-    `of_some` are names of what ranks of a structure have and not all ranks, as of a stage of a pipeline.
+    `of_some` are names that all ranks of a structure have and other ranks do not, such as those of a pipeline stage.
     """
 
     classes: Classes = MappingProxyType({})
@@ -45,23 +45,23 @@ class Table(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """The digest that a table is known by."""
+        """The digest by which receipts name the table."""
         return block_digest(json.dumps(self.packed(), sort_keys=True).encode()).hex()[:16]
 
     def packed(self) -> dict[str, Any]:
-        """As JSON: ranks as runs (first, how many, step), of which there are few however many ranks there are."""
+        """The table as JSON: ranks as ranges (first, number, step), of which there are few even with many ranks."""
         runs = {structure: list(_runs(ranks)) for structure, ranks in self.classes.items()}
-        told: dict[str, Any] = {"classes": runs, "differing": self.differing}
-        return {**told, "of_some": dict(self.of_some)} if self.of_some else told
+        fields: dict[str, Any] = {"classes": runs, "differing": self.differing}
+        return {**fields, "of_some": dict(self.of_some)} if self.of_some else fields
 
     @classmethod
     def unpacked(cls, raw: Mapping[str, Any]) -> Self:
-        """Raises ValueError or KeyError for what is no table."""
+        """The table of this JSON. Raises ValueError or KeyError if it is not a table."""
 
         def ranks(raw: object) -> list[int]:
             runs = items(raw, partial(row, of=(count, partial(count, at_most=MAX_RANKS), whole)))
             if sum(num for _, num, _ in runs) > MAX_RANKS:
-                raise ValueError("it has more ranks than there can be")
+                raise ValueError("the table has too many ranks")
             return [first + step * n for first, num, step in runs for n in range(num)]
 
         classes = dict(entries(raw["classes"], ranks))
@@ -69,11 +69,12 @@ class Table(NamedTuple):
         return cls(classes, items(raw["differing"], text), of_some)
 
 
-EMPTY: Final = Table()  # nothing is known
+EMPTY: Final = Table()
 NO_TABLE: Final = "0" * 16
 _RECORD: Final = struct.Struct("<Q16s")
 _NAME: Final = re.compile(
-    r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.([0-9a-f]{16})\.([0-9a-f]{32})\.(\d{1,18})\.([0-9a-f]{16})\.(ok|err)"
+    r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.([0-9a-f]{16})\.([0-9a-f]{32})\."
+    r"(\d{1,18})\.([0-9a-f]{16})\.(ok|err)"
 )
 _ALL: Final = re.compile(r"archives\.([0-9a-f]{8})\.bin")
 _FOLDER: Final = re.compile(r"receipts\.[0-9a-f]{8}")
@@ -83,27 +84,28 @@ _BESIDE: Final = re.compile(
 
 
 def attempt_of_all(name: str) -> str | None:
-    """The attempt, if this is the name of what tells of the archives of all ranks."""
-    found = _ALL.fullmatch(name)
-    return found and found[1]
+    """The attempt, if this is the name of a list of the archives of all ranks."""
+    match = _ALL.fullmatch(name)
+    return match and match[1]
 
 
-def is_folder_of_receipts(name: str) -> bool:
+def is_receipt_folder(name: str) -> bool:
     return _FOLDER.fullmatch(name) is not None
 
 
 def is_beside(name: str) -> bool:
-    """Whether it is the name of what an attempt of several ranks has beside its archives."""
+    """Whether this is the name of an object of an attempt of several ranks that is not an archive."""
     return _BESIDE.fullmatch(name) is not None
 
 
 class Receipt(NamedTuple):
-    """One rank's report on an attempt. Its archive is durable, if it is `ok`; else it has none.
+    """One rank's report on an attempt. If `is_ok`, its archive is durable; otherwise there is none.
 
-    `table` is the digest of the classes by which it has taken its share, `NO_TABLE` if it wrote all that it holds;
-    `structure`, `values` and `copies` are digests of how its state looks, of what all ranks should have alike (and, in the other
-    half, of what those of its structure should, which others do not have), and of what it has compared with other ranks this
-    time (`NO_TABLE` for nothing). Of those who share, the balances add up (`slicing.shares`).
+    `table` is the digest of the Table by which it has taken its share, `NO_TABLE` if it wrote everything that it holds.
+    `structure` is the digest of its state's structure. `values` has two halves: the digest of the values that should be
+    equal on all ranks, and of those that should be equal on all ranks of its structure. `copies` is the digest of the
+    values that it has compared with other ranks this time, `NO_TABLE` for none. The balances of ranks that share add up
+    (`slicing.shares`).
     """
 
     rank: int
@@ -119,21 +121,22 @@ class Receipt(NamedTuple):
     @property
     def name(self) -> str:
         end = "ok" if self.is_ok else "err"
-        return f"{self.rank:05d}.{self.table}.{self.structure}.{self.values}.{self.copies}.{self.digest}.{self.num_bytes}.{self.balance:016x}.{end}"
+        digests = f"{self.table}.{self.structure}.{self.values}.{self.copies}.{self.digest}"
+        return f"{self.rank:05d}.{digests}.{self.num_bytes}.{self.balance:016x}.{end}"
 
     @classmethod
     def named(cls, name: str) -> Receipt | None:
         """The receipt of a name; None for any other name."""
-        found = _NAME.fullmatch(name)
-        if found is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             return None
-        rank, table, structure, values, copies, digest, num_bytes, balance, end = found.groups()
+        rank, table, structure, values, copies, digest, num_bytes, balance, end = match.groups()
         size, is_ok = int(num_bytes), end == "ok"
         return cls(int(rank), table, structure, values, copies, digest, size, is_ok, int(balance, 16))
 
 
 class Cause(NamedTuple):
-    """Why a rank could not do its part."""
+    """The reason why a rank could not do its part."""
 
     rank: int
     error: str
@@ -141,14 +144,14 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Rank 0's no to an attempt, and what is known of the ranks' states for the next one."""
+    """Rank 0's refusal of an attempt, with the table for the next attempt."""
 
     attempt: str
     causes: tuple[Cause, ...]
     table: Table = EMPTY
 
     def packed(self) -> dict[str, Any]:
-        """As JSON."""
+        """The verdict as JSON."""
         return {"attempt": self.attempt, "causes": self.causes, "table": self.table.packed()}
 
     @classmethod
@@ -158,7 +161,7 @@ class Verdict:
 
 
 class Exchange:
-    """The objects of one attempt at a step, at one root. Blocking calls."""
+    """The objects of one attempt at a step, at one root. All calls block. From any thread."""
 
     def __init__(self, storage: Storage, folder: str, attempt: str) -> None:
         self.storage, self.folder, self.attempt = storage, folder, attempt
@@ -166,21 +169,21 @@ class Exchange:
 
     # --- receipts ---------------------------------------------------------------------------------------------
 
-    def put_receipt(self, receipt: Receipt, more: Mapping[str, Any]) -> None:
-        """Say what this rank has done; `more` is read only where it is asked for."""
-        self.storage.replace(f"{self._receipts}/{receipt.name}", seal(more))
+    def put_receipt(self, receipt: Receipt, details: Mapping[str, Any]) -> None:
+        """Put this rank's receipt. `details` are its content, which is read only if `details_of` asks for it."""
+        self.storage.replace(f"{self._receipts}/{receipt.name}", seal(details))
 
     def receipts(self) -> dict[int, Receipt]:
-        """The receipts that are there, by rank. If one rank has two, the one that says no."""
-        found: dict[int, Receipt] = {}
+        """The receipts that are there, by rank. If one rank has two, the failed one."""
+        receipts: dict[int, Receipt] = {}
         for name in self.storage.names(self._receipts):
             receipt = Receipt.named(name)
-            if receipt is not None and (receipt.rank not in found or not receipt.is_ok):
-                found[receipt.rank] = receipt
-        return found
+            if receipt is not None and (receipt.rank not in receipts or not receipt.is_ok):
+                receipts[receipt.rank] = receipt
+        return receipts
 
-    def more_of(self, receipt: Receipt) -> Any:
-        """The content of a receipt, beside its name. Raises CorruptCheckpointError."""
+    def details_of(self, receipt: Receipt) -> Any:
+        """The details of a receipt. Raises CorruptCheckpointError."""
         path = f"{self._receipts}/{receipt.name}"
         try:
             return unseal(self.storage.read(path)[0])
@@ -188,9 +191,9 @@ class Exchange:
             raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
 
     def forget(self, refused: Iterable[str]) -> None:
-        """The attempt is committed, by all ranks: they need neither its receipts any more, nor what is left of refused attempts.
+        """Delete the receipts, and the leftovers of refused attempts. All ranks know that the attempt is committed.
 
-        Not before: as long as one of them may still be late, it would put its receipt into a folder that goes away.
+        Not before: a late rank would put its receipt into a folder that is being deleted.
         """
         self.storage.delete_all(self._receipts)
         for attempt in refused:
@@ -200,20 +203,21 @@ class Exchange:
     def _receipts_of(self, attempt: str) -> str:
         return f"{self.folder}/receipts.{attempt}"
 
-    # --- what is decided --------------------------------------------------------------------------------------
+    # --- the decision -----------------------------------------------------------------------------------------
 
     def decision(self, *, asks_for_verdict: bool = True) -> Manifest | Verdict | None:
-        """The manifest of this very attempt, or one that has replaced it; the verdict on it, unless that is not asked for;
+        """The manifest of this attempt, or of one that has replaced it; or, with `asks_for_verdict`, the verdict on it.
+
         None as long as neither is there.
         """
         path = f"{self.folder}/{MANIFEST}"
         try:
-            made = parse(self.storage.read(path)[0], path=path)
+            manifest = parse(self.storage.read(path)[0], path=path)
         except FileNotFoundError:
             pass
         else:
-            if self.attempt in (made.attempt, *made.replaces):
-                return made
+            if self.attempt in (manifest.attempt, *manifest.replaces):
+                return manifest
         return self.verdict() if asks_for_verdict else None
 
     def verdict(self) -> Verdict | None:
@@ -226,7 +230,7 @@ class Exchange:
             raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
 
     def put_verdict(self, verdict: Verdict) -> None:
-        """Create-only: an attempt is decided once."""
+        """Put the verdict, unless there is one: an attempt is decided once."""
         try:
             self.storage.put_new(self._verdict_of(self.attempt), seal(verdict.packed()))
         except FileExistsError:
@@ -235,15 +239,17 @@ class Exchange:
     def _verdict_of(self, attempt: str) -> str:
         return f"{self.folder}/verdict.{attempt}.json"
 
-    # --- what the manifest leaves to others -------------------------------------------------------------------
+    # --- the objects that the manifest names ------------------------------------------------------------------
 
     def put_archives(self, receipts: Sequence[Receipt]) -> Archive:
-        """Sizes and digests of the archives, in the order of ranks."""
-        data = b"".join(_RECORD.pack(one.num_bytes, bytes.fromhex(one.digest)) for one in receipts)
+        """Put the list of the archives: their sizes and digests, in the order of ranks."""
+        data = b"".join(
+            _RECORD.pack(receipt.num_bytes, bytes.fromhex(receipt.digest)) for receipt in receipts
+        )
         return self._put(f"archives.{self.attempt}.bin", data)
 
     def put_layout(self, text: bytes) -> Archive:
-        """See `layouts`."""
+        """Put the layout, which `layouts` describes."""
         return self._put(f"layout.{self.attempt}.json", text)
 
     def _put(self, name: str, data: bytes) -> Archive:
@@ -251,48 +257,50 @@ class Exchange:
         return Archive(name, len(data), block_digest(data).hex())
 
 
-def archives_of(storage: Storage, folder: str, made: Manifest) -> tuple[Archive, ...]:
+def archives_of(storage: Storage, folder: str, manifest: Manifest) -> tuple[Archive, ...]:
     """All archives of a commit, in the order of ranks. Raises CorruptCheckpointError."""
-    return archives_in(storage, folder, made.lenders, made.step)
+    return archives_in(storage, folder, manifest.lenders, manifest.step)
 
 
-def archives_in(storage: Storage, folder: str, told: Sequence[Archive], named_by: int) -> tuple[Archive, ...]:
-    """These archives, which the manifest of a step names; or where they are what tells of those of all ranks, these, in their order."""
-    attempt = _ALL.fullmatch(told[0].name) if len(told) == 1 else None
+def archives_in(
+    storage: Storage, folder: str, archives: Sequence[Archive], named_by: int
+) -> tuple[Archive, ...]:
+    """The archives that a manifest names, directly or by the list of the archives of all ranks."""
+    attempt = _ALL.fullmatch(archives[0].name) if len(archives) == 1 else None
     if attempt is None:
-        return tuple(told)
-    data = _read(storage, folder, told[0], named_by)
+        return tuple(archives)
+    data = _read(storage, folder, archives[0], named_by)
     if not data or len(data) % _RECORD.size:
-        path = storage.locate(f"{folder}/{told[0].name}")
-        raise CorruptCheckpointError(f"{path}: {len(data)} bytes do not tell of whole archives", path=path)
+        path = storage.locate(f"{folder}/{archives[0].name}")
+        raise CorruptCheckpointError(f"{path}: {len(data)} bytes are not a list of archives", path=path)
     return tuple(
         Archive(archive_name(rank, attempt[1]), num_bytes, digest.hex())
         for rank, (num_bytes, digest) in enumerate(_RECORD.iter_unpack(data))
     )
 
 
-def table_of(storage: Storage, folder: str, made: Manifest) -> Table:
-    """A commit's knowledge of the ranks' states. Raises CorruptCheckpointError."""
-    if made.ranks is None:
+def table_of(storage: Storage, folder: str, manifest: Manifest) -> Table:
+    """The table of a commit. Raises CorruptCheckpointError."""
+    if manifest.ranks is None:
         return Table()
-    data = _read(storage, folder, made.ranks.layout, made.step)
+    data = _read(storage, folder, manifest.ranks.layout, manifest.step)
     try:
         return Table.unpacked(table(unseal(data)))
     except (ValueError, KeyError) as error:
-        path = storage.locate(f"{folder}/{made.ranks.layout.name}")
+        path = storage.locate(f"{folder}/{manifest.ranks.layout.name}")
         raise CorruptCheckpointError(f"{path}: {error!r:.300}", path=path) from error
 
 
-def _read(storage: Storage, folder: str, told: Archive, named_by: int) -> bytes:
-    path = f"{folder}/{told.name}" if folder else told.name
+def _read(storage: Storage, folder: str, archive: Archive, named_by: int) -> bytes:
+    path = f"{folder}/{archive.name}" if folder else archive.name
     try:
         data = storage.read(path)[0]
     except FileNotFoundError as error:
-        raise missing(storage.locate(path), named_by) from error
-    if block_digest(data).hex() != told.digest:
+        raise missing_error(storage.locate(path), named_by) from error
+    if block_digest(data).hex() != archive.digest:
         shown = storage.locate(path)
         raise CorruptCheckpointError(
-            f"{shown}: it is not what its manifest names; load an earlier checkpoint", path=shown
+            f"{shown} does not match the digest in its manifest; load an earlier checkpoint", path=shown
         )
     return data
 

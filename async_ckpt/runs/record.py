@@ -1,6 +1,6 @@
-"""The record of a save: what its user wants to find again beside it, as plain JSON data.
+"""The record of a save: a user's mapping beside the checkpoint, as plain JSON data.
 
-In: a mapping. Out: a copy that a manifest can hold, or a refusal by name. Knows nothing of: manifests, storage.
+In: a mapping. Out: a copy that a manifest can hold, or an error that names the bad value. Knows nothing of: storage.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import Any, Final
 
 from ..spec import flag
 
-# It is read with every manifest, and stands in the journal, which is rewritten with every commit.
+# The record is read with every manifest, and is in the journal, which is rewritten with every commit.
 RECORD_BYTES: Final = 64 << 10
 _MAX_DEPTH: Final = 32
-# What only the library can say of a checkpoint.
+# Fields that the library itself writes.
 _OURS: Final = ("step", "path", "num_bytes", "created", "state_path")
 
 
 def plain_record(
     record: Mapping[str, Any] | None, *, rolling: bool = False, ttl_seconds: float | None = None
 ) -> dict[str, Any]:
-    """A copy of a record, with the marks that retention looks for. Raises TypeError, ValueError, naming what is wrong.
+    """A copy of a record, with the fields that retention uses. Raises TypeError or ValueError that names the bad value.
 
-    A float that is not finite becomes None: JSON has no word for it, and a loss of nan must not cost the checkpoint.
+    A float that is not finite becomes None: JSON cannot express it, and a loss of nan must not fail the checkpoint.
     """
     if record is not None and not isinstance(record, Mapping):
         raise TypeError(f'record must be a mapping such as {{"loss": 0.5}}, got {record!r:.100}')
-    marked = dict(record or {})
+    fields = dict(record or {})
     if flag("rolling", rolling):
-        marked["rolling"] = True
+        fields["rolling"] = True
     if ttl_seconds is not None:
-        marked["ttl_seconds"] = ttl_seconds
-    _check_keys(marked)
-    plain: dict[str, Any] = _plain(marked, "record", 0)
+        fields["ttl_seconds"] = ttl_seconds
+    _check_keys(fields)
+    plain: dict[str, Any] = _plain(fields, "record", 0)
     try:
         num_bytes = len(json.dumps(plain))
     except ValueError as error:  # an integer of thousands of digits
@@ -47,14 +47,14 @@ def plain_record(
 
 
 def number(value: object) -> float | None:
-    """A finite number of a record, or None for anything else."""
+    """A finite number, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if isinstance(value, int) or math.isfinite(value) else None
 
 
 def _check_keys(record: Mapping[str, Any]) -> None:
-    """Fields that readers of the journal, and retention, rely on."""
+    """Check the fields that readers of the journal, and retention, rely on."""
     for key in _OURS:
         if key in record:
             raise ValueError(f'record["{key}"] is reserved for async_ckpt; use another name')
@@ -69,10 +69,10 @@ def _check_keys(record: Mapping[str, Any]) -> None:
         raise ValueError(f"ttl_seconds must be a finite number above 0, got {ttl_seconds!r:.100}")
 
 
-def _plain(value: Any, where: str, depth: int) -> Any:
-    """A copy of plain data. Raises TypeError naming the first value that is something else."""
+def _plain(value: Any, name: str, depth: int) -> Any:
+    """A copy of plain data. Raises TypeError that names the first other value."""
     if depth > _MAX_DEPTH:
-        raise ValueError(f"{where:.200} is nested more than {_MAX_DEPTH} deep; put it into the state")
+        raise ValueError(f"{name:.200} is nested more than {_MAX_DEPTH} deep; put it into the state")
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -80,11 +80,11 @@ def _plain(value: Any, where: str, depth: int) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(f"{where:.200} has the key {key!r:.100}; keys must be strings")
-        return {key: _plain(item, f'{where}["{key}"]', depth + 1) for key, item in value.items()}
+                raise TypeError(f"{name:.200} has the key {key!r:.100}; keys must be strings")
+        return {key: _plain(item, f'{name}["{key}"]', depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
+        return [_plain(item, f"{name}[{index}]", depth + 1) for index, item in enumerate(value)]
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(
-        f"{where:.200} is of type {kind}, which is not plain JSON data; give a number or a string, such as value.item()"
+        f"{name:.200} is of type {kind}, which is not plain JSON data; give a number or a string, such as value.item()"
     )

@@ -1,19 +1,19 @@
-"""Rules for the steps that go.
+"""Retention: the rules that choose the steps to delete.
 
-In: the committed steps with their manifests, the time. Out: those to delete. Knows nothing of: storage.
+In: the committed steps with their manifests, the time. Out: the steps to delete. Knows nothing of: storage.
 
-The newest step stays, whatever the rules say. Of the others go first, and count for nothing:
+The newest step stays, whatever the rules say. These others are deleted, and not counted by the rules:
 
     rolling      saves whose record says `rolling`: a newer step is committed
     expired      saves that are older than the `ttl_seconds` of their record
 
-Of the rest a step stays if any of the rules of `Keep` that are set wants it, and all stay if none is set:
+A step of the rest stays if any rule of `Keep` that is set wants it, and all stay if none is set:
 
     last         it is one of this many newest
     every        it is a multiple of this
-    best         it is one of the best by a metric of the records; of two equal ones, the newer. A record without that metric,
-                 or with one that is not a finite number, is never among them. While no record has the metric, which is
-                 rather a slip of the pen than a wish, every step is
+    best         it is one of the best by a metric of the records; of two equal ones, the newer. A record without that
+                 metric, or with one that is not a finite number, is never among them. While no record has the metric,
+                 which is probably a mistake, every step is
     seconds      it was committed at most this long ago
 """
 
@@ -30,34 +30,35 @@ _MARKS: Final = ("rolling", "ttl_seconds")
 
 
 class Commits(dict[int, Manifest | None]):
-    """The committed steps, ascending, with their manifests; None is one that cannot be read. Not changed once it is made.
+    """The committed steps, ascending, with their manifests: None for a manifest that cannot be read. Immutable.
 
-    What only a few of them have is known without going through all of them: there may be thousands.
+    Steps with marks and borrowers are listed separately, since there may be thousands of steps and few of these.
     """
 
     __slots__ = ("borrowers", "marked")
 
     def __init__(self, commits: Mapping[int, Manifest | None] | None = None) -> None:
         super().__init__(sorted((commits or {}).items()))
-        self.marked: dict[int, Manifest] = {}  # those that were perhaps not meant to last
-        self.borrowers: dict[int, Manifest] = {}  # those that have groups in archives of other steps
+        self.marked: dict[int, Manifest] = {}  # steps that may expire
+        self.borrowers: dict[int, Manifest] = {}  # steps with groups in archives of other steps
         self._note(self)
 
-    def having(self, seen: Mapping[int, Manifest | None]) -> Commits:
-        """These too, or instead of those of the same steps."""
-        if seen and self and min(seen) <= next(reversed(self)):
-            return Commits({**self, **seen})
-        more = self._copy()
-        more.update(sorted(seen.items()))
-        more._note(seen)
-        return more
+    def having(self, commits: Mapping[int, Manifest | None]) -> Commits:
+        """A copy with these commits, which replace those of the same steps."""
+        if commits and self and min(commits) <= next(reversed(self)):
+            return Commits({**self, **commits})
+        copy = self._copy()
+        copy.update(sorted(commits.items()))
+        copy._note(commits)
+        return copy
 
     def without(self, steps: Iterable[int]) -> Commits:
-        less = self._copy()
+        """A copy without these steps."""
+        copy = self._copy()
         for step in steps:
-            for those in (less, less.marked, less.borrowers):
-                those.pop(step, None)
-        return less
+            for commits in (copy, copy.marked, copy.borrowers):
+                commits.pop(step, None)
+        return copy
 
     def _copy(self) -> Commits:
         copy = Commits()
@@ -66,30 +67,32 @@ class Commits(dict[int, Manifest | None]):
         return copy
 
     def _note(self, commits: Mapping[int, Manifest | None]) -> None:
-        for step, made in commits.items():
-            if made is not None and not made.record.keys().isdisjoint(_MARKS):
-                self.marked[step] = made
-            if made is not None and made.elsewhere:
-                self.borrowers[step] = made
+        for step, manifest in commits.items():
+            if manifest is not None and not manifest.record.keys().isdisjoint(_MARKS):
+                self.marked[step] = manifest
+            if manifest is not None and manifest.elsewhere:
+                self.borrowers[step] = manifest
 
 
-def doomed_by(keep: Keep, commits: Commits, *, now: float, protected: Collection[int] = ()) -> list[int]:
-    """Steps to delete, oldest first."""
+def deletable_steps(
+    keep: Keep, commits: Commits, *, now: float, protected: Collection[int] = ()
+) -> list[int]:
+    """The steps that the rules delete, the oldest first."""
     steps = list(commits)
-    passing = {step for step, made in commits.marked.items() if _passes(made, now)}
+    passing = {step for step, manifest in commits.marked.items() if _is_passing(manifest, now)}
     lasting = [step for step in steps if step not in passing] if passing else steps
-    kept = {*steps[-1:], *protected, *_wanted(keep, lasting, commits, now)}
+    kept = {*steps[-1:], *protected, *_kept_by_rules(keep, lasting, commits, now)}
     return sorted(commits.keys() - kept)
 
 
-def unheard_metric(keep: Keep, commits: Commits) -> str | None:
-    """The metric of `best`, if there are commits and no record has it."""
+def unknown_metric(keep: Keep, commits: Commits) -> str | None:
+    """The metric of `best` if there are commits and no record has it."""
     if keep.best is None or not commits or best_of(list(commits), commits, keep.best) is not None:
         return None
     return keep.best[0]
 
 
-def _wanted(keep: Keep, steps: list[int], commits: Commits, now: float) -> set[int]:
+def _kept_by_rules(keep: Keep, steps: list[int], commits: Commits, now: float) -> set[int]:
     if (keep.last, keep.every, keep.best, keep.seconds) == (None, None, None, None):
         return set(steps)
     wanted: set[int] = set()
@@ -98,31 +101,33 @@ def _wanted(keep: Keep, steps: list[int], commits: Commits, now: float) -> set[i
     if keep.every is not None:
         wanted.update(step for step in steps if step % keep.every == 0)
     if keep.best is not None:
-        chosen = best_of(steps, commits, keep.best)
-        wanted.update(steps if chosen is None else chosen)
+        best = best_of(steps, commits, keep.best)
+        wanted.update(steps if best is None else best)
     if keep.seconds is not None:
         wanted.update(step for step in steps if _age(commits[step], now) <= keep.seconds)
     return wanted
 
 
-def _passes(made: Manifest, now: float) -> bool:
-    """Whether a save was not meant to last, or not for so long."""
-    ttl_seconds = number(made.record.get("ttl_seconds"))
-    return made.record.get("rolling") is True or (ttl_seconds is not None and _age(made, now) > ttl_seconds)
+def _is_passing(manifest: Manifest, now: float) -> bool:
+    """Whether a save was marked as rolling, or has expired."""
+    ttl_seconds = number(manifest.record.get("ttl_seconds"))
+    return manifest.record.get("rolling") is True or (
+        ttl_seconds is not None and _age(manifest, now) > ttl_seconds
+    )
 
 
-def _age(made: Manifest | None, now: float) -> float:
-    """Seconds since the commit. A manifest that cannot be read does not say: then nothing goes for its age."""
-    return now - made.created if made is not None else 0.0
+def _age(manifest: Manifest | None, now: float) -> float:
+    """The seconds since the commit; 0 if the manifest cannot be read, so that no step is deleted for its age then."""
+    return now - manifest.created if manifest is not None else 0.0
 
 
 def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:
-    """The best of these steps; None where no record of any commit has the metric."""
+    """The best of these steps; None if no record of any commit has the metric."""
     metric, mode, count = by
     values = {
         step: value
-        for step, made in commits.items()
-        if made is not None and (value := number(made.record.get(metric))) is not None
+        for step, manifest in commits.items()
+        if manifest is not None and (value := number(manifest.record.get(metric))) is not None
     }
     if not values:
         return None
@@ -131,9 +136,9 @@ def best_of(steps: list[int], commits: Commits, by: Best) -> list[int] | None:
     return [step for _, step in ranked[-count:]]
 
 
-def lacking(metric: str, commits: Commits) -> str:
-    """A metric that no record has, those that they have, and what to do."""
-    records = [made.record for made in commits.values() if made is not None]
+def describe_missing_metric(metric: str, commits: Commits) -> str:
+    """A metric that no record has, the metrics that the records have, and advice."""
+    records = [manifest.record for manifest in commits.values() if manifest is not None]
     numbers = {key for record in records for key, value in record.items() if number(value) is not None}
     have = f"their records have {', '.join(sorted(numbers))}" if numbers else "no record has any number"
     return f'{metric!r} ({have}); give it with each save, as record={{"{metric}": …}}'

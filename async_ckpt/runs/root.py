@@ -1,8 +1,8 @@
-"""One root as it is seen: which steps lie there, which of them are committed, and which rollbacks are announced.
+"""The view of one root: its steps, which of them are committed, and which rollbacks are announced.
 
-In: a storage and the naming of its steps. Out: listings and manifests. Knows nothing of: how one more step is committed.
+In: a storage and the naming of its steps. Out: listings and manifests. Knows nothing of: committing.
 
-A commit that this process has seen stays known until a listing, a rollback or its own retention says otherwise.
+A commit that this process has seen stays known until a listing, a rollback or its own retention removes it.
 """
 
 from __future__ import annotations
@@ -15,30 +15,27 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Final, NamedTuple
 
-from ..errors import (
-    CheckpointError,
-    NotCommittedError,
-    StorageUnavailableError,
-)
+from ..errors import CheckpointError, NotCommittedError, StorageUnavailableError
 from ..host.threads import run_together
-from ..storage.base import Storage
-from . import manifest
-from .manifest import Archive, Manifest, intent_name, parse_intent, retired_name, taken_out
+from ..storage.interface import Storage
+from .manifest import NAME as MANIFEST
+from .manifest import Archive, Manifest, intent_name, parse_intent, retired_attempts, retired_name
+from .manifest import parse as parse_manifest
 from .naming import STEP_FORMAT, folder_pattern
-from .others import newest_named_otherwise
 from .retention import Commits
-from .starts import Commit, Start, counts, out_of_line, parted
+from .starts import Commit, Start, counts, out_of_line, split_starts
+from .unmanaged import newest_of_other_namings
 
-# A writer that keeps one step deletes it with its next save: whoever reads that slowly comes too late many times.
+# A writer that keeps one step deletes it with its next save, so a slow reader comes too late many times.
 TRIES: Final = 100
-# Requests to a store that are made at the same time.
+# The number of concurrent requests to a store.
 _READS_IN_FLIGHT: Final = 16
 
 _log = logging.getLogger("async_ckpt")
 
 
 class Listing(NamedTuple):
-    """One listing of the root: the folders of steps, ascending, and the rollbacks that are announced."""
+    """One listing of the root: the steps that have folders, ascending, the announced rollbacks, and the starts."""
 
     steps: list[int]
     intents: list[tuple[int, str]]
@@ -49,12 +46,12 @@ class Listing(NamedTuple):
         return self.steps[at : at + 1] == [step]
 
     def having(self, step: int) -> Listing:
-        """The same with this step, whose folder may be younger."""
+        """The same listing with this step, whose folder may be newer."""
         return self if self.has(step) else self._replace(steps=sorted([*self.steps, step]))
 
 
 class Root:
-    """The steps below one root. From any thread."""
+    """The steps below one root, and a cache of their manifests. A Run creates and owns it. From any thread."""
 
     def __init__(self, storage: Storage, step_format: str = STEP_FORMAT) -> None:
         self.storage = storage
@@ -62,19 +59,17 @@ class Root:
         self._step_pattern = folder_pattern(step_format)
         self._lock = threading.Lock()
         # Under _lock, and read without it:
-        self.known = Commits()  # that were seen, and could be read; replaced as a whole
-        self.lines: dict[
-            int, bytes
-        ] = {}  # what the journal says of these; each is taken out in one step, by any thread
-        self.made: set[int] = set()  # steps committed here by this object: known without asking
-        self._parsed: dict[str, int] = {}  # the step that a name in the root stands for; -1: none
-        self._said: set[str] = set()  # warnings that are given once
+        self.known = Commits()  # commits that were seen and could be read; replaced as a whole
+        self.lines: dict[int, bytes] = {}  # journal lines of known commits; any thread may remove one
+        self.committed_here: set[int] = set()  # steps that this object has committed
+        self._parsed: dict[str, int] = {}  # the steps of names in the root; -1: no step
+        self._warned_topics: set[str] = set()  # warnings that are given once
         # Replaced as a whole, by any thread:
         self.starts: list[Start] = []  # of the last listing
-        self.outside: dict[
-            int, str
-        ] = {}  # attempts, by step, that do not count as what lies at other roots shows
-        self.listing: Listing | None = None  # the last one, and what was committed or deleted here since
+        # Attempts, by step, that do not count because of commits at other roots:
+        self.outside: dict[int, str] = {}
+        # The last listing, with the commits and deletions of this object since:
+        self.listing: Listing | None = None
 
     def folder(self, step: int) -> str:
         return self._step_format.format(step)
@@ -89,11 +84,11 @@ class Root:
         return f"{self.folder(step)}/driver.{attempt}.tar"
 
     def manifest_path(self, step: int) -> str:
-        return f"{self.folder(step)}/{manifest.NAME}"
+        return f"{self.folder(step)}/{MANIFEST}"
 
     def relist(self) -> Listing:
-        """List the root: one request. What was seen before is not parsed again: there may be thousands of steps."""
-        names, starts = parted(self.storage.names(""))
+        """List the root by one request. Known names are not parsed again, since there may be thousands of steps."""
+        names, starts = split_starts(self.storage.names(""))
         self.starts = starts
         intents: list[tuple[int, str]] = []
         try:
@@ -107,56 +102,61 @@ class Root:
         return listing
 
     def _parse(self, name: str, intents: list[tuple[int, str]]) -> int:
-        """The step that a name in the root stands for, or -1. An intent goes to `intents`."""
+        """The step of a name in the root, or -1. An intent is added to `intents`."""
         step = self._parsed.get(name)
         if step is not None:
             return step
-        if intent := parse_intent(name):  # they come and go, and are of interest each time
+        if intent := parse_intent(name):  # not cached, since it has to be listed each time
             intents.append(intent)
             return -1
         step = self._parsed[name] = self.step_of(name)
         return step
 
     def step_of(self, name: str) -> int:
-        """The step that has a folder of this name, or -1."""
+        """The step whose folder has this name, or -1."""
         match = self._step_pattern.fullmatch(name)
         return int(match[1]) if match and self.folder(int(match[1])) == name else -1
 
     def is_step(self, name: str) -> bool:
-        """Whether a step of this run has a folder of this name."""
+        """Whether this is the name of a step's folder."""
         return self.step_of(name) >= 0
 
-    def settled(self, look: Callable[[Listing], list[int]]) -> list[int]:
-        """The steps that `look` finds, ascending, in a listing, or in the next one: what is listed and not committed may have been
-        deleted since, by a writer that has committed something newer.
+    def list_settled(self, look: Callable[[Listing], list[int]]) -> list[int]:
+        """The steps, ascending, that `look` returns for a listing, or for a later one if the newest step is missing.
+
+        That step may have been deleted since the listing, by a writer that has committed a newer one.
         """
         listing = self.relist()
         for _ in range(TRIES):
-            found = look(listing)
-            if found[-1:] == listing.steps[-1:]:
-                return found
+            steps = look(listing)
+            if steps[-1:] == listing.steps[-1:]:
+                return steps
             before, listing = listing, self.relist()
             if listing == before:
-                return found
-        raise overtaken(self.storage.locate(""))
+                return steps
+        raise overtaken_error(self.storage.locate(""))
 
     def view(self, listing: Listing, *, tolerant: bool = False) -> Commits:
-        """The commits of a listing, ascending. `tolerant`: one that cannot be read now is left out."""
-        gone = self.retiring(listing.intents)
-        self.forget(gone)
-        found: dict[int, Manifest | None] = {}
+        """The commits of a listing, ascending. With `tolerant`, commits that cannot be read now are left out."""
+        retired = self.retired_by(listing.intents)
+        self.forget(retired)
+        manifests: dict[int, Manifest | None] = {}
         if list(self.known) != listing.steps:
             unknown = [step for step in listing.steps if step not in self.known]
-            found = self.look_up(unknown, tolerant=tolerant)
-            found = {step: made for step, made in found.items() if not is_out(step, made, gone)}
-            self.note({step: made for step, made in found.items() if made is not None})
+            manifests = self.look_up(unknown, tolerant=tolerant)
+            manifests = {
+                step: manifest
+                for step, manifest in manifests.items()
+                if not is_excluded(step, manifest, retired)
+            }
+            self.note({step: manifest for step, manifest in manifests.items() if manifest is not None})
             self.forget(self.known.keys() - {*listing.steps})
         known = self.known
         stale = out_of_line(list(known), listing.starts, lambda step: commit_of(known.get(step)))
         stale |= {
             step: attempt
             for step, attempt in self.outside.items()
-            if is_out(step, known.get(step), self.outside)
+            if is_excluded(step, known.get(step), self.outside)
         }
         if stale:
             self.forget(stale)
@@ -164,60 +164,60 @@ class Root:
         if list(known) == listing.steps:
             return known
         return Commits(
-            {s: known.get(s) for s in listing.steps if s in known or (s in found and s not in stale)}
+            {s: known.get(s) for s in listing.steps if s in known or (s in manifests and s not in stale)}
         )
 
-    def note(self, seen: Mapping[int, Manifest]) -> None:
-        """These are committed."""
-        if not seen:
+    def note(self, manifests: Mapping[int, Manifest]) -> None:
+        """Note that these steps are committed."""
+        if not manifests:
             return
         with self._lock:
-            self.known = self.known.having(seen)
-            for step in seen:
+            self.known = self.known.having(manifests)
+            for step in manifests:
                 self.lines.pop(step, None)
 
-    def note_commit(self, made: Manifest, newer: Collection[int], listing: Listing) -> None:
-        """A step was committed here, and those newer ones left the run with that."""
-        self.note({made.step: made})
+    def note_commit(self, manifest: Manifest, newer: Collection[int], listing: Listing) -> None:
+        """Note that this object has committed a step, which has retired these newer ones."""
+        self.note({manifest.step: manifest})
         self.forget(newer)
         with self._lock:
-            self.made.add(made.step)
-            self.made.difference_update(newer)
-        self.listing = None if newer or listing.intents else (self.listing or listing).having(made.step)
-        self._parsed[self.folder(made.step)] = made.step
+            self.committed_here.add(manifest.step)
+            self.committed_here.difference_update(newer)
+        self.listing = None if newer or listing.intents else (self.listing or listing).having(manifest.step)
+        self._parsed[self.folder(manifest.step)] = manifest.step
 
     def note_deleted(self, step: int) -> None:
-        """A step is about to be deleted here."""
+        """Note that this object is about to delete a step."""
         self.forget([step])
         with self._lock:
-            self.made.discard(step)
+            self.committed_here.discard(step)
 
     def forget(self, steps: Iterable[int]) -> None:
-        """Have these steps looked at again before anything is said of them."""
-        gone = {*steps}
-        if gone:
+        """Forget what is known of these steps, so that they are read again."""
+        forgotten = {*steps}
+        if forgotten:
             with self._lock:
-                self.known = self.known.without(gone)
-                for step in gone:
+                self.known = self.known.without(forgotten)
+                for step in forgotten:
                     self.lines.pop(step, None)
 
     def look_up(self, steps: Sequence[int], *, tolerant: bool = False) -> dict[int, Manifest | None]:
-        """Read the manifests of those steps that are committed, in parallel where reading is slow; None for a damaged one."""
-        found: dict[int, Manifest | None] = {}
+        """The manifests of the committed ones of these steps; None for a damaged one. A store is read in parallel."""
+        manifests: dict[int, Manifest | None] = {}
 
         def look(step: int) -> None:
             try:
-                found[step] = self.read(step, say=False)[0]
+                manifests[step] = self.read(step, say=False)[0]
             except NotCommittedError:
                 pass
             except StorageUnavailableError:
                 if not tolerant:
                     raise
             except CheckpointError:
-                found[step] = None
+                manifests[step] = None
 
         self.do_all([partial(look, step) for step in steps])
-        return found
+        return manifests
 
     def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
         if self.storage.remote:
@@ -227,12 +227,12 @@ class Root:
                 task()
 
     def newest(self, listing: Listing, steps: Sequence[int] | None = None) -> int | None:
-        """The last of these steps, given in ascending order, that is committed and counts; of all steps by default."""
-        gone = self.retiring(listing.intents)
+        """The last of these ascending steps, by default of all, that is committed and counts."""
+        retired = self.retired_by(listing.intents)
         for step in reversed(listing.steps if steps is None else steps):
-            if not self.storage.exists(self.manifest_path(step)) or self.is_retired(step, gone):
+            if not self.storage.exists(self.manifest_path(step)) or self.is_retired(step, retired):
                 continue
-            if not self.is_retired(step, self._stale_of(step, listing, gone)):
+            if not self.is_retired(step, self._stale_of(step, listing, retired)):
                 return step
         return None
 
@@ -242,12 +242,12 @@ class Root:
             data, version = self.storage.read(path)
         except FileNotFoundError as error:
             raise (self.not_committed(step) if say else NotCommittedError(path, step=step)) from error
-        return manifest.parse(data, path=path), version
+        return parse_manifest(data, path=path), version
 
     def not_committed(self, step: int) -> NotCommittedError:
         steps = self.steps()
         have = f"committed: {', '.join(map(str, steps[-5:]))}" if steps else "nothing is committed yet"
-        other = newest_named_otherwise(self.storage, self.is_step)
+        other = newest_of_other_namings(self.storage, self.is_step)
         if other is not None:
             have += f"; but {other.folder} is, under another naming; {other.advice}"
         return NotCommittedError(
@@ -260,39 +260,39 @@ class Root:
         except CheckpointError:
             return None
 
-    def retiring(self, intents: Sequence[tuple[int, str]]) -> dict[int, str]:
-        """The commits that announced rollbacks have taken out of the run, as far as exactly the announced attempt stands committed."""
-        return taken_out(intents, lambda step: [self.find(step)])
+    def retired_by(self, intents: Sequence[tuple[int, str]]) -> dict[int, str]:
+        """The attempts, by step, that announced rollbacks have retired, if just the announced attempt is committed."""
+        return retired_attempts(intents, lambda step: [self.find(step)])
 
-    def out(self, listing: Listing, steps: Sequence[int] | None = None) -> dict[int, str]:
-        """The attempts, by step, that do not count: announced rollbacks have retired them, or a later start goes on below them.
+    def excluded(self, listing: Listing, steps: Sequence[int] | None = None) -> dict[int, str]:
+        """The attempts, by step, that do not count: rollbacks have retired them, or a later start has committed below.
 
-        `steps` are those that are committed, where that is known.
+        `steps` are the committed ones, if known.
         """
-        gone = self.retiring(listing.intents)
-        return {**self.stale(listing, gone, listing.steps if steps is None else steps), **gone}
+        retired = self.retired_by(listing.intents)
+        return {**self.stale(listing, retired, listing.steps if steps is None else steps), **retired}
 
-    def gone_attempt(self, step: int, listing: Listing) -> str:
-        """The attempt at one step that does not count, or nothing, as `out` has it."""
-        gone = self.retiring(listing.intents)
-        return gone.get(step) or self._stale_of(step, listing, gone).get(step, "")
+    def excluded_attempt(self, step: int, listing: Listing) -> str:
+        """The attempt at one step that does not count, as in `excluded`; empty if there is none."""
+        retired = self.retired_by(listing.intents)
+        return retired.get(step) or self._stale_of(step, listing, retired).get(step, "")
 
-    def stale(self, listing: Listing, gone: Mapping[int, str], steps: Sequence[int]) -> dict[int, str]:
-        """The commits of processes that had lost the run. Reads the manifests from the second start of the run on."""
-        return {**self.outside, **out_of_line(steps, listing.starts, self._committed(gone))}
+    def stale(self, listing: Listing, retired: Mapping[int, str], steps: Sequence[int]) -> dict[int, str]:
+        """The attempts, by step, of processes that had lost the run. From the second start on, this reads manifests."""
+        return {**self.outside, **out_of_line(steps, listing.starts, self._committed(retired))}
 
-    def _stale_of(self, step: int, listing: Listing, gone: Mapping[int, str]) -> dict[int, str]:
-        """The same for one step; reads at most its manifest where that is of the latest start."""
-        committed = self._committed(gone)
+    def _stale_of(self, step: int, listing: Listing, retired: Mapping[int, str]) -> dict[int, str]:
+        """The same for one step. If its commit is of the latest start, this reads only its manifest."""
+        committed = self._committed(retired)
         if counts(step, listing.steps, listing.starts, committed):
             return self.outside
         commit = committed(step)
         return {**self.outside, step: commit.attempt} if commit else self.outside
 
-    def _committed(self, gone: Mapping[int, str]) -> Callable[[int], Commit | None]:
+    def _committed(self, retired: Mapping[int, str]) -> Callable[[int], Commit | None]:
         def committed(step: int) -> Commit | None:
-            made = self.known.get(step) or self.find(step)
-            return None if is_out(step, made, gone) else commit_of(made)
+            manifest = self.known.get(step) or self.find(step)
+            return None if is_excluded(step, manifest, retired) else commit_of(manifest)
 
         return cache(committed)
 
@@ -303,82 +303,82 @@ class Root:
         self.outside = {step: attempt for step, attempt in self.outside.items() if step not in stale}
         self.forget(stale)
 
-    def _retire(self, step: int, gone: Mapping[int, str]) -> None:
-        """Rename the manifest of a step if it is that of the attempt in `gone`.
+    def _retire(self, step: int, retired: Mapping[int, str]) -> None:
+        """Rename the manifest of a step if it is that of the attempt in `retired`.
 
-        This process may have slept since it read the manifest, and another one may have retired it meanwhile and committed the
-        step anew: then the new manifest is put back.
+        This process may have slept since it read the manifest, and another process may have retired it and committed
+        the step anew: then the new manifest is put back.
         """
-        path, retired = self.manifest_path(step), f"{self.folder(step)}/{retired_name()}"
+        path, new_path = self.manifest_path(step), f"{self.folder(step)}/{retired_name()}"
         try:
             before = self.storage.read(path)[0]
-            if not _is_of(before, path, gone[step]):
+            if not _is_of(before, path, retired[step]):
                 return
-            self.storage.move(path, retired)
-            after = self.storage.read(retired)[0]
+            self.storage.move(path, new_path)
+            after = self.storage.read(new_path)[0]
         except FileNotFoundError:  # another process was faster
             return
         if after != before:
             with suppress(FileExistsError):
                 self.storage.put_new(path, after)
 
-    def is_retired(self, step: int, gone: Mapping[int, str]) -> bool:
-        return step in gone and is_out(step, self.find(step), gone)
+    def is_retired(self, step: int, retired: Mapping[int, str]) -> bool:
+        return step in retired and is_excluded(step, self.find(step), retired)
 
     def finish_rollbacks(self, intents: Sequence[tuple[int, str]]) -> None:
-        """Rename the manifests that committed rollbacks have taken out of the run; then nobody needs the intents."""
+        """Rename the manifests that committed rollbacks have retired, and delete the intents."""
         for step, attempt in intents:
-            made = self.find(step)
-            if made is None or made.attempt != attempt:
-                continue  # not committed: it counts for nothing, and goes with its archive
-            gone = {retired.step: retired.attempt for retired in made.retires}
-            self.do_all([partial(self._retire, newer, gone) for newer in sorted(gone, reverse=True)])
+            manifest = self.find(step)
+            if manifest is None or manifest.attempt != attempt:
+                continue  # not committed: the sweep deletes the intent
+            retired = {commit.step: commit.attempt for commit in manifest.retires}
+            self.do_all([partial(self._retire, newer, retired) for newer in sorted(retired, reverse=True)])
             with self._lock:
-                self.made -= gone.keys()
+                self.committed_here -= retired.keys()
             self.storage.delete(intent_name(step, attempt))
 
-    def say_once(self, what: str, message: str) -> None:
+    def warn_once(self, topic: str, message: str) -> None:
         with self._lock:
-            new = what not in self._said
-            self._said.add(what)
+            new = topic not in self._warned_topics
+            self._warned_topics.add(topic)
         if new:
             _log.warning("%s", message)
 
-    def has_said(self, what: str) -> bool:
-        return what in self._said
+    def has_warned(self, topic: str) -> bool:
+        return topic in self._warned_topics
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
 
         def committed(listing: Listing) -> list[int]:
             paths = {self.manifest_path(step): step for step in listing.steps}
-            found = [paths[path] for path in self.storage.existing(list(paths))]
-            gone = self.out(listing, found)
-            return [step for step in found if not self.is_retired(step, gone)]
+            committed_steps = [paths[path] for path in self.storage.existing(list(paths))]
+            retired = self.excluded(listing, committed_steps)
+            return [step for step in committed_steps if not self.is_retired(step, retired)]
 
-        return self.settled(committed)
-
-
-def commit_of(made: Manifest | None) -> Commit | None:
-    return None if made is None else Commit(made.attempt, made.start)
+        return self.list_settled(committed)
 
 
-def is_out(step: int, made: Manifest | None, gone: Mapping[int, str]) -> bool:
-    """Whether a rollback took this very commit of the step out of the run; one that is damaged is what was there."""
-    return step in gone and (made is None or made.attempt == gone[step])
+def commit_of(manifest: Manifest | None) -> Commit | None:
+    return None if manifest is None else Commit(manifest.attempt, manifest.start)
+
+
+def is_excluded(step: int, manifest: Manifest | None, retired: Mapping[int, str]) -> bool:
+    """Whether `retired` has this commit of the step. A damaged manifest is taken for the retired one."""
+    return step in retired and (manifest is None or manifest.attempt == retired[step])
 
 
 def _is_of(data: bytes, path: str, attempt: str) -> bool:
     try:
-        return manifest.parse(data, path=path).attempt == attempt
-    except CheckpointError:  # damaged: it is what was there when it was taken out
+        return parse_manifest(data, path=path).attempt == attempt
+    except CheckpointError:  # a damaged manifest is taken for the retired one
         return True
 
 
-def overtaken(where: str) -> StorageUnavailableError:
-    """The error for the case that something newer has come each of `TRIES` times."""
+def overtaken_error(shown: str) -> StorageUnavailableError:
+    """The error of a reader that has come too late `TRIES` times."""
     return StorageUnavailableError(
-        f"{where}: {TRIES} times in a row the newest step was deleted before it was read; have the writer keep more "
-        "of them (keep=)",
-        path=where,
+        f"{shown}: {TRIES} times in a row the newest step was deleted before it was read; have the writer keep "
+        "more steps (keep=)",
+        path=shown,
     )

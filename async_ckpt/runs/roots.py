@@ -1,8 +1,8 @@
-"""A managed run in several places, any of which may be away, or behind.
+"""A run at several roots, any of which may be away, or lack steps.
 
-In: one run for each root. Out: the steps that there are, and where. Knows nothing of: how a step is copied.
+In: one Run for each root. Out: the steps, and the runs that hold them. Knows nothing of: copies.
 
-`steps` is the union and `latest` its maximum; the order of the roots decides only between those that hold the step.
+`steps` is the union and `latest` its maximum; the order of the roots only decides between runs that hold a step.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ T = TypeVar("T")
 
 
 class Roots:
-    """The runs of one checkpointer, in the user's order. With a single one, all errors are its own."""
+    """The runs of one checkpointer, which creates it, in the user's order. From any thread.
+
+    With a single root, all errors are those of its Run.
+    """
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = tuple(runs)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The roots as people know them."""
+        """The roots, for messages."""
         return tuple(run.storage.locate("").rstrip("/") or "/" for run in self.runs)
 
     def known(self) -> str:
-        """The committed steps in words, as far as they are known without asking for them."""
+        """The committed steps in words, as far as they are known without requests."""
         steps = sorted({step for run in self.runs for step in run.known_steps()})
         if not steps:
             return "no steps"
@@ -48,31 +51,31 @@ class Roots:
         return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
 
     def check_naming(self) -> None:
-        """Raises NotCommittedError if the newest step of a root goes by another naming than this run's."""
+        """Raise NotCommittedError if the newest step of a root has another naming than this run."""
         for run in self.runs:
-            with suppress(StorageUnavailableError):  # whoever asks for a step will hear of it
+            with suppress(StorageUnavailableError):  # reported when a step is read
                 run.check_naming()
 
-    def told_of_others(self) -> list[str]:
-        """Refuse checkpoints of other programs: a run that a trainer has saved without us must not look like none."""
-        told = []
+    def foreign_notes(self) -> list[str]:
+        """Descriptions of the roots that have checkpoints of other programs and no commit: they must not look empty."""
+        notes = []
         for name, run in zip(self.names, self.runs, strict=True):
             with suppress(CheckpointError):
-                there = run.written_by_others()
-                if there is not None:
-                    told.append(
-                        f"{name}: no step there was committed by async_ckpt (a step has a manifest.json), but the folder holds "
-                        f"{there}"
+                description = run.describe_foreign()
+                if description is not None:
+                    notes.append(
+                        f"{name}: no step there was committed by async_ckpt (a step has a manifest.json), but "
+                        f"the folder holds {description}"
                     )
-        return told
+        return notes
 
     def close(self) -> None:
-        """This process saves nothing more there."""
+        """Give up the right to commit at the roots."""
         for run in self.runs:
             run.close()
 
     def settle(self) -> None:
-        """Tell each run which of its commits do not count, as far as the other roots that answer show."""
+        """Tell each run which of its commits do not count because of commits at other roots that answer."""
         answers: dict[Run, list[int]] = {}
         for run in self.runs:
             with suppress(CheckpointError):
@@ -91,9 +94,9 @@ class Roots:
         return max(self._holders(), default=None)
 
     def holding(self, step: int) -> list[Run]:
-        """The runs in which a step is committed, in the user's order. Raises NotCommittedError when there is none."""
+        """The runs that hold a step, in the user's order. Raises NotCommittedError if there is none."""
         if len(self.runs) == 1:
-            return list(self.runs)  # its own error says more
+            return list(self.runs)  # whose own error says more
         holders = self._holders()
         if step not in holders:
             steps = sorted(holders)[-5:]
@@ -107,67 +110,75 @@ class Roots:
         """The steps committed at any root that answers, with their manifests; None for one that is damaged."""
         if len(self.runs) == 1:
             return self.runs[0].view()
-        return self._told(dict(self._ask(Run.view)))[0]
+        return self._merged(dict(self._ask(Run.view)))[0]
 
     def missing(self, run: Run) -> list[tuple[int, list[Run]]]:
-        """Steps that this root lacks, or holds as they were before an overwriting that it missed, and retention would
-        keep here: the newest first, with those that hold them. Raises StorageUnavailableError when it is away itself.
+        """The steps that this root lacks, or holds in an overwritten version, and its retention would keep.
+
+        The newest first, with the runs that hold them. Raises StorageUnavailableError if the root itself is away.
         """
-        told, current = self._told(dict(self._ask(Run.view, but_not_without=run)))
-        doomed = set(run.doomed(told))
+        commits, current = self._merged(dict(self._ask(Run.view, but_not_without=run)))
+        doomed = set(run.steps_to_delete(commits))
         kept = [step for step in sorted(current, reverse=True) if step not in doomed]
         return [(step, current[step]) for step in kept if run not in current[step]]
 
-    def _told(self, views: Mapping[Run, Commits]) -> tuple[Commits, dict[int, list[Run]]]:
-        """The manifest of each step at all roots together, and those that hold it as it is now."""
+    def _merged(self, views: Mapping[Run, Commits]) -> tuple[Commits, dict[int, list[Run]]]:
+        """The commits of all roots together, and the runs that hold the current version of each step."""
         current = {
             step: self._current(step, {holder: views[holder][step] for holder in holders})
             for step, holders in self._without_retired(views).items()
         }
-        first = {step: _first(views[holder][step] for holder in those) for step, those in current.items()}
+        first = {step: _first(views[holder][step] for holder in runs) for step, runs in current.items()}
         return Commits(first), current
 
-    def _current(self, step: int, made: Mapping[Run, Manifest | None]) -> list[Run]:
-        """The runs, among these, whose commit of the step no other one has replaced, or retired and made anew."""
-        attempts = {found.attempt for found in made.values() if found is not None}
+    def _current(self, step: int, manifests: Mapping[Run, Manifest | None]) -> list[Run]:
+        """The runs whose commit of the step was neither replaced nor retired at another root."""
+        attempts = {manifest.attempt for manifest in manifests.values() if manifest is not None}
         if len(attempts) < 2:
-            return list(made)
-        gone = {attempt for found in made.values() if found is not None for attempt in found.replaces}
-        for run in made:
-            gone |= run.retired(step)
-        current = [run for run, found in made.items() if found is None or found.attempt not in gone]
-        return current or list(made)
+            return list(manifests)
+        replaced = {
+            attempt
+            for manifest in manifests.values()
+            if manifest is not None
+            for attempt in manifest.replaces
+        }
+        for run in manifests:
+            replaced |= run.retired_attempts(step)
+        current = [
+            run for run, manifest in manifests.items() if manifest is None or manifest.attempt not in replaced
+        ]
+        return current or list(manifests)
 
     def _holders(self) -> dict[int, list[Run]]:
         return self._without_retired(dict(self._ask(Run.steps)))
 
-    def _without_retired(self, found: Mapping[Run, Iterable[int]]) -> dict[int, list[Run]]:
-        """The runs in which each step is committed, but for steps that a rollback took out of the run at another root."""
+    def _without_retired(self, steps_of: Mapping[Run, Iterable[int]]) -> dict[int, list[Run]]:
+        """The runs that hold each step, without steps that a rollback has retired at another root."""
         holders: dict[int, list[Run]] = {}
-        for run, steps in found.items():
+        for run, steps in steps_of.items():
             for step in steps:
                 holders.setdefault(step, []).append(run)
-        for step, those in list(holders.items()):
-            others = [run for run in found if run not in those]
-            # A root that was away while a rollback took the step out of the run at another.
-            if others and self._is_retired(step, those[0], others):
+        for step, runs in list(holders.items()):
+            others = [run for run in steps_of if run not in runs]
+            # A root that was away during a rollback still holds the step.
+            if others and self._is_retired(step, runs[0], others):
                 del holders[step]
-        return self._in_line(holders, found)
+        return self._in_line(holders, steps_of)
 
     def _in_line(self, holders: dict[int, list[Run]], runs: Iterable[Run]) -> dict[int, list[Run]]:
-        """Without commits of processes that had lost the run, as the starts that any root knows and the steps of all show."""
+        """Remove the commits of processes that had lost the run, by the starts of each root and the steps of all."""
 
         def committed(step: int) -> Commit | None:
             return next(filter(None, (run.commit_of(step) for run in holders[step])), None)
 
         out: dict[int, str] = {}
-        for run in runs:  # the order of two starts is known where both are listed
+        for run in runs:  # a root that lists two starts tells their order
             out |= out_of_line(sorted(holders), run.starts, committed)
         for step, attempt in out.items():
             sound = []
             for run in holders[step]:
-                one = run.commit_of(step)
-                if one is not None and one.attempt == attempt:
+                commit = run.commit_of(step)
+                if commit is not None and commit.attempt == attempt:
                     run.note_outside(step, attempt)
                 else:
                     sound.append(run)
@@ -179,13 +190,15 @@ class Roots:
 
     def _is_retired(self, step: int, holder: Run, others: Sequence[Run]) -> bool:
         try:
-            made = holder.committed(step)
-            return made is not None and any(made.attempt in other.retired(step) for other in others)
-        except StorageUnavailableError:  # gone away since: then its word does not count
+            manifest = holder.committed(step)
+            return manifest is not None and any(
+                manifest.attempt in other.retired_attempts(step) for other in others
+            )
+        except StorageUnavailableError:  # the root has gone away since, so it is not asked
             return False
 
     def _ask(self, question: Callable[[Run], T], but_not_without: Run | None = None) -> list[tuple[Run, T]]:
-        """The answers of the roots that give one; the first refusal is raised when none does, or when that one does not."""
+        """The answers of the runs that answer. Raises the first error if none does, and that of `but_not_without`."""
         answers: list[tuple[Run, T]] = []
         errors: list[StorageUnavailableError] = []
         for run in self.runs:
@@ -206,15 +219,15 @@ class Roots:
 
 
 def _first(manifests: Iterable[Manifest | None]) -> Manifest | None:
-    """The answer on a step of the first root that can give one."""
-    return next((made for made in manifests if made is not None), None)
+    """The first manifest that could be read."""
+    return next((manifest for manifest in manifests if manifest is not None), None)
 
 
-def opened(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, clock: Clock) -> Roots:
-    """The runs at one root, or several; nothing is asked of them.
+def open_roots(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, clock: Clock) -> Roots:
+    """The runs at one root, or several. No request is made.
 
-    Raises ValueError for no root, and for two of which one is the other or lies inside it, NotADirectoryError for a file, and
-    what a place raises.
+    Raises ValueError for no root, for equal roots and for a root inside another one, NotADirectoryError for a file, and
+    the errors of `Place.storage`.
     """
     is_one = isinstance(root, str | os.PathLike | Place) or not isinstance(root, Sequence)
     places = [place_of(root)] if is_one else [place_of(each) for each in root]  # type: ignore[arg-type, union-attr]

@@ -1,18 +1,18 @@
-"""A managed run on one root: which steps are committed, and how one more becomes so (DESIGN §4).
+"""A run at one root: its committed steps, and the commit of another.
 
 In: a storage and the naming of its steps. Out: commits that are whole or not there. Knows nothing of: tensors, threads.
 
     <root>/step_00000500/rank_00000.<attempt>.tar     never written again once a manifest names it
-    <root>/step_00000500/driver.<attempt>.tar         only if there is driver state, which one rank writes for all
+    <root>/step_00000500/driver.<attempt>.tar         only for driver state, which one rank writes for all
     <root>/step_00000500/manifest.json                written last; its presence is the commit
     <root>/rollback-500.<attempt>.json                the intent of a rollback to this step: see `manifest`
     <root>/latest                                     the tracker: the newest step, for people, scripts and trainers
     <root>/checkpoints.jsonl                          one line per commit
 
-Every decision is made from what is on storage at that moment, so several processes may share a root. What a commit costs
-must not grow with the steps that are kept: a commit that this process has seen stays known until a listing, a rollback or
-its own retention says otherwise, and what is about to be deleted is looked at again. The root is listed once for each
-save. That no other process has committed since is told by the version of the journal, which each of them replaces.
+Every decision is made from the present content of the storage, so several processes may share a root. The cost of a
+commit must not grow with the number of kept steps: a commit that this process has seen stays known until a listing, a
+rollback or its own retention removes it, and a step is read again before it is deleted. The root is listed once for
+each save. The version of the journal, which each process replaces, tells whether another process has committed since.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from ..errors import (
 )
 from ..spans import Clock
 from ..spec import Keep
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from .announce import Announcer
-from .manifest import Archive, Elsewhere, Manifest, OfRanks, Retired, intent_name
+from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, tracker_of
-from .others import foreign_kind, foreign_steps, newest_named_otherwise, not_whole
-from .retention import Commits, doomed_by, lacking, unheard_metric
+from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
 from .root import Listing, Root, commit_of
 from .starts import NUM_KEPT, Commit, Start, refuse_if_alive, tenure_of
-from .sweep import Sweeper, is_ours
+from .sweep import Sweeper, is_library_name
+from .unmanaged import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
 
 
 class Run:
-    """The steps below one root."""
+    """The steps of a run at one root. `roots.open_roots` makes it for a checkpointer. From any thread."""
 
     def __init__(
         self,
@@ -57,15 +57,14 @@ class Run:
         keep: Keep | None = None,
         opening: str = "",
     ) -> None:
-        """`opening` is a random text that stands for the checkpointer, the same at all of its roots."""
+        """`opening` is a random text for the checkpointer, the same at all of its roots."""
         self._opening = opening or os.urandom(4).hex()
         self._root = Root(storage, step_format)
-        named = tracker_of(tracker, step_format)
         self.keep = keep or Keep()
         self._clock = clock
         self._tenure = tenure_of(storage.locate(""))
         self._start: Start | None = None  # of this process, from the first save on
-        self._announcer = Announcer(self._root, named)
+        self._announcer = Announcer(self._root, tracker_of(tracker, step_format))
         self._sweeper = Sweeper(self._root)
 
     @property
@@ -105,78 +104,79 @@ class Run:
         return self._start is not None
 
     def commit_of(self, step: int) -> Commit | None:
-        """The step's commit as the rule of starts wants it; None where there is none that can be read."""
+        """The step's commit for the rule of starts; None if there is none that can be read."""
         return commit_of(self._root.known.get(step) or self._root.find(step))
 
     def known_steps(self) -> list[int]:
-        """The committed steps; at a store, which is not asked, those that were seen or committed here."""
+        """The committed steps; at a store, without a request, those that this object has seen or committed."""
         if not self.storage.remote:
             with suppress(CheckpointError, OSError):
                 return self.steps()
-        return sorted(self._root.made | self._root.known.keys())
+        return sorted(self._root.committed_here | self._root.known.keys())
 
     def latest(self) -> int | None:
         """The newest committed step."""
 
         def newest(listing: Listing) -> list[int]:
-            found = self._root.newest(listing)
-            return [] if found is None else [found]
+            step = self._root.newest(listing)
+            return [] if step is None else [step]
 
-        return next(iter(self._root.settled(newest)), None)
+        return next(iter(self._root.list_settled(newest)), None)
 
     def manifest(self, step: int) -> Manifest:
-        """Raises NotCommittedError when there is none."""
-        made = self._root.read(step)[0]
-        if self._root.gone_attempt(step, self._root.relist()) == made.attempt:
+        """The manifest of a step. Raises NotCommittedError if the step is not committed."""
+        manifest = self._root.read(step)[0]
+        if self._root.excluded_attempt(step, self._root.relist()) == manifest.attempt:
             raise self._root.not_committed(step)
-        return made
+        return manifest
 
     def view(self) -> Commits:
-        """The committed steps with their manifests, ascending; None for one that is damaged. Known ones are not read again."""
+        """The committed steps with their manifests, ascending; None for a damaged one. Known ones are not read."""
         return self._root.view(self._root.relist())
 
     def check_naming(self) -> None:
-        """Raises NotCommittedError when the newest step here goes by another naming than this run's.
+        """Raise NotCommittedError if the newest step at the root has another naming than this run.
 
-        Whoever went on without it would begin anew, or from an old step, and mix two namings in one folder.
+        Without it, a training would begin anew, or from an old step, and mix two namings in one folder.
         """
-        other = newest_named_otherwise(self.storage, self._root.is_step)
+        other = newest_of_other_namings(self.storage, self._root.is_step)
         newest = None if other is None else self.latest()
         own = None if newest is None else self.committed(newest)
-        if other is None or (newest is not None and (own is None or own.created >= other.made.created)):
+        if other is None or (newest is not None and (own is None or own.created >= other.manifest.created)):
             return
-        where = self.storage.locate("")
+        shown = self.storage.locate("")
         have = "nothing is committed" if newest is None else f"step {newest} is the newest"
+        later = " later" if newest is not None else ""
         raise NotCommittedError(
-            f"{where}: {have} under this naming, but {other.folder} was committed{' later' if newest is not None else ''} "
-            f"under another; {other.advice}, or name the step, or give a new run another folder",
-            path=where,
+            f"{shown}: {have} under this naming, but {other.folder} was committed{later} under "
+            f"another; {other.advice}, or name the step, or give a new run another folder",
+            path=shown,
             step=None,
         )
 
-    def written_by_others(self) -> str | None:
-        """A description of anything here that looks like a run or a checkpoint though nothing is committed, with advice."""
+    def describe_foreign(self) -> str | None:
+        """A description, with advice, of entries that look like a run or a checkpoint though nothing is committed."""
         kind = foreign_kind(self.storage.names(""))
-        folders = foreign_steps(self.storage, self._root.is_step, is_ours)
+        folders = foreign_steps(self.storage, self._root.is_step, is_library_name)
         shown = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
         tracker = self._announcer.tracker_text()
-        tracked = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else ""
-        if halves := not_whole(self.storage, self._root.is_step):
+        tracker_note = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else ""
+        if halves := incomplete_steps(self.storage, self._root.is_step):
             return (
-                f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or its save ended just before it "
-                "was committed; copy it again where it is whole"
+                f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or "
+                "its save ended just before it was committed; copy it again where it is whole"
             )
-        if kind is not None or not (shown or tracked):
+        if kind is not None or not (shown or tracker_note):
             return kind
         return (
-            f"{' and '.join(filter(None, (shown, tracked)))}; another program has written that: load it by the "
+            f"{' and '.join(filter(None, (shown, tracker_note)))}; another program has written that: load it by the "
             "program's own means, and save once to go on from here"
         )
 
     # --- committing -------------------------------------------------------------------------------------------
 
     def check(self, step: int, *, overwrite: bool, rolled_back: bool, retire: bool) -> None:
-        """Refuse a step that could not be committed: StepExistsError, StepBehindError."""
+        """Raise StepExistsError or StepBehindError for a step that could not be committed."""
         listing = self._root.relist()
         self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
         steps = listing.steps
@@ -189,29 +189,29 @@ class Run:
         newest = self._root.newest(listing, steps[above:])
         if newest is not None:
             raise StepBehindError(
-                f"step {step} is below the committed step {newest}, and steps must increase; save a higher step, use another "
-                'root, or open the checkpointer with on_rollback="retire"',
+                f"step {step} is below the committed step {newest}, and steps must increase; save a higher step, use "
+                'another root, or open the checkpointer with on_rollback="retire"',
                 step=step,
                 newest=newest,
             )
 
     def check_known(self, step: int, *, overwrite: bool) -> None:
         """The part of `check` that needs no request to the storage."""
-        if step in self._root.made and not overwrite:
+        if step in self._root.committed_here and not overwrite:
             raise _exists(step)
 
-    def found(self, step: int) -> tuple[Manifest, str] | None:
-        """The step's manifest, if it is committed, and its version: what `overwrite` will replace, and nothing else."""
+    def manifest_to_replace(self, step: int) -> tuple[Manifest, str] | None:
+        """The step's manifest and its version, which `overwrite` will replace; None if the step is not committed."""
         try:
-            made, version = self._root.read(step)
+            manifest, version = self._root.read(step)
         except NotCommittedError:
             return None
-        except CheckpointError:  # a damaged manifest may be overwritten like any other
-            _, version = self._root.storage.read(self._root.manifest_path(step))
-            made = Manifest(step, "", 1, 0.0, ())
+        except CheckpointError:  # a damaged manifest may be overwritten
+            _, version = self.storage.read(self._root.manifest_path(step))
+            manifest = Manifest(step, "", 1, 0.0, ())
         listing = self._root.listing or self._root.relist()
-        gone = self._root.gone_attempt(step, listing)
-        return None if gone and gone == made.attempt else (made, version)
+        retired = self._root.excluded_attempt(step, listing)
+        return None if retired and retired == manifest.attempt else (manifest, version)
 
     def commit(
         self,
@@ -222,30 +222,30 @@ class Run:
         replaces: tuple[Manifest, str] | None,
         retire: bool,
         record: Mapping[str, Any] | None = None,
-        elsewhere: tuple[Elsewhere, ...] = (),
-        ranks: OfRanks | None = None,
+        elsewhere: tuple[GroupLocation, ...] = (),
+        ranks: RankFiles | None = None,
         world_size: int = 1,
     ) -> Manifest:
-        """Make the durable archives of an attempt the step's checkpoint. From here on it is true; then `announce` it.
+        """Make the durable archives of an attempt the step's checkpoint, by its manifest. Call `announce` after that.
 
-        With `ranks`, several have written it, and what that names tells of their archives.
-
-        With `retire`, the newer steps leave the run by the same manifest.
-        Raises StepExistsError when another writer was faster; its commit stands.
+        With `ranks`, several ranks have written it, and the objects in `ranks` list their archives. With `retire`, the
+        manifest retires all newer steps. Raises StepExistsError if another writer was faster; its commit stands.
         """
         listing = self._root.listing or self._root.relist()
-        stale = self._root.stale(listing, self._root.retiring(listing.intents), listing.steps)
+        stale = self._root.stale(listing, self._root.retired_by(listing.intents), listing.steps)
         self._root.retire(stale)
         is_behind = bool(listing.steps) and listing.steps[-1] > step
         if stale or listing.intents or (retire and is_behind) or replaces is not None:
             listing = self._root.relist()
-            # An earlier rollback counts while its manifest stands, which this commit may end: finish it first.
+            # An earlier rollback counts while its manifest is there, which this commit may replace: finish it first.
             self._root.finish_rollbacks(listing.intents)
         newer = self._root.look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
-        retires = tuple(Retired(s, found.attempt if found else "") for s, found in sorted(newer.items()))
+        retires = tuple(
+            Retired(s, manifest.attempt if manifest else "") for s, manifest in sorted(newer.items())
+        )
         before = replaces[0] if replaces else None
         earlier = (before.attempt, *before.replaces) if before else ()
-        made = Manifest(
+        manifest = Manifest(
             step,
             attempt,
             world_size,
@@ -259,27 +259,27 @@ class Run:
             self._start_label(None if retires else before, listing),
         )
         if retires:
-            self._root.storage.put_new(intent_name(step, attempt), made.dump())
+            self.storage.put_new(intent_name(step, attempt), manifest.dump())
         try:
-            self._put(made, replaces)
+            self._put(manifest, replaces)
         except FileExistsError as error:
             raise StepExistsError(
                 f"step {step} was committed by another writer in the meantime; that checkpoint was kept",
                 step=step,
             ) from error
-        self._root.note_commit(made, newer, listing)
+        self._root.note_commit(manifest, newer, listing)
         self._look_again()
-        return made
+        return manifest
 
     def _start_label(self, before: Manifest | None, listing: Listing) -> str:
-        """The start that a manifest names: this one, or below newer steps that of the manifest it replaces, so that they count."""
+        """The start for a manifest. Below newer steps, that of the manifest it replaces, so that these still count."""
         above = listing.steps[bisect_right(listing.steps, before.step) :] if before else []
         if before is not None and self._root.newest(listing, above) is not None:
             return before.start
         return self._start.label if self._start else ""
 
     def _look_again(self) -> None:
-        """After the manifest: see that no other process has taken the run meanwhile. Raises RunTakenError."""
+        """After the manifest, raise RunTakenError if another process has taken the run meanwhile."""
         start = self._start
         if start is None:
             return
@@ -296,13 +296,13 @@ class Run:
     # --- the right to commit ----------------------------------------------------------------------------------
 
     def check_start(self) -> None:
-        """Refuse a save where another process has the run, as far as is known at once. Raises RunTakenError."""
+        """Raise RunTakenError if another process has the run, as far as a check without network requests tells."""
         self._tenure.refuse_if_lost()
         if self._start is None and not self.storage.remote:
             refuse_if_alive(self.storage, (self._root.listing or self._root.relist()).starts)
 
     def take(self, step: int, others: Sequence[Run]) -> bool:
-        """Take the root for this process, at its first save. Whether that was done now; then the step is to be checked again.
+        """Take the root for this process, at its first save. True if it was just taken: then check the step again.
 
         `others` are the runs at the other roots. Raises RunTakenError.
         """
@@ -325,149 +325,149 @@ class Run:
             return []
 
     def check_taken(self) -> None:
-        """Ahead of a commit: raises RunTakenError where another process has taken the run since this one did."""
+        """Before a commit, raise RunTakenError if another process has taken the run since this one did."""
         if self._start is not None:
             self._tenure.refuse_if_later(self.storage, self._start, self._root.relist().starts)
 
     def close(self) -> None:
-        """This process saves nothing more here: the next start need not wait for its end."""
+        """Give up the root, so that another process can take it before this one ends."""
         self._tenure.leave(self)
 
-    def adopt(self, made: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
-        """Commit, under its own manifest, a step whose archives were copied here from another root, as the rollback that it was.
+    def adopt(self, manifest: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
+        """Commit, with its manifest and the rollback in it, a step whose archives were copied from another root.
 
-        Raises StepExistsError when the step has been committed here meanwhile.
+        Raises StepExistsError if the step was committed here meanwhile.
         """
         listing = self._root.relist()
-        self._root.retire(self._root.stale(listing, self._root.retiring(listing.intents), listing.steps))
+        self._root.retire(self._root.stale(listing, self._root.retired_by(listing.intents), listing.steps))
         self._root.finish_rollbacks(listing.intents)
-        if made.retires:
+        if manifest.retires:
             with suppress(FileExistsError):
-                self.storage.put_new(intent_name(made.step, made.attempt), made.dump())
+                self.storage.put_new(intent_name(manifest.step, manifest.attempt), manifest.dump())
         try:
-            self._put(made, replaces)
+            self._put(manifest, replaces)
         except FileExistsError as error:
-            raise _exists(made.step) from error
-        self._root.forget(retired.step for retired in made.retires)
-        self._root.note({made.step: made})
+            raise _exists(manifest.step) from error
+        self._root.forget(retired.step for retired in manifest.retires)
+        self._root.note({manifest.step: manifest})
         self._root.listing = None
-        if made.retires:
-            self._root.finish_rollbacks([(made.step, made.attempt)])
-        self._sweeper.delete_replaced(made.step, replaces[0] if replaces else None)
+        if manifest.retires:
+            self._root.finish_rollbacks([(manifest.step, manifest.attempt)])
+        self._sweeper.delete_replaced(manifest.step, replaces[0] if replaces else None)
 
     def committed(self, step: int) -> Manifest | None:
-        """The step's manifest; None where there is none that can be read."""
+        """The step's manifest; None if there is none that can be read."""
         return self._root.find(step)
 
-    def retired(self, step: int) -> set[str]:
-        """Attempts at a step that a rollback has taken out of the run."""
-        attempts = self._sweeper.retired(step)
-        gone = self._root.gone_attempt(step, self._root.listing or self._root.relist())
-        return attempts | {gone} if gone else attempts
+    def retired_attempts(self, step: int) -> set[str]:
+        """The attempts at a step that a rollback has retired."""
+        attempts = self._sweeper.retired_attempts(step)
+        retired = self._root.excluded_attempt(step, self._root.listing or self._root.relist())
+        return attempts | {retired} if retired else attempts
 
     # --- deleting ---------------------------------------------------------------------------------------------
 
     def retain(self, step: int, *, replaced: Manifest | None, in_flight: Collection[int]) -> list[int]:
-        """Delete what `overwrite` and retention leave behind; the manifest goes first. Returns the deleted steps, ascending."""
+        """Delete replaced archives, and the steps that retention deletes. Returns these steps, ascending."""
         listing = self._root.listing or self._root.relist()
         self._root.finish_rollbacks(listing.intents)
         view = self._root.view(listing)
         self._sweeper.delete_replaced(step, replaced)
         protected = self._protected(step, view, in_flight)
-        doomed = self.doomed(view, protected=protected)
-        # Another process may have overwritten them: judged is what is there now.
-        inside = {old: self._sweeper.inside(old) for old in doomed}
-        if any(inside[old].made != view[old] for old in doomed):
+        doomed = self.steps_to_delete(view, protected=protected)
+        # Another process may have overwritten them: apply the rules to the present manifests.
+        inside = {old: self._sweeper.read_folder(old) for old in doomed}
+        if any(inside[old].manifest != view[old] for old in doomed):
             self._root.forget(doomed)
             view = self._root.view(listing)
-            doomed = [old for old in self.doomed(view, protected=protected) if old in inside]
+            doomed = [old for old in self.steps_to_delete(view, protected=protected) if old in inside]
         self._root.listing = None
-        for old in reversed(doomed):  # a step may borrow from older ones, which go after it
+        for old in reversed(doomed):  # a step may borrow from older ones, so these are deleted after it
             self._sweeper.delete(old, inside[old], whole_folder=self.keep.whole_folder)
         view = view.without(doomed)
         self._announcer.rewrite(view)
-        self._say_what_best_lacks(view)
+        self._warn_of_missing_metric(view)
         return doomed
 
-    def doomed(self, commits: Commits, *, protected: Collection[int] = ()) -> list[int]:
-        """The steps that retention does not keep at this hour, and that no step which it keeps has borrowed from."""
-        going = doomed_by(self.keep, commits, now=self._clock(), protected=protected)
+    def steps_to_delete(self, commits: Commits, *, protected: Collection[int] = ()) -> list[int]:
+        """The steps that retention does not keep now, except for those that kept steps have borrowed from."""
+        going = deletable_steps(self.keep, commits, now=self._clock(), protected=protected)
         while going:
-            gone = set(going)
-            kept = (made for step, made in commits.borrowers.items() if step not in gone)
-            needed = {borrowed.step for made in kept for borrowed in made.elsewhere}
-            if needed.isdisjoint(gone):
+            gone_steps = set(going)
+            kept = (manifest for step, manifest in commits.borrowers.items() if step not in gone_steps)
+            needed = {borrowed.step for manifest in kept for borrowed in manifest.elsewhere}
+            if needed.isdisjoint(gone_steps):
                 break
             going = [step for step in going if step not in needed]
         return going
 
     def discard(self, step: int, attempt: str, rank: int = 0) -> None:
-        """Delete the archive of an attempt that was not committed. If its manifest got there all the same, it stays."""
+        """Delete the archive of an attempt that was not committed, unless its manifest is there all the same."""
         self._sweeper.discard(step, attempt, rank)
 
     def trim(self, step: int, attempt: str, rank: int, *, in_flight: Collection[int]) -> None:
-        """In what is one node's cache: delete what is older than the attempt that was committed elsewhere."""
+        """In a node's cache, delete archives that are older than this attempt, which was committed at another root."""
         self._sweeper.trim(step, attempt, rank, in_flight=in_flight)
 
     def sweep(self) -> list[str]:
-        """Delete what dead writers left: temp files, unfinished uploads, archives that no manifest names, and intents."""
+        """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives, and intents."""
         return self._sweeper.sweep()
 
     def sweep_once(self, *, has_ranks: bool = False) -> None:
-        """Sweep the leftovers of an earlier process; our own failures leave nothing. With several ranks, only what is old."""
+        """Sweep once in a process, since its own failures leave nothing. With several ranks, only old leftovers."""
         self._sweeper.sweep_once(has_ranks=has_ranks)
 
-    # --- what others are told ---------------------------------------------------------------------------------
+    # --- tracker and journal ----------------------------------------------------------------------------------
 
     def journal(self) -> list[dict[str, object]]:
         """The records of `checkpoints.jsonl`, as far as they can be read."""
         return self._announcer.journal()
 
     def announce(self, step: int | None = None, *, in_flight: Collection[int] = ()) -> None:
-        """Bring tracker and journal up to date with what is committed, whoever committed it.
+        """Bring tracker and journal up to date with the commits of all processes.
 
-        After the commit of `step`, steps that its retention is about to delete have no line in the journal any more.
-        Raises StorageUnavailableError; then the one may be up to date without the other.
+        After the commit of `step`, the journal has no lines for steps that its retention is about to delete. After
+        StorageUnavailableError, one of the files may be up to date and the other not.
         """
 
         def spared(view: Commits) -> Commits:
-            """The steps that the retention that follows is going to leave."""
+            """The steps that the following retention keeps."""
             if step is None:
                 return view
-            return view.without(self.doomed(view, protected=self._protected(step, view, in_flight)))
+            return view.without(self.steps_to_delete(view, protected=self._protected(step, view, in_flight)))
 
         self._announcer.announce(step, spared)
 
     def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Run tasks that ask the storage, in parallel where asking is slow. Raises what one of them does."""
+        """Run tasks that make requests, at a store in parallel. Raises the error of one of them."""
         self._root.do_all(tasks)
 
     def learn(self) -> None:
-        """Read ahead, while an archive is on its way, the manifests that the journal is made from."""
+        """Read the manifests for the journal ahead, while an archive is being sent."""
         self._root.view(self._root.listing or self._root.relist(), tolerant=True)
 
-    def _put(self, made: Manifest, replaces: tuple[Manifest, str] | None) -> None:
-        path = self._root.manifest_path(made.step)
+    def _put(self, manifest: Manifest, replaces: tuple[Manifest, str] | None) -> None:
+        path = self._root.manifest_path(manifest.step)
         if replaces is None:
-            self._root.storage.put_new(path, made.dump())
+            self.storage.put_new(path, manifest.dump())
         else:
-            self._root.storage.replace(path, made.dump(), version=replaces[1])
+            self.storage.replace(path, manifest.dump(), version=replaces[1])
 
     def _protected(self, step: int, view: Commits, in_flight: Collection[int]) -> set[int]:
-        """The steps that retention does not touch after the commit of a step, whatever its rules say."""
+        """The steps that retention keeps after the commit of `step`, whatever its rules say."""
         newer = takewhile(lambda later: later >= step, reversed(view))
-        tracked = self._announcer.tracked()
-        return {*in_flight, *newer, *([] if tracked is None else [tracked])}
+        tracked_step = self._announcer.tracked_step()
+        return {*in_flight, *newer, *([] if tracked_step is None else [tracked_step])}
 
-    def _say_what_best_lacks(self, view: Commits) -> None:
-        if self._root.has_said("best"):
+    def _warn_of_missing_metric(self, view: Commits) -> None:
+        if self._root.has_warned("best"):
             return
-        metric = unheard_metric(self.keep, view)
+        metric = unknown_metric(self.keep, view)
         if metric is not None:
-            self._root.say_once(
+            self._root.warn_once(
                 "best",
-                f"{self._root.storage.locate('')}: Keep(best=…) keeps every step, because no record has the metric "
-                f"{lacking(metric, view)}",
+                f"{self.storage.locate('')}: Keep(best=…) keeps every step, because no record has the metric "
+                f"{describe_missing_metric(metric, view)}",
             )
 
 

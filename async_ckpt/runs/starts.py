@@ -1,14 +1,15 @@
-"""The starts of a run: which process has the run, and which commits count when two have written to it.
+"""The starts of a run: which process may commit, and which commits count if two processes have written.
 
-In: the listing of a root, and manifests. Out: the right to commit, or an error that names who has it; steps that do not
-count. Knows nothing of: archives.
+In: the listing of a root, and manifests. Out: the right to commit, or an error that names the process that has it;
+steps that do not count. Knows nothing of: archives.
 
     <root>/start-00000008.5f3a9c01.500.json     the eighth start; its first save was of step 500
 
-A process takes the root at its first save by creating the next start there. It commits as long as the root lists no later
-one. It looks right after each manifest, and the next start lists the commits after it has taken the root: so either the
-earlier process sees the later start and does not acknowledge the save, or the later process sees the commit and refuses to
-save below it. A manifest that was put all the same, by a process that had slept, is left out by the rule of `out_of_line`.
+A process takes the root at its first save by creating the next start there. It commits as long as the root lists no
+later start. It lists the root right after each manifest, and the next start lists the commits after it has taken the
+root: so either the earlier process sees the later start and does not acknowledge the save, or the later process sees
+the commit and refuses to save below it. A manifest that a process has put all the same, after a sleep, is excluded by
+the rule of `out_of_line`.
 
 The order of starts is that of their numbers, then of their random tokens. No clock decides anything.
 """
@@ -28,13 +29,13 @@ from typing import Final, NamedTuple
 from ..errors import CheckpointError, RunTakenError
 from ..host.process import in_forked_child
 from ..spans import shown_time, wall_time
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from .manifest import seal, unseal
 
 _NAME: Final = re.compile(r"start-(\d{8,18})\.([0-9a-f]{8})\.(\d{1,255})\.json")
-# All names of starts lie between these texts.
+# All names of starts sort between these texts.
 _FIRST, _LAST = "start-", "start."
-# Starts that stay listed: a process that sleeps through more of them than that is not found out.
+# The number of starts that stay listed: a process that sleeps through more starts does not notice them.
 NUM_KEPT: Final = 32
 
 
@@ -55,12 +56,12 @@ class Start(NamedTuple):
         return f"{self.number:08d}.{self.token}"
 
     def is_before(self, other: Start) -> bool:
-        """Whether another start has taken the run over. At several roots one start may have several numbers."""
+        """Whether another start has taken over the run. At several roots, one start may have several numbers."""
         return self[:2] < other[:2] and self.token != other.token
 
 
-def parted(names: list[str]) -> tuple[list[str], list[Start]]:
-    """The sorted names in a root without those of starts, and the starts."""
+def split_starts(names: list[str]) -> tuple[list[str], list[Start]]:
+    """Divide the sorted names in a root into other names, and starts."""
     begin, end = bisect_left(names, _FIRST), bisect_left(names, _LAST)
     starts, others = [], names[:begin]
     for name in names[begin:end]:
@@ -73,7 +74,7 @@ def parted(names: list[str]) -> tuple[list[str], list[Start]]:
 
 
 class Commit(NamedTuple):
-    """A committed step as the rule sees it: its attempt, and the start as its manifest names it."""
+    """A committed step for the rule of `out_of_line`: its attempt, and the start that its manifest names."""
 
     attempt: str
     start: str
@@ -83,17 +84,17 @@ Committed = Callable[[int], Commit | None]
 
 
 def out_of_line(steps: Sequence[int], starts: Iterable[Start], committed: Committed) -> dict[int, str]:
-    """The attempts, by step, that do not count: a step below them was committed by a later start.
+    """The attempts, by step, that do not count: a later start has committed a step below them.
 
-    On a sound line starts never fall as steps rise, for a start that saves below newer steps retires them, or is refused.
-    `steps` are ascending; `committed` reads the manifest of a step, None where there is none. Commits of starts that are not
-    listed, of older versions and of other tools always count: nothing is known of their order.
+    Otherwise starts never fall as steps rise, since a start that saves below newer steps retires them, or is refused.
+    `steps` are ascending; `committed` reads the commit of a step, None if there is none. Commits of starts that are not
+    listed, of older versions and of other tools always count: their order is unknown.
     """
     known = _by_token(starts)
     firsts = [start.first for start in sorted(known.values())[1:]]
     out: dict[int, str] = {}
     latest: Start | None = None
-    for step in steps[bisect_left(steps, min(firsts)) :] if firsts else ():  # below there is no later start
+    for step in steps[bisect_left(steps, min(firsts)) :] if firsts else ():  # there is no later start below
         commit = committed(step)
         own = _start_of(commit, known)
         if commit is None or own is None:
@@ -106,7 +107,10 @@ def out_of_line(steps: Sequence[int], starts: Iterable[Start], committed: Commit
 
 
 def counts(step: int, steps: Sequence[int], starts: Iterable[Start], committed: Committed) -> bool:
-    """Whether the commit of one step counts, by the rule of `out_of_line`. Reads only manifests that may be of later starts."""
+    """Whether the commit of one step counts, by the rule of `out_of_line`.
+
+    Reads only manifests that may be of later starts.
+    """
     known = _by_token(starts)
     if len(known) < 2 or (own := _start_of(committed(step), known)) is None:
         return True
@@ -117,7 +121,7 @@ def counts(step: int, steps: Sequence[int], starts: Iterable[Start], committed: 
 
 
 def _by_token(starts: Iterable[Start]) -> dict[str, Start]:
-    """One of each process, with the least of its first steps: a process takes a root again to save below its first step."""
+    """One start for each process, with its lowest first step: below that, a process takes the root again."""
     known: dict[str, Start] = {}
     for start in sorted(starts):
         earlier = known.get(start.token, start)
@@ -133,18 +137,21 @@ def _start_of(commit: Commit | None, known: dict[str, Start]) -> Start | None:
 
 
 class Tenure:
-    """The right of this process to commit at one root. All runs of the process at that root share it. From any thread."""
+    """The right of this process to commit at one root. `tenure_of` makes it; all Runs at the root share it.
+
+    From any thread.
+    """
 
     def __init__(self) -> None:
         self.start: Start | None = None  # since the first save; replaced under _taking
         self._lost: tuple[str, Start, dict[str, object]] | None = None
-        self._taking = threading.Lock()  # held while the root is asked: saves in flight take it once
+        self._taking = threading.Lock()  # held over requests, so that concurrent saves take the root once
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
         self._hold = _Hold()
         weakref.finalize(self, self._hold.release).atexit = False
 
     def leave(self, user: object) -> None:
-        """A user is closed; after the last one, another process may have the root."""
+        """Remove a user. After the last one, another process may take the root."""
         with self._taking:
             if user not in self._users:
                 return
@@ -162,25 +169,24 @@ class Tenure:
         listed: Callable[[], Sequence[Start]],
         elsewhere: Callable[[], Iterable[Start]],
     ) -> tuple[Start, bool]:
-        """Take a root for a user that is about to save, if that has not been done for this step or a lower one. The start, and
-        whether it is new: then the commits there are to be looked at again.
+        """Take a root for a user that is about to save, unless that was done for this step or a lower one.
 
-        `token` is that of the start at all roots of the run; `listed` lists the starts at this root, and `elsewhere` those at the
-        others.
+        Returns the start, and whether it is new: then the caller looks at the commits again. `token` is that of the
+        start at all roots of the run; `listed` lists the starts at this root, and `elsewhere` those at the others.
         Raises RunTakenError for a root that another living process has, and StorageUnavailableError.
         """
         with self._taking:
             self._users.add(user)
             if self.start is not None and self.start.first <= step:
                 return self.start, False
-            there = listed()
+            starts = listed()
             if self.start is not None:
-                self.refuse_if_later(storage, self.start, there)
+                self.refuse_if_later(storage, self.start, starts)
                 token = self.start.token
-            refuse_if_alive(storage, there)
-            # Another root may have been taken a moment ago.
-            least = max((s.number + (s.token != token) for s in elsewhere()), default=1)
-            number = max(least, 1 + max((s.number for s in there), default=0))
+            refuse_if_alive(storage, starts)
+            # Another root of the run may have been taken a moment ago.
+            least_number = max((s.number + (s.token != token) for s in elsewhere()), default=1)
+            number = max(least_number, 1 + max((s.number for s in starts), default=0))
             _tokens.add(token)
             start = Start(number, token, step)
             self._put(storage, start)
@@ -188,44 +194,44 @@ class Tenure:
             return start, True
 
     def _put(self, storage: Storage, start: Start) -> None:
-        with suppress(FileExistsError):  # a put may arrive though it was answered with an error
+        with suppress(FileExistsError):  # an earlier put that failed may have arrived
             storage.put_new(start.name, seal(_about_this_process()))
         self._hold.replace(storage.hold(start.name))
 
     def put_back(self, storage: Storage, start: Start) -> None:
-        """Somebody has emptied the root: name this process there again."""
+        """Put the file of the start again, after the root was emptied."""
         with self._taking:
             if self.start == start:
                 self._put(storage, start)
 
     def refuse_if_lost(self) -> None:
-        """Raises RunTakenError once it is known that a later start has the root."""
+        """Raise RunTakenError if it is known that a later start has the root."""
         if self._lost is not None:
-            raise _taken(*self._lost, is_alive=False)
+            raise _taken_error(*self._lost, is_alive=False)
 
     def refuse_if_later(self, storage: Storage, own: Start | None, starts: Iterable[Start]) -> None:
-        """Raises RunTakenError where one of these starts is later than this process's own."""
+        """Raise RunTakenError if one of these starts is later than this process's own."""
         later = [start for start in starts if own is not None and own.is_before(start)]
         if later:
-            self._lost = storage.locate(""), max(later), _about(storage, max(later))
+            self._lost = storage.locate(""), max(later), _process_of(storage, max(later))
             self.refuse_if_lost()
 
 
 class _Hold:
-    """The lock on the file of a start. Its end outlives its owner, and leaves a forked child's descriptors alone."""
+    """The lock on the file of a start. Its Tenure owns it; a finalizer releases it, but not in a forked child."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._let_go: Callable[[], None] | None = None
+        self._unlock: Callable[[], None] | None = None
 
-    def replace(self, let_go: Callable[[], None]) -> None:
+    def replace(self, unlock: Callable[[], None]) -> None:
         self.release()
-        self._let_go = let_go
+        self._unlock = unlock
 
     def release(self) -> None:
-        let_go, self._let_go = self._let_go, None
-        if let_go is not None and os.getpid() == self._pid:
-            let_go()
+        unlock, self._unlock = self._unlock, None
+        if unlock is not None and os.getpid() == self._pid:
+            unlock()
 
 
 _tokens: set[str] = set()  # of the starts of this process
@@ -234,7 +240,7 @@ _lock = threading.Lock()
 
 
 def tenure_of(root: str) -> Tenure:
-    """The one of this process at a root, which has to be kept as long as it is needed."""
+    """The tenure of this process at a root. The caller keeps it as long as it is needed."""
     with _lock:
         tenure = _tenures.get(root)
         if tenure is None:
@@ -244,43 +250,46 @@ def tenure_of(root: str) -> Tenure:
 
 @in_forked_child
 def _forget_tenures() -> None:
-    """A forked child is another start; the locks are its parent's."""
+    """In a forked child, which is another start: the locks are the parent's."""
     global _tokens, _tenures, _lock
     _tokens, _tenures, _lock = set(), weakref.WeakValueDictionary(), threading.Lock()
 
 
 def refuse_if_alive(storage: Storage, starts: Sequence[Start]) -> None:
-    """Raises RunTakenError where the newest of these starts is provably held by another living process."""
+    """Raise RunTakenError if another living process provably has the newest of these starts."""
     newest = max(starts, default=None)
     if newest is not None and newest.token not in _tokens and storage.is_held(newest.name):
-        raise _taken(storage.locate(""), newest, _about(storage, newest), is_alive=True)
+        raise _taken_error(storage.locate(""), newest, _process_of(storage, newest), is_alive=True)
 
 
 def _about_this_process() -> dict[str, object]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": wall_time()}
 
 
-def _about(storage: Storage, start: Start) -> dict[str, object]:
-    """A start's description of its process; nothing where it cannot be read."""
+def _process_of(storage: Storage, start: Start) -> dict[str, object]:
+    """The description of a start's process; empty if it cannot be read."""
     with suppress(CheckpointError, OSError, ValueError):
-        told = unseal(storage.read(start.name)[0])
-        if isinstance(told, dict):
-            return told
+        fields = unseal(storage.read(start.name)[0])
+        if isinstance(fields, dict):
+            return fields
     return {}
 
 
-def _taken(root: str, start: Start, about: dict[str, object], *, is_alive: bool) -> RunTakenError:
+def _taken_error(root: str, start: Start, about: dict[str, object], *, is_alive: bool) -> RunTakenError:
     host, pid, since = about.get("host"), about.get("pid"), about.get("since")
     host = host if isinstance(host, str) else "an unknown host"
     pid = pid if isinstance(pid, int) and not isinstance(pid, bool) else 0
     since = float(since) if isinstance(since, int | float) else 0.0
-    who = f"process {pid} on {host!a:.200}, which began to save there at {shown_time(since)} by its clock"
+    owner = f"process {pid} on {host!a:.200}, which began to save there at {shown_time(since)} by its clock"
     if is_alive:
-        text = f"{root}: {who}, is alive and has the run; stop it, let it close its checkpointer, or save to another root"
+        text = (
+            f"{root}: {owner}, is alive and has the run; stop it, let it close its checkpointer, or save to another "
+            "root"
+        )
     else:
         text = (
-            f"{root}: {who}, has taken the run over (start {start.number}); this process can commit nothing there any more. End "
-            "it, or close its checkpointer and make a new one to take the run back"
+            f"{root}: {owner}, has taken the run over (start {start.number}); this process can commit nothing "
+            "there any more. End it, or close its checkpointer and make a new one to take the run back"
         )
     error = RunTakenError(text)
     error.path, error.host, error.pid, error.since = root, host, pid, since

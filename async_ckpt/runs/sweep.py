@@ -1,6 +1,6 @@
-"""Deletion of the files of deleted steps, and of the leftovers of dead writers.
+"""Deletion of steps, and of the leftovers of dead writers.
 
-In: a root, steps to delete. Out: a root without them; what others have put there stays. Knows nothing of: which go.
+In: a root, steps to delete. Out: a root without them, but with the files of other programs. Knows nothing of: rules.
 """
 
 from __future__ import annotations
@@ -11,204 +11,209 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
 
-from ..errors import (
-    CheckpointError,
-)
-from . import manifest
+from ..errors import CheckpointError
+from ..storage.interface import Storage
+from .manifest import NAME as MANIFEST
 from .manifest import Manifest, intent_name, is_retired_name
-from .receipts import attempt_of_all, is_beside, is_folder_of_receipts
+from .manifest import parse as parse_manifest
+from .receipts import attempt_of_all, is_beside, is_receipt_folder
 from .root import Root
 
 _ARCHIVE: Final = re.compile(r"(rank_\d{5,}|driver)\.[0-9a-f]{8}\.tar")
 _TEMP: Final = re.compile(r"\..*\.async_ckpt-tmp|\.async_ckpt-probe-[0-9a-f]+")
 _CLAIM: Final = re.compile(r"world\.[0-9a-f]{16}(\.\d{5,})?\.json")
 _OF_OTHER_RANK: Final = re.compile(r"\.?rank_(?!00000\.)\d{5,}\.[0-9a-f]{8}\.")
-# How often a manifest that is listed, and gone when it is read, is looked for again: more often than others will replace it.
+# How often to look again for a listed manifest that is gone when it is read: more often than others replace it.
 _READ_TRIES: Final = 20
 
 
-def is_ours(name: str) -> bool:
-    """Whether something of this name in the folder of a step may be ours, and no commit."""
+def is_library_name(name: str) -> bool:
+    """Whether this is a name, in the folder of a step, that this library gives to anything but a commit."""
     is_file = bool(_ARCHIVE.fullmatch(name) or _TEMP.fullmatch(name)) or is_retired_name(name)
-    return is_file or is_beside(name) or is_folder_of_receipts(name)
+    return is_file or is_beside(name) or is_receipt_folder(name)
 
 
 def _attempt_of(name: str) -> str:
-    """By the name of what belongs to one, or is going to; another text for other names."""
+    """The attempt in the name of an object or temp file of this library; any text for other names."""
     return (*name.lstrip(".").split("."), "")[1]
 
 
 def _of_ranks(names: Iterable[str]) -> set[str]:
-    """The attempts of several ranks."""
-    found = set()
+    """The attempts of several ranks that have objects of these names."""
+    attempts = set()
     for name in names:
-        if is_beside(name) or is_folder_of_receipts(name) or _OF_OTHER_RANK.match(name):
-            found.add(_attempt_of(name))
-    return found
+        if is_beside(name) or is_receipt_folder(name) or _OF_OTHER_RANK.match(name):
+            attempts.add(_attempt_of(name))
+    return attempts
 
 
-class Inside(NamedTuple):
-    """The content of the folder of a step: its manifest, if it has a sound one, and the archives that are named."""
+class StepFolder(NamedTuple):
+    """The folder of a step: the names in it, its manifest if it is sound, and the names that manifests name."""
 
     names: list[str]
-    made: Manifest | None
+    manifest: Manifest | None
     named: set[str]
 
 
 class Sweeper:
-    """Deletes below one root. From any thread."""
+    """Deletion of steps and leftovers below one root. A Run creates and owns it. From any thread."""
 
     def __init__(self, root: Root) -> None:
         self._root = root
         self._swept = self._has_ranks = False
 
-    def inside(self, step: int) -> Inside:
-        """The names in the folder of a step, and those of them that its manifest names, or one that was retired."""
+    @property
+    def _storage(self) -> Storage:
+        return self._root.storage
+
+    def read_folder(self, step: int) -> StepFolder:
+        """Read the folder of a step, and the manifests in it, also retired ones."""
         folder = self._root.folder(step)
         for _ in range(_READ_TRIES):
-            names = self._root.storage.names(folder)
+            names = self._storage.names(folder)
             manifests: dict[str, Manifest] = {}
             try:
                 for name in names:
-                    if name == manifest.NAME or is_retired_name(name):
+                    if name == MANIFEST or is_retired_name(name):
                         path = f"{folder}/{name}"
-                        manifests[name] = manifest.parse(self._root.storage.read(path)[0], path=path)
+                        manifests[name] = parse_manifest(self._storage.read(path)[0], path=path)
             except CheckpointError:
                 break
-            except FileNotFoundError:  # deleted or replaced this moment: look again
+            except FileNotFoundError:  # deleted or replaced at this moment: look again
                 continue
-            named = {name for made in manifests.values() for name in made.own_names}
-            return Inside(names, manifests.get(manifest.NAME), named)
-        # One is damaged: it might name any of them.
-        return Inside(names, None, {name for name in names if _ARCHIVE.fullmatch(name)})
+            named = {name for manifest in manifests.values() for name in manifest.own_names}
+            return StepFolder(names, manifests.get(MANIFEST), named)
+        # A damaged manifest might name any archive.
+        return StepFolder(names, None, {name for name in names if _ARCHIVE.fullmatch(name)})
 
-    def _borrowed(self, step: int) -> set[str]:
-        """Archives of a step that later ones have borrowed from, also if the step itself names another by now."""
+    def _borrowed_names(self, step: int) -> set[str]:
+        """The archives of a step that later steps borrow from, even if the step has been overwritten since."""
         commits = self._root.view(self._root.relist())
-        made = (made for later, made in commits.borrowers.items() if later > step)
-        lent = {borrowed.archive.name for m in made for borrowed in m.elsewhere if borrowed.step == step}
-        # Of several ranks, what tells of all their archives is named for all of them.
+        borrowers = (manifest for later, manifest in commits.borrowers.items() if later > step)
+        lent = {borrowed.archive.name for m in borrowers for borrowed in m.elsewhere if borrowed.step == step}
+        # The list of the archives of all ranks stands for all of these.
         attempts = {attempt for name in lent if (attempt := attempt_of_all(name))}
-        names = self._root.storage.names(self._root.folder(step)) if attempts else []
+        names = self._storage.names(self._root.folder(step)) if attempts else []
         return lent | {name for name in names if _attempt_of(name) in attempts}
 
-    def retired(self, step: int) -> set[str]:
-        """Attempts at a step whose manifests a rollback has renamed."""
+    def retired_attempts(self, step: int) -> set[str]:
+        """The attempts at a step whose manifests a rollback has renamed."""
         folder = self._root.folder(step)
         attempts = set()
-        for name in self._root.storage.names(folder):
+        for name in self._storage.names(folder):
             if is_retired_name(name):
                 try:
-                    data = self._root.storage.read(f"{folder}/{name}")[0]
-                    attempts.add(manifest.parse(data, path=f"{folder}/{name}").attempt)
+                    data = self._storage.read(f"{folder}/{name}")[0]
+                    attempts.add(parse_manifest(data, path=f"{folder}/{name}").attempt)
                 except (CheckpointError, FileNotFoundError):
                     continue
         return attempts
 
     def discard(self, step: int, attempt: str, rank: int = 0) -> None:
-        """Delete the archive of an attempt that was not committed. If its manifest got there all the same, it stays."""
+        """Delete the archive of an attempt that was not committed, unless its manifest is there all the same."""
         try:
-            named = self.inside(step).named
+            named = self.read_folder(step).named
             archive, driver = (
                 self._root.attempt_path(step, attempt, rank),
                 self._root.driver_path(step, attempt),
             )
             for path in (archive, driver):
                 if path.rpartition("/")[2] not in named:
-                    self._root.storage.delete(path)
+                    self._storage.delete(path)
             if archive.rpartition("/")[2] not in named:
-                self._root.storage.delete(intent_name(step, attempt))
+                self._storage.delete(intent_name(step, attempt))
         except BaseException:
-            self._swept = False  # the next save sweeps what this has left
+            self._swept = False  # the next save sweeps the rest
             raise
 
     def trim(self, step: int, attempt: str, rank: int, *, in_flight: Collection[int]) -> None:
-        """Where nothing is committed, but ranks of one node keep their archives of the newest commit: delete those before
-        that, and of this rank all others, but for steps that are in flight. What a manifest names stays.
+        """In a node's cache, delete the archives of earlier steps, and this rank's archives of other attempts.
+
+        Nothing is committed in such a cache; it has the archives of the newest commit. Steps in flight are not touched,
+        nor are archives that a manifest names.
         """
         own = f"rank_{rank:05d}."
         for other in self._root.relist().steps:
             if other != step and other in in_flight:
                 continue
-            folder, inside = self._root.folder(other), self.inside(other)
-            ours = [name for name in inside.names if is_ours(name) and name not in inside.named]
-            if inside.made is None and other < step:
-                for name in ours:
-                    self._root.storage.delete_all(f"{folder}/{name}")
-                self._root.storage.remove_if_empty(folder)
+            folder, inside = self._root.folder(other), self.read_folder(other)
+            unnamed = [name for name in inside.names if is_library_name(name) and name not in inside.named]
+            if inside.manifest is None and other < step:
+                for name in unnamed:
+                    self._storage.delete_all(f"{folder}/{name}")
+                self._storage.remove_if_empty(folder)
                 continue
-            earlier = [name for name in ours if name.startswith(own) and _attempt_of(name) != attempt]
-            self._root.storage.delete_many([f"{folder}/{name}" for name in earlier])
+            earlier = [name for name in unnamed if name.startswith(own) and _attempt_of(name) != attempt]
+            self._storage.delete_many([f"{folder}/{name}" for name in earlier])
 
     def sweep(self) -> list[str]:
-        """Delete what dead writers left: temp files, unfinished uploads, archives that no manifest names, and intents."""
-        swept = self._root.storage.sweep_uploads()
+        """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives, and intents."""
+        swept = self._storage.sweep_uploads()
         listing = self._root.relist()
         with suppress(CheckpointError):
             self._root.finish_rollbacks(listing.intents)
         newest = self._root.newest(listing)
-        found: list[str] = []
-        tasks = [partial(self._sweep_folder, step, newest, found) for step in listing.steps]
-        self._root.do_all([partial(self._sweep_folder, None, newest, found), *tasks])
+        swept_names: list[str] = []
+        tasks = [partial(self._sweep_folder, step, newest, swept_names) for step in listing.steps]
+        self._root.do_all([partial(self._sweep_folder, None, newest, swept_names), *tasks])
         for step, attempt in listing.intents:
             if self._is_dead_intent(step, attempt):
-                self._root.storage.delete(intent_name(step, attempt))
-                found.append(intent_name(step, attempt))
-        return swept + sorted(found)
+                self._storage.delete(intent_name(step, attempt))
+                swept_names.append(intent_name(step, attempt))
+        return swept + sorted(swept_names)
 
     def _is_dead_intent(self, step: int, attempt: str) -> bool:
-        """Whether nobody can commit what was announced any more: its archive is written first, and is not there."""
-        made = self._root.find(step)
-        if made is not None and made.attempt == attempt:
-            return False  # it is true, and could not be cleaned up
-        return not self._root.storage.exists(self._root.attempt_path(step, attempt))
+        """Whether an announced attempt can no longer be committed: its archive, which is written first, is gone."""
+        manifest = self._root.find(step)
+        if manifest is not None and manifest.attempt == attempt:
+            return False  # it is committed, and its rollback is not finished
+        return not self._storage.exists(self._root.attempt_path(step, attempt))
 
     def delete_replaced(self, step: int, replaced: Manifest | None) -> None:
-        """Delete the archives that `overwrite` leaves behind."""
-        borrowed = self._borrowed(step) if replaced else set()
+        """Delete the archives of a commit that was overwritten, except for borrowed ones."""
+        borrowed = self._borrowed_names(step) if replaced else set()
         names = [name for name in (replaced.own_names if replaced else ()) if name not in borrowed]
-        self._root.storage.delete_many([f"{self._root.folder(step)}/{name}" for name in names])
+        self._storage.delete_many([f"{self._root.folder(step)}/{name}" for name in names])
 
-    def delete(self, step: int, inside: Inside, *, whole_folder: bool = False) -> None:
-        """Delete a step: its manifest first, and what others have put into its folder only with `whole_folder`."""
+    def delete(self, step: int, inside: StepFolder, *, whole_folder: bool = False) -> None:
+        """Delete a step, its manifest first. Files of other programs are deleted only with `whole_folder`."""
         folder = self._root.folder(step)
         self._root.note_deleted(step)
-        self._root.storage.delete(f"{folder}/{manifest.NAME}")
+        self._storage.delete(f"{folder}/{MANIFEST}")
         own = {name for name in inside.names if name in inside.named or is_retired_name(name)}
-        self._root.storage.delete_many([f"{folder}/{name}" for name in sorted(own)])
+        self._storage.delete_many([f"{folder}/{name}" for name in sorted(own)])
         foreign = []
         for name in inside.names:
             if name in own:
                 continue
-            if is_beside(name) or is_folder_of_receipts(name):  # of attempts that were decided before
-                self._root.storage.delete_all(f"{folder}/{name}")
-            elif name != manifest.NAME and not is_ours(
-                name
-            ):  # an attempt may be another writer's: the sweep finds out
-                foreign.append(name)
+            if is_beside(name) or is_receipt_folder(name):  # of earlier attempts
+                self._storage.delete_all(f"{folder}/{name}")
+            elif name != MANIFEST and not is_library_name(name):
+                foreign.append(name)  # other archives may be of a living writer: the sweep finds out
         if whole_folder:
             others = [f"{folder}/{name}" for name in foreign]
-            self._root.do_all([partial(self._root.storage.delete_all, path) for path in others])
-            self._root.storage.remove_if_empty(folder)
+            self._root.do_all([partial(self._storage.delete_all, path) for path in others])
+            self._storage.remove_if_empty(folder)
         elif foreign:
-            self._root.say_once(
+            self._root.warn_once(
                 "foreign",
-                f"{self._root.storage.locate(folder)}: step {step} was deleted by keep=, but files that async_ckpt did not write, such "
-                f"as {foreign[0]!r}, are kept. The same applies to later steps; delete them yourself, or pass Keep(whole_folder=True)",
+                f"{self._storage.locate(folder)}: step {step} was deleted by keep=, but files that "
+                f"async_ckpt did not write, such as {foreign[0]!r}, are kept. The same applies to later steps; "
+                "delete them yourself, or pass Keep(whole_folder=True)",
             )
 
     def _sweep_folder(self, step: int | None, newest: int | None, swept: list[str]) -> None:
         """Sweep the folder of a step, or the root itself."""
         folder = "" if step is None else self._root.folder(step)
-        names = self._root.storage.names(folder)
+        names = self._storage.names(folder)
         decided = step is None or (newest is not None and step <= newest)
         attempts = _of_ranks(names)
 
-        def dead_of(chosen: Iterable[str], *, delete: bool) -> list[str]:
-            """The files whose writers are gone. With several ranks, some may run on other machines, whose locks are not seen here."""
-            of_ranks = {n for n in chosen if self._has_ranks or _attempt_of(n) in attempts}
-            sweep = partial(self._root.storage.sweep, folder, delete=delete, decided=decided)
-            alone = [n for n in chosen if n not in of_ranks]
+        def dead_of(candidates: Iterable[str], *, delete: bool) -> list[str]:
+            """The files of dead writers. Other ranks may run on other machines, whose locks are not visible here."""
+            of_ranks = {n for n in candidates if self._has_ranks or _attempt_of(n) in attempts}
+            sweep = partial(self._storage.sweep, folder, delete=delete, decided=decided)
+            alone = [n for n in candidates if n not in of_ranks]
             return [*sweep(alone), *sweep(sorted(of_ranks), of_ranks=True)]
 
         temps = dead_of([n for n in names if _TEMP.fullmatch(n)], delete=True)
@@ -218,44 +223,42 @@ class Sweeper:
         if known is not None and {*archives} == {
             name for name in known.own_names if _ARCHIVE.fullmatch(name)
         }:
-            archives = []  # nobody needs to ask
-        if step is not None and archives and {*archives} != self.inside(step).named:
+            archives = []  # all of them are committed
+        if step is not None and archives and {*archives} != self.read_folder(step).named:
             dead = dead_of(archives, delete=False)
-            # Looked at again after the locks: a writer gives its lock up only once its manifest is there.
-            named = self.inside(step).named | (self._borrowed(step) if dead else set())
+            # Read again after the locks: a writer releases its lock only once its manifest is there.
+            named = self.read_folder(step).named | (self._borrowed_names(step) if dead else set())
             dead = [name for name in dead if name not in named]
-        self._root.storage.delete_many([f"{folder}/{name}" for name in dead])
-        if step is None:  # what starts of several ranks have announced
+        self._storage.delete_many([f"{folder}/{name}" for name in dead])
+        if step is None:  # claims of starts of several ranks
             claims = [n for n in names if _CLAIM.fullmatch(n)]
-            dead += self._root.storage.sweep("", claims, delete=True, decided=True, of_ranks=True)
+            dead += self._storage.sweep("", claims, delete=True, decided=True, of_ranks=True)
         elif decided:
             dead += self._sweep_beside(folder, names, {*dead})
         if step is not None and len(temps) == len(names):
-            # A writer was killed before it had written anything, or had ended.
-            self._root.storage.remove_if_empty(folder)
+            # A writer was killed before it had written anything.
+            self._storage.remove_if_empty(folder)
         swept += [f"{folder}/{name}" if folder else name for name in (*temps, *dead)]
 
     def _sweep_beside(self, folder: str, names: Iterable[str], dead: set[str]) -> list[str]:
-        """Sweep the leftovers of attempts of several ranks that have no archive here any more."""
-        left = {_attempt_of(n) for n in names if _ARCHIVE.fullmatch(n) and n not in dead}
-        gone = [n for n in names if is_beside(n) and _attempt_of(n) not in left]
-        swept = self._root.storage.sweep(folder, gone, delete=True, decided=True, of_ranks=True)
-        attempts = {_attempt_of(n) for n in (*swept, *dead)} - left
-        for name in filter(is_folder_of_receipts, names):
+        """Sweep the other objects of attempts of several ranks that have no archives here any more."""
+        living = {_attempt_of(n) for n in names if _ARCHIVE.fullmatch(n) and n not in dead}
+        orphans = [n for n in names if is_beside(n) and _attempt_of(n) not in living]
+        swept = self._storage.sweep(folder, orphans, delete=True, decided=True, of_ranks=True)
+        attempts = {_attempt_of(n) for n in (*swept, *dead)} - living
+        for name in filter(is_receipt_folder, names):
             path = f"{folder}/{name}"
             if _attempt_of(name) in attempts:
-                self._root.storage.delete_all(path)
-            elif (
-                _attempt_of(name) not in left
-            ):  # its ranks were killed before any of them had begun an archive
-                receipts = self._root.storage.names(path)
-                old = self._root.storage.sweep(path, receipts, delete=True, decided=True, of_ranks=True)
+                self._storage.delete_all(path)
+            elif _attempt_of(name) not in living:  # its ranks were killed before any had begun an archive
+                receipts = self._storage.names(path)
+                old = self._storage.sweep(path, receipts, delete=True, decided=True, of_ranks=True)
                 swept += [f"{name}/{receipt}" for receipt in old]
-                self._root.storage.remove_if_empty(path)
+                self._storage.remove_if_empty(path)
         return swept
 
     def sweep_once(self, *, has_ranks: bool = False) -> None:
-        """Sweep the leftovers of an earlier process; our own failures leave nothing."""
+        """Sweep once in a process, since its own failures leave nothing."""
         if not self._swept:
             self._swept, self._has_ranks = True, has_ranks
             try:

@@ -21,9 +21,9 @@ from ..spans import Spans, monotonic
 from ..staging.guard import Optimizers
 from ..staging.host_copy import HostCopy
 from ..staging.tensors import Wording
-from ..storage.append import Appender
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from ..storage.scratch import Scratch
+from ..storage.sequential import Appender
 from .default import files_saver, host_memory
 from .handle import SaveHandle
 from .save import Save, SaveState

@@ -31,7 +31,7 @@ from ..host.threads import running_future
 from ..report import Destination
 from ..runs.manifest import Archive
 from ..spans import Spans
-from ..storage.base import Sink, Storage
+from ..storage.interface import Sink, Storage
 from .drain import Drain, Lane
 
 # With `commit="any"`, a place that lags behind a committed one goes on for so long. Then it is left to be caught up.

@@ -34,7 +34,7 @@ from ..host.pool import Lease
 from ..host.threads import Task, running_future
 from ..report import Progress
 from ..spans import NO_TRACE, Trace
-from ..storage.base import Sink, Storage
+from ..storage.interface import Sink, Storage
 from ..storage.pace import Pace
 from .block_digests import BlockDigests, BlockReader
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from ..errors import CheckpointError, NotUnchangedError
 from ..ranks.attempts import JointSave
 from ..ranks.peers import Ranks
-from ..runs.manifest import Archive, Elsewhere, Manifest
+from ..runs.manifest import Archive, GroupLocation, Manifest
 from ..runs.roots import Roots
 from ..runs.run import Run
 from ..slicing.sharded import Slicer
@@ -210,7 +210,7 @@ class SavedGroup:
     """The archives that a group was last written to, the outline of that state, and the roots that have them."""
 
     step: int
-    borrowed: tuple[Elsewhere, ...]
+    borrowed: tuple[GroupLocation, ...]
     outline: StateOutline
     runs: set[Run] = field(default_factory=set)
 
@@ -237,7 +237,7 @@ class StepContents:
         self.step, self.joint = step, joint
         self.overwrite = False
         self.record: Mapping[str, Any] = {}
-        self.borrowed: tuple[Elsewhere, ...] = ()
+        self.borrowed: tuple[GroupLocation, ...] = ()
         self.outline: StateOutline | None = None
         self.driver: Driver | None = None
         self._given_here: frozenset[str] = frozenset()  # entries of driver= on a rank that writes none
@@ -293,7 +293,7 @@ class UnchangedGroups:
         step: int,
         runs: Sequence[Run],
         joint: JointSave | None = None,
-    ) -> tuple[Any, tuple[Elsewhere, ...]]:
+    ) -> tuple[Any, tuple[GroupLocation, ...]]:
         """The state without the named groups that all these runs have already, and the archives that have them.
 
         Several ranks must borrow the same groups. If one root is enough for a commit, they learn at different times
@@ -313,7 +313,7 @@ class UnchangedGroups:
                 raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
         if joint is not None and joint.is_any:
             return state, ()
-        borrowed: list[Elsewhere] = []
+        borrowed: list[GroupLocation] = []
         # Without the lock: the caller's thread may be interrupted, and must not be while it holds one.
         written = self._written(joint)
         for name in sorted(names):
@@ -355,7 +355,9 @@ class UnchangedGroups:
             for group in contents.outline.groups:
                 before = newest.get(group)
                 if before is None or before.archives != archives:
-                    written = tuple(Elsewhere(group, step, run.folder(step), archive) for archive in archives)
+                    written = tuple(
+                        GroupLocation(group, step, run.folder(step), archive) for archive in archives
+                    )
                     before = SavedGroup(step, written, contents.outline)
                 before.runs.add(run)
                 kept[group] = before
@@ -375,7 +377,9 @@ class UnchangedGroups:
         if manifest is None or not groups:
             return
         folder = runs[0].folder(step)
-        parts = {name: tuple(Elsewhere(name, step, folder, a) for a in manifest.lenders) for name in groups}
+        parts = {
+            name: tuple(GroupLocation(name, step, folder, a) for a in manifest.lenders) for name in groups
+        }
         parts |= {name: lent for name in groups if (lent := manifest.lent(name))}
         outline = StateOutline(captured)
         with self._lock:

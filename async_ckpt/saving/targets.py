@@ -18,12 +18,12 @@ from ..host.loop import OffLoop, get_loop
 from ..ranks.agreement import Agreement, Alone, listen_again
 from ..ranks.peers import Ranks
 from ..ranks.world import ranks
-from ..runs.manifest import Archive, Elsewhere, Manifest, OfRanks
+from ..runs.manifest import Archive, GroupLocation, Manifest, RankFiles
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
-from ..storage.base import Sink, Storage
 from ..storage.bulk import Parcel, copy
 from ..storage.compressed import Zstd, ZstdSink, refuse_if_missing
+from ..storage.interface import Sink, Storage
 from ..storage.locks import temps_of
 from ..storage.place import Place
 from ..storage.scratch import refuse_in_running
@@ -71,7 +71,11 @@ class FileTarget(Target):
             self.storage.sweep("", temps_of(self._name, self.storage.names("")), delete=True)
         if self._zstd is not None:
             return ZstdSink(
-                self.storage, self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, how=self._zstd
+                self.storage,
+                self._name,
+                num_bytes=num_bytes,
+                segment_bytes=segment_bytes,
+                settings=self._zstd,
             )
         return super().open(num_bytes, segment_bytes, max_segments)
 
@@ -111,7 +115,7 @@ class StepTarget(Target):
         self._is_announced = False  # tracker and journal name the step
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
-        self._of_ranks: OfRanks | None = None  # the manifest names it, where several ranks have agreed
+        self._of_ranks: RankFiles | None = None  # the manifest names it, where several ranks have agreed
         self._manifest: Manifest | None = None  # that another rank has committed
         self.num_bytes_beside = len(contents.driver.image) if contents.driver else 0
         if agreement.decides:
@@ -151,7 +155,7 @@ class StepTarget(Target):
             with suppress(CheckpointError):
                 self._run.learn()
         if self._contents.overwrite:
-            self._replaces = self._run.found(self._contents.step)
+            self._replaces = self._run.manifest_to_replace(self._contents.step)
 
     def _take(self) -> bool:
         """Take the root for this process, at its first save there. True if it was taken now."""
@@ -247,7 +251,7 @@ class StepTarget(Target):
         return None
 
     def _put_manifest(
-        self, archives: tuple[Archive, ...], elsewhere: tuple[Elsewhere, ...], *, retire: bool
+        self, archives: tuple[Archive, ...], elsewhere: tuple[GroupLocation, ...], *, retire: bool
     ) -> Manifest:
         with self._agreement.committing(), self._telling_ranks():
             return self._run.commit(
@@ -272,7 +276,7 @@ class StepTarget(Target):
         self._run.announce(self._contents.step, in_flight=self._lineage.in_flight())
         self._is_announced = True
 
-    def _write_driver(self) -> list[Elsewhere]:
+    def _write_driver(self) -> list[GroupLocation]:
         """Write the archive of `driver=`, before the manifest that names it. Returns the groups that are in it."""
         driver = self._contents.driver
         if driver is None:
@@ -290,7 +294,7 @@ class StepTarget(Target):
             raise
         archive = Archive(path.rpartition("/")[2], num_bytes, driver.digest)
         folder = self._run.folder(self._contents.step)
-        return [Elsewhere(group, self._contents.step, folder, archive) for group in driver.groups]
+        return [GroupLocation(group, self._contents.step, folder, archive) for group in driver.groups]
 
     def _close_driver(self) -> None:
         """Close the sink, once the manifest names the archive or nothing does."""

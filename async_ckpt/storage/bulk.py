@@ -1,11 +1,11 @@
-"""Many objects at once: copied into a storage, or deleted from one.
+"""Copies and deletions of many objects.
 
 In: readers of objects, and a storage. Out: the same objects there, each whole or not at all.
 Knows nothing of: what is in them.
 
-All segments of all objects are one line, which a few threads take from; each is lent its memory before the next one
-is taken. So a large object comes in several ranges at once, many small ones take no more memory than a large one,
-and no segment ever waits for memory that is held by those behind it.
+All segments of all objects form one queue, which a few threads take from; each segment gets its memory before the next
+is taken. So a large object is read in several ranges at once, many small objects take no more memory than a large one,
+and no segment waits for memory that segments behind it hold.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..errors import StorageUnavailableError
 from ..host.pool import Lease, SegmentPool
 from ..host.threads import Crew, Task, run_together
 from ..spec import MIB
-from .base import Reader, Sink, Storage
+from .interface import Reader, Sink, Storage
 
-# One ranged read, and one part of an upload: enough that the way there and back does not count.
+# One ranged read, and one part of an upload: large enough that the latency of a request does not count.
 _SEGMENT_BYTES: Final = 8 * MIB
 _NUM_THREADS: Final = 8
-# Beside a training, which has the better claim on the processors.
+# Beside a training, which needs the processors.
 _NUM_BACKGROUND_THREADS: Final = 2
-# For each thread, one that it fills and one that is on its way.
+# For each thread, one that is being filled and one that is being sent.
 _NUM_SEGMENTS: Final = 2 * _NUM_THREADS
 _NUM_DELETIONS: Final = 16
 
@@ -37,10 +37,10 @@ _NUM_DELETIONS: Final = 16
 class Parcel:
     """One object to be copied."""
 
-    open: Callable[[], Reader]  # called on any thread, when it is this object's turn
-    path: str  # in the storage that it goes to
+    open: Callable[[], Reader]  # called on any thread, when this object begins
+    path: str  # in the target storage
     num_bytes: int
-    verify: Callable[[int, memoryview], None] | None = None  # raises for bytes that are not right
+    verify: Callable[[int, memoryview], None] | None = None  # raises for wrong bytes
 
 
 def copy(
@@ -53,39 +53,39 @@ def copy(
     check: Callable[[], None] = lambda: None,
     finished: Callable[[Sink], object] = lambda sink: sink.close(),
 ) -> None:
-    """Copy objects; each appears whole, as soon as it is there. After an error the others do not appear any more.
+    """Copy objects; each appears whole, as soon as it is durable. After an error no more objects appear.
 
-    `check` is called between segments, and ends it by raising. `finished` is handed the sink of each object that is
-    there, on any thread, and closes it. In `background`, processors are left to the training.
-    Raises FileNotFoundError, StorageUnavailableError, StorageFullError, and what `verify` raises.
+    `check` is called between segments, and ends the copy by raising. `finished` is called on any thread with the sink
+    of each finished object, and closes it. With `background`, the processors are left to the training.
+    Raises FileNotFoundError, StorageUnavailableError, StorageFullError, and whatever `verify` raises.
     """
-    # Larger only for what would have too many parts (of S3, above 78 GiB): so that each segment can go by itself.
+    # Larger segments only for objects of too many parts (in S3, above 78 GiB), so that each segment is one part.
     segment_bytes *= max(
         (to.part_segments(parcel.num_bytes, segment_bytes) for parcel in parcels if parcel.num_bytes),
         default=1,
     )
-    copying = _Copying(to, segment_bytes, check, finished)
+    job = _Copy(to, segment_bytes, check, finished)
     usual = _NUM_BACKGROUND_THREADS if background else _NUM_THREADS
     crew = Crew("copy", num_threads or usual, background=background)
-    passages = [_Passage(parcel, copying) for parcel in parcels]
+    transfers = [_Transfer(parcel, job) for parcel in parcels]
     try:
-        crew.run_all(task for passage in passages for task in passage.tasks())
+        crew.run_all(task for transfer in transfers for task in transfer.tasks())
     except BaseException:
-        for passage in passages:
-            passage.abort()
+        for transfer in transfers:
+            transfer.abort()
         raise
     finally:
         crew.stop()
-        copying.pool.close()
+        job.pool.close()
 
 
 def delete(storage: Storage, paths: Sequence[str]) -> None:
-    """Delete objects, several at once; no error for those that are gone. Raises StorageUnavailableError."""
+    """Delete objects, several at once. No error for missing ones. Raises StorageUnavailableError."""
     run_together("delete", [partial(storage.delete, path) for path in paths], max_threads=_NUM_DELETIONS)
 
 
-class _Copying:
-    """Things that the passages of one copy share: where to, the memory, and the first error, which ends all of them."""
+class _Copy:
+    """One call of `copy`, which creates it: the target, the memory, and the first error, which ends all transfers."""
 
     def __init__(
         self, to: Storage, segment_bytes: int, check: Callable[[], None], finished: Callable[[Sink], object]
@@ -93,14 +93,14 @@ class _Copying:
         self.to = to
         self.segment_bytes = segment_bytes
         self.finished = finished
-        self.sinks: list[Sink] = []  # of the objects that are on their way
+        self.sinks: list[Sink] = []  # of the objects in transfer
         self.pool = SegmentPool(segment_bytes, max_bytes=_NUM_SEGMENTS * segment_bytes)
         self.pool.add_reliever(lambda _: any(sink.relieve() for sink in tuple(self.sinks)))
         self._check = check
         self._error: BaseException | None = None
 
     def lease(self, offset: int) -> Lease:
-        """Wait for memory, as long as there is reason to go on."""
+        """Wait for memory. Raises the first error of the copy."""
         return self.pool.lease((0, offset), pin=None, check=self.check)
 
     def check(self) -> None:
@@ -109,8 +109,8 @@ class _Copying:
         self._check()
 
     @contextmanager
-    def ending_on_error(self) -> Iterator[None]:
-        """End every wait for memory that will not come back."""
+    def end_on_error(self) -> Iterator[None]:
+        """Have an error in this block end every wait for memory."""
         try:
             yield
         except BaseException as error:
@@ -118,29 +118,29 @@ class _Copying:
             raise
 
 
-class _Passage:
-    """One object on its way. The first of its segments opens both ends, the last one finishes it."""
+class _Transfer:
+    """The transfer of one object. Its first segment opens reader and sink, the last one finishes the sink."""
 
-    def __init__(self, parcel: Parcel, copying: _Copying) -> None:
+    def __init__(self, parcel: Parcel, job: _Copy) -> None:
         self._parcel = parcel
-        self._copying = copying
-        self._num_left = -(-parcel.num_bytes // copying.segment_bytes)  # under _lock
+        self._copy = job
+        self._num_left = -(-parcel.num_bytes // job.segment_bytes)  # under _lock
         self._ends: tuple[Reader, Sink] | None = None  # under _lock, which is held while they are opened
         self._lock = threading.Lock()
 
     def tasks(self) -> Iterator[Task]:
-        """A task for each segment, which holds its memory already."""
-        self._copying.check()
+        """A task for each segment, with the memory that it needs."""
+        self._copy.check()
         if not self._parcel.num_bytes:
             yield self._put_empty
-        for offset in range(0, self._parcel.num_bytes, self._copying.segment_bytes):
-            self._copying.check()
-            yield partial(self._move, offset, self._copying.lease(offset))
+        for offset in range(0, self._parcel.num_bytes, self._copy.segment_bytes):
+            self._copy.check()
+            yield partial(self._move, offset, self._copy.lease(offset))
 
     def _move(self, offset: int, lease: Lease) -> None:
-        with self._copying.ending_on_error():
+        with self._copy.end_on_error():
             try:
-                reader, sink = self._opened()
+                reader, sink = self._open_ends()
                 data = lease.segment.view[: self._parcel.num_bytes - offset]
                 self._read(reader, offset, data)
                 sink.write(offset, data, lease)
@@ -156,54 +156,54 @@ class _Passage:
         try:
             reader.read_into(offset, data)
         except EOFError as error:
-            raise self._changed() from error
+            raise self._changed_error() from error
         if self._parcel.verify is not None:
             self._parcel.verify(offset, data)
 
     def _put_empty(self) -> None:
-        with self._copying.ending_on_error():
-            self._copying.to.replace(self._parcel.path, b"")
+        with self._copy.end_on_error():
+            self._copy.to.replace(self._parcel.path, b"")
 
-    def _opened(self) -> tuple[Reader, Sink]:
+    def _open_ends(self) -> tuple[Reader, Sink]:
         with self._lock:
             if self._ends is None:
                 reader = self._parcel.open()
                 try:
-                    self._ends = reader, self._created(reader)
+                    self._ends = reader, self._create_sink(reader)
                 except BaseException:
                     reader.close()
                     raise
             return self._ends
 
-    def _created(self, reader: Reader) -> Sink:
+    def _create_sink(self, reader: Reader) -> Sink:
         if reader.num_bytes != self._parcel.num_bytes:
-            raise self._changed()
-        sink = self._copying.to.create(
+            raise self._changed_error()
+        sink = self._copy.to.create(
             self._parcel.path,
             num_bytes=self._parcel.num_bytes,
-            segment_bytes=self._copying.segment_bytes,
+            segment_bytes=self._copy.segment_bytes,
             max_segments=_NUM_SEGMENTS,
         )
-        self._copying.sinks.append(sink)
+        self._copy.sinks.append(sink)
         return sink
 
-    def _changed(self) -> StorageUnavailableError:
-        where = self._copying.to.locate(self._parcel.path)
+    def _changed_error(self) -> StorageUnavailableError:
+        shown = self._copy.to.locate(self._parcel.path)
         return StorageUnavailableError(
-            f"{where}: what it is copied from changed meanwhile, and has no longer {self._parcel.num_bytes:,} bytes; "
-            "copy it again when nobody writes to it",
-            path=where,
+            f"{shown}: the source changed during the copy, and no longer has {self._parcel.num_bytes:,} bytes; "
+            "copy it again when nothing writes to it",
+            path=shown,
         )
 
     def _finish(self, reader: Reader, sink: Sink) -> None:
         sink.finish()
         self._ends = None
-        self._copying.sinks.remove(sink)
+        self._copy.sinks.remove(sink)
         reader.close()
-        self._copying.finished(sink)
+        self._copy.finished(sink)
 
     def abort(self) -> None:
-        """Leave no trace of it, unless it is there already. No thread works at it any more."""
+        """Leave no trace of the object, unless it is finished. No thread works on it any more."""
         if self._ends is not None:
             reader, sink = self._ends
             reader.close()

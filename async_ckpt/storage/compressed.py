@@ -1,10 +1,10 @@
-"""Compression between the digests and a sink, and back: zstd frames of one digest block each.
+"""Compression of objects on their way to a sink, and decompression of ranges: zstd frames of one digest block each.
 
-In: segments in any order. Out: an object of independent frames in file order, with a seek table; and ranges of what
-was compressed. Knows nothing of: tar, tensors.
+In: segments in any order. Out: an object of independent frames in file order, with a seek table; ranges of the
+uncompressed bytes. Knows nothing of: tar, tensors.
 
-Every frame is made by whichever thread brings a segment; none waits for another. What comes long before its turn is
-kept uncompressed, on loan, so that memory stays within the pool.
+The threads that bring segments compress them; none waits for another. A segment that comes long before its turn stays
+uncompressed, on loan, so that memory stays within the pool.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from ..errors import CorruptCheckpointError
 from ..format import zstd
 from ..host.limits import num_cpus
 from ..spec import BLOCK_BYTES
-from .append import Appender
-from .base import Lent, Reader, Storage
+from .interface import MemoryLoan, Reader, Storage
+from .sequential import Appender
 
-# A frame that does not get smaller grows by this much at most (`ZSTD_COMPRESSBOUND`), and a table entry is 8 bytes.
+# Incompressible frames grow by at most this much (`ZSTD_COMPRESSBOUND`); an entry of the seek table is 8 bytes.
 _GROWTH: Final = 1 / 128
 _SLACK_BYTES: Final = 1024 * 1024
 _MAX_LEVEL: Final = 22
 _NUM_CACHED: Final = 4
-# The smallest block of a frame is 4 bytes, and makes 128 KiB: what claims to be more lies about its size.
+# The smallest block of a frame is 4 bytes for 128 KiB: a frame that claims more lies about its size.
 _MAX_RATIO: Final = 128 * 1024 // 4
 
 
 @dataclass(frozen=True, slots=True)
 class Zstd:
-    """How to compress: `level` from 1 (fast) to 22; `threads` is one less than the number of processors by default.
+    """Settings of compression: `level` from 1 (fast) to 22; `threads`, by default one less than the processors.
 
         async_ckpt.save(state, "out/x.tar.zst", compression=async_ckpt.Zstd(level=9))
 
-    Above level 3, compressing float weights only takes longer; the result is no smaller. Raises ValueError if an argument
-    is out of range.
+    Above level 3, compressing float weights only takes longer; the result is no smaller. Raises ValueError if an
+    argument is out of range.
     """
 
     level: int = 3
@@ -53,26 +53,26 @@ class Zstd:
 
     @property
     def num_threads(self) -> int:
-        """Threads that compress at once."""
+        """The number of threads that compress at once."""
         return self.threads or max(1, num_cpus() - 1)
 
 
 def refuse_if_missing() -> None:
-    """Raises ImportError where compression cannot be had."""
+    """Raise ImportError if the package for compression is missing."""
     zstandard_package()
 
 
-def decompressing(reader: Reader, path: str) -> Reader:
-    """The content of an object: itself, or if it is compressed the bytes that it was made of. Raises CorruptCheckpointError."""
+def open_decompressed(reader: Reader, path: str) -> Reader:
+    """A reader of the content: `reader` itself if that is not compressed. Raises CorruptCheckpointError."""
     magic = bytearray(min(4, reader.num_bytes))
     reader.read_into(0, memoryview(magic))
     return ZstdReader(reader, path) if zstd.begins(magic) else reader
 
 
 class ZstdSink:
-    """A sink that compresses on the way to another one."""
+    """A sink that compresses on the way to another sink. A StepTarget creates it for one delivery. From any thread."""
 
-    retryable = False  # what was compressed is not kept
+    retryable = False  # compressed segments are not kept
 
     def __init__(
         self,
@@ -81,64 +81,65 @@ class ZstdSink:
         *,
         num_bytes: int,
         segment_bytes: int,
-        how: Zstd,
+        settings: Zstd,
     ) -> None:
         zstandard_package()
         limit = int(num_bytes * (1 + _GROWTH)) + _SLACK_BYTES
-        self._out = Appender(storage, path, limit_bytes=limit)
-        self._how = how
+        self._appender = Appender(storage, path, limit_bytes=limit)
+        self._settings = settings
         self._segment_bytes = segment_bytes
         self._num_segments = -(-num_bytes // segment_bytes)
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[memoryview, Lent]] = {}  # not compressed yet; under _lock, like all below
-        self._ready: dict[int, list[tuple[bytes, int]]] = {}  # compressed, until it is their turn
-        self._next = 0  # the next to be appended
+        # Under _lock, like all below:
+        self._waiting: dict[int, tuple[memoryview, MemoryLoan]] = {}  # not compressed yet
+        self._compressed: dict[int, list[tuple[bytes, int]]] = {}  # frames of segments, until their turn
+        self._next = 0  # the next segment to append
         self._num_compressing = 0
         self._appending = False
         self._error: BaseException | None = None
-        self._frames: list[zstd.ZstdFrame] = []  # of whoever appends
+        self._frames: list[zstd.ZstdFrame] = []  # of the thread that appends
         self._local = threading.local()
 
     @property
     def num_bytes(self) -> int:
-        return self._out.num_bytes
+        return self._appender.num_bytes
 
     @property
     def num_retries(self) -> int:
-        return self._out.sink.num_retries
+        return self._appender.sink.num_retries
 
     @property
     def failed(self) -> Future[None] | None:
-        return self._out.sink.failed
+        return self._appender.sink.failed
 
-    def write(self, offset: int, data: memoryview, lease: Lent) -> None:
+    def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
         lease.retain()
         with self._lock:
             refused = self._error
             if refused is None:
-                self._held[offset // self._segment_bytes] = (data, lease)
+                self._waiting[offset // self._segment_bytes] = (data, lease)
         if refused is not None:
             lease.release()
             raise refused
         try:
-            while (taken := self._take()) is not None:
-                self._compress(*taken)
-                self._append_what_is_due()
+            while (segment := self._take()) is not None:
+                self._compress(*segment)
+                self._append_due()
         except BaseException as error:
             self._fail(error)
             raise
 
-    def _take(self) -> tuple[int, memoryview, Lent] | None:
-        """A segment to compress: the earliest, unless enough threads are at it or its turn is far away."""
+    def _take(self) -> tuple[int, memoryview, MemoryLoan] | None:
+        """The earliest segment, to be compressed; None if enough threads are compressing or its turn is far away."""
         with self._lock:
-            number = min(self._held, default=None)
-            limit = self._how.num_threads
+            number = min(self._waiting, default=None)
+            limit = self._settings.num_threads
             if number is None or self._num_compressing >= limit or number > self._next + 2 * limit:
                 return None
             self._num_compressing += 1
-            return number, *self._held.pop(number)
+            return number, *self._waiting.pop(number)
 
-    def _compress(self, number: int, data: memoryview, lease: Lent) -> None:
+    def _compress(self, number: int, data: memoryview, lease: MemoryLoan) -> None:
         try:
             compressor = self._compressor()
             blocks = (data[begin : begin + BLOCK_BYTES] for begin in range(0, len(data), BLOCK_BYTES))
@@ -148,27 +149,27 @@ class ZstdSink:
             with self._lock:
                 self._num_compressing -= 1
         with self._lock:
-            self._ready[number] = frames
+            self._compressed[number] = frames
 
     def _compressor(self) -> Any:
-        """One for each thread: they keep their tables between frames."""
+        """The compressor of this thread, which keeps its tables between frames."""
         if not hasattr(self._local, "compressor"):
             self._local.compressor = zstandard_package().ZstdCompressor(
-                level=self._how.level, write_checksum=True
+                level=self._settings.level, write_checksum=True
             )
         return self._local.compressor
 
-    def _append_what_is_due(self) -> None:
-        """In file order, by one thread at a time; the others leave theirs to that one."""
+    def _append_due(self) -> None:
+        """Append compressed segments in file order. One thread at a time does so, for all others."""
         while True:
             with self._lock:
-                if self._appending or self._error or self._next not in self._ready:
+                if self._appending or self._error or self._next not in self._compressed:
                     return
                 self._appending = True
-                frames = self._ready.pop(self._next)
+                frames = self._compressed.pop(self._next)
             try:
                 for frame, num_bytes in frames:
-                    self._out.append(memoryview(frame))
+                    self._appender.append(memoryview(frame))
                     self._frames.append(zstd.ZstdFrame(len(frame), num_bytes))
             finally:
                 with self._lock:
@@ -178,15 +179,15 @@ class ZstdSink:
     def finish(self, num_bytes: int | None = None) -> None:  # noqa: ARG002
         if self._next != self._num_segments:
             raise RuntimeError(f"{self._next} segments arrived of {self._num_segments}")
-        self._out.append(memoryview(zstd.dump(self._frames)))
-        self._out.finish()
+        self._appender.append(memoryview(zstd.dump(self._frames)))
+        self._appender.finish()
 
     def abort(self) -> None:
         self.give_up()
-        self._out.abort()
+        self._appender.abort()
 
     def close(self) -> None:
-        self._out.sink.close()
+        self._appender.sink.close()
 
     def give_up(self) -> None:
         self._fail(RuntimeError("the object was given up"))
@@ -194,20 +195,20 @@ class ZstdSink:
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._error = self._error or error
-            held, self._held = self._held, {}
+            held, self._waiting = self._waiting, {}
         for _, lease in held.values():
             lease.release()
-        self._out.fail(error)
+        self._appender.fail(error)
 
     def relieve(self) -> bool:
-        return False  # what is held is needed
+        return False  # nothing is kept for another attempt
 
     def __repr__(self) -> str:
-        return f"<ZstdSink level {self._how.level} {self._next}/{self._num_segments} segments, {self._out!r}>"
+        return f"<ZstdSink level {self._settings.level} {self._next}/{self._num_segments} segments, {self._appender!r}>"
 
 
 class ZstdReader(Reader):
-    """Ranges of what was compressed. Only the frames that a range touches are read."""
+    """Ranges of a compressed object. Only the frames that a range touches are read. From any thread."""
 
     def __init__(self, reader: Reader, path: str) -> None:
         self._reader, self._path = reader, path
@@ -216,9 +217,8 @@ class ZstdReader(Reader):
         self._starts = [0, *accumulate(frame.uncompressed for frame in frames)]
         self.num_bytes = self._starts[-1]
         self._lock = threading.Lock()
-        self._cached: dict[
-            int, bytes
-        ] = {}  # the frames read last, since neighbours touch them too; under _lock
+        # The last frames, which neighbouring ranges touch too; under _lock.
+        self._cached: dict[int, bytes] = {}
 
     def read_into(self, offset: int, target: memoryview) -> None:
         if offset + len(target) > self.num_bytes:
@@ -241,9 +241,9 @@ class ZstdReader(Reader):
         self._read(self._begins[number], data)
         package = zstandard_package()
         try:
-            told = package.get_frame_parameters(data).content_size
-            if told != size:
-                raise ValueError(f"a frame holds {told:,} bytes where the seek table says {size:,}")
+            content_bytes = package.get_frame_parameters(data).content_size
+            if content_bytes != size:
+                raise ValueError(f"a frame holds {content_bytes:,} bytes where the seek table says {size:,}")
             frame: bytes = package.ZstdDecompressor().decompress(data)
         except (package.ZstdError, ValueError) as error:
             raise self._corrupt(f"frame {number} is damaged ({error})") from error
@@ -263,7 +263,7 @@ class ZstdReader(Reader):
             frames = zstd.parse(bytes(table), data_bytes=total - len(table))
         except ValueError as error:
             raise self._corrupt(
-                f"{error}; it is cut off, or was compressed by another program: then use unpack()"
+                f"{error}; the file is cut off, or another program has compressed it: then use unpack()"
             ) from error
         if any(not 0 < f.uncompressed <= min(BLOCK_BYTES, f.compressed * _MAX_RATIO) for f in frames):
             raise self._corrupt("its frames are not those of an archive; use unpack()")

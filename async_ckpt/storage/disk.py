@@ -1,6 +1,6 @@
-"""Calls of the operating system about files, and the meaning of its errors.
+"""System calls on files, and the meaning of their errors.
 
-In: paths, descriptors. Out: files opened, folders that last, errors that say what to do. Knows nothing of: storages.
+In: paths, descriptors. Out: open files, durable folders, errors that say what to do. Knows nothing of: storages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable. What cannot be opened or synced (Windows, some FUSE) is left to the system."""
+    """Make the names in a folder durable. A folder that cannot be opened or synced (Windows, some FUSE) is skipped."""
     try:
         fd = os.open(folder, os.O_RDONLY | O_CLOEXEC | O_DIRECTORY)
     except PermissionError:
@@ -47,6 +47,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullError:
+    """The error for a disk without enough free space. `needed_bytes` is 0, and `free_bytes` None, if unknown."""
     free = "less" if free_bytes is None else f"{free_bytes:,}"
     needed = f"{needed_bytes:,} bytes needed, {free} free" if needed_bytes else "there is no room left"
     return StorageFullError(
@@ -61,7 +62,7 @@ def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullEr
 def translated(
     path: Path, *, needed_bytes: int = 0, passing: tuple[type[OSError], ...] = ()
 ) -> Iterator[None]:
-    """Foreign errors become ours once, here; only what the caller handles itself passes."""
+    """Translate OSErrors of the block into errors of this library. Errors in `passing` pass unchanged."""
     try:
         yield
     except passing:
@@ -77,17 +78,17 @@ def translated(
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Open a file that is there. What is no regular file is refused: opening it could block for ever, or do something.
+    """Open an existing regular file. Anything else is refused: opening a pipe or device could block, or have effects.
 
-    Raises FileNotFoundError only where there is no such name: a link that leads nowhere is a StorageUnavailableError.
+    Raises FileNotFoundError only if there is no such name: a broken link raises StorageUnavailableError.
     """
     flags |= O_CLOEXEC | O_BINARY
     try:
         _refuse_kind(path, os.stat(path).st_mode)
         try:
-            # A pipe may have taken its place this moment.
+            # O_NONBLOCK, since a pipe may have taken its place at this moment.
             fd = os.open(path, flags | O_NONBLOCK)
-        except BlockingIOError:  # somebody has a lease on it, and gives it up when another opens it and waits
+        except BlockingIOError:  # another process has a file lease, which an open that waits breaks
             fd = os.open(path, flags)
     except FileNotFoundError:
         if os.path.islink(path):
@@ -107,11 +108,11 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise StorageUnavailableError if there is something that is no file and must not be replaced by one."""
+    """Raise StorageUnavailableError if the path is neither free, nor a regular file, nor a link."""
     with suppress(FileNotFoundError, NotADirectoryError):
-        found = os.lstat(path).st_mode
-        if not stat.S_ISLNK(found):
-            _refuse_kind(path, found)
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISLNK(mode):
+            _refuse_kind(path, mode)
 
 
 def _refuse_kind(path: Path, mode: int) -> None:
@@ -138,7 +139,7 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
         os.mkdir(folder)
     except FileExistsError:
-        with suppress(FileNotFoundError):  # removed meanwhile: who begins a file in it makes it again
+        with suppress(FileNotFoundError):  # it was removed since: `create_locked` makes it again
             if not stat.S_ISDIR(os.lstat(folder).st_mode) and not folder.is_dir():
                 raise NotADirectoryError(
                     errno.ENOTDIR, f"{folder} is a file where a folder should be", str(folder)
@@ -151,16 +152,19 @@ def make_folder(folder: Path) -> None:
 
 
 def remove_if_empty(folder: Path) -> bool:
-    """Never the folder of a writer who has just made it: that one makes it again (see `create_locked`)."""
+    """Remove a folder if it is empty. Returns whether it was removed.
+
+    A writer that has just made the folder makes it again (see `create_locked`).
+    """
     try:
         os.rmdir(folder)
-    except OSError:  # not empty, which is the usual case, no folder, already gone, or not to be removed
+    except OSError:  # usually since it is not empty
         return False
     return True
 
 
 def rename_new(temp: Path, target: Path) -> None:
-    """Rename without replacing, for file systems without hard links: renameat2(2), RENAME_NOREPLACE."""
+    """Rename without replacing, for file systems without hard links: renameat2(2) with RENAME_NOREPLACE."""
     if sys.platform != "linux":
         raise OSError(errno.ENOTSUP, "neither link nor exclusive rename")
     at_fdcwd, noreplace = -100, 1
@@ -170,7 +174,10 @@ def rename_new(temp: Path, target: Path) -> None:
 
 
 def preallocate(fd: int, num_bytes: int, target: Path) -> None:
-    """fallocate(2) itself: the C library's posix_fallocate would write zeros where the file system cannot do it."""
+    """Allocate space by fallocate(2). Raises StorageFullError.
+
+    Not by posix_fallocate, which writes zeros if the file system does not support the call.
+    """
     if sys.platform != "linux" or not num_bytes:
         return
     code = call_libc("fallocate", fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes))
@@ -181,7 +188,7 @@ def preallocate(fd: int, num_bytes: int, target: Path) -> None:
 
 
 def call_libc(name: str, *arguments: Any) -> int:
-    """Make a call that `os` lacks; its errno, or 0. Repeated when a signal interrupts it, as those of `os` are."""
+    """Make a system call that `os` lacks; returns errno, or 0. Repeated after signals, as the calls of `os` are."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is None:  # an older C library
         return errno.ENOSYS
@@ -192,7 +199,7 @@ def call_libc(name: str, *arguments: Any) -> int:
 
 
 def free_bytes_at(folder: Path) -> int | None:
-    """Bytes that this user may still write there; None where the file system does not say. It need not exist yet."""
+    """The bytes that this user may still write there, or None if unknown. The folder need not exist."""
     if not hasattr(os, "statvfs"):
         return None
     while not folder.exists() and folder != folder.parent:
@@ -205,15 +212,17 @@ def free_bytes_at(folder: Path) -> int | None:
 
 
 def identity(stat: os.stat_result) -> tuple[int, int]:
+    """The device and inode, which no other file has at the same time."""
     return stat.st_dev, stat.st_ino
 
 
 def address(view: memoryview) -> int:
+    """The address of a view's memory; 1, which is not aligned, if the view is empty or read-only."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) and not view.readonly else 1
 
 
 def sync_file(fd: int) -> None:
-    """Durable means durable: on macOS, fsync(2) leaves data in the drive's cache."""
+    """Make a file durable. On macOS, fsync(2) leaves data in the drive's cache, and F_FULLFSYNC does not."""
     full_sync = getattr(fcntl, "F_FULLFSYNC", None)
     if full_sync is None:
         os.fsync(fd)
@@ -221,7 +230,7 @@ def sync_file(fd: int) -> None:
         fcntl.fcntl(fd, full_sync)
 
 
-_seeking: Final = threading.Lock()  # where a descriptor's position is all there is (Windows)
+_seeking: Final = threading.Lock()  # for systems without pwrite and preadv (Windows)
 
 
 def pwrite(fd: int, data: memoryview, offset: int) -> int:

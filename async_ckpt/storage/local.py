@@ -3,11 +3,11 @@
 In: segments at offsets. Out: files that survive a power cut: temp name, fsync, rename, fsync of the folder.
 Knows nothing of: what is in the files.
 
-Archives are written with O_DIRECT where the file system takes it. Whether it does is found out by writing: `open`
-succeeds on file systems where `write` then fails. The first refused write turns its file, and only it, to buffered.
+Archives are written with O_DIRECT if the file system takes it. Only a write tells: on some file systems `open` succeeds
+and `write` fails. The first refused write switches its file, and only that, to buffered writes.
 
-A file being written carries a `fcntl` record lock until its fate is decided, under its temp name and under its final
-one. A leftover whose lock is free has no living writer, on this host or another that shares the file system.
+A file that is being written has a `fcntl` record lock until `close`, under its temp name and under its final name. A
+leftover whose lock is free has no living writer, on this host or another that shares the file system.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Final
 from ..errors import StorageUnavailableError
 from ..host.process import in_forked_child
 from ..spec import PAGE_BYTES, SEGMENT_BYTES
-from .base import Lent, Reader
 from .disk import (
     address,
     free_bytes_at,
@@ -44,6 +43,7 @@ from .disk import (
     sync_folder,
     translated,
 )
+from .interface import MemoryLoan, Reader
 from .locks import TEMP_SUFFIX, create_locked, delete_left, delete_temp, forget, hold, is_dead, is_held
 from .stores import ORPHAN_SECONDS
 
@@ -60,7 +60,7 @@ _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errn
 
 
 class LocalStorage:
-    """One folder and all below it. The folder need not exist until something is written."""
+    """One folder and everything below it. The folder need not exist until something is written. From any thread."""
 
     remote = False
     in_order = False
@@ -88,7 +88,7 @@ class LocalStorage:
     ) -> LocalSink:
         target = self.root / path
         with translated(target):
-            delete_left(self.root)  # first, for it makes room
+            delete_left(self.root)  # first, since it frees space
             refuse_special(target)
             free = free_bytes_at(target.parent)
             if exact and free is not None and free < num_bytes:
@@ -115,7 +115,7 @@ class LocalStorage:
 
     def put_new(self, path: str, data: bytes) -> None:
         target = self.root / path
-        with translated(target, passing=(FileExistsError,)), _written(target, data) as temp:
+        with translated(target, passing=(FileExistsError,)), _temp_file(target, data) as temp:
             try:
                 os.link(temp, target)
             except OSError as error:
@@ -128,17 +128,17 @@ class LocalStorage:
         target = self.root / path
         with translated(target, passing=(FileExistsError,)):
             refuse_special(target)
-            with _written(target, data) as temp:
-                made = _version(os.stat(temp))
+            with _temp_file(target, data) as temp:
+                new_version = _version(os.stat(temp))
                 if version is None:
                     os.replace(temp, target)
                 else:
-                    with _locked(target) as found:
-                        if found != version:
+                    with _lock_version(target) as current:
+                        if current != version:
                             raise FileExistsError(f"{target} was replaced by another writer")
                         os.replace(temp, target)
                 sync_folder(target.parent)
-        return made
+        return new_version
 
     def move(self, path: str, to: str) -> None:
         with translated(self.root / path, passing=(FileNotFoundError,)):
@@ -154,10 +154,10 @@ class LocalStorage:
             folders.setdefault((self.root / path).parent, []).append(self.root / path)
         for folder, targets in folders.items():
             try:
-                if sum(map(_unlinked, targets)):
+                if sum(map(_unlink, targets)):
                     with translated(targets[0]), suppress(FileNotFoundError):
-                        sync_folder(folder)  # which somebody else may have removed
-            finally:  # also where the deletion may not last
+                        sync_folder(folder)  # another process may have removed it
+            finally:  # also if the deletion may not be durable
                 if folder != self.root:
                     remove_if_empty(folder)
 
@@ -207,7 +207,7 @@ class LocalStorage:
         return [name for name in names if is_dead(self.root / folder / name, delete=delete)]
 
     def _old(self, folder: str, names: list[str]) -> list[str]:
-        """The files that were last written to more than a day ago, by the clock of the file system."""
+        """The files that were last modified more than a day ago, by the clock of the file system."""
         with translated(self.root / folder):
             temp, fd = create_locked(self.root / folder / "clock")
         try:
@@ -231,11 +231,11 @@ class LocalStorage:
         return is_held(self.root / path)
 
     def sweep_uploads(self) -> list[str]:
-        return []  # what is unfinished here is a file, and `sweep` sees it
+        return []  # unfinished writes are files, which `sweep` finds
 
 
 class LocalSink:
-    """One file under a temp name. Written by several threads at once; finished or aborted by one."""
+    """One file under a temp name. LocalStorage creates it. Many threads write; one finishes or aborts it."""
 
     num_retries = 0
     retryable = False
@@ -253,21 +253,21 @@ class LocalSink:
             if exact:
                 preallocate(self._fd, num_bytes, target)
             if _O_DIRECT and fcntl is not None:
-                with suppress(OSError):  # tmpfs and others refuse the flag itself
+                with suppress(OSError):  # some file systems (tmpfs) refuse the flag itself
                     fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | _O_DIRECT)
                     self._direct = self._began_direct = True
         except BaseException:
             self.abort()
             raise
 
-    def write(self, offset: int, data: memoryview, lease: Lent | None = None) -> None:  # noqa: ARG002
+    def write(self, offset: int, data: memoryview, lease: MemoryLoan | None = None) -> None:  # noqa: ARG002
         with translated(self._target, needed_bytes=self.num_bytes if self._exact else offset + len(data)):
             refused = not self._began_direct
             while data:
                 try:
                     num_written = pwrite(self._fd, data, offset)
                 except OSError as error:
-                    # Once for each write: another thread may be turning the file to buffered at this very moment.
+                    # Once for each write: another thread may be switching the file to buffered writes at this moment.
                     if refused or error.errno not in _REFUSES_DIRECT:
                         raise
                     refused = True
@@ -310,36 +310,36 @@ class LocalSink:
         """Nothing is held."""
 
     def relieve(self) -> bool:
-        return False  # memory is done with when `write` returns
+        return False  # no memory is held after `write`
 
     def __repr__(self) -> str:
-        how = "direct" if self._direct else "buffered"
-        return f"<LocalSink {self._target} {how}{', finished' if self._finished else ''}>"
+        mode = "direct" if self._direct else "buffered"
+        return f"<LocalSink {self._target} {mode}{', finished' if self._finished else ''}>"
 
 
 class LocalReader(Reader):
-    """One file, read past the page cache, except what is in there, where alignment and file system allow it.
+    """One file, read past the page cache if alignment and file system allow it, except for pages that are cached.
 
-    Once it is shared, all of it goes through the page cache: from the disk it comes once for all processes.
+    Once it is shared, all reads go through the page cache, so that the disk reads once for all processes.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if os.path.isdir(path):  # which some systems open, and others refuse for another reason
+        if os.path.isdir(path):  # some systems open a folder, and others raise another error
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         self._fd = open_regular(path, os.O_RDONLY)
         self._direct_fd = -1
         if _O_DIRECT:
             with suppress(OSError, StorageUnavailableError):
                 self._direct_fd = self._open_direct()
-                # What comes through the cache are single pieces: what lies behind them is not read ahead.
+                # Reads through the cache are of single pieces: nothing behind them should be read ahead.
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._asks_cache = bool(_RWF_NOWAIT)
         self._shared = False
         self.num_bytes = os.fstat(self._fd).st_size
 
     def _open_direct(self) -> int:
-        """The same file once more; -1 if another one has taken its place."""
+        """Open the same file again; -1 if another file has taken its place."""
         fd = open_regular(self._path, os.O_RDONLY | _O_DIRECT)
         if identity(os.fstat(fd)) == identity(os.fstat(self._fd)):
             return fd
@@ -368,19 +368,19 @@ class LocalReader(Reader):
                 target = target[num_read:]
 
     def share(self) -> None:
-        """From now on, leave what is read in the page cache, for other processes."""
+        """From now on, leave the bytes that are read in the page cache, for other processes."""
         self._shared = True
 
     def _read_cached(self, offset: int, target: memoryview) -> int:
-        """Whole pages from the page cache, up to the first that is not there: memory is faster than any disk."""
+        """Read whole pages from the page cache, up to the first missing one. Returns the number of bytes."""
         if not self._asks_cache:
             return 0
         num_read = 0
-        with suppress(OSError):  # it would have to wait for the disk, or this file system cannot tell
-            # One page first: asked for more in vain, the kernel would begin to fetch it.
+        with suppress(OSError):  # the read would wait for the disk, or the flag is not supported
+            # One page first: asked for more that is missing, the kernel would begin to fetch it.
             if os.preadv(self._fd, [target[:PAGE_BYTES]], offset, _RWF_NOWAIT) == PAGE_BYTES:
                 num_read = os.preadv(self._fd, [target], offset, _RWF_NOWAIT) // PAGE_BYTES * PAGE_BYTES
-        # A file is in there or it is not: each question in vain costs the disk a page.
+        # Most files are cached wholly or not at all, and each miss costs the disk a page.
         if num_read < len(target):
             self._asks_cache = False
         return num_read
@@ -395,7 +395,7 @@ class LocalReader(Reader):
 def _sizes(
     folder: Path, prefix: str = "", above: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[tuple[str, int]]:
-    """The files below a folder, links followed. What is no file, or cannot be read, is an error and not left out."""
+    """The paths and sizes of all files below a folder, links followed. Raises for any other kind of entry."""
     with translated(folder):
         here = identity(os.stat(folder))
         if here in above:
@@ -405,18 +405,18 @@ def _sizes(
         if name.endswith(TEMP_SUFFIX):
             continue
         with translated(folder / name):
-            found = os.stat(folder / name)
-            if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+            status = os.stat(folder / name)
+            if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "neither a file nor a folder")
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(status.st_mode):
             yield from _sizes(folder / name, f"{prefix}{name}/", (*above, here))
         else:
-            yield prefix + name, found.st_size
+            yield prefix + name, status.st_size
 
 
 @contextmanager
-def _written(target: Path, data: bytes) -> Iterator[Path]:
-    """The data, durable in a temp file beside the target, which is gone afterwards however that went."""
+def _temp_file(target: Path, data: bytes) -> Iterator[Path]:
+    """A durable temp file beside the target, with this content. It is deleted at the end of the block."""
     make_folder(target.parent)
     temp, fd = create_locked(target)
     try:
@@ -437,8 +437,8 @@ _replacing = threading.Lock()
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[str | None]:
-    """Keep other writers from replacing a file meanwhile; yields the version of the file that is there."""
+def _lock_version(path: Path) -> Iterator[str | None]:
+    """Keep other writers from replacing a file within the block. Yields its version, or None if there is no file."""
     with _replacing:  # record locks do not keep threads of one process apart
         try:
             fd = open_regular(path, os.O_RDWR)
@@ -454,8 +454,8 @@ def _locked(path: Path) -> Iterator[str | None]:
             os.close(fd)
 
 
-def _unlinked(target: Path) -> bool:
-    """Whether it was there."""
+def _unlink(target: Path) -> bool:
+    """Delete a file. False if there was none."""
     with translated(target), suppress(FileNotFoundError):
         os.unlink(target)
         return True
@@ -468,6 +468,6 @@ def _version(stat: os.stat_result) -> str:
 
 @in_forked_child
 def _forget_parent() -> None:
-    """In a forked child: who held the lock is not here to release it."""
+    """In a forked child: the thread that held the lock is not here to release it."""
     global _replacing
     _replacing = threading.Lock()

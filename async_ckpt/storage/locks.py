@@ -1,6 +1,6 @@
-"""Files that are being written: temp names beside the target, and the record locks that tell whether their writer lives.
+"""Temp files: their names beside the target, and the record locks that show whether their writer lives.
 
-In: the name of a file to be. Out: a temp file that nobody sweeps. Knows nothing of: what is written.
+In: the path of a file to be written. Out: a temp file that no process sweeps. Knows nothing of: what is written.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ except ImportError:  # Windows: no record locks, so nothing is ever swept
 
 
 TEMP_SUFFIX: Final = ".async_ckpt-tmp"
-# How often a new file may be swept away, or its folder, before it is in use: more than others will ever do.
+# How often other processes may sweep a new file, or its folder, before it is locked.
 _NUM_TRIES: Final = 100
 
-# Files that this process is writing. A record lock does not stop the process that holds it, and is lost when any
-# descriptor of the file is closed, so our own sweep must not even open them.
+# Files that this process is writing. A record lock does not stop its own process, and is lost when any descriptor of
+# the file is closed, so the sweep of this process must not even open them.
 _ours: dict[int, tuple[int, int]] = {}  # by descriptor; under _ours_lock
 _ours_lock = threading.Lock()
-# Temp files that this process could not delete when it was done with them; under _ours_lock.
-_left: set[Path] = set()
+# Temp files that this process could not delete; under _ours_lock.
+_undeleted: set[Path] = set()
 
 
 def temps_of(name: str, names: list[str]) -> list[str]:
@@ -40,25 +40,25 @@ def temps_of(name: str, names: list[str]) -> list[str]:
 
 
 def temp_stem(name: str) -> str:
-    """The beginning of the temp names of `name`; cut short, since file systems take 255 bytes."""
+    """The beginning of the temp names of `name`; cut, since file names have at most 255 bytes."""
     return f".{os.fsencode(name)[:150].decode(errors='ignore')}."
 
 
 def create_locked(target: Path) -> tuple[Path, int]:
-    """A new temp file beside the target, locked before anybody could take it for a leftover."""
+    """Create a temp file beside the target, and lock it before any process can take it for a leftover."""
     was_swept = False
     for _ in range(_NUM_TRIES):
         temp = target.with_name(f"{temp_stem(target.name)}{os.urandom(4).hex()}{TEMP_SUFFIX}")
         try:
-            with _ours_lock:  # in one go, or our own sweep could come between
+            with _ours_lock:  # so that the sweep of this process does not come between
                 fd = os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR | O_CLOEXEC | O_BINARY, 0o666)
                 key = _ours[fd] = identity(os.fstat(fd))
-        except FileNotFoundError:  # somebody swept the empty folder away
+        except FileNotFoundError:  # another process has removed the empty folder
             was_swept = True
             _make_again(target.parent)
             continue
         if fcntl is not None:
-            with suppress(OSError):  # a file system without locks: then nobody can sweep there either
+            with suppress(OSError):  # a file system without locks, where no process can sweep
                 fcntl.lockf(fd, fcntl.LOCK_EX)
         try:
             if identity(os.stat(temp)) == key:
@@ -72,54 +72,54 @@ def create_locked(target: Path) -> tuple[Path, int]:
             forget(fd)
             raise
         forget(fd)
-    # As in /proc, where there is a folder, and no file can be made.
+    # As in /proc: there is a folder, but no file can be made in it.
     raise FileNotFoundError(errno.ENOENT, "no file can be made there", str(target.parent))
 
 
 def _make_again(folder: Path) -> None:
-    """Only made, so that its first file is there as soon as it is; its name is made durable after that."""
+    """Make a folder, without syncing it: its first file should follow at once. The caller syncs it after that."""
     try:
         os.mkdir(folder)
     except FileExistsError:
         pass
-    except FileNotFoundError:  # nor is its parent there any more
+    except FileNotFoundError:  # the parent is gone, too
         make_folder(folder)
 
 
 def forget(fd: int) -> None:
-    """Close a file of ours, and with it its lock."""
-    with _ours_lock:  # first: once it is closed, its number and its identity may belong to a new file
+    """Close a file of this process, which releases its lock."""
+    with _ours_lock:  # before the close, after which its descriptor and inode may belong to a new file
         _ours.pop(fd, None)
     os.close(fd)
 
 
 def delete_temp(temp: Path) -> None:
-    """Delete a temp file of ours. If that fails, `delete_left` tries again."""
+    """Delete a temp file of this process. If that fails, `delete_left` tries again."""
     try:
         os.unlink(temp)
     except FileNotFoundError:
         pass
     except OSError:
         with _ours_lock:
-            _left.add(temp)
+            _undeleted.add(temp)
 
 
 def delete_left(root: Path) -> None:
-    """Delete the temp files below a folder that this process could not delete before, and folders that held only them.
+    """Delete temp files below a folder that this process could not delete before, and folders that held only them.
 
-    Nobody else has their names: these are random, and taken as long as the files are there.
+    Their names are random, so they are no other writer's files.
     """
     with _ours_lock:
-        left = [temp for temp in _left if temp.is_relative_to(root)]
-        _left.difference_update(left)
-    for temp in left:
+        temps = [temp for temp in _undeleted if temp.is_relative_to(root)]
+        _undeleted.difference_update(temps)
+    for temp in temps:
         delete_temp(temp)
         if temp.parent != root:
             remove_if_empty(temp.parent)
 
 
 def hold(path: Path) -> int | None:
-    """Lock a file that is there until its descriptor is given to `forget`; None where locks do not work."""
+    """Lock an existing file. `forget` with the returned descriptor unlocks it; None if locks do not work."""
     if fcntl is None:
         return None
     with _ours_lock:
@@ -155,9 +155,9 @@ def is_held(path: Path) -> bool:
 
 
 def is_dead(path: Path, *, delete: bool) -> bool:
-    """True when no living process is writing this file: its record lock can be had.
+    """Whether no living process is writing this file: its record lock is free.
 
-    It is deleted with the lock in hand, so that a writer that is just about to take it finds the file gone.
+    With `delete`, the file is deleted under the lock, so that a writer about to lock it finds the file gone.
     """
     if fcntl is None:
         return False
@@ -173,7 +173,7 @@ def is_dead(path: Path, *, delete: bool) -> bool:
         if delete:
             os.unlink(path)
     except OSError:
-        return False  # alive, or the file system has no locks and nothing can be proved
+        return False  # its writer is alive, or the file system has no locks
     finally:
         os.close(fd)
     return True
@@ -181,8 +181,8 @@ def is_dead(path: Path, *, delete: bool) -> bool:
 
 @in_forked_child
 def _forget_parent() -> None:
-    """In a forked child: its parent's files are not its own, and who held the lock is not here to release it."""
+    """In a forked child: the files are the parent's, and the thread that held the lock is not here to release it."""
     global _ours_lock
     _ours.clear()
-    _left.clear()
+    _undeleted.clear()
     _ours_lock = threading.Lock()

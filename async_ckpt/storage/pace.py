@@ -1,6 +1,6 @@
-"""A limit on what one place is written with, so that a save leaves room for others on its disk or network.
+"""A limit on the bandwidth of writes to one place, which leaves the rest of its disk or network to others.
 
-In: sizes of writes. Out: waits. Knows nothing of: what is written.
+In: sizes of writes. Out: waits. Knows nothing of: the bytes.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _LOOK_SECONDS: Final = 0.2
 
 
 class Pace:
-    """Lets writes begin at such times that no more than `max_bandwidth` bytes per second come of them. From any thread."""
+    """A limit of `max_bandwidth` bytes per second on all writes to one place. From any thread."""
 
     def __init__(self, max_bandwidth: float, clock: Clock = monotonic) -> None:
         self._max_bandwidth, self._clock = max_bandwidth, clock
         self._lock = threading.Lock()
-        self._free_at = clock()  # when what has begun is over, at that bandwidth; under _lock
+        self._free_at = clock()  # the end of the last write at that bandwidth; under _lock
 
     def wait(self, num_bytes: int, check: Callable[[], None]) -> None:
-        """Return when so many bytes may be written. `check` is called meanwhile, and raises when they need not be."""
+        """Wait until so many bytes may be written. `check` is called meanwhile, and ends the wait by raising."""
         never = threading.Event()
-        while (left := self._begin(num_bytes)) > 0:
+        while (seconds_left := self._begin(num_bytes)) > 0:
             check()
-            never.wait(min(left, _LOOK_SECONDS))
+            never.wait(min(seconds_left, _LOOK_SECONDS))
 
     def _begin(self, num_bytes: int) -> float:
-        """Begin a write, if it is time; else how many seconds are left. Who gives up has taken nothing from others."""
+        """Begin a write if it is time, and return 0; else return the seconds left, without reserving anything."""
         with self._lock:
             now = self._clock()
             if now >= self._free_at:

@@ -1,6 +1,6 @@
-"""Places: where something is, and what the client of that needs.
+"""Places: a path or URL, and the options of the client for it.
 
-In: what the user said. Out: a storage, which is asked nothing. Knows nothing of: what is stored.
+In: a user's arguments. Out: a storage, without any request. Knows nothing of: what is stored.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from ..spec import Keep, keep_of
-from .base import Storage
+from .interface import Storage
 from .local import LocalStorage
-from .s3 import runtime as _  # noqa: F401 - sees forks from now on, also those ahead of the first store
+from .s3 import runtime as _  # noqa: F401 - notices forks from now on, even before the first store
 from .stores import SECRET_NAME
 from .url import (
     SCHEMES,
-    Where,
+    StrPath,
     local_path,
     parent_and_name,
     place_and_name,
@@ -31,13 +31,13 @@ from .url import (
 Engine = Literal["obstore", "fsspec", "s3fs"]
 
 _DEADLINE: Final = "deadline_seconds"
-# Options that say where a store is.
+# Options that name the location of a store: not secret.
 _WHERE: Final = re.compile("endpoint|region|profile", re.IGNORECASE)
 
 
 @dataclass(frozen=True, repr=False)
 class Place:
-    """A path or URL, with what the client of the URL needs. It stands wherever a path or URL does.
+    """A path or URL with the options of its client. Every function that takes a path or URL takes a Place.
 
         minio = Place("s3://bucket/run", options={"endpoint": "http://minio:9000", "region": "us-east-1"})
         AsyncCheckpointer(["runs/a", minio])
@@ -45,15 +45,15 @@ class Place:
     Args:
         url: a path or URL.
         options: of the client: endpoint, region, credentials, timeouts.
-        engine: the client: "obstore" (the default for s3, gs and az) or "fsspec" (the default for all other URLs; for s3
-            also called "s3fs").
+        engine: the client: "obstore" (the default for s3, gs and az) or "fsspec" (the default for all other URLs; for
+            s3 also called "s3fs").
         fs: an fsspec filesystem to use as it is; `url` is then a path on it, or its URL.
-        keep: the retention of this root, where an AsyncCheckpointer has several; by default its `keep`.
+        keep: the retention of this root, if an AsyncCheckpointer has several; by default its `keep`.
 
     Raises TypeError and ValueError for arguments that are not valid, such as `options` for a local path.
     """
 
-    url: Where
+    url: StrPath
     _: KW_ONLY
     options: Mapping[str, Any] | None = None
     engine: Engine | None = None
@@ -62,7 +62,7 @@ class Place:
 
     def __post_init__(self) -> None:
         if isinstance(self.url, Place):
-            raise TypeError("a Place is made of a path or URL, not of another Place")
+            raise TypeError("a Place is made from a path or URL, not from another Place")
         text_of(self.url)
         if self.options is not None and not isinstance(self.options, Mapping):
             raise TypeError(
@@ -79,24 +79,24 @@ class Place:
             )
         if self.fs is not None and (self.engine is not None or (self.options or {}).keys() - {_DEADLINE}):
             raise ValueError(
-                f"{self!r}: fs= is used as it is set up; leave engine= out, and options= but for {_DEADLINE}"
+                f"{self!r}: fs= is used as it is set up; leave out engine=, and all options= except {_DEADLINE}"
             )
         if self.is_local and (self.options or self.engine is not None):
             raise ValueError(f"{self!r}: options= and engine= are for URLs; leave them out for a local path")
 
     @property
     def text(self) -> str:
-        """The path or URL as text, with all that is in it: not for messages, which have `shown`."""
+        """The path or URL as text, secrets included. Messages use `shown`."""
         return text_of(self.url)
 
     @property
     def shown(self) -> str:
-        """The path or URL as it may be printed."""
+        """The path or URL without secrets."""
         return shown(self.text)
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a path on this machine, or a `file://` URL of one."""
+        """Whether this is a path on this machine, or its `file://` URL."""
         return self.fs is None and scheme_of(self.text) in (None, "file")
 
     def storage(self) -> Storage:
@@ -119,30 +119,32 @@ class Place:
         return FsspecStorage(self.text, self.options, fs=self.fs)
 
     def object(self) -> tuple[Storage, str]:
-        """The storage that this object lies in, and its name there. Raises ValueError where it has no name."""
+        """The storage that contains this object, and its name there. Raises ValueError if it has no name."""
         parent, name = parent_and_name(self.url, fs=self.fs)
         return replace(self, url=parent).storage(), name
 
     def inside(self) -> tuple[Storage, str]:
-        """The storage that this object or folder lies in, and its name there: empty for a whole bucket, or disk."""
+        """The storage that contains this object or folder, and its name there: empty for a whole bucket, or disk."""
         parent, name = place_and_name(self.url, fs=self.fs)
         return replace(self, url=parent).storage(), name
 
     def __repr__(self) -> str:
-        given = [repr(self.shown)]
+        arguments = [repr(self.shown)]
         if self.options is not None:
-            given.append(f"options={ {name: _told(name, value) for name, value in self.options.items()}!r}")
+            arguments.append(
+                f"options={ {name: _printable(name, value) for name, value in self.options.items()}!r}"
+            )
         if self.engine is not None:
-            given.append(f"engine={self.engine!r}")
+            arguments.append(f"engine={self.engine!r}")
         if self.fs is not None:
-            given.append(f"fs=<{type(self.fs).__qualname__}>")
+            arguments.append(f"fs=<{type(self.fs).__qualname__}>")
         if self.keep is not None:
-            given.append(f"keep={self.keep!r}")
-        return f"Place({', '.join(given)})"
+            arguments.append(f"keep={self.keep!r}")
+        return f"Place({', '.join(arguments)})"
 
 
-def _told(name: str, value: Any) -> Any:
-    """An option as it may be printed: numbers, and texts that say where the store is. Any other may hold a secret."""
+def _printable(name: str, value: Any) -> Any:
+    """An option as it may be printed: numbers, and locations. Any other text may hold a secret."""
     if SECRET_NAME.search(name):
         return "…"
     if isinstance(value, str):
@@ -150,16 +152,16 @@ def _told(name: str, value: Any) -> Any:
     return value if value is None or isinstance(value, int | float) else "…"
 
 
-Anywhere: TypeAlias = Where | Place
+Anywhere: TypeAlias = StrPath | Place
 
 
 def place_of(where: Anywhere) -> Place:
-    """The place that the user means by a path, a URL or a Place."""
+    """The Place for a path, a URL or a Place."""
     return where if isinstance(where, Place) else Place(where)
 
 
 def written_at(where: Anywhere) -> Place:
-    """The place of something that is written once. Raises ValueError where it says which steps are kept."""
+    """The Place of something that is not a run. Raises ValueError if it has a retention."""
     place = place_of(where)
     if place.keep is not None:
         raise ValueError(f"{place!r}: keep= is for a root of an AsyncCheckpointer; leave it out here")
@@ -167,7 +169,7 @@ def written_at(where: Anywhere) -> Place:
 
 
 def local_place(where: Anywhere, advice: str = "give a local path") -> Path:
-    """The file or folder on this machine that is meant. Raises ValueError, with this advice, for one elsewhere."""
+    """The path on this machine. Raises ValueError, with this advice, for any other place."""
     place = place_of(where)
     if not place.is_local:
         raise ValueError(f"{place.shown} is not a local path; {advice}")

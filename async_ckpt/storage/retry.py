@@ -1,8 +1,8 @@
-"""When a store that does not answer is asked again.
+"""Repetition of requests to a store that does not answer.
 
 In: a call that fails. Out: its result, or its last error once the deadline is over. Knows nothing of: any store.
 
-What is transient is said by whoever translates a client's error, once: `error.transient`. The waits grow and are
+The code that translates a client's error says whether it is transient: `error.transient`. The waits grow and are
 random, so that a thousand ranks that a store has turned away together do not come back together.
 """
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# How long a store may be away before a save gives up; a reboot of its front end, or a new lease of a network.
+# How long a store may be away before a save gives up: enough for a reboot of its front end or a new network lease.
 OBJECT_SECONDS: Final = 900.0
-# The same for a manifest, a listing or a read: people wait for these.
+# The same for a manifest, a listing or a read, which people wait for.
 REQUEST_SECONDS: Final = 120.0
 _FIRST_WAIT_SECONDS: Final = 0.2
 _LONGEST_WAIT_SECONDS: Final = 30.0
@@ -40,11 +40,11 @@ def persist(
     timer: Timekeeper = TIMEKEEPER,
     sleep: Callable[[float], None] | None = None,
 ) -> T:
-    """Call until it succeeds, fails for good, or has failed for `deadline_seconds`; then its last error is raised.
+    """Repeat `call` until it succeeds, fails for good, or has failed for `deadline_seconds`; then raise its last error.
 
-    The deadline runs from the beginning, or from what `since` says (on the same clock) when the first call has
-    failed: a long upload is not out of time before it has had any trouble. `on_retry` is told the error before each
-    wait, which is the timer's or, where one can be broken off, `sleep`.
+    The deadline runs from the beginning, or from the moment that `since` returns once the first call has failed: a
+    long upload is not out of time before it has any began. `on_retry` is called with the error before each wait,
+    for which `sleep` is called, by default the timer's.
     """
     try:
         import tenacity
@@ -52,12 +52,12 @@ def persist(
         raise ImportError('stores need tenacity; pip install "async_ckpt[s3]"') from None
 
     begin = timer.now()
-    trouble: list[float] = []
+    began: list[float] = []
 
     def is_over(state: RetryCallState) -> bool:
-        if not trouble:
-            trouble.append(since() if since else begin)
-        return timer.now() + state.upcoming_sleep - trouble[0] >= deadline_seconds
+        if not began:
+            began.append(since() if since else begin)
+        return timer.now() + state.upcoming_sleep - began[0] >= deadline_seconds
 
     def tell(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None

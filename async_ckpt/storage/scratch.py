@@ -1,8 +1,8 @@
-"""A folder for code that writes files by itself, and how what it wrote there appears elsewhere, whole.
+"""Scratch folders for code that writes files by itself, and the publication of those files, each whole.
 
-In: a destination. Out: a folder beside it, and later its files under their names. Knows nothing of: what is in them.
+In: a destination. Out: a folder beside it; later its files under their names. Knows nothing of: what is in them.
 
-The folder belongs to a file with a record lock, as every temp file does: whose owner is dead is swept by the next.
+A scratch folder has a locked file beside it, as a temp file has a lock: the next writer sweeps folders of dead owners.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ _EXCHANGE: Final = 2
 
 
 class Scratch:
-    """A new folder in `parent`, for what is to be called `name`; other users of the machine cannot look into it.
+    """A new folder in `parent` for files that become `name`; other users of the machine cannot read it.
 
-    As a context manager it is removed in the end. It belongs to the process that made it: a forked child leaves it
-    alone.
+    The end of its `with` block removes it. It belongs to the process that made it: a forked child does not touch it.
     """
 
     def __init__(self, parent: Path, name: str) -> None:
@@ -54,30 +53,30 @@ class Scratch:
         return os.getpid() == self._pid
 
     def remove(self) -> None:
-        """Remove it with all that is in it. Idempotent. Raises StorageUnavailableError when it cannot be."""
+        """Remove the folder with its content. Idempotent. Raises StorageUnavailableError."""
         if self._fd >= 0 and self.belongs_here:
             with translated(self.folder):
                 self._delete()
 
     def keep(self) -> None:
-        """Leave the folder, the only copy of something, for its owner to look at. It is never swept."""
+        """Keep the folder, which has the only copy of something, under a name that is never swept."""
         if self._fd >= 0 and self.belongs_here:
             kept = self._lock.with_name(self._lock.name.removesuffix(TEMP_SUFFIX) + ".kept")
             with translated(self.folder):
                 os.rename(self._outer, kept)
                 self.folder = kept / _INNER
-                self._let_go()
+                self._unlock()
 
     def _delete(self) -> None:
         if self._outer.exists():
             shutil.rmtree(self._outer)
-        self._let_go()
+        self._unlock()
 
-    def _let_go(self) -> None:
-        """The lock goes last: a folder without one is swept."""
+    def _unlock(self) -> None:
+        """Release the lock, as the last step: a folder without a lock is swept."""
         fd, self._fd = self._fd, -1
         forget(fd)
-        with suppress(FileNotFoundError):  # whoever swept it in this moment found nothing else
+        with suppress(FileNotFoundError):  # another process has just swept it
             os.unlink(self._lock)
 
     def __enter__(self) -> Self:
@@ -94,31 +93,31 @@ class Scratch:
             error.add_note(f"async_ckpt: {failure}")
 
     def __repr__(self) -> str:
-        return f"<Scratch {self.folder}{'' if self._fd >= 0 else ' (let go)'}>"
+        return f"<Scratch {self.folder}{'' if self._fd >= 0 else ' (removed)'}>"
 
 
 def refuse_in_running(folder: Path) -> None:
-    """Raise ValueError for what a function that runs in such a folder would save there in the background.
+    """Raise ValueError for a background save by a wrapped function into its own scratch folder.
 
-    It cannot wait for it, and the folder is gone when the function has returned.
+    The function cannot wait for the save, and the folder is deleted when the function returns.
     """
     inside = any(part.endswith(TEMP_SUFFIX + _FOLDER_SUFFIX) for part in folder.parts)
     if inside and is_library_thread():
         raise ValueError(
-            f"{folder} is deleted when the wrapped function that writes there returns, so nothing can be saved there in "
-            "the background; call a plain function instead, such as the .__wrapped__ of a wrapped one"
+            f"{folder} is deleted when the wrapped function that writes there returns, so nothing can be saved there "
+            "in the background; call a plain function instead, such as the .__wrapped__ of a wrapped one"
         )
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """Every regular file below a folder, in the order of names."""
+    """The regular files below a folder, in the order of their names."""
     for path in sorted(folder.rglob("*")):
         if stat.S_ISREG(path.lstat().st_mode):
             yield path
 
 
 def sync_all(path: Path) -> int:
-    """Make a file, or a folder with all that is in it, durable; the bytes of its files."""
+    """Make a file, or a folder with its content, durable. Returns the bytes of its files."""
     num_bytes = 0
     for file in [path] if path.is_file() else files_in(path):
         fd = os.open(file, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
@@ -130,17 +129,17 @@ def sync_all(path: Path) -> int:
     if path.is_dir():
         for folder in [
             path,
-            *(found for found in path.rglob("*") if found.is_dir() and not found.is_symlink()),
+            *(inner for inner in path.rglob("*") if inner.is_dir() and not inner.is_symlink()),
         ]:
             sync_folder(folder)
     return num_bytes
 
 
 def publish(written: Path, target: Path, *, replaced: Callable[[str], bool] = lambda _: False) -> None:
-    """Rename a durable file or folder to its place, at once and durably.
+    """Rename a durable file or folder to its final path, atomically and durably.
 
-    A file takes the place of a file. A folder that is there keeps what was not written anew, as if it had been written
-    into, the paths in it that are `replaced` excepted: it is exchanged for one that has both. Raises what `refuse_misfit` does.
+    A file replaces a file. A folder is exchanged for one that also has those files of the old folder that were not
+    written again, except for paths that are `replaced`. Raises the errors of `refuse_misfit`.
     """
     refuse_misfit(written, target)
     if _is_folder(target) and any(target.iterdir()):
@@ -151,7 +150,7 @@ def publish(written: Path, target: Path, *, replaced: Callable[[str], bool] = la
 
 
 def refuse_misfit(written: Path, target: Path) -> None:
-    """Raise IsADirectoryError or FileExistsError when one is a file and the other a folder."""
+    """Raise IsADirectoryError or FileExistsError if one is a file and the other a folder."""
     if _is_folder(target) and not written.is_dir():
         raise IsADirectoryError(f"{target} is a folder, but a file was written; give another name")
     if written.is_dir() and os.path.lexists(target) and not _is_folder(target):
@@ -163,10 +162,10 @@ def _is_folder(path: Path) -> bool:
 
 
 def _publish_over(written: Path, target: Path, replaced: Callable[[str], bool]) -> None:
-    """Exchange a folder for a new one that also has those of its files that were not written again."""
+    """Exchange a folder for a new one that also has the files that were not written again."""
     _link_missing(target, written, replaced)
     _exchange(written, target)
-    # Someone else may have put a file there between the two lines.
+    # Another process may have put a file there between the two lines.
     _link_missing(written, target, replaced)
     sync_folder(target)
 
@@ -185,7 +184,7 @@ def _link_missing(source: Path, target: Path, replaced: Callable[[str], bool]) -
 
 
 def _exchange(a: Path, b: Path) -> None:
-    """Swap two folders: renameat2(2), RENAME_EXCHANGE; where there is none, by two renames with a gap between them."""
+    """Swap two folders by renameat2(2) with RENAME_EXCHANGE; without it by renames, with a gap between them."""
     if sys.platform == "linux":
         at_fdcwd = -100
         if call_libc("renameat2", at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), _EXCHANGE) == 0:
@@ -201,10 +200,10 @@ def _folder_of(lock: Path) -> Path:
 
 
 def _sweep(parent: Path, name: str) -> None:
-    """Remove what dead writers of this name left."""
+    """Remove the leftovers of dead writers of this name."""
     names = os.listdir(parent)
     for temp in temps_of(name, names):
-        # Also of one that died before its folder was made, or after it went.
+        # Also for a writer that died before its folder was made, or after it was removed.
         if is_dead(parent / temp, delete=True):
             shutil.rmtree(_folder_of(parent / temp), ignore_errors=True)
     locks = set(os.listdir(parent))

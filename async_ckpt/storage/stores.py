@@ -1,6 +1,6 @@
-"""Things that object stores have in common, whichever client speaks to them.
+"""Facts about object stores that hold for every client.
 
-In: nothing. Out: limits, ages, advice, and what in a message must not be shown. Knows nothing of: clients, requests.
+In: nothing. Out: limits, ages, advice; the names of secret options. Knows nothing of: clients, requests.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Final
 
 from ..spec import MIB
 
-# S3 refuses smaller parts, except for the last, and a 10,001st one; all three stores refuse longer keys.
+# S3 refuses smaller parts, except for the last, and a 10,001st part; S3, Google and Azure refuse longer keys.
 MIN_PART_BYTES: Final = 5 * MIB
 MAX_PARTS: Final = 10_000
 MAX_KEY_BYTES: Final = 1024
-# Long after any writer of it can still be alive, by the store's clock.
+# No writer of an object of this age, by the store's clock, can still be alive.
 ORPHAN_SECONDS: Final = 86400.0
 
-# What to do about a refusal.
+# Advice on refusals.
 CREATE: Final = "create it, or correct the URL"
 NO_BUCKET: Final = f"the bucket does not exist; {CREATE}"
 REGION: Final = (
@@ -34,12 +34,12 @@ RIGHTS: Final = "let these credentials get, put, delete and list there, or use o
 AWAY: Final = "see that the store is up and can be reached from this host, then try again"
 ROOM: Final = "delete old steps or keep fewer (keep=), then save again"
 
-# Options and variables whose values nobody may read in a message.
+# Names of options and variables whose values must not be in messages.
 SECRET_NAME: Final = re.compile(
     r"key|secret|token|pass|credential|sas|signature|connection_string", re.IGNORECASE
 )
 
 
-def too_long(where: str, num_bytes: int) -> str:
-    """The message about a key that no store takes."""
-    return f"{where:.100}…: a key of {num_bytes:,} bytes, and stores take {MAX_KEY_BYTES:,}; shorten it"
+def key_too_long(shown: str, num_bytes: int) -> str:
+    """The message about a key that exceeds the limit of all stores."""
+    return f"{shown:.100}…: a key of {num_bytes:,} bytes, and stores take {MAX_KEY_BYTES:,}; shorten it"

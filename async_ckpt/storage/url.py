@@ -1,6 +1,6 @@
-"""Paths and URLs as text: where they point, and what of them may be shown.
+"""Paths and URLs as text: their parts, and the parts that may be shown.
 
-In: what the user said. Out: schemes, buckets, parents and names. Knows nothing of: storages.
+In: a user's paths and URLs. Out: schemes, buckets, parents and names; text for messages. Knows nothing of: storages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import CorruptCheckpointError, StorageUnavailableError
 
-Where = str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
 
 
 SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
@@ -22,34 +22,34 @@ SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
 
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
-# What fsspec takes for a filesystem on another; and a URL in a text of somebody else's.
+# A chain of fsspec, which is one filesystem on another; a URL within a foreign text.
 _CHAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:://[^:]*)?::.*:/")
 _URL_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 
 
-def parent_and_name(path: Where, *, fs: Any = None) -> tuple[str, str]:
-    """The place that an object lies in, and its name there. Raises ValueError where there is no name."""
+def parent_and_name(path: StrPath, *, fs: Any = None) -> tuple[str, str]:
+    """The place that contains an object, and its name there. Raises ValueError if there is no name."""
     text = text_of(path)
     parent, name = place_and_name(text, fs=fs)
     scheme, _, rest = text.partition("://")
     if fs is None and scheme.lower() in SCHEMES and rest.startswith("/"):
         raise ValueError(f"{shown(text)} names no bucket; write {scheme}://bucket{rest}")
     if _is_far(text, fs) and (not name or text.endswith("/")):
-        there = shown(text).rstrip("/")
-        example = f"{there}//bucket/x.tar" if there.endswith(":") else f"{there}/x.tar"
+        bucket_url = shown(text).rstrip("/")
+        example = f"{bucket_url}//bucket/x.tar" if bucket_url.endswith(":") else f"{bucket_url}/x.tar"
         raise ValueError(f"{shown(text)} names no object; give a name in it, such as {example}")
     return parent, name
 
 
-def place_and_name(path: Where, *, fs: Any = None) -> tuple[str, str]:
-    """The place that an object or a folder lies in, and its name there: empty for a whole bucket, or a whole disk.
+def place_and_name(path: StrPath, *, fs: Any = None) -> tuple[str, str]:
+    """The place that contains an object or folder, and its name there: empty for a whole bucket, or a whole disk.
 
-    With `fs`, the path is one on that filesystem.
+    With `fs`, the path is on that filesystem.
     """
     text = text_of(path)
     if not _is_far(text, fs):
-        where = local_path(text)
-        return str(where.parent), where.name
+        local = local_path(text)
+        return str(local.parent), local.name
     if fs is None and scheme_of(text) in SCHEMES:
         _refuse_query(text)
     start = text.index("://") + len("://") if scheme_of(text) else 0
@@ -70,7 +70,7 @@ def scheme_of(text: str) -> str | None:
 
 
 def split_bucket(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and prefix. A URL that is malformed is not shown beyond what cannot be a password."""
+    """Scheme, bucket and prefix. Messages about a malformed URL show no part that may be a password."""
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     scheme = SCHEMES.get(scheme, scheme)
@@ -78,39 +78,39 @@ def split_bucket(url: str) -> tuple[str, str, str]:
         raise ValueError(f"{scheme}:// is not an object store; known are {', '.join(sorted(SCHEMES))}")
     bucket, _, prefix = rest.partition("/")
     user, _, host = bucket.rpartition("@")
-    seen = f"{scheme}://{shown(url).partition('://')[2].partition('/')[0]}"
+    printable = f"{scheme}://{shown(url).partition('://')[2].partition('/')[0]}"
     if not host:
-        raise ValueError(f"{seen} names no bucket; write {scheme}://bucket/prefix")
+        raise ValueError(f"{printable} names no bucket; write {scheme}://bucket/prefix")
     if (user or ":" in bucket) and (scheme in ("s3", "gs") or ":" in bucket):
         raise ValueError(
-            f"{seen}: a URL must not contain keys or a port; write {scheme}://bucket/prefix, and give these in "
+            f"{printable}: a URL must not contain keys or a port; write {scheme}://bucket/prefix, and give these in "
             "Place(url, options=…)"
         )
     _refuse_query(url)
     prefix = prefix.strip("/")
     if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
-        raise ValueError(f"{seen}/{prefix}: a key must not have an empty part, or one that is . or ..")
+        raise ValueError(f"{printable}/{prefix}: a key must not have an empty part, or one that is . or ..")
     return scheme, bucket, prefix
 
 
 def refuse_chain(text: str) -> None:
-    """A URL that fsspec would read as one filesystem on another has no parent and no name."""
+    """Raise ValueError for a URL that fsspec would read as one filesystem on another: it has no parent and no name."""
     if _CHAIN.match(text):
         raise ValueError(f"{shown(text)} is a chain of filesystems; pass Place(path, fs=…) instead")
 
 
 def _refuse_query(url: str) -> None:
-    """A store's URL is a bucket and a key; what a browser would take for more may be a key to it."""
+    """Raise ValueError for a URL with a query or fragment, which may be a signature."""
     if "?" in url or "#" in url:
         raise ValueError(
-            f"{shown(url)}: the URL of a store must not contain ? or #; give what follows them in Place(url, options=…)"
+            f"{shown(url)}: the URL of a store must not contain ? or #; give what follows in Place(url, options=…)"
         )
 
 
 def shown(text: str) -> str:
-    """A URL as it may be printed: without user, password, query and fragment. A path is printed as it is."""
+    """A URL without user, password, query and fragment. A path is returned as it is."""
     slashes = "://" if "://" in text else ":/"
-    if slashes == ":/" and not _URL.match(text):  # a path; a URL that was made a Path has one slash
+    if slashes == ":/" and not _URL.match(text):  # a path; a URL that was turned into a Path has one slash
         return text
     scheme, _, rest = text.partition(slashes)
     user, _, place = rest.rpartition("@")
@@ -122,22 +122,22 @@ def shown(text: str) -> str:
     return f"{scheme}{slashes}{re.split('[?#]', place, maxsplit=1)[0]}"
 
 
-def hidden(text: str) -> str:
-    """A text of somebody else's, such as a client's error, with each URL in it as it may be printed."""
+def without_secrets(text: str) -> str:
+    """A foreign text, such as a client's error, with the secrets removed from the URLs in it."""
     return _URL_IN_TEXT.sub(lambda url: shown(url[0]), text)
 
 
 def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
-    """A name that a place holds and that cannot be asked for, or be a file below a folder."""
+    """The error about an object whose name cannot be requested, or cannot be that of a file below a folder."""
     return CorruptCheckpointError(
-        f"{place} holds what cannot be files of one folder: {problem}; rename or delete that object",
+        f"{place} has an object that cannot be a file below it: {problem}; rename or delete that object",
         path=place,
     )
 
 
-def text_of(path: Where) -> str:
+def text_of(path: StrPath) -> str:
     """A path as text. Raises TypeError and ValueError for anything else."""
-    # What stands for an object in a store (cloudpathlib) has a path as well: that of its copy in a cache on the disk.
+    # A cloudpathlib path of an object in a store has a file system path as well: that of its copy in a cache.
     as_uri = None if isinstance(path, str | PurePath) else getattr(path, "as_uri", None)
     if as_uri is None and not isinstance(path, str | os.PathLike):
         raise TypeError(f"expected a path or URL, not {type(path).__qualname__}; pass a string or a Path")
@@ -150,7 +150,7 @@ def text_of(path: Where) -> str:
     if match and not match[2] and match[1] in SCHEMES and isinstance(path, str):
         raise ValueError(f"{shown(text)} has one slash too few; write {shown(text.replace(':/', '://', 1))}")
     if match and not match[2] and not isinstance(path, str):
-        # A Path makes one slash of two. The URL of a bucket has no others that it could have lost.
+        # A Path turns two slashes into one. The URL of a bucket has no others that could be lost.
         if match[1] in SCHEMES:
             return text.replace(":/", "://", 1)
         raise ValueError(f"{shown(text)} was a URL: a Path turns two slashes into one; pass it as a string")
@@ -158,15 +158,15 @@ def text_of(path: Where) -> str:
 
 
 def local_path(text: str) -> Path:
-    """Where a path or a `file://` URL lies on this machine."""
+    """The path on this machine that a path or a `file://` URL means. Raises StorageUnavailableError."""
     refuse_chain(text)
     if scheme_of(text) == "file":
         text = unquote(urlsplit(text).path)
     if not text:
         raise ValueError("the path is empty")
-    where = Path(text).expanduser().absolute()
+    path = Path(text).expanduser().absolute()
     try:
-        where.is_dir()
+        path.is_dir()
     except OSError as error:  # a name that is too long, or a file system that does not answer
         raise StorageUnavailableError(f"{text:.300}: {error.strerror}", path=text) from error
-    return where
+    return path

@@ -1,7 +1,8 @@
-"""For tests: what every storage promises, real S3 servers on loopback, and a proxy that breaks connections on script.
+"""Tests for storages: the contract, real S3 servers on loopback, and a proxy that breaks connections by a script.
 
-Nothing else in the library imports this package. Its parts import pytest, moto, boto3 and rclone's binary on use:
-`pip install "async_ckpt[test]"`.
+`contract.py` is the contract, in parts: `archives.py` and `objects.py`, with memory from `lending.py`. `servers.py`
+runs S3 servers, by `_child.py`. `proxy.py` is the proxy, `requests.py` a request in it. No other room imports this one.
+pytest, moto, boto3 and rclone's binary are needed on use: `pip install "async_ckpt[test]"`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["FaultyProxy", "StorageContract", "moto_server", "rclone_server"]
 
 
 def __getattr__(name: str) -> Any:
-    # On use: it needs pytest, which should see it first to explain its assertions.
+    # Imported on use, since it needs pytest, which has to rewrite its assertions first.
     if name == "StorageContract":
         import pytest
 

@@ -1,7 +1,7 @@
 """The program that runs one server for `servers.py`: `_child.py moto`, or `_child.py rclone <its command line>`.
 
-In: standard input, which is never written to, and closes when the owner ends in whatever way. Out: the endpoint, one
-line on standard output, once it answers. Knows nothing of: async_ckpt, which it must not import.
+In: standard input, which closes when the owner ends in any way. Out: the endpoint, one line on standard output, once
+the server answers. Knows nothing of: async_ckpt, which it must not import.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ def moto() -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"http://127.0.0.1:{server.server_port}", flush=True)
     sys.stdin.buffer.read()
-    os._exit(0)  # whatever requests are under way
+    os._exit(0)  # without waiting for requests
 
 
 def date_uploads() -> None:
-    """Moto says of every upload that it was begun in 2010: whoever sweeps would take the youngest for stale."""
+    """Give uploads their real start. Moto reports 2010 for all, so that a sweep would take new ones for stale."""
     from moto.core.utils import iso_8601_datetime_with_milliseconds as now
     from moto.s3 import models, responses
 
     upload_type: Any = models.FakeMultipart
     response_type: Any = responses.S3Response
     begin, list_uploads = upload_type.__init__, response_type.list_multipart_uploads
-    begun: dict[str, str] = {}
+    initiated: dict[str, str] = {}
 
     def dated_begin(upload: Any, *arguments: Any, **options: Any) -> None:
         begin(upload, *arguments, **options)
-        begun[upload.id] = now()
+        initiated[upload.id] = now()
 
     def dated_list(response: Any) -> Any:
         status, headers, body = list_uploads(response)
         pattern = r"(<UploadId>(\w+)</UploadId>.*?<Initiated>)[^<]*"
-        return status, headers, re.sub(pattern, lambda found: found[1] + begun[found[2]], body)
+        return status, headers, re.sub(pattern, lambda match: match[1] + initiated[match[2]], body)
 
     upload_type.__init__ = dated_begin
     response_type.list_multipart_uploads = dated_list
 
 
 class Conditional:
-    """moto looks whether a condition holds, and then stores: done by two threads at once, both could win."""
+    """A lock around conditional requests: moto checks the condition and then stores, so two threads could both win."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -82,13 +82,13 @@ def rclone(command: list[str]) -> None:
 def _announce(server: subprocess.Popen[bytes]) -> None:
     assert server.stderr is not None
     for line in server.stderr:
-        found = re.search(rb"Starting s3 server on \[(http://[^\]]*?)/?\]", line)
-        if found:
-            print(found[1].decode(), flush=True)
+        match = re.search(rb"Starting s3 server on \[(http://[^\]]*?)/?\]", line)
+        if match:
+            print(match[1].decode(), flush=True)
         else:
             sys.stderr.buffer.write(line)
             sys.stderr.flush()
-    if server.wait():  # it ended by itself
+    if server.wait():  # rclone has ended by itself
         os._exit(1)
 
 

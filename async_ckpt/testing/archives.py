@@ -1,6 +1,6 @@
-"""The promises of every storage about archives: how they are written, given up and read.
+"""The contract of every storage for archives: writing, aborting and reading.
 
-In: a storage with an empty root. Out: tests. Knows nothing of: how the storage does it.
+In: a storage with an empty root. Out: tests. Knows nothing of: implementations.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import pytest
 
 from ..errors import StorageUnavailableError
 from ..spec import MIB, PAGE_BYTES
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from .lending import (
     SEGMENT_BYTES,
     SIZES,
+    ContractBase,
     LentMemory,
-    Promises,
     create,
     everything,
     put_archive,
@@ -25,8 +25,8 @@ from .lending import (
 )
 
 
-class ArchiveContract(Promises):
-    """See StorageContract."""
+class ArchiveContract(ContractBase):
+    """The tests of archives; see StorageContract."""
 
     # --- writing ----------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class ArchiveContract(Promises):
                     reader.read_into(4096, memoryview(target))
                     assert target == b"a" * 4096
                 except (StorageUnavailableError, EOFError):
-                    pass  # it was noticed
+                    pass  # the reader has noticed
 
     def test_a_reader_may_be_closed_twice(self, storage: Storage) -> None:
         put_archive(storage, "x.tar", b"a" * PAGE_BYTES, LentMemory())

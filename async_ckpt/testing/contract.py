@@ -1,10 +1,10 @@
-"""The promises of every storage, as tests that any storage can be held to.
+"""The contract of every storage, as tests.
 
-In: a storage with an empty root. Out: tests that pass where it keeps what `storage/base.py` says.
-Knows nothing of: how it does so. Needs pytest.
+In: a storage with an empty root. Out: tests that pass if it keeps the promises of `storage/interface.py`.
+Knows nothing of: implementations. Needs pytest.
 
-The memory that objects are written from is overwritten in the moment its last holder lets go of it, as the pool's is
-by the next save: a storage that lets go too early has written something else.
+The memory of objects is overwritten at the moment when its last holder releases it, as the next save does with the
+memory of the pool: a storage that releases it too early writes other bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from .objects import ObjectContract
 
 
 class StorageContract(ArchiveContract, ObjectContract):
-    """Derive from it, and give a `storage` fixture: a storage whose root is empty, another one for each test.
+    """A base class for the tests of a storage. Give a `storage` fixture: a new storage with an empty root for each
+    test.
 
         from async_ckpt.testing import StorageContract
 
@@ -25,6 +26,6 @@ class StorageContract(ArchiveContract, ObjectContract):
             def storage(self, tmp_path):
                 return MyStorage(tmp_path)
 
-    `secrets` are texts that no message may contain. `uploads` says which unfinished uploads the store holds, where it
-    can be asked. `not_applicable` names tests that cannot hold for this storage, with the reason.
+    `secrets` are texts that no message may contain. Override `uploads` if the store can list unfinished uploads.
+    `not_applicable` names tests that cannot hold for this storage, with the reason.
     """

@@ -1,6 +1,6 @@
-"""The memory that the tests of a storage write from: memory that is overwritten when its last holder lets go of it.
+"""Memory for the tests of storages, which is overwritten when its last holder releases it.
 
-In: sizes. Out: segments on loan, and objects written from them. Knows nothing of: what is asserted.
+In: sizes. Out: segments on loan, and objects written from them. Knows nothing of: assertions.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Final, TypeVar
 import pytest
 
 from ..spec import MIB, PAGE_BYTES
-from ..storage.base import Sink, Storage
+from ..storage.interface import Sink, Storage
 
 T = TypeVar("T")
 
-PATIENCE_SECONDS: Final = 60.0  # longer than anything here takes; reached only when a test fails
+PATIENCE_SECONDS: Final = 60.0  # longer than any test takes; reached only if it fails
 SEGMENT_BYTES: Final = 4 * MIB
 NUM_THREADS: Final = 8
 SIZES: Final = [
@@ -38,7 +38,7 @@ ODD_NAMES: Final = ["x y", "größe 検", "a+b", "100%", "%2F", "a#b", "a?b=c&d"
 
 
 class Loan:
-    """A segment on loan, which counts its holders."""
+    """A segment on loan, which counts its holders. LentMemory makes it. From any thread."""
 
     def __init__(self, memory: LentMemory, segment: mmap.mmap) -> None:
         self.view = memoryview(segment)
@@ -49,7 +49,7 @@ class Loan:
     def retain(self) -> None:
         with self._memory.changed:
             if not self._num_holders:
-                self._memory.misuse = "a segment was retained after it had been given back"
+                self._memory.misuse = "a segment was retained after its release"
             self._num_holders += 1
 
     def release(self) -> None:
@@ -67,7 +67,7 @@ class Loan:
 
 
 class LentMemory:
-    """A pool of a few segments."""
+    """A pool of a few segments. A test creates and owns it. From any thread."""
 
     def __init__(self, num_segments: int = 8, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.segment_bytes = segment_bytes
@@ -78,7 +78,7 @@ class LentMemory:
         self.misuse = ""
 
     def lease(self, relieve: Callable[[], bool] = lambda: False) -> Loan:
-        """Wait for a segment; a holder is asked to let go of one when there is none."""
+        """Wait for a segment. If there is none, `relieve` asks a holder to release one."""
         with self.changed:
             for _ in range(int(PATIENCE_SECONDS / 0.1)):
                 if self.free:
@@ -108,7 +108,7 @@ def create(storage: Storage, path: str, data: bytes, memory: LentMemory) -> Sink
 
 
 def put_archive(storage: Storage, path: str, data: bytes, memory: LentMemory) -> None:
-    """A whole object, as a save writes it: filled in file order, written by several threads, never held up for long."""
+    """Write a whole object as a save does: filled in file order, written by several threads."""
     sink = create(storage, path, data, memory)
     try:
         write(sink, data, memory, order=range(-(-len(data) // memory.segment_bytes)))
@@ -121,7 +121,7 @@ def put_archive(storage: Storage, path: str, data: bytes, memory: LentMemory) ->
 
 
 def write(sink: Sink, data: bytes, memory: LentMemory, *, order: Iterable[int]) -> None:
-    """Write these segments, each when there is memory for it, by several threads."""
+    """Write these segments by several threads, each as soon as there is memory for it."""
 
     def write(number: int, loan: Loan) -> None:
         begin = number * memory.segment_bytes
@@ -139,7 +139,7 @@ def write(sink: Sink, data: bytes, memory: LentMemory, *, order: Iterable[int]) 
 
 
 def together(call: Callable[[int], T], arguments: Sequence[int]) -> list[T]:
-    """The same call by many threads that begin at once."""
+    """Call a function from many threads that begin at once."""
     begin = threading.Barrier(len(arguments))
 
     def run(argument: int) -> T:
@@ -150,22 +150,22 @@ def together(call: Callable[[int], T], arguments: Sequence[int]) -> list[T]:
         return list(threads.map(run, arguments))
 
 
-def same(found: Any, told: Any) -> bool:
-    """Whether two contents are equal; pytest would spend minutes on explaining how megabytes differ."""
-    return bytes(found) == bytes(told)
+def same(actual: Any, expected: Any) -> bool:
+    """Whether two contents are equal. pytest would need minutes to explain how megabytes differ."""
+    return bytes(actual) == bytes(expected)
 
 
 def everything(storage: Storage, folder: str = "") -> list[str]:
-    """The path of every object; where folders are real, of empty ones too."""
-    found = []
+    """The paths of all objects, and of empty folders if folders are real."""
+    paths = []
     for name in storage.names(folder):
         path = f"{folder}/{name}" if folder else name
-        found += everything(storage, path) or storage.existing([path])
-    return found
+        paths += everything(storage, path) or storage.existing([path])
+    return paths
 
 
-class Promises:
-    """The argument of each part of the contract; see `StorageContract`."""
+class ContractBase:
+    """The common part of the contract's classes; see `StorageContract`."""
 
     secrets: Sequence[str] = ()
     not_applicable: Mapping[str, str] = MappingProxyType({})
@@ -175,11 +175,11 @@ class Promises:
         raise NotImplementedError("give a `storage` fixture that returns a storage with an empty root")
 
     def uploads(self) -> Iterable[str]:
-        """Unfinished uploads that the store holds below the root."""
+        """The unfinished uploads of the store below the root."""
         return []
 
     def content(self, storage: Storage, path: str) -> bytes:
-        """The bytes of an object. Override where the storage can write but not read, or to look behind its back."""
+        """The bytes of an object. Override it if the storage cannot read, or to read by other means."""
         with storage.open(path) as reader:
             data = bytearray(reader.num_bytes)
             reader.read_into(0, memoryview(data))

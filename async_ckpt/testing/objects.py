@@ -1,6 +1,6 @@
-"""The promises of every storage about small objects, names, and the leftovers of dead writers.
+"""The contract of every storage for small objects, names, and the leftovers of dead writers.
 
-In: a storage with an empty root. Out: tests. Knows nothing of: how the storage does it.
+In: a storage with an empty root. Out: tests. Knows nothing of: implementations.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import traceback
 import pytest
 
 from ..spec import MIB, PAGE_BYTES
-from ..storage.base import Storage
+from ..storage.interface import Storage
 from .lending import (
     NUM_THREADS,
     ODD_NAMES,
     SEGMENT_BYTES,
+    ContractBase,
     LentMemory,
-    Promises,
     create,
     everything,
     put_archive,
@@ -27,8 +27,8 @@ from .lending import (
 )
 
 
-class ObjectContract(Promises):
-    """See StorageContract."""
+class ObjectContract(ContractBase):
+    """The tests of small objects; see StorageContract."""
 
     # --- small objects ----------------------------------------------------------------------------------------
 
@@ -99,12 +99,12 @@ class ObjectContract(Promises):
         assert storage.names("") == ["x"]
 
     def test_the_version_that_replacing_tells_is_the_one_that_is_read(self, storage: Storage) -> None:
-        """A place that cannot tell says so by None."""
-        told = storage.replace("x", b"one")
-        again = storage.replace("x", b"two", version=storage.read("x")[1])
+        """A storage that does not know the version returns None."""
+        first = storage.replace("x", b"one")
+        second = storage.replace("x", b"two", version=storage.read("x")[1])
 
-        assert again in (None, storage.read("x")[1])
-        assert told is None or told != again
+        assert second in (None, storage.read("x")[1])
+        assert first is None or first != second
 
     def test_of_many_writers_that_replace_one_version_exactly_one_wins(self, storage: Storage) -> None:
         storage.put_new("x", b"old")
@@ -187,12 +187,12 @@ class ObjectContract(Promises):
     ) -> None:
         data = random_bytes(PAGE_BYTES)
 
-        def run(who: int) -> None:
-            if who == 0:
+        def run(number: int) -> None:
+            if number == 0:
                 put_archive(storage, "folder/x.tar", data, LentMemory())
-            elif who == 1:
+            elif number == 1:
                 storage.put_new("folder/manifest", b"1")
-            else:  # again and again, as if many processes came by
+            else:  # repeatedly, as many processes would
                 for _ in range(10):
                     storage.remove_if_empty("folder")
 
@@ -304,14 +304,14 @@ class ObjectContract(Promises):
         data, memory = random_bytes(3 * SEGMENT_BYTES), LentMemory()
         sink = create(storage, "folder/x.tar", data, memory)
         write(sink, data, memory, order=[0, 1])
-        found = storage.sweep("folder", storage.names("folder"), delete=True, decided=True)
+        swept = storage.sweep("folder", storage.names("folder"), delete=True, decided=True)
         aborted = storage.sweep_uploads()
         write(sink, data, memory, order=[2])
         sink.finish()
         after = storage.sweep("folder", ["x.tar"], delete=True, decided=True)
         sink.close()
 
-        assert (found, aborted, after) == ([], [], [])
+        assert (swept, aborted, after) == ([], [], [])
         assert same(self.content(storage, "folder/x.tar"), data)
 
     def test_a_sweep_deletes_only_what_it_is_told_to(self, storage: Storage) -> None:

@@ -1,11 +1,11 @@
-"""A proxy between a client and an S3 server that passes everything through, except where the script says otherwise.
+"""A proxy between a client and an S3 server that passes everything through, except for scripted faults.
 
-In: the endpoint of a server, and faults. Out: an endpoint, a record of every request, and what each fault struck.
+In: the endpoint of a server, and faults. Out: an endpoint, all requests, and how often each fault struck.
 Knows nothing of: storages, signatures. It changes no byte that it passes on, the Host header included.
 
-One thread runs one asyncio loop. A client's connection is one task, and each request has a connection of its own to
-the server, so that a cut hits exactly one. Bodies stream through: no more is held than a few pieces in each direction.
-A cut is a reset on both sides: what was let through may still arrive, and nothing after it.
+One thread runs one asyncio loop. A client's connection is one task, and each request has its own connection to the
+server, so that a cut hits exactly one request. Bodies are streamed: only a few pieces are held in each direction. A cut
+is a reset on both sides: bytes that were passed on before it may still arrive.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from .requests import (
     predicate,
 )
 
-_ROUNDS: Final = 8  # of the loop; asyncio needs four from an accepted connection to its task
+_ROUNDS: Final = 8  # rounds of the loop; asyncio needs four from an accepted connection to its task
 
 
 class FaultyProxy:
-    r"""Stands between a client and the server at `upstream`, within a `with` block.
+    r"""A proxy for the server at `upstream`, within a `with` block. From any thread.
 
-    Give the client `proxy.endpoint`, as in `{**server.options, "endpoint": proxy.endpoint}`. Signatures hold: they
-    cover the Host that the client sends, and that is passed on.
+    Give the client `proxy.endpoint`, as in `{**server.options, "endpoint": proxy.endpoint}`. Signatures stay
+    valid: they cover the Host header, which is passed on unchanged.
 
-    A fault strikes the first `times` requests that match (see `RequestMatch`), or all of them. A request meets one fault at
-    most: the first of those added that is not used up. Faults may be added and cleared at any time, from any thread;
-    when the call returns, the next request meets the new script.
+    A fault strikes the first `times` requests that match (see `RequestMatch`), or all of them. A request meets one
+    fault at most: the first of those added that is not used up. Faults may be added and cleared at any time, from any
+    thread; when the call returns, the next request meets the new script.
 
         with moto_server() as server, FaultyProxy(server.endpoint) as proxy:
             fault = proxy.cut_request(100_000, target=r"partNumber=7\b", times=5)
@@ -59,12 +59,12 @@ class FaultyProxy:
     def __init__(self, upstream: str) -> None:
         url = urlsplit(upstream)
         self._upstream = (url.hostname or "127.0.0.1", url.port or 80)
-        # A port that is bound and not listened to refuses connections, and nobody else can take it meanwhile.
+        # A port that is bound without listening refuses connections, and no other process can take it.
         self._bound = _bind(0)
         self._port = int(self._bound.getsockname()[1])
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="faulty-proxy")
-        # All below is changed by that thread only.
+        # All below is changed only by that thread.
         self._listener: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._requests: list[Request] = []
@@ -82,7 +82,7 @@ class FaultyProxy:
         return list(self._requests)
 
     def count(self, **match: Unpack[RequestMatch]) -> int:
-        """How many requests so far match."""
+        """The number of requests so far that match."""
         return sum(map(predicate(match), self.requests))
 
     def clear(self) -> None:
@@ -93,15 +93,15 @@ class FaultyProxy:
     # --- the faults -------------------------------------------------------------------------------------------
 
     def refuse(self) -> Fault:
-        """As if the server had gone: all connections are reset, and new ones refused, until it is cleared."""
-        fault = Fault("refuse", ProxiedRequest.forward, None, {}, self._take_out)
+        """Reset all connections and refuse new ones, as if the server were down, until the fault is cleared."""
+        fault = Fault("refuse", ProxiedRequest.forward, None, {}, self._remove_fault)
         self._in_loop(self._set_refusals([*self._refusals, fault]))
         return fault
 
     def cut_request(
         self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[RequestMatch]
     ) -> Fault:
-        """ScriptedCut once so many bytes of the request's body have gone on; at 0, nothing of the request has.
+        """Cut after so many bytes of the request's body were passed on; at 0, before the request.
 
         Strikes only requests with more bytes than that.
         """
@@ -109,10 +109,10 @@ class FaultyProxy:
         async def act(exchange: ProxiedRequest) -> bool:
             return await exchange.forward(cut_request=after_bytes)
 
-        meant = predicate(match)
+        matches = predicate(match)
 
         def is_long(request: Request) -> bool:
-            return meant(request) and (
+            return matches(request) and (
                 not after_bytes or request.num_bytes is None or request.num_bytes > after_bytes
             )
 
@@ -121,7 +121,7 @@ class FaultyProxy:
     def cut_response(
         self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[RequestMatch]
     ) -> Fault:
-        """ScriptedCut once the answer's head and so many bytes of its body have gone back; a shorter one passes."""
+        """Cut after the head of the response and so many bytes of its body; a shorter response passes."""
 
         async def act(exchange: ProxiedRequest) -> bool:
             return await exchange.forward(cut_response=after_bytes)
@@ -129,7 +129,7 @@ class FaultyProxy:
         return self._add(f"cut response after {after_bytes} bytes", act, times, match)
 
     def lose_response(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
-        """Let the server do as it is asked, and cut instead of passing its answer on."""
+        """Let the server handle the request, and cut instead of passing on its response."""
 
         async def act(exchange: ProxiedRequest) -> bool:
             return await exchange.forward(lose_response=True)
@@ -139,7 +139,7 @@ class FaultyProxy:
     def throttle(
         self, bytes_per_second: float, *, times: int | None = None, **match: Unpack[RequestMatch]
     ) -> Fault:
-        """Pass the bodies of a request and of its answer on at this rate, each request for itself."""
+        """Pass on the bodies of a request and its response at this rate, for each request."""
 
         async def act(exchange: ProxiedRequest) -> bool:
             return await exchange.forward(bytes_per_second=bytes_per_second)
@@ -149,9 +149,9 @@ class FaultyProxy:
     def delay(
         self, seconds: float | None, *, times: int | None = None, **match: Unpack[RequestMatch]
     ) -> Fault:
-        """Pass the request on after so long, or as soon as the fault is cleared; None: only then.
+        """Pass on the request after so many seconds, or when the fault is cleared; with None, only then.
 
-        Until then no more of its body is read than the system's buffers hold.
+        Until then only the system's buffers take bytes of the body.
         """
 
         async def act(exchange: ProxiedRequest) -> bool:
@@ -163,11 +163,11 @@ class FaultyProxy:
         return fault
 
     def black_hole(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
-        """Read the request, pass nothing on, never answer: not even when the fault is cleared."""
+        """Read the request, pass on nothing and never answer, even when the fault is cleared."""
 
         async def act(exchange: ProxiedRequest) -> bool:
-            await exchange.swallow()
-            await exchange.client.gone()
+            await exchange.consume()
+            await exchange.client.wait_closed()
             return False
 
         return self._add("black hole", act, times, match)
@@ -175,33 +175,33 @@ class FaultyProxy:
     def answer(
         self, code: str, *, status: int | None = None, times: int | None = None, **match: Unpack[RequestMatch]
     ) -> Fault:
-        """Answer with this error of S3 ("SlowDown", "AccessDenied", …), and pass nothing on."""
+        """Answer with this error of S3 ("SlowDown", "AccessDenied", …), and pass on nothing."""
         number = STATUS[code] if status is None else status
 
         async def act(exchange: ProxiedRequest) -> bool:
             if not exchange.waits_to_send:
-                await exchange.swallow()
+                await exchange.consume()
             return await exchange.reply(number, error_xml(code, exchange.request))
 
         return self._add(f"answer {number} {code}", act, times, match)
 
     def ignore_conditions(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
-        """Take If-Match and If-None-Match out of the request, as a store does that knows neither."""
+        """Remove If-Match and If-None-Match from the request, as a store would that ignores them."""
 
         async def act(exchange: ProxiedRequest) -> bool:
-            exchange.leave_out("if-match", "if-none-match")
+            exchange.remove_headers("if-match", "if-none-match")
             return await exchange.forward()
 
         return self._add("ignore conditions", act, times, match)
 
     def lose(self, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
-        """Acknowledge with an e-tag, and pass nothing on: what the client takes for stored is lost.
+        """Acknowledge with an e-tag, and pass on nothing: the object is lost.
 
-        Fit for put_object, upload_part, complete_multipart_upload and delete_object.
+        For put_object, upload_part, complete_multipart_upload and delete_object.
         """
 
         async def act(exchange: ProxiedRequest) -> bool:
-            etag = await exchange.swallow()
+            etag = await exchange.consume()
             if exchange.request.kind == "complete_multipart_upload":
                 return await exchange.reply(200, completed_xml(exchange.request, f'"{etag}-1"'))
             if exchange.request.method == "DELETE":
@@ -210,11 +210,11 @@ class FaultyProxy:
 
         return self._add("lose", act, times, match)
 
-    def _take_out(self, fault: Fault) -> None:
+    def _remove_fault(self, fault: Fault) -> None:
         self._in_loop(self._remove(fault))
 
     def _add(self, name: str, act: Act, times: int | None, match: RequestMatch) -> Fault:
-        fault = Fault(name, act, times, match, self._take_out)
+        fault = Fault(name, act, times, match, self._remove_fault)
 
         async def add() -> None:
             self._faults.append(fault)
@@ -235,7 +235,7 @@ class FaultyProxy:
         elif not refusals and self._listener is None:
             await self._listen()
 
-    # --- its life ---------------------------------------------------------------------------------------------
+    # --- start and end ----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -260,7 +260,7 @@ class FaultyProxy:
         )
 
     def _in_loop(self, call: Coroutine[Any, Any, None]) -> None:
-        """Do it in the proxy's thread, and return when it is done."""
+        """Run a coroutine on the proxy's thread, and wait for it."""
         if not self._thread.is_alive():
             call.close()
             raise RuntimeError("a FaultyProxy works within its `with` block")
@@ -271,14 +271,14 @@ class FaultyProxy:
 
     async def _stop_listening(self) -> None:
         if self._listener is not None:
-            # What was accepted by now must not meet a server that is closed: asyncio would forget its socket.
+            # Connections accepted by now must not meet a closed server: asyncio would forget their sockets.
             for sock in self._listener.sockets:
                 self._loop.remove_reader(sock.fileno())
             for _ in range(_ROUNDS):
                 await asyncio.sleep(0)
             self._listener.close()
             self._listener = None
-        for _ in range(_ROUNDS):  # what was accepted by now becomes tasks, and what they close is closed
+        for _ in range(_ROUNDS):  # accepted connections become tasks, and tasks close their connections
             tasks = list(self._connections)
             for task in tasks:
                 task.cancel()
@@ -286,7 +286,7 @@ class FaultyProxy:
             await asyncio.sleep(0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of a client: request after request, until one of the two has had enough."""
+        """Serve one connection of a client, request after request, until one side closes it."""
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
@@ -296,7 +296,7 @@ class FaultyProxy:
                 pass
             client.close()
         except (ScriptedCut, OSError, EOFError, asyncio.CancelledError):
-            # By the script, the client, the server, the end.
+            # Ended by the script, the client, the server, or the end of the proxy.
             client.reset()
         except BaseException as error:
             client.reset()
@@ -311,13 +311,13 @@ class FaultyProxy:
         (method, target, *_), headers = parse(head)
         request = Request(method, target, headers)
         self._requests.append(request)
-        fault = next((fault for fault in self._faults if fault._takes(request)), None)
+        fault = next((fault for fault in self._faults if fault._strikes(request)), None)
         exchange = ProxiedRequest(self._upstream, client, request, head)
         return await (fault._act(exchange) if fault else exchange.forward())
 
 
 def _bind(port: int) -> socket.socket:
-    # asyncio wants it all, to set TCP_NODELAY.
+    # All arguments, or asyncio would not set TCP_NODELAY.
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if hasattr(socket, "SO_REUSEPORT"):  # the socket that holds the port, and the one that listens
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

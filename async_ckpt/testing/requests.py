@@ -1,6 +1,6 @@
-"""One request on its way through the proxy, and what becomes of it.
+"""One request on its way through the proxy.
 
-In: a connection and the faults that may apply. Out: the server's answer, or what stands for it. Knows nothing of: stores.
+In: a connection, and scripted faults. Out: the server's response, or a scripted one. Knows nothing of: stores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xml.sax.saxutils import escape
 PIECE_BYTES: Final = 256 * 1024
 _STEPS_PER_SECOND: Final = 20  # of a throttled body
 _BODILESS: Final = frozenset({204, 304})
-# What S3 answers, by the codes of its documentation.
+# The statuses of S3's error codes, from its documentation.
 STATUS: Final[Mapping[str, int]] = {
     "AccessDenied": 403,
     "AuthorizationHeaderMalformed": 400,
@@ -41,7 +41,7 @@ STATUS: Final[Mapping[str, int]] = {
     "SignatureDoesNotMatch": 403,
     "SlowDown": 503,
 }
-# S3's calls: by method, by whether the path names an object, by the first of these parameters that the query has.
+# The calls of S3: by method, by whether the path names an object, and by the first of these parameters in the query.
 _PARAMETERS: Final = ("partNumber", "uploadId", "uploads", "delete")
 _KINDS: Final[Mapping[tuple[str, bool, str], str]] = {
     ("POST", True, "uploads"): "create_multipart_upload",
@@ -59,12 +59,12 @@ _KINDS: Final[Mapping[tuple[str, bool, str], str]] = {
     ("HEAD", True, ""): "head_object",
     ("DELETE", True, ""): "delete_object",
 }
-PATIENCE_SECONDS: Final = 60.0  # longer than anything here takes; reached only when something is broken
+PATIENCE_SECONDS: Final = 60.0  # longer than any request takes; reached only in failures
 
 
 @dataclass(eq=False)
 class Request:
-    """One request as it came by. `status` is None until it is answered, and for ever where it never is."""
+    """One request that the proxy received. `status` is None until it is answered."""
 
     method: str
     target: str  # path and query, as they were sent
@@ -73,7 +73,7 @@ class Request:
 
     @property
     def kind(self) -> str:
-        """The call of S3 that the request is, in boto3's words: "upload_part", "put_object", … The bucket is in the path."""
+        """The call of S3 by its name in boto3: "upload_part", "put_object", … The bucket must be in the path."""
         url = urlsplit(self.target)
         query = parse_qs(url.query, keep_blank_values=True)
         parameter = next((name for name in _PARAMETERS if name in query), "")
@@ -83,26 +83,26 @@ class Request:
 
     @property
     def num_bytes(self) -> int | None:
-        """Bytes of the body; None where only its end tells."""
+        """The bytes of the body; None if the request does not tell."""
         return None if "transfer-encoding" in self.headers else int(self.headers.get("content-length", 0))
 
 
 class RequestMatch(TypedDict, total=False):
-    """The requests that are meant: those of which everything that is given holds."""
+    """A filter of requests: those that match everything given."""
 
     method: str
     kind: str
-    target: str  # a regular expression to be found in path and query: r"partNumber=7\b"
+    target: str  # a regular expression to search in path and query: r"partNumber=7\b"
     where: Callable[[Request], bool]
 
 
 class Fault:
-    """The action of a script on the requests that match. Made by the methods of `FaultyProxy`."""
+    """A scripted action on the requests that match. The methods of FaultyProxy make it. From any thread."""
 
     def __init__(
         self, name: str, act: Act, times: int | None, match: RequestMatch, remove: Callable[[Fault], None]
     ) -> None:
-        """`remove` takes it out of the script, on the proxy's thread."""
+        """`remove` removes the fault from the script, on the proxy's thread."""
         self.name = name
         self.hits = 0  # how often it struck; written by the proxy's thread only
         self._remove = remove
@@ -113,19 +113,19 @@ class Fault:
         self._cleared = asyncio.Event()
 
     def wait(self, timeout: float = PATIENCE_SECONDS) -> None:
-        """Return when it has struck for the first time."""
+        """Wait until the fault has struck for the first time."""
         if not self._struck.wait(timeout):
             raise TimeoutError(f"{self!r} met no request")
 
     def clear(self) -> None:
-        """End the fault: it strikes no more, and the requests that it holds up go on. Idempotent."""
+        """End the fault, and pass on the requests that it delays. Idempotent."""
         self._remove(self)
 
     def __repr__(self) -> str:
         times = "" if self._times is None else f" of {self._times}"
         return f"<Fault {self.name}: struck {self.hits}{times}>"
 
-    def _takes(self, request: Request) -> bool:
+    def _strikes(self, request: Request) -> bool:
         if self.hits == self._times or not self._matches(request):
             return False
         self.hits += 1
@@ -134,11 +134,14 @@ class Fault:
 
 
 class ScriptedCut(Exception):
-    """The script cuts the connection here."""
+    """Raised where the script cuts the connection."""
 
 
 class ProxiedRequest:
-    """One request and its answer on their way through. What handles it says whether the connection can go on."""
+    """One request and its response in the proxy. Methods that handle it return whether the connection can go on.
+
+    FaultyProxy makes it. All on the proxy's thread.
+    """
 
     def __init__(
         self, upstream: tuple[str, int], client: HttpConnection, request: Request, head: bytes
@@ -149,7 +152,7 @@ class ProxiedRequest:
         self._upstream = upstream
         self._head = head
 
-    def leave_out(self, *headers: str) -> None:
+    def remove_headers(self, *headers: str) -> None:
         """Forward the request without these headers, named in lower case."""
         lines = self._head.split(b"\r\n")
         names = [line.partition(b":")[0].strip().lower().decode("latin-1") for line in lines]
@@ -165,11 +168,11 @@ class ProxiedRequest:
         lose_response: bool = False,
         bytes_per_second: float | None = None,
     ) -> bool:
-        """To the server, and back."""
+        """Pass the request to the server, and its response to the client."""
         if cut_request == 0:
             raise ScriptedCut
         server = HttpConnection(*await asyncio.open_connection(*self._upstream, limit=PIECE_BYTES))
-        request_body = _limited(self.client.body(self.request.headers), cut_request, bytes_per_second)
+        request_body = _limit(self.client.body(self.request.headers), cut_request, bytes_per_second)
         sending = asyncio.create_task(self._send(server, request_body))
         answering = asyncio.create_task(self._answer(server, cut_response, bytes_per_second, lose_response))
         end = server.reset
@@ -178,10 +181,10 @@ class ProxiedRequest:
             if sending.done():
                 goes_on = sending.result()
                 goes_on = await answering and goes_on
-            elif self.waits_to_send:  # and is answered instead
+            elif self.waits_to_send:  # the server has answered before the body
                 answering.result()
                 goes_on = False
-            else:  # answered early, and the body is still coming
+            else:  # the server has answered early, and the body is still coming
                 goes_on = answering.result()
                 goes_on = await sending and goes_on
             if goes_on:
@@ -198,7 +201,7 @@ class ProxiedRequest:
         async for piece in body:
             try:
                 await server.send(piece)
-            except ConnectionError:  # it reads no more, and may have said why
+            except ConnectionError:  # the server reads no more, and may have answered
                 return False
         return True
 
@@ -213,15 +216,13 @@ class ProxiedRequest:
             (version, code, *_), headers = parse(head)
             status = int(code)
             if status >= 200 and not lose:
-                self.request.status = status  # before the client can know it
+                self.request.status = status  # before the client can see it
             if status < 200 or not lose:
                 await self.client.send(head)
         if self.request.method == "HEAD" or status in _BODILESS:
             headers = {**headers, "content-length": "0", "transfer-encoding": ""}
         framed = bool(headers.keys() & {"content-length", "transfer-encoding"})
-        async for piece in _limited(
-            server.body(headers, until_closed=not framed), cut_after, bytes_per_second
-        ):
+        async for piece in _limit(server.body(headers, until_closed=not framed), cut_after, bytes_per_second):
             if not lose:
                 await self.client.send(piece)
         if lose:
@@ -233,7 +234,7 @@ class ProxiedRequest:
         fields = {"Server": "AmazonS3", "Content-Length": str(len(body)), **(headers or {})}
         if body:
             fields["Content-Type"] = "application/xml"
-        if self.waits_to_send:  # whether the client sends its body now, nobody knows
+        if self.waits_to_send:  # the client may send its body or not
             fields["Connection"] = "close"
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{k}: {v}" for k, v in fields.items())]
         head = "\r\n".join([*lines, "", ""]).encode()
@@ -241,8 +242,8 @@ class ProxiedRequest:
         await self.client.send(head if self.request.method == "HEAD" else head + body)
         return not self.waits_to_send
 
-    async def swallow(self) -> str:
-        """Read the request to its end. Returns the MD5 of its body, which is what an e-tag mostly is."""
+    async def consume(self) -> str:
+        """Read the request to its end. Returns the MD5 of its body, which is the usual e-tag."""
         if self.waits_to_send:
             await self.client.send(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.waits_to_send = False
@@ -253,15 +254,15 @@ class ProxiedRequest:
 
 
 class HttpConnection:
-    """One side of the proxy: a connection that speaks HTTP/1.1."""
+    """A connection with HTTP/1.1 on one side of the proxy. All on the proxy's thread."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        writer.transport.set_write_buffer_limits(0)  # so that `send` returns when the system has it all
+        writer.transport.set_write_buffer_limits(0)  # so that `send` returns when the system has all bytes
 
     async def head(self) -> bytes | None:
-        """The first lines of the next message; None where the other side has closed instead."""
+        """The head of the next message; None if the other side has closed the connection."""
         try:
             return await self._reader.readuntil(b"\r\n\r\n")
         except asyncio.IncompleteReadError as error:
@@ -270,7 +271,7 @@ class HttpConnection:
             return None
 
     async def body(self, headers: Mapping[str, str], *, until_closed: bool = False) -> AsyncGenerator[bytes]:
-        """The body behind such a head, as it comes: the lines that frame chunks too."""
+        """The body after a head with these headers, in pieces as they come, with the lines that frame chunks."""
         if headers.get("transfer-encoding"):
             num_bytes = 1
             while num_bytes:
@@ -302,8 +303,8 @@ class HttpConnection:
         self._writer.write(data)
         await self._writer.drain()
 
-    async def gone(self) -> None:
-        """Return when the other side has closed."""
+    async def wait_closed(self) -> None:
+        """Wait until the other side has closed the connection."""
         while await self._reader.read(PIECE_BYTES):
             pass
 
@@ -312,12 +313,12 @@ class HttpConnection:
 
     def reset(self) -> None:
         with suppress(OSError):
-            at_once = struct.pack("ii", 1, 0)  # a close that lingers for no time is a reset
+            at_once = struct.pack("ii", 1, 0)  # a close without lingering is a reset
             self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
         self._writer.transport.abort()
 
 
-async def _limited(
+async def _limit(
     body: AsyncGenerator[bytes], cut_after: int | None, bytes_per_second: float | None
 ) -> AsyncGenerator[bytes]:
     num_passed = 0
@@ -343,7 +344,7 @@ def parse(head: bytes) -> tuple[list[str], dict[str, str]]:
 
 
 def error_xml(code: str, request: Request) -> bytes:
-    text = f"{code}, as the script of this test wants it."
+    text = f"{code}, by the script of this test."
     resource = escape(unquote(urlsplit(request.target).path))
     return (
         '<?xml version="1.0" encoding="UTF-8"?>\n'

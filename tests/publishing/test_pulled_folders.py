@@ -26,7 +26,7 @@ import transformers
 
 from async_ckpt import Publisher, StorageFullError, StorageUnavailableError, Subscriber
 from async_ckpt.publishing import folder as folders
-from async_ckpt.storage.beneath import Beneath
+from async_ckpt.storage.confined import ConfinedFolder
 
 WEIGHTS = "model.safetensors"
 
@@ -324,7 +324,7 @@ def test_nothing_is_reached_by_a_link_below_a_folder_and_the_folder_may_be_one(t
     (tmp_path / "folder").symlink_to(tmp_path / "real")
     (tmp_path / "real" / "way").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "real" / "file").symlink_to(tmp_path / "elsewhere" / "x")
-    files = Beneath(tmp_path / "folder")
+    files = ConfinedFolder(tmp_path / "folder")
     files.put("sub/deep/x", [b"a", b"b"])
     assert (files.read("sub/deep/x"), files.size("sub/deep/x")) == (b"ab", 2)
     files.delete("sub/deep/x")

@@ -20,7 +20,7 @@ from states import assert_is_state, leftovers, names_below, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, Keep, Naming, NotCommittedError, StorageUnavailableError
 from async_ckpt.runs.manifest import Manifest
-from async_ckpt.runs.retention import Commits, doomed_by
+from async_ckpt.runs.retention import Commits, deletable_steps
 from async_ckpt.runs.run import Run
 from async_ckpt.spec import keep_of
 from async_ckpt.storage.local import LocalStorage
@@ -109,7 +109,7 @@ rule_sets = st.builds(
 
 @given(runs, rule_sets, st.sets(st.integers(0, 40), max_size=4))
 def test_what_goes_is_exactly_what_the_manual_says(made, rules, protected):
-    doomed = doomed_by(rules, Commits(made), now=NOW, protected=protected)
+    doomed = deletable_steps(rules, Commits(made), now=NOW, protected=protected)
 
     assert doomed == [step for step in sorted(made) if not stays(step, made, rules, protected)]
     assert max(made) not in doomed
@@ -118,10 +118,10 @@ def test_what_goes_is_exactly_what_the_manual_says(made, rules, protected):
 
 @given(runs, rule_sets, st.sets(st.integers(0, 40), max_size=4))
 def test_what_was_left_is_left_when_the_rules_are_read_again(made, rules, protected):
-    doomed = doomed_by(rules, Commits(made), now=NOW, protected=protected)
+    doomed = deletable_steps(rules, Commits(made), now=NOW, protected=protected)
     left = {step: manifest for step, manifest in made.items() if step not in doomed}
 
-    assert doomed_by(rules, Commits(left), now=NOW, protected=protected) == []
+    assert deletable_steps(rules, Commits(left), now=NOW, protected=protected) == []
 
 
 @given(runs, rule_sets)
@@ -130,7 +130,9 @@ def test_another_rule_keeps_more_and_never_less(made, rules):
         return
     more = Keep(rules.last or 2, rules.every, rules.best, rules.seconds)
 
-    assert set(doomed_by(more, Commits(made), now=NOW)) <= set(doomed_by(rules, Commits(made), now=NOW))
+    assert set(deletable_steps(more, Commits(made), now=NOW)) <= set(
+        deletable_steps(rules, Commits(made), now=NOW)
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_another_rule_keeps_more_and_never_less(made, rules):
     ],
 )  # fmt: skip
 def test_what_retention_dooms(rules, made, doomed):
-    assert doomed_by(rules, Commits(made), now=NOW) == doomed
+    assert deletable_steps(rules, Commits(made), now=NOW) == doomed
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_a_segment_that_comes_last_has_its_memory_before_those_behind_it(memory)
 @pytest.mark.parametrize("told", [SEGMENT + 1, 3 * SEGMENT])
 def test_a_source_that_changes_meanwhile_is_told_of_and_not_copied(local, place, told):
     write(local, [2 * SEGMENT])
-    with pytest.raises(StorageUnavailableError, match="changed meanwhile"):
+    with pytest.raises(StorageUnavailableError, match="source changed during the copy"):
         copy(parcels(local, {"folder/0": told}), place)
     assert content(place) == {}
 
@@ -117,7 +117,7 @@ def test_a_source_that_gets_shorter_while_it_is_read_is_told_of(local, place):
         with open(local.root / "folder/0", "r+b") as file:
             file.truncate(1)
 
-    with pytest.raises(StorageUnavailableError, match="changed meanwhile"):
+    with pytest.raises(StorageUnavailableError, match="source changed during the copy"):
         copy(parcels(local, verify=shorten), place, background=True)
     assert content(place) == {}
 

@@ -21,9 +21,9 @@ from states import MIB, difference, noise
 from async_ckpt import StorageUnavailableError, Zstd, load, save
 from async_ckpt.format.zstd import FOOTER_BYTES, ZstdFrame, begins, dump, parse, table_bytes
 from async_ckpt.host.pool import Lease, SegmentPool
-from async_ckpt.storage.append import Appender
 from async_ckpt.storage.compressed import ZstdReader, ZstdSink
 from async_ckpt.storage.local import LocalStorage
+from async_ckpt.storage.sequential import Appender
 
 zstandard = pytest.importorskip("zstandard")
 BLOCK = 4 * MIB
@@ -125,7 +125,7 @@ def sink_for(storage: Any, segments: Segments, **how: Any) -> ZstdSink:
         "x.zst",
         num_bytes=segments.num_bytes,
         segment_bytes=segments.segment_bytes,
-        how=Zstd(**how),
+        settings=Zstd(**how),
     )
 
 
@@ -183,8 +183,8 @@ def test_one_that_comes_very_late_holds_up_memory_within_bounds_and_nobody(tmp_p
     sink = sink_for(LocalStorage(tmp_path), segments, threads=2)
     for number in range(1, 20):
         segments.write(sink, number)  # returns: nobody waits for the first
-    assert len(sink._ready) <= 2 * 2
-    assert segments.num_lent == 19 - len(sink._ready)
+    assert len(sink._compressed) <= 2 * 2
+    assert segments.num_lent == 19 - len(sink._compressed)
     assert sink.num_bytes == 0
     segments.write(sink, 0)
     assert segments.num_lent == 0

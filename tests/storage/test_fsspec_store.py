@@ -12,7 +12,7 @@ from racing import PATIENCE, Call
 from states import MIB, names_below
 
 from async_ckpt import StorageUnavailableError
-from async_ckpt.storage.fsspec import folder
+from async_ckpt.storage.fsspec import file_tree
 from async_ckpt.storage.fsspec.sinks import AppendingSink
 from async_ckpt.storage.fsspec.store import FsspecStorage
 from async_ckpt.storage.locks import TEMP_SUFFIX
@@ -157,7 +157,7 @@ def test_a_write_that_fails_gives_everything_back_and_refuses_the_rest(monkeypat
     def fail(fs, name):
         raise ConnectionResetError("gone")
 
-    monkeypatch.setattr(folder, "_uncommitted", fail)
+    monkeypatch.setattr(file_tree, "_open_uncommitted", fail)
     with pytest.raises(StorageUnavailableError, match="the store is up"):
         write(sink, *pieces[0])
     with pytest.raises(StorageUnavailableError):
@@ -183,21 +183,21 @@ def test_a_store_whose_file_objects_upload_shows_nothing_before_the_commit(s3, b
     """As for gcsfs and its like, by the file object of s3fs, which follows the same protocol."""
     fs = s3fs_of(s3)
     fs.default_block_size = SEGMENT
-    files = folder.Files(lambda: fs, f"{bucket}/run", "gcs")
+    tree = file_tree.FileTree(lambda: fs, f"{bucket}/run", "gcs")
     data = os.urandom(12 * MIB)
-    translated = FsspecStorage("memory://unused")._translated
-    sink = AppendingSink(files, f"{bucket}/run/x", len(data), "x", lambda: translated("x"))
+    translate = FsspecStorage("memory://unused")._translate_errors
+    sink = AppendingSink(tree, f"{bucket}/run/x", len(data), "x", lambda: translate("x"))
     for offset, lease in cut(data):
         write(sink, offset, lease)
     assert s3.keys(bucket) == []
     if ends_well:
         sink.finish()
-        assert files.read(f"{bucket}/run/x")[0] == data
+        assert tree.read(f"{bucket}/run/x")[0] == data
     sink.abort()
     del sink
 
     assert s3.keys(bucket) == (["run/x"] if ends_well else [])
-    assert not files._filesystem().transaction.files
+    assert not tree._filesystem().transaction.files
 
 
 # --- the multipart sink ---------------------------------------------------------------------------------------

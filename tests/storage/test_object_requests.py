@@ -493,7 +493,7 @@ def test_no_secret_is_in_what_people_read(s3, bucket, proxy, caplog):
 
 def test_over_plain_http_to_another_host_the_payload_is_signed(bare):
     def unsigned(endpoint: str) -> bool:
-        return ObjectStorage("s3://bucket", {"endpoint": endpoint})._client._aws.config[
+        return ObjectStorage("s3://bucket", {"endpoint": endpoint})._client.settings.aws.config[
             "aws_unsigned_payload"
         ]
 

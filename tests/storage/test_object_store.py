@@ -128,9 +128,9 @@ def test_no_more_parts_are_on_their_way_than_the_memory_is_for(far, proxy):
     sink = archive.sink(far, max_segments=3)
     archive.write_all(sink)
     held.wait()
-    until(lambda: sink._next == 3)  # two on their way, and one that waits for them
+    until(lambda: sink._segments.next == 3)  # two on their way, and one that waits for them
     until(lambda: proxy.count(kind="upload_part") == 2)
-    asked_for = sink._next
+    asked_for = sink._segments.next
     held.clear()
     sink.finish()
 
@@ -142,8 +142,12 @@ def test_memory_that_is_needed_elsewhere_is_given_up_oldest_first(far, proxy):
     sink = archive.sink(far)
     archive.write(sink, 0)
     archive.write(sink, 1)
-    until(lambda: sink._next == 2 and proxy.count(kind="upload_part", where=lambda r: r.status == 200) == 2)
-    until(lambda: not any(piece.num_views for piece in sink._pieces.values()))
+    until(
+        lambda: (
+            sink._segments.next == 2 and proxy.count(kind="upload_part", where=lambda r: r.status == 200) == 2
+        )
+    )
+    until(lambda: not any(piece.num_views for piece in sink._segments.lent.values()))
     kept = sink.retryable, archive.lent
     first = sink.relieve(), archive.lent, sink.retryable
     rest = sink.relieve(), sink.relieve(), archive.lent
@@ -161,7 +165,7 @@ def test_an_object_is_not_there_before_it_is_finished(store):
     archive = Archive(2 * SEGMENT)
     sink = archive.sink(store)
     archive.write_all(sink)
-    until(lambda: sink._next == 2)
+    until(lambda: sink._segments.next == 2)
     early = store.names("")
     sink.finish()
 
@@ -191,7 +195,7 @@ def test_an_abort_ends_an_upload_that_waits_for_a_segment(store, s3, bucket):
     sink = archive.sink(store)
     archive.write(sink, 0)
     archive.write(sink, 2)
-    until(lambda: sink._next == 1)
+    until(lambda: sink._segments.next == 1)
     sink.abort()
 
     assert archive.lent == [1]
@@ -366,8 +370,8 @@ def test_memory_is_not_given_up_while_an_upload_waits_to_be_sent_again(far, prox
     archive.write_all(sink)
     call = Call(sink.finish)
     until(lambda: sink.num_retries > 0)
-    with sink._changed:
-        until(lambda: sink._next > 0 or not sink.relieve())  # between two attempts, or in one
+    with sink._segments.changed:
+        until(lambda: sink._segments.next > 0 or not sink.relieve())  # between two attempts, or in one
         kept = sink.retryable
     fault.clear()
     call.outcome()

@@ -175,7 +175,7 @@ def test_a_folder_elsewhere_is_neither_packed_nor_extracted_to(far, tmp_path, mo
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Place(Place("runs/a")), TypeError, "not of another Place"),
+        (lambda: Place(Place("runs/a")), TypeError, "not from another Place"),
         (lambda: Place(3), TypeError, "pass a string or a Path"),
         (lambda: Place(""), ValueError, "empty"),
         (lambda: Place("s3://b", options="us-east-1"), TypeError, 'options must be a mapping such as {"region"'),

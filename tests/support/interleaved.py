@@ -188,7 +188,7 @@ class Process:
         run.check(step, **options)
         if run.take(step, []):
             run.check(step, **options)
-        replaces = run.found(step) if self._overwrite else None
+        replaces = run.manifest_to_replace(step) if self._overwrite else None
         attempt = f"{self.number % 65536:04x}{next(self._attempts):04x}"
         archive = Archive(f"rank_00000.{attempt}.tar", 1, "0" * 32)
         run.storage.replace(run.archive_path(step, archive), b"x")

@@ -78,5 +78,5 @@ def write_and_finish(archive: Archive, sink) -> None:
         sink.finish()
     finally:
         for loan in archive.loans:
-            if loan.count and sink._over and not sink._pieces:
+            if loan.count and not sink._segments.lent:
                 loan.release()

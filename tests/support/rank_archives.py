@@ -20,7 +20,7 @@ from async_ckpt.loading.load import state_of
 from async_ckpt.loading.rebuild import layout_of, look_at
 from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.runs import layouts
-from async_ckpt.runs.manifest import Elsewhere, Manifest, OfRanks, parse
+from async_ckpt.runs.manifest import GroupLocation, Manifest, RankFiles, parse
 from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from async_ckpt.spec import RankFacts
 from async_ckpt.state.capture import capture
@@ -86,7 +86,7 @@ def commit(
         for rank, path in enumerate(paths)
     ]
     layout = layout_of([look_at(_index_of(path), per_rank) for path in paths])
-    of_ranks = OfRanks(
+    of_ranks = RankFiles(
         exchange.put_archives(receipts),
         exchange.put_layout(layouts.dump(layout, Table(layout.classes, per_rank))),
         NO_TABLE,
@@ -94,7 +94,7 @@ def commit(
         per_rank,
     )
     elsewhere = tuple(
-        Elsewhere(group, 1, lender.name, archive)
+        GroupLocation(group, 1, lender.name, archive)
         for group, lender in (lent or {}).items()
         for archive in parse((lender / "manifest.json").read_bytes(), path=str(lender)).lenders
     )

@@ -21,12 +21,12 @@ from ...loading.archives.step_archives import Readers
 from ...loading.fill import Wanted, fill, planned
 from ...loading.restore import RestoreOptions, restore_state
 from ...runs.manifest import NAME as MANIFEST
-from ...runs.others import OF_DCP
+from ...runs.unmanaged import OF_DCP
 from ...spec import GIB, MIB
 from ...state.names import Select
-from ...storage.append import Appender
-from ...storage.base import Storage
+from ...storage.interface import Storage
 from ...storage.place import Anywhere, written_at
+from ...storage.sequential import Appender
 from .entries import SavedItem, entries_of, kept_in, metadata_of, saved, this_rank, value_of
 
 # What is in memory at one time: one piece of a tensor, or several small tensors.

@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import Archive, Manifest, archive_name, parse
-from ...runs.naming import numbered, pattern_of
-from ...runs.others import OF_DCP
+from ...runs.naming import parse_step_name, pattern_of
 from ...runs.root import Root
 from ...runs.sweep import Sweeper
+from ...runs.unmanaged import OF_DCP
 from ...saving import default
 from ...saving.request import FileRequest
 from ...saving.targets import FileTarget
@@ -42,7 +42,7 @@ from ...state.capture import capture
 from ...state.containers import nested
 from ...state.division import RankShare
 from ...state.names import Path, shown
-from ...storage.base import Storage
+from ...storage.interface import Storage
 from ...storage.place import Anywhere, Place, place_of, written_at
 from .names import KEPT, kept_of, path_of
 from .stager import PinnedStager
@@ -73,7 +73,7 @@ class _WriterSave:
 
     @property
     def step(self) -> int:
-        told = numbered(self.place.text.rstrip("/\\").replace("\\", "/").rpartition("/")[2])
+        told = parse_step_name(self.place.text.rstrip("/\\").replace("\\", "/").rpartition("/")[2])
         return told.step if told else 0
 
 
@@ -297,7 +297,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
 def _delete_replaced(save: _WriterSave, replaced: Manifest) -> None:
     """Delete what was overwritten, but for archives that later steps of the run have borrowed from."""
     root, folder = save.place.inside()
-    told = numbered(folder)
+    told = parse_step_name(folder)
     if told is None or pattern_of(told.step_format) is None:  # no step of a run
         save.place.storage().delete_many(replaced.own_names)
     else:

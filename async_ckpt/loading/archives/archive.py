@@ -24,7 +24,7 @@ from ...pickles import saved_objects
 from ...spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
 from ...state.names import shown
 from ...state.tree import StoredLeaf
-from ...storage.base import Reader
+from ...storage.interface import Reader
 from .contents import Contents
 
 # Around the headers of a member: several small members at once, and little of a large one.

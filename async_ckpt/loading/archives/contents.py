@@ -24,7 +24,7 @@ from ...spec import BLOCK_BYTES, DTYPES, Extent
 from ...state.dtypes import dtype_named
 from ...state.names import Path, Select, Selector, selector, shown
 from ...state.tree import StoredLeaf, decode, top_keys
-from ...storage.base import Reader
+from ...storage.interface import Reader
 from ...storage.local import LocalReader
 
 Groups = Collection[str] | None

@@ -31,7 +31,7 @@ from ...state.containers import nested
 from ...state.dtypes import dtype_named
 from ...state.names import Path, Select, shown
 from ...state.tree import Encoder, StoredLeaf, replaced
-from ...storage.base import Reader, Storage
+from ...storage.interface import Reader, Storage
 from .contents import Contents, Groups, Source
 from .virtual_files import JoinedFile
 

@@ -20,17 +20,17 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ...runs.manifest import NAME as MANIFEST
-from ...runs.manifest import Archive, Manifest, parse, parse_intent, taken_out
-from ...runs.naming import numbered
-from ...runs.others import foreign_kind, newest_named_otherwise
+from ...runs.manifest import Archive, Manifest, parse, parse_intent, retired_attempts
+from ...runs.naming import parse_step_name
 from ...runs.receipts import archives_in, archives_of, attempt_of_all
-from ...runs.root import TRIES, overtaken
+from ...runs.root import TRIES, overtaken_error
 from ...runs.roots import Roots
 from ...runs.run import Run
-from ...runs.starts import Commit, counts, parted
+from ...runs.starts import Commit, counts, split_starts
+from ...runs.unmanaged import foreign_kind, newest_of_other_namings
 from ...state.names import Selector, shown
-from ...storage.base import Reader, Storage
-from ...storage.compressed import decompressing
+from ...storage.compressed import open_decompressed
+from ...storage.interface import Reader, Storage
 from ...storage.place import Anywhere, place_of, storage_at
 from .contents import Part
 from .foreign import opened, parts_of_folder
@@ -72,7 +72,7 @@ def from_newest(
         except NotCommittedError as error:
             num_gone += 1
             if num_gone == TRIES:
-                raise overtaken(repr(roots)) from error
+                raise overtaken_error(repr(roots)) from error
         except CorruptCheckpointError as error:
             if passed_over is None:
                 raise
@@ -122,7 +122,9 @@ def from_path(
     if file is not None:
         reader, shown = file
         with reader:
-            parts: Sequence[Part] = [Part(opened(decompressing(reader, shown), path=shown, verify=verify))]
+            parts: Sequence[Part] = [
+                Part(opened(open_decompressed(reader, shown), path=shown, verify=verify))
+            ]
             _check_names(parts, readers)
             return use(parts)
     storage = storage_at(path)
@@ -137,7 +139,7 @@ def from_path(
         except NotCommittedError as error:
             num_gone += 1
             if num_gone == TRIES:
-                raise overtaken(storage.locate("")) from error
+                raise overtaken_error(storage.locate("")) from error
     with contextlib.ExitStack() as stack:
         found_there = parts_of_folder(storage, verify=verify, stack=stack)
         if found_there is not None:
@@ -344,13 +346,13 @@ def _newest_folder(storage: Storage) -> str | None:
     if newest is None:
         return None
     folder = newest[1]
-    other = newest_named_otherwise(storage, lambda name: _naming_of(name) == _naming_of(folder))
+    other = newest_of_other_namings(storage, lambda name: _naming_of(name) == _naming_of(folder))
     made = None if other is None else _made(storage, folder)
-    return other.folder if other and made and other.made.created > made.created else folder
+    return other.folder if other and made and other.manifest.created > made.created else folder
 
 
 def _naming_of(folder: str) -> str | None:
-    told = numbered(folder)
+    told = parse_step_name(folder)
     return told and told.rest
 
 
@@ -363,14 +365,14 @@ def committed_folders(storage: Storage) -> Iterator[tuple[int, str]]:
     before: list[str] | None = None
     for _ in range(TRIES):
         names = storage.names("")
-        folders = [(told.step, name) for name in names if (told := numbered(name))]
+        folders = [(told.step, name) for name in names if (told := parse_step_name(name))]
         is_committed = _judge(storage, names, folders)
         ranked = ((step, name) for step, name in sorted(folders, reverse=True) if is_committed(step, name))
         newest = next(ranked, None)
         if names == before or (folders and newest == max(folders)):
             return itertools.chain(() if newest is None else (newest,), ranked)
         before = names
-    raise overtaken(storage.locate(""))
+    raise overtaken_error(storage.locate(""))
 
 
 def _judge(
@@ -382,8 +384,8 @@ def _judge(
         found = (_made(storage, name) for number, name in folders if number == step)
         return (manifest for manifest in found if manifest is not None)
 
-    retired = taken_out(filter(None, map(parse_intent, names)), manifests)
-    starts = parted(sorted(names))[1]
+    retired = retired_attempts(filter(None, map(parse_intent, names)), manifests)
+    starts = split_starts(sorted(names))[1]
     steps = sorted({step for step, _ in folders})
 
     @functools.cache

@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Final
 
 from ...errors import CorruptCheckpointError, NotCommittedError
 from ...format import digests, index, safetensors, tar
-from ...runs.others import OF_DCP
+from ...runs.unmanaged import OF_DCP
 from ...spec import BLOCK_BYTES, Json
 from ...state.names import Select, Selector, selector, shown
 from ...state.tree import StoredLeaf, flat
-from ...storage.base import Reader, Storage
+from ...storage.interface import Reader, Storage
 from .archive import OpenArchive, first_bytes
 from .contents import Contents, Groups, Part
 from .dcp_folder import OpenDcp

@@ -19,12 +19,12 @@ from typing import Any, Final, NamedTuple
 from ...errors import CheckpointError, CorruptCheckpointError
 from ...host.threads import run_together
 from ...runs import layouts
-from ...runs.manifest import Archive, missing
+from ...runs.manifest import Archive, missing_error
 from ...slicing.cover import Box
 from ...slicing.locator import ShardLocator, StepLayout, name_of
 from ...state.names import shown
 from ...state.skeletons import UnknownChoiceError
-from ...storage.base import Storage
+from ...storage.interface import Storage
 from .archive import OpenArchive
 from .contents import Groups, Part
 from .merged_archives import MergedArchives
@@ -287,7 +287,7 @@ def open_archive(
     try:
         reader = stack.enter_context(storage.open(path))
     except FileNotFoundError as error:
-        raise missing(where, named_by) from error
+        raise missing_error(where, named_by) from error
     except (IsADirectoryError, ValueError) as error:  # a folder, or what is no name of a file
         raise CorruptCheckpointError(
             f"{where!a} is not a file, though its manifest names it", path=where

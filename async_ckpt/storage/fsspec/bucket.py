@@ -1,32 +1,81 @@
-"""A bucket, as fsspec sees one: objects that appear whole.
+"""A bucket of s3fs: objects that appear whole.
 
-In: an fsspec filesystem of objects. Out: what a storage asks of it. Knows nothing of: archives.
+In: a filesystem of s3fs. Out: the small objects of a storage, and requests. Knows nothing of: archives.
 """
 
 from __future__ import annotations
 
 import errno
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, Final
 
 from ...errors import StorageUnavailableError
+from ...spec import KIB
 from .. import stores
 from ..conditions import Conditions, Form
-from .errors import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, was_repeated, words_of
-from .places import SLICE_BYTES, Body, Info, Moment, ReplacedError, probe_name
+from .info import Info, Moment, ReplacedError, probe_name
+from .refusals import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, codes_of, was_repeated
 from .setup import OncePerProcess
 
 _CONFLICT_TRIES: Final = 4
-# By one request.
+# S3 takes no more in one request.
 _MAX_DELETED: Final = 1000
+# A body goes to the socket in copies of this size: one join below 1 MiB keeps the GIL, so no slice is torn.
+_SLICE_BYTES: Final = 256 * KIB
+
+
+class Body:
+    """The body of a request, without a copy of the whole: a file for botocore, which hashes it, and slices for aiohttp.
+
+    Requests that were given up may still read it after its memory was released; `close` leaves them nothing.
+    """
+
+    def __init__(self, views: list[memoryview]) -> None:
+        self._views = views
+        self._num_bytes = sum(len(view) for view in views)
+        self._at = 0
+
+    def __len__(self) -> int:
+        return self._num_bytes
+
+    def _copy(self, begin: int, end: int) -> bytes:
+        slices = []
+        for view in self._views:
+            slices.append(view[max(begin, 0) : max(end, 0)])
+            begin, end = begin - len(view), end - len(view)
+        return b"".join(slices)
+
+    def read(self, size: int | None = -1) -> bytes:
+        begin = self._at
+        whole = size is None or size < 0
+        self._at = self._num_bytes if whole else min(begin + (size or 0), self._num_bytes)
+        return self._copy(begin, self._at)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._num_bytes}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for begin in range(0, self._num_bytes, _SLICE_BYTES):
+            yield self._copy(begin, min(begin + _SLICE_BYTES, self._num_bytes))
+
+    def close(self) -> None:
+        self._views = []
 
 
 class Bucket:
-    """Objects of S3, by s3fs's requests: no listing, guess or copy of its file interface is in between."""
+    """Objects of S3, by the requests of s3fs, without its file interface and its cached listings.
+
+    FsspecStorage creates and owns it. From any thread.
+    """
 
     in_order = False
     alone = False
@@ -35,8 +84,8 @@ class Bucket:
         self._filesystem = filesystem
         self._root = root
         self._deadline_seconds = deadline_seconds
-        self._seen = False  # that there is such a bucket
-        self._conditional: bool | None = None  # whether it heeds conditions on a put
+        self._has_bucket = False  # the bucket was seen
+        self._obeys_conditions: bool | None = None  # whether it obeys the conditions of a put, once known
         self._conditions = Conditions()
 
     def name(self, path: str) -> str:
@@ -53,52 +102,52 @@ class Bucket:
         needed = max(-(-stores.MIN_PART_BYTES // segment_bytes), -(-num_segments // stores.MAX_PARTS))
         return min(needed, num_segments)
 
-    def where(self, name: str) -> tuple[str, str]:
+    def split(self, name: str) -> tuple[str, str]:
         bucket, key, _ = self._filesystem().split_path(name)
         return bucket, key
 
     def call(self, method: str, name: str, **parameters: Any) -> Any:
-        """One request, repeated by s3fs where that helps; what the method has no use for is left out."""
+        """Make a request, which s3fs repeats if that helps. Parameters that the method does not have are left out."""
         return self._await(lambda request: request(method), name, **parameters)
 
     def _await(
-        self, talk: Callable[[Callable[..., Any]], Awaitable[Any]], name: str, **parameters: Any
+        self, requests: Callable[[Callable[..., Any]], Awaitable[Any]], name: str, **parameters: Any
     ) -> Any:
-        """Hold a talk of requests and answers on s3fs's loop, within the deadline."""
+        """Run a coroutine function that makes requests, on the loop of s3fs, within the deadline."""
         from fsspec.asyn import sync  # type: ignore[import-untyped]
 
         fs = self._filesystem()
-        bucket, key = self.where(name)
+        bucket, key = self.split(name)
         request = partial(fs._call_s3, Bucket=bucket, Key=key, **parameters)
         try:
-            return sync(fs.loop, talk, request, timeout=self._deadline_seconds)
+            return sync(fs.loop, requests, request, timeout=self._deadline_seconds)
         except FileNotFoundError as error:
-            if "NoSuchBucket" in words_of(error):
+            if "NoSuchBucket" in codes_of(error):
                 raise NoBucketError(errno.ENXIO, f"bucket {bucket} does not exist") from error
             raise
 
     def info(self, name: str) -> Info:
         try:
-            said = self.call("head_object", name)
-        except FileNotFoundError:  # which does not say what is missing
+            response = self.call("head_object", name)
+        except FileNotFoundError:  # the object is missing, or the bucket
             self._require_bucket(name)
             raise
-        except OSError:  # the answer to a HEAD has no body and so no reason; the answer to a listing has
-            bucket, key = self.where(name)
+        except OSError:  # the response to a HEAD has no body and so no reason; that to a listing has
+            bucket, key = self.split(name)
             self.call("list_objects_v2", bucket, Prefix=key, MaxKeys=1)
             raise
-        return Info(said["ContentLength"], said["ETag"])
+        return Info(response["ContentLength"], response["ETag"])
 
     def _require_bucket(self, name: str) -> None:
-        if self._seen:
+        if self._has_bucket:
             return
         try:
             self.call("head_bucket", name)
         except FileNotFoundError:
-            raise NoBucketError(errno.ENXIO, f"bucket {self.where(name)[0]} does not exist") from None
+            raise NoBucketError(errno.ENXIO, f"bucket {self.split(name)[0]} does not exist") from None
         except PermissionError:
-            pass  # it is there, and not to be looked at
-        self._seen = True
+            pass  # the bucket is there, and may not be listed
+        self._has_bucket = True
 
     def read(self, name: str) -> tuple[bytes, str]:
         data, version = self._get(name, None)
@@ -108,24 +157,24 @@ class Bucket:
         try:
             self._get(name, target, Range=f"bytes={offset}-{offset + len(target) - 1}", IfMatch=version)
         except OSError as error:
-            if words_of(error) & REFUSED:
+            if codes_of(error) & REFUSED:
                 raise ReplacedError from error
             raise
 
     def _get(self, name: str, target: memoryview | None, **conditions: Any) -> tuple[memoryview, str]:
-        """A get and its body, which goes straight into place. s3fs repeats the request, but not a body that breaks."""
+        """Get an object, whose body is received into `target`. s3fs repeats failed requests, but not failed bodies."""
         from fsspec.exceptions import FSTimeoutError  # type: ignore[import-untyped]
         from s3fs.core import S3_RETRYABLE_ERRORS  # type: ignore[import-untyped]
 
         async def get(request: Callable[..., Any]) -> tuple[memoryview, str]:
-            said = await request("get_object")
-            view = memoryview(bytearray(said["ContentLength"])) if target is None else target
+            response = await request("get_object")
+            view = memoryview(bytearray(response["ContentLength"])) if target is None else target
             at = 0
-            async with said["Body"] as body:
-                while chunk := await body.read(SLICE_BYTES):
+            async with response["Body"] as body:
+                while chunk := await body.read(_SLICE_BYTES):
                     view[at : at + len(chunk)] = chunk
                     at += len(chunk)
-            return view, said["ETag"]
+            return view, response["ETag"]
 
         for tries_left in reversed(range(self._filesystem().retries)):
             try:
@@ -142,32 +191,32 @@ class Bucket:
                 self.call("put_object", name, Body=Body([memoryview(data)]), **condition)
                 return
             except OSError as error:
-                words = words_of(error)
-                if tries_left and words & CONFLICT:  # another conditional put is being decided
+                codes = codes_of(error)
+                if tries_left and codes & CONFLICT:  # another conditional put is being decided
                     continue
-                gone = version is not None and isinstance(error, FileNotFoundError)
-                if not (condition and words & REFUSED) and not gone:
+                is_gone = version is not None and isinstance(error, FileNotFoundError)
+                if not (condition and codes & REFUSED) and not is_gone:
                     raise
                 if create and was_repeated(error) and self.read(name)[0] == data:
-                    return  # it is our own: the answer to the first try was lost
+                    return  # the first try has written it, and the response was lost
                 raise FileExistsError(errno.EEXIST, f"{name} was written by another writer") from error
 
     def creates_exclusively(self) -> bool:
-        """Whether a condition on a put is heeded: some stores take it and write all the same. Tried once."""
-        if self._conditional is None:
+        """Whether the store obeys the conditions of a put: some accept and ignore them. Tested at the first call."""
+        if self._obeys_conditions is None:
             probe = self.name(probe_name())
             self.put(probe, b"")
             try:
-                self._conditional = self._refuses(probe, create=True) and self._refuses(
+                self._obeys_conditions = self._refuses(probe, create=True) and self._refuses(
                     probe, version=f'"{"0" * 32}"'
                 )
             finally:
                 with suppress(OSError):
                     self.delete(probe)
-        return self._conditional
+        return self._obeys_conditions
 
     def replace(self, name: str, data: bytes, version: str) -> bool:
-        """Put over this version and no other. False when the store does not obey that condition."""
+        """Replace this version only. False if the store does not obey that condition."""
 
         def put(form: Form) -> bool:
             self.put(name, data, version=form(version))
@@ -186,7 +235,7 @@ class Bucket:
             return False
 
     def _accepts(self, form: Form) -> bool:
-        """Whether a put over a version that is there is obeyed, on an object made for that."""
+        """Whether the store accepts a conditional put with this form of e-tag, tested on a probe."""
         probe = self.name(probe_name())
         self.put(probe, b"")
         try:
@@ -205,12 +254,12 @@ class Bucket:
         except FileExistsError:
             return True
         except OSError as error:
-            if not words_of(error) & NO_SUCH_CALL:
+            if not codes_of(error) & NO_SUCH_CALL:
                 raise
         return False
 
     def move(self, name: str, to: str) -> None:
-        bucket, key = self.where(name)
+        bucket, key = self.split(name)
         self.call("copy_object", to, CopySource={"Bucket": bucket, "Key": key})
         self.delete(name)
 
@@ -218,11 +267,11 @@ class Bucket:
         self.call("delete_object", name)
 
     def delete_many(self, names: Sequence[str]) -> bool:
-        """By as few requests as there are; False where the bucket does not know them."""
+        """Delete objects by as few requests as possible. False if the store does not support that."""
         for at in range(0, len(names), _MAX_DELETED):
-            keys = [{"Key": self.where(name)[1]} for name in names[at : at + _MAX_DELETED]]
-            told = self.call("delete_objects", names[at], Delete={"Objects": keys, "Quiet": True})
-            if told.get("Errors"):
+            keys = [{"Key": self.split(name)[1]} for name in names[at : at + _MAX_DELETED]]
+            response = self.call("delete_objects", names[at], Delete={"Objects": keys, "Quiet": True})
+            if response.get("Errors"):
                 return False
         return True
 
@@ -230,26 +279,27 @@ class Bucket:
         return False  # there are no folders
 
     def names(self, folder: str) -> set[str]:
-        key = self.where(folder)[1]
+        key = self.split(folder)[1]
         prefix = key and f"{key}/"
-        found: set[str] = set()
+        names: set[str] = set()
         for page in self._pages("list_objects_v2", folder, Prefix=prefix, Delimiter="/"):
-            found.update(entry["Key"][len(prefix) :] for entry in page.get("Contents", ()))
-            found.update(entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", ()))
-        return found - {""}
+            names.update(entry["Key"][len(prefix) :] for entry in page.get("Contents", ()))
+            names.update(entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", ()))
+        return names - {""}
 
     def sizes(self, folder: str) -> dict[str, int]:
-        key = self.where(folder)[1]
+        key = self.split(folder)[1]
         prefix = key and f"{key}/"
         return {
             entry["Key"][len(prefix) :]: entry["Size"]
             for page in self._pages("list_objects_v2", folder, Prefix=prefix)
             for entry in page.get("Contents", ())
-            if entry["Size"] or not entry["Key"].endswith("/")  # else it only shows a folder
+            if entry["Size"]
+            or not entry["Key"].endswith("/")  # an empty object whose name ends in a slash marks a folder
         }
 
     def tree(self, name: str) -> tuple[list[str], list[str]]:
-        """See Files; a store has no folders."""
+        """See FileTree. A store has no folders."""
         return ["", *(f"/{path}" for path in self.sizes(name))], []
 
     def _pages(self, method: str, name: str, **parameters: Any) -> Iterator[Any]:
@@ -263,8 +313,8 @@ class Bucket:
                     parameters[marker] = page[f"Next{marker}"]
 
     def now(self) -> Moment:
-        said = self.call("list_objects_v2", self._root, Prefix=self.where(self._root)[1], MaxKeys=1)
-        return parsedate_to_datetime(said["ResponseMetadata"]["HTTPHeaders"]["date"])
+        response = self.call("list_objects_v2", self._root, Prefix=self.split(self._root)[1], MaxKeys=1)
+        return parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
 
     def modified(self, name: str) -> Moment:
         moment: Moment = self.call("head_object", name)["LastModified"]
@@ -273,7 +323,7 @@ class Bucket:
     def abort_uploads(
         self, bucket: str, prefix: str, before: float = math.inf, *, exact: bool = False
     ) -> list[str]:
-        """Abort uploads of keys that begin so (or are just that), begun before this time of the store; their keys."""
+        """Abort uploads to keys with this prefix (`exact`: to this key), begun before this time. Returns their keys."""
         stale = [
             (upload["Key"], upload["UploadId"])
             for page in self._pages("list_multipart_uploads", bucket, Prefix=prefix)
@@ -282,6 +332,6 @@ class Bucket:
             if upload["Key"] == prefix or not exact
         ]
         for key, upload_id in stale:
-            with suppress(FileNotFoundError):  # it has ended by itself
+            with suppress(FileNotFoundError):  # it has ended since
                 self.call("abort_multipart_upload", f"{bucket}/{key}", UploadId=upload_id)
         return [key for key, _ in stale]

@@ -1,4 +1,4 @@
-"""How a filesystem of fsspec is made: its class, its options, and once for each process.
+"""Creation of filesystems of fsspec: their class, their options, and one for each process.
 
 In: a scheme, a URL, options of fsspec or obstore. Out: a filesystem. Knows nothing of: objects.
 """
@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final
 
 from ...host.process import in_forked_child, never_end
-from .errors import InheritedError, chain
+from .refusals import InheritedError, chain
 
-# Filesystems with one connection, on which a thread would take the answers meant for others (paramiko drops them).
+# Filesystems with one connection, on which threads would receive each other's responses (paramiko drops these).
 ONE_AT_A_TIME: Final = frozenset({"sftp", "ssh", "ftp"})
 _OURS: Final = frozenset({"deadline_seconds", "client_options", "retry_config", "credential_provider"})
 _S3_NAMES: Final = {
@@ -30,7 +30,7 @@ _S3_NAMES: Final = {
     "region_name": "region",
     "skip_signature": "anon",
 }
-# Of obstore's options, those that s3fs has no use for.
+# Options of obstore that s3fs does not have.
 _OBSTORE_ONLY: Final = frozenset(
     {
         "allow_http",
@@ -44,12 +44,12 @@ _OBSTORE_ONLY: Final = frozenset(
 
 
 _makers: weakref.WeakSet[OncePerProcess] = weakref.WeakSet()
-# By their ids: equal ones are not the same. One that nobody needs any more is there until it is collected.
+# Filesystems by their ids, since equal ones need not be the same.
 _alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class OncePerProcess:
-    """A filesystem that is made when it is first called for; a forked child makes its own."""
+    """A filesystem that is made at the first call; a forked child makes its own. From any thread."""
 
     def __init__(self, make: Callable[[], Any], *, one_at_a_time: bool) -> None:
         self._make = make
@@ -58,46 +58,46 @@ class OncePerProcess:
         _makers.add(self)
 
     def begin_anew(self) -> None:
-        self._made: Any = None
-        # Both are held over calls: whoever waits needs what is being made, or the connection that is in use.
+        self._filesystem: Any = None
+        # Both are held over calls, since a waiting thread needs the new filesystem, or the connection that is in use.
         self._making, self._using = threading.Lock(), threading.RLock()
 
     def __call__(self) -> Any:
         with self._making:
-            if self._made is None:
-                self._made = self._make()
-                with suppress(TypeError):  # some class of a user's, which takes no weak references
-                    _alive[id(self._made)] = self._made
-            return self._made
+            if self._filesystem is None:
+                self._filesystem = self._make()
+                with suppress(TypeError):  # a user's class without weak references
+                    _alive[id(self._filesystem)] = self._filesystem
+            return self._filesystem
 
     def turn(self) -> AbstractContextManager[Any]:
-        """To be held while it is used."""
+        """A lock to be held while the filesystem is used."""
         return self._using if self._one_at_a_time else nullcontext()
 
 
 @in_forked_child
 def _forget() -> None:
-    """Connections and event loops are the parent's."""
+    """In a forked child: connections and event loops are the parent's."""
     for fs in list(_alive.values()):
         never_end(fs)
     for maker in list(_makers):
         maker.begin_anew()
 
 
-def given(fs: Any) -> Callable[[], Any]:
-    """The maker of a user's filesystem: it is there already, and made again in a forked child where it has to be."""
-    made_in = getattr(fs, "_pid", os.getpid())  # as those with an event loop note it
+def maker_of(fs: Any) -> Callable[[], Any]:
+    """A function that returns a user's filesystem; in a forked child, a copy if connections belong to the parent."""
+    made_in = getattr(fs, "_pid", os.getpid())  # which filesystems with an event loop have
 
     def make() -> Any:
-        # To an event loop, or to one connection.
+        # Whether it has an event loop, or one connection.
         is_bound = getattr(fs, "async_impl", False) or protocol_of(fs) in ONE_AT_A_TIME
-        return _made_again(fs) if is_bound and os.getpid() != made_in else fs
+        return _remake(fs) if is_bound and os.getpid() != made_in else fs
 
     return make
 
 
-def _made_again(fs: Any) -> Any:
-    """The same filesystem with connections of this process, as if it had been pickled for another one."""
+def _remake(fs: Any) -> Any:
+    """A copy of a filesystem with connections of this process, made by pickling."""
     never_end(fs)
     try:
         return pickle.loads(pickle.dumps(fs))
@@ -110,18 +110,18 @@ def protocol_of(fs: Any) -> str:
 
 
 def class_and_maker(scheme: str, url: str, options: Mapping[str, Any]) -> tuple[Any, Callable[[], Any]]:
-    """The class for a scheme, and what makes its filesystem: not shared with others, and without kept listings."""
+    """The class for a scheme, and a function that makes an instance that is not shared and keeps no listings."""
     kind = _class_of(scheme)
     if hasattr(kind, "call_s3"):
-        given = _for_s3fs(options, known=set(inspect.signature(kind.__init__).parameters))
+        kwargs = _for_s3fs(options, known=set(inspect.signature(kind.__init__).parameters))
     else:
-        given = {key: value for key, value in options.items() if key not in _OURS}
-        given = {**kind._get_kwargs_from_urls(url), **given}
+        kwargs = {key: value for key, value in options.items() if key not in _OURS}
+        kwargs = {**kind._get_kwargs_from_urls(url), **kwargs}
 
     def make() -> Any:
         provider = options.get("credential_provider") if hasattr(kind, "call_s3") else None
-        fs = kind(**given, **(_credentials(provider) if provider else {}), skip_instance_cache=True)
-        fs.dircache.use_listings_cache = False  # an option of most constructors, and an error for others
+        fs = kind(**kwargs, **(_credentials(provider) if provider else {}), skip_instance_cache=True)
+        fs.dircache.use_listings_cache = False  # as an option, some constructors would refuse it
         return fs
 
     return kind, make
@@ -138,13 +138,13 @@ def _class_of(scheme: str) -> Any:
     try:
         return get_filesystem_class(scheme)
     except ValueError:
-        like = difflib.get_close_matches(scheme, available_protocols(), n=3, cutoff=0.5)
-        meant = (
-            f"did you mean {' or '.join(f'{name}://' for name in like)}?"
-            if like
+        similar = difflib.get_close_matches(scheme, available_protocols(), n=3, cutoff=0.5)
+        hint = (
+            f"did you mean {' or '.join(f'{name}://' for name in similar)}?"
+            if similar
             else ("there are local paths, s3://, gs://, az:// and what fsspec.available_protocols() lists")
         )
-        raise ValueError(f"{scheme}:// is not a known scheme; {meant}") from None
+        raise ValueError(f"{scheme}:// is not a known scheme; {hint}") from None
     except ImportError as error:
         missing = next((e.name for e in chain(error) if isinstance(e, ImportError) and e.name), "")
         package = '"async_ckpt[fsspec]"' if scheme in ("s3", "s3a") else missing.partition(".")[0]
@@ -154,8 +154,8 @@ def _class_of(scheme: str) -> Any:
 
 
 def _for_s3fs(options: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
-    """Options by s3fs's names, from those or obstore's. Raises ValueError for what neither knows."""
-    given: dict[str, Any] = {}
+    """Options of s3fs, from those of s3fs or obstore. Raises ValueError for options of neither."""
+    kwargs: dict[str, Any] = {}
     for name, value in options.items():
         name = name.lower().removeprefix("aws_")
         name = _S3_NAMES.get(name, name)
@@ -167,14 +167,14 @@ def _for_s3fs(options: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
                 {"s3": {"addressing_style": "virtual" if _is_true(value) else "path"}},
             )
         if name in ("client_kwargs", "config_kwargs"):
-            given[name] = {**given.get(name, {}), **value}
+            kwargs[name] = {**kwargs.get(name, {}), **value}
         elif name == "anon":
-            given["anon"] = _is_true(value)
+            kwargs["anon"] = _is_true(value)
         elif name in known or name == "profile":
-            given[name] = value
+            kwargs[name] = value
         elif name not in _OURS | _OBSTORE_ONLY:
             raise ValueError(f"options has {name!r}, which is not an option of s3fs or obstore")
-    return given
+    return kwargs
 
 
 def _is_true(value: object) -> bool:
@@ -182,26 +182,30 @@ def _is_true(value: object) -> bool:
 
 
 def _credentials(provider: Callable[[], Any]) -> dict[str, Any]:
-    """The present answer of a credential provider of obstore. s3fs is told once: for keys that expire give it a `session`."""
+    """The present keys of a credential provider of obstore. s3fs never renews them: use its `session` for that."""
     from fsspec.asyn import get_loop, sync  # type: ignore[import-untyped]
 
-    said = provider()
-    if inspect.isawaitable(said):
-        awaited = said
+    credentials = provider()
+    if inspect.isawaitable(credentials):
+        awaitable = credentials
 
         async def wait() -> Any:
-            return await awaited
+            return await awaitable
 
-        said = sync(get_loop(), wait)
-    return {"key": said["access_key_id"], "secret": said["secret_access_key"], "token": said.get("token")}
+        credentials = sync(get_loop(), wait)
+    return {
+        "key": credentials["access_key_id"],
+        "secret": credentials["secret_access_key"],
+        "token": credentials.get("token"),
+    }
 
 
 _turns: dict[tuple[int, str], threading.Lock] = {}
 
 
 def turn(url: str) -> threading.Lock:
-    """For places without conditional writes: at least this process's writers of a root take turns.
+    """A lock for the writers of this process to a root without conditional writes.
 
-    Held over the write, which is what the others wait for; a hung place holds up nobody but its own writers.
+    Held over the write. A place that hangs delays only its own writers.
     """
     return _turns.setdefault((os.getpid(), url), threading.Lock())

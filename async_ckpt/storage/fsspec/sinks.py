@@ -1,4 +1,4 @@
-"""Archives on their way through fsspec: as the parts of an upload, or as one file from front to back.
+"""Sinks through fsspec: the parts of an upload, or one file from front to back.
 
 In: segments at offsets. Out: objects that are there whole or not at all. Knows nothing of: what is in them.
 """
@@ -13,32 +13,35 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from ...errors import CheckpointError, StorageUnavailableError
-from ..base import Lent
-from .bucket import Bucket
-from .errors import words_of
-from .folder import Draft, Files
-from .places import Body, Info
+from ..interface import MemoryLoan
+from .bucket import Body, Bucket
+from .file_tree import Draft, FileTree
+from .info import Info
+from .refusals import codes_of
 
-Translated = Callable[..., AbstractContextManager[None]]
+Translate = Callable[..., AbstractContextManager[None]]
 
 
 class _HoldingSink:
-    """The common part of both sinks: segments that came and are not sent yet, and the one error that ends it all."""
+    """The common part of both sinks: the segments that are not sent yet, and the first error, which ends the sink.
+
+    FsspecStorage creates a sink for one delivery. From any thread.
+    """
 
     num_retries = 0
-    retryable = False  # what was sent is not kept
+    retryable = False  # segments that were sent are not kept
     failed = None
 
-    def __init__(self, num_bytes: int, shown_as: str, translated: Translated) -> None:
+    def __init__(self, num_bytes: int, shown_as: str, translate: Translate) -> None:
         self.num_bytes = num_bytes
         self._shown_as = shown_as
-        self._translated = translated
+        self._translate = translate
         self._lock = threading.Lock()
-        self._held: dict[int, tuple[memoryview, Lent]] = {}  # by offset; under _lock, like all below
+        self._held: dict[int, tuple[memoryview, MemoryLoan]] = {}  # by offset; under _lock, like all below
         self._error: BaseException | None = None
         self._finished = False
 
-    def _hold(self, offset: int, data: memoryview, lease: Lent) -> None:
+    def _hold(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
         lease.retain()
         with self._lock:
             error = self._error
@@ -49,7 +52,7 @@ class _HoldingSink:
             raise error
 
     def _give_up(self, error: BaseException) -> None:
-        """Nothing more is taken, and nothing is held."""
+        """Refuse further segments, and release those that are held."""
         with self._lock:
             self._error = self._error or error
             held, self._held = self._held, {}
@@ -68,7 +71,7 @@ class _HoldingSink:
     def abort(self) -> None:
         self.give_up()
         if not self._finished:
-            with suppress(CheckpointError), self._translated():  # what cannot be undone now is swept later
+            with suppress(CheckpointError), self._translate():  # leftovers are swept later
                 self._discard()
 
     def close(self) -> None:
@@ -82,7 +85,7 @@ class _HoldingSink:
 
 
 class MultipartSink(_HoldingSink):
-    """One object of a bucket, in parts that whoever brings a part's last segment uploads at once, from its memory."""
+    """One object of a bucket. The thread that brings the last segment of a part uploads the part, without a copy."""
 
     def __init__(
         self,
@@ -91,32 +94,32 @@ class MultipartSink(_HoldingSink):
         num_bytes: int,
         segment_bytes: int,
         shown_as: str,
-        translated: Translated,
+        translate: Translate,
     ) -> None:
-        super().__init__(num_bytes, shown_as, translated)
+        super().__init__(num_bytes, shown_as, translate)
         self._bucket = bucket
         self._name = name
         self._segment_bytes = segment_bytes
         self._part_bytes = bucket.part_segments(num_bytes, segment_bytes) * segment_bytes
         self._num_parts = -(-num_bytes // self._part_bytes)
         self._is_small = self._num_parts == 1
-        self._parts: dict[int, dict[str, Any]] = {}  # what the store said of each part; under _lock
-        self._retried = False  # the beginning was asked for more than once
-        self._upload: str | None = None  # under _beginning, which is held while the store is asked for it
-        self._told_again: tuple[str, ...] = ()  # of what it says of a part, what it wants to hear at the end
+        self._parts: dict[int, dict[str, Any]] = {}  # the store's response for each part; under _lock
+        self._retried = False  # the upload may have been begun more than once
+        self._upload_id: str | None = None  # under _beginning, which is held over the request
+        self._kept_fields: tuple[str, ...] = ()  # fields of the response for a part that complete the upload
         self._beginning = threading.Lock()
 
-    def write(self, offset: int, data: memoryview, lease: Lent) -> None:
+    def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
         self._hold(offset, data, lease)
         number = offset // self._part_bytes
         if self._is_small:
-            return  # one put would make it visible: `finish` does that
+            return  # one put makes it visible, so `finish` makes it
         segments = self._take(number)
         if segments:
             self._send(number, segments)
 
-    def _take(self, number: int) -> list[tuple[memoryview, Lent]]:
-        """The segments of a part in order, when all are there."""
+    def _take(self, number: int) -> list[tuple[memoryview, MemoryLoan]]:
+        """The segments of a part in order; none unless all are there."""
         begin = number * self._part_bytes
         offsets = range(begin, min(begin + self._part_bytes, self.num_bytes), self._segment_bytes)
         with self._lock:
@@ -124,17 +127,17 @@ class MultipartSink(_HoldingSink):
                 return []
             return [self._held.pop(offset) for offset in offsets]
 
-    def _send(self, number: int, segments: list[tuple[memoryview, Lent]]) -> None:
+    def _send(self, number: int, segments: list[tuple[memoryview, MemoryLoan]]) -> None:
         body = Body([view for view, _ in segments])
         try:
-            with self._translated():
-                said = self._bucket.call(
-                    "upload_part", self._name, UploadId=self._begun(), PartNumber=number + 1, Body=body
+            with self._translate():
+                response = self._bucket.call(
+                    "upload_part", self._name, UploadId=self._begin_upload(), PartNumber=number + 1, Body=body
                 )
-            part = {key: said[key] for key in self._told_again if key in said}
+            part = {key: response[key] for key in self._kept_fields if key in response}
             with self._lock:
                 self._parts[number] = {"PartNumber": number + 1, **part}
-                self.num_retries += said["ResponseMetadata"].get("RetryAttempts", 0)
+                self.num_retries += response["ResponseMetadata"].get("RetryAttempts", 0)
         except BaseException as error:
             self._give_up(error)
             raise
@@ -143,18 +146,18 @@ class MultipartSink(_HoldingSink):
             for _, lease in segments:
                 lease.release()
 
-    def _begun(self) -> str:
+    def _begin_upload(self) -> str:
         with self._beginning:
-            if self._upload is None:
-                begun = self._bucket.call("create_multipart_upload", self._name)
-                self._retried = bool(begun["ResponseMetadata"].get("RetryAttempts"))
-                self._upload = str(begun["UploadId"])
-                # A checksum of each part belongs to the end only where the upload was begun with that kind.
-                self._told_again = ("ETag", f"Checksum{begun.get('ChecksumAlgorithm')}")
-            return self._upload
+            if self._upload_id is None:
+                response = self._bucket.call("create_multipart_upload", self._name)
+                self._retried = bool(response["ResponseMetadata"].get("RetryAttempts"))
+                self._upload_id = str(response["UploadId"])
+                # The checksums of parts belong to the completion only if the upload was begun with that kind.
+                self._kept_fields = ("ETag", f"Checksum{response.get('ChecksumAlgorithm')}")
+            return self._upload_id
 
     def finish(self, num_bytes: int | None = None) -> None:
-        with self._translated():
+        with self._translate():
             if num_bytes is not None:
                 self._end_at(num_bytes)
             if self._is_small:
@@ -162,17 +165,18 @@ class MultipartSink(_HoldingSink):
             else:
                 self._complete()
             try:
-                found = self._bucket.info(self._name)
+                info = self._bucket.info(self._name)
             except FileNotFoundError:
-                found = Info(0, "")
-            # An e-tag would say more, but not all stores (rclone) tell the same one twice.
-            self._check_size(found.num_bytes)
-            if self._retried:  # the answer to a beginning may have been lost: then there is an upload more
+                info = Info(0, "")
+            # Not by e-tag, since some stores (rclone) tell different ones for one object.
+            self._check_size(info.num_bytes)
+            # The response to a first beginning may have been lost: then there is another upload.
+            if self._retried:
                 self._discard_all()
         self._finished = True
 
     def _end_at(self, num_bytes: int) -> None:
-        """Now the size is known, and with it what the last part is made of."""
+        """Note the size, and send the last part if its segments are there."""
         self.num_bytes, self._num_parts = num_bytes, -(-num_bytes // self._part_bytes)
         if not self._is_small and (segments := self._take(self._num_parts - 1)):
             self._send(self._num_parts - 1, segments)
@@ -200,24 +204,24 @@ class MultipartSink(_HoldingSink):
             self._bucket.call(
                 "complete_multipart_upload",
                 self._name,
-                UploadId=self._upload,
+                UploadId=self._upload_id,
                 MultipartUpload={"Parts": parts},
             )
         except FileNotFoundError as error:
-            # A first answer may have been lost on its way: then it is complete, and its e-tag follows from its parts'.
-            if "NoSuchUpload" not in words_of(error) or self._bucket.info(self._name).version != _etag_of(
+            # The response to a first try may have been lost: then the e-tag is that of these parts.
+            if "NoSuchUpload" not in codes_of(error) or self._bucket.info(self._name).version != _etag_of(
                 parts
             ):
                 raise
 
     def _discard(self) -> None:
-        if self._upload is not None:
-            self._bucket.call("abort_multipart_upload", self._name, UploadId=self._upload)
+        if self._upload_id is not None:
+            self._bucket.call("abort_multipart_upload", self._name, UploadId=self._upload_id)
         if self._retried:
             self._discard_all()
 
     def _discard_all(self) -> None:
-        self._bucket.abort_uploads(*self._bucket.where(self._name), exact=True)
+        self._bucket.abort_uploads(*self._bucket.split(self._name), exact=True)
 
     def __repr__(self) -> str:
         sent = f"{len(self._parts)} of {self._num_parts} parts"
@@ -225,28 +229,28 @@ class MultipartSink(_HoldingSink):
 
 
 def _etag_of(parts: list[dict[str, Any]]) -> str:
-    """The e-tag of an object of these parts, where the store's are MD5."""
+    """The e-tag of an object of these parts, if the store makes MD5 e-tags."""
     digests = bytes.fromhex("".join(part["ETag"].strip('"') for part in parts))
     return f'"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"'
 
 
 class AppendingSink(_HoldingSink):
-    """One file, written from front to back by one thread at a time; what comes early is held.
+    """One file, written from front to back by one thread at a time. Segments that come early are held.
 
-    Whoever brings a segment while another thread is writing leaves it to that one, so nobody waits for a segment.
+    A thread that brings a segment while another one is writing leaves it to that thread, so none waits.
     """
 
     def __init__(
-        self, files: Files, name: str, num_bytes: int, shown_as: str, translated: Translated
+        self, files: FileTree, name: str, num_bytes: int, shown_as: str, translate: Translate
     ) -> None:
-        super().__init__(num_bytes, shown_as, translated)
+        super().__init__(num_bytes, shown_as, translate)
         self._files = files
         self._name = name
-        self._draft: Draft | None = None  # the writing thread's
+        self._draft: Draft | None = None  # only the writing thread uses it
         self._writing = False  # under _lock
-        self._next = 0  # offset; under _lock
+        self._next = 0  # offset of the next segment; under _lock
 
-    def write(self, offset: int, data: memoryview, lease: Lent) -> None:
+    def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
         self._hold(offset, data, lease)
         with self._lock:
             if self._writing:
@@ -255,7 +259,7 @@ class AppendingSink(_HoldingSink):
         while (segment := self._take()) is not None:
             view, held = segment
             try:
-                with self._translated():
+                with self._translate():
                     self._draft = self._draft or self._files.draft(self._name)
                     self._draft.file.write(view)
             except BaseException as error:
@@ -264,7 +268,7 @@ class AppendingSink(_HoldingSink):
             finally:
                 held.release()
 
-    def _take(self) -> tuple[memoryview, Lent] | None:
+    def _take(self) -> tuple[memoryview, MemoryLoan] | None:
         with self._lock:
             segment = self._held.pop(self._next, None)
             self._writing = segment is not None
@@ -274,7 +278,7 @@ class AppendingSink(_HoldingSink):
 
     def finish(self, num_bytes: int | None = None) -> None:
         self.num_bytes = self.num_bytes if num_bytes is None else num_bytes
-        with self._translated():
+        with self._translate():
             if self._draft is None or self._next != self.num_bytes:
                 raise OSError(errno.EIO, f"{self._next} bytes arrived of {self.num_bytes}")
             self._draft.commit()

@@ -1,7 +1,7 @@
-"""Any other filesystem, through fsspec; and S3 through s3fs, for those whose set-up lives there.
+"""The storage on filesystems of fsspec: S3 through s3fs, and any other filesystem.
 
-In: segments at offsets, options of fsspec (for S3 those of obstore too). Out: objects that are there whole or not at
-all. Knows nothing of: what is in the objects.
+In: segments at offsets, options of fsspec (for S3 also of obstore). Out: objects that appear whole or not at all.
+Knows nothing of: what is in the objects.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any, Final
 from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
 from ...host.threads import run_together
 from .. import stores
-from ..base import Reader
 from ..bulk import delete
-from ..url import hidden, scheme_of, shown, split_bucket, unusable_name
+from ..interface import Reader
+from ..url import scheme_of, shown, split_bucket, unusable_name, without_secrets
 from .bucket import Bucket
-from .errors import advice_on, chain, secrets_in
-from .folder import Files
-from .places import Moment, ReplacedError
-from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, given, protocol_of, turn
-from .sinks import AppendingSink, MultipartSink, Translated
+from .file_tree import FileTree
+from .info import Moment, ReplacedError
+from .refusals import advice_on, chain, secrets_in
+from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, maker_of, protocol_of, turn
+from .sinks import AppendingSink, MultipartSink, Translate
 
-# Older than this by the store's clock, and of a step that is decided: then nobody is still writing it.
-# No single request takes longer, its retries included: aiohttp by itself waits for ever to *send* a body.
+# The limit of a single request and its retries: aiohttp by itself waits for ever to *send* a body.
 DEADLINE_SECONDS: Final = 900.0
 _NUM_LOOKERS: Final = 16
 _log = logging.getLogger("async_ckpt")
 
 
 class FsspecStorage:
-    """A folder or bucket prefix of a filesystem of fsspec, which is made when it is first needed.
+    """A folder or bucket prefix of a filesystem of fsspec, which is made at its first use. From any thread.
 
-    With `fs`, that filesystem as it is set up; `url` is then a path on it, and `options` but the deadline are not used.
+    With `fs`, that filesystem is used as it is set up: `url` is a path on it, and only the deadline of `options`
+    counts.
     """
 
     remote = True
@@ -47,36 +47,36 @@ class FsspecStorage:
             scheme = scheme_of(url)
             if scheme is None:
                 raise ValueError(
-                    f"{shown(url)!r} is not a URL such as memory://run or sftp://host/run; pass a chain of filesystems, or a "
-                    "path on one, as Place(path, fs=…)"
+                    f"{shown(url)!r} is not a URL such as memory://run or sftp://host/run; pass a chain of "
+                    "filesystems, or a path on one, as Place(path, fs=…)"
                 )
             if scheme in ("s3", "s3a"):
-                split_bucket(url)  # says what is wrong with it
+                split_bucket(url)  # raises ValueError
             kind, make = class_and_maker(scheme, url, options)
         else:
             if getattr(fs, "asynchronous", False):
                 raise ValueError("fs= must be made with asynchronous=False: it is called from threads")
-            kind, make, scheme = type(fs), given(fs), protocol_of(fs)
+            kind, make, scheme = type(fs), maker_of(fs), protocol_of(fs)
         root = (kind if fs is None else fs)._strip_protocol(url).rstrip("/")
         self._url = shown(url if scheme_of(url) else f"{scheme}://{root}")
         self._secrets = secrets_in(url, options, getattr(fs, "storage_options", {}))
         filesystem = self._filesystem = OncePerProcess(make, one_at_a_time=scheme in ONE_AT_A_TIME)
-        self._place: Bucket | Files
-        self._deletes_many = True  # until it has refused to
+        self._place: Bucket | FileTree
+        self._deletes_many = True  # until it refuses
         if hasattr(kind, "call_s3"):
             if not root or root.startswith("/"):
                 raise ValueError(f"{shown(url)} names no bucket; write s3://bucket/prefix")
             self._place = Bucket(filesystem, root, float(options.get("deadline_seconds") or DEADLINE_SECONDS))
         else:
-            self._place = Files(filesystem, root, scheme)
+            self._place = FileTree(filesystem, root, scheme)
         self.in_order = self._place.in_order
-        self._said: set[str] = set()
+        self._warnings: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<FsspecStorage {self._url}>"
 
     def locate(self, path: str) -> str:
-        path = path.partition("?")[0]  # as of the whole URL: a query may be a key
+        path = path.partition("?")[0]  # a query may be a signature
         return f"{self._url}{'' if self._url.endswith('/') else '/'}{path}" if path else self._url
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
@@ -91,28 +91,28 @@ class FsspecStorage:
         max_segments: int | None = None,  # noqa: ARG002
         exact: bool = True,  # noqa: ARG002
     ) -> MultipartSink | AppendingSink:
-        name, translated = self._place.name(path), partial(self._translated, path, num_bytes=num_bytes)
+        name, translate = self._place.name(path), partial(self._translate_errors, path, num_bytes=num_bytes)
         if isinstance(self._place, Bucket):
-            return MultipartSink(self._place, name, num_bytes, segment_bytes, self.locate(path), translated)
-        return AppendingSink(self._place, name, num_bytes, self.locate(path), translated)
+            return MultipartSink(self._place, name, num_bytes, segment_bytes, self.locate(path), translate)
+        return AppendingSink(self._place, name, num_bytes, self.locate(path), translate)
 
     def open(self, path: str) -> FsspecReader:
-        with self._translated(path, passing=(FileNotFoundError, IsADirectoryError)):
+        with self._translate_errors(path, passing=(FileNotFoundError, IsADirectoryError)):
             return FsspecReader(
-                self._place, self._place.name(path), self.locate(path), partial(self._translated, path)
+                self._place, self._place.name(path), self.locate(path), partial(self._translate_errors, path)
             )
 
     def read(self, path: str) -> tuple[bytes, str]:
-        with self._translated(path, passing=(FileNotFoundError,)):
+        with self._translate_errors(path, passing=(FileNotFoundError,)):
             return self._place.read(self._place.name(path))
 
     def put_new(self, path: str, data: bytes) -> None:
         name = self._place.name(path)
-        with self._translated(path, passing=(FileExistsError,)):
+        with self._translate_errors(path, passing=(FileExistsError,)):
             if self._place.creates_exclusively():
                 self._place.put(name, data, create=True)
                 return
-            self._say_once("create-only puts, so two writers could commit the same step")
+            self._warn_once("create-only puts, so two writers could commit the same step")
             with turn(self._url):
                 if self.exists(path):
                     raise FileExistsError(f"{self.locate(path)} exists already")
@@ -120,7 +120,7 @@ class FsspecStorage:
 
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> None:
         name = self._place.name(path)
-        with self._translated(path, passing=(FileExistsError,)):
+        with self._translate_errors(path, passing=(FileExistsError,)):
             if version is None:
                 self._place.put(name, data)
                 return
@@ -128,37 +128,38 @@ class FsspecStorage:
                 if self._place.replace(name, data, version):
                     return
             except FileExistsError:
-                if not self._holds(name, data):  # else it was ours, and the first answer was lost
+                # With this content, the first try has written it, and the response was lost.
+                if not self._has_content(name, data):
                     raise
                 return
-            self._say_once("puts that replace one version only, so two writers could overwrite each other")
+            self._warn_once("puts that replace one version only, so two writers could overwrite each other")
             with turn(self._url):
                 try:
-                    found = self._place.read(name)[1]
+                    current = self._place.read(name)[1]
                 except FileNotFoundError:
-                    found = None
-                if found != version:
+                    current = None
+                if current != version:
                     raise FileExistsError(f"{self.locate(path)} was replaced by another writer")
                 self._place.put(name, data)
 
-    def _holds(self, name: str, data: bytes) -> bool:
+    def _has_content(self, name: str, data: bytes) -> bool:
         try:
             return self._place.read(name)[0] == data
         except FileNotFoundError:
             return False
 
     def move(self, path: str, to: str) -> None:
-        with self._translated(path, passing=(FileNotFoundError,)):
+        with self._translate_errors(path, passing=(FileNotFoundError,)):
             self._place.move(self._place.name(path), self._place.name(to))
 
     def delete(self, path: str) -> None:
-        with self._translated(path):
+        with self._translate_errors(path):
             self._place.delete(self._place.name(path))
 
     def delete_many(self, paths: Sequence[str]) -> None:
         if paths and self._deletes_many:
             try:
-                with self._translated(paths[0]):
+                with self._translate_errors(paths[0]):
                     self._deletes_many = self._place.delete_many([self._place.name(path) for path in paths])
             except StorageUnavailableError:
                 self._deletes_many = False
@@ -166,33 +167,33 @@ class FsspecStorage:
             delete(self, paths)
 
     def delete_all(self, path: str) -> None:
-        with self._translated(path):
+        with self._translate_errors(path):
             files, folders = self._place.tree(self._place.name(path))
         self.delete_many([path + file for file in files])
-        for folder in reversed(folders):  # those that had no files in them are still there
+        for folder in reversed(folders):  # folders without files are still there
             self.remove_if_empty(path + folder)
 
     def remove_if_empty(self, folder: str) -> bool:
-        with suppress(StorageUnavailableError), self._translated(folder):
+        with suppress(StorageUnavailableError), self._translate_errors(folder):
             return bool(folder) and self._place.remove_if_empty(self._place.name(folder))
         return False
 
     def names(self, folder: str) -> list[str]:
-        with self._translated(folder):
+        with self._translate_errors(folder):
             return sorted(self._place.names(self._place.name(folder)))
 
     def sizes(self, folder: str) -> dict[str, int]:
-        with self._translated(folder):
-            found = self._place.sizes(self._place.name(folder))
-        for path in found:
+        with self._translate_errors(folder):
+            sizes = self._place.sizes(self._place.name(folder))
+        for path in sizes:
             if any(part in ("", ".", "..") for part in path.split("/")):
                 raise unusable_name(
                     self.locate(folder), f"{path!r:.200} has an empty part, or one that is . or .."
                 )
-        return dict(sorted(found.items()))
+        return dict(sorted(sizes.items()))
 
     def exists(self, path: str) -> bool:
-        with self._translated(path):
+        with self._translate_errors(path):
             try:
                 self._place.info(self._place.name(path))
             except (FileNotFoundError, NotADirectoryError):
@@ -202,14 +203,14 @@ class FsspecStorage:
             return True
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        found: set[str] = set()
+        present: set[str] = set()
 
         def look(path: str) -> None:
             if self.exists(path):
-                found.add(path)
+                present.add(path)
 
         run_together("look", [partial(look, path) for path in paths], max_threads=_NUM_LOOKERS)
-        return [path for path in paths if path in found]
+        return [path for path in paths if path in present]
 
     def sweep(
         self,
@@ -224,12 +225,14 @@ class FsspecStorage:
             return []
         paths = {name: f"{folder}/{name}" if folder else name for name in names}
         try:
-            with self._translated(folder):
+            with self._translate_errors(folder):
                 now = self._place.now().timestamp()
                 dead = [
-                    name for name in names if now - self._modified(paths[name], now) > stores.ORPHAN_SECONDS
+                    name
+                    for name in names
+                    if now - self._modified_seconds(paths[name], now) > stores.ORPHAN_SECONDS
                 ]
-        except StorageUnavailableError as error:  # without the store's clock nothing is proved
+        except StorageUnavailableError as error:  # without the store's clock there is no proof
             _log.debug("nothing was swept: %s", error)
             return []
         if delete:
@@ -237,10 +240,10 @@ class FsspecStorage:
                 self.delete(paths[name])
         return dead
 
-    def _modified(self, path: str, otherwise: float) -> float:
+    def _modified_seconds(self, path: str, otherwise: float) -> float:
         try:
             return self._place.modified(self._place.name(path)).timestamp()
-        except FileNotFoundError:  # somebody else has swept it
+        except FileNotFoundError:  # another process has swept it
             return otherwise
 
     def hold(self, path: str) -> Callable[[], None]:  # noqa: ARG002
@@ -253,27 +256,27 @@ class FsspecStorage:
         if not isinstance(self._place, Bucket):
             return []
         try:
-            with self._translated(""):
-                bucket, prefix = self._place.where(self._place.name(""))
+            with self._translate_errors(""):
+                bucket, prefix = self._place.split(self._place.name(""))
                 before = self._place.now().timestamp() - stores.ORPHAN_SECONDS
                 return self._place.abort_uploads(bucket, prefix and f"{prefix}/", before)
         except StorageUnavailableError as error:
-            self._say_once(
-                "a way to find unfinished uploads, so give the bucket a lifecycle rule that aborts them "
+            self._warn_once(
+                "way to find unfinished uploads, so give the bucket a lifecycle rule that aborts them "
                 f"(AbortIncompleteMultipartUpload): {error}"
             )
             return []
 
-    def _say_once(self, what: str) -> None:
-        if what not in self._said and not self._place.alone:
-            self._said.add(what)
-            _log.warning("%s has no %s", self._url, what)
+    def _warn_once(self, lack: str) -> None:
+        if lack not in self._warnings and not self._place.alone:
+            self._warnings.add(lack)
+            _log.warning("%s has no %s", self._url, lack)
 
     @contextmanager
-    def _translated(
+    def _translate_errors(
         self, path: str, *, num_bytes: int = 0, passing: tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """All foreign calls are made in here. Foreign errors become ours; only what the caller handles itself passes."""
+        """Translate errors of the block, which makes all foreign calls. Errors in `passing` pass, without secrets."""
         try:
             with self._filesystem.turn():
                 yield
@@ -281,8 +284,8 @@ class FsspecStorage:
             if isinstance(error, CheckpointError):
                 raise
             secrets = (*self._secrets, *filter(None, [path.partition("?")[2]]))
-            where, reason = self.locate(path), _scrubbed(error, secrets)
-            clean = all(_without(secrets, str(e)) == str(e) for e in chain(error))
+            shown_path, reason = self.locate(path), _reason_of(error, secrets)
+            clean = all(_scrub(secrets, str(e)) == str(e) for e in chain(error))
             if isinstance(error, passing):
                 if clean:
                     raise
@@ -290,60 +293,63 @@ class FsspecStorage:
             cause = error if clean else OSError(f"{type(error).__name__}: {reason}")
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFullError(
-                    f"{where}: {num_bytes:,} bytes needed, fewer free; delete old steps or keep fewer (keep=), then save again",
-                    path=where,
+                    f"{shown_path}: {num_bytes:,} bytes needed, fewer are free; {stores.ROOM}",
+                    path=shown_path,
                     needed_bytes=num_bytes,
                     free_bytes=None,
                 ) from cause
-            raise StorageUnavailableError(f"{where}: {reason}; {advice_on(error)}", path=where) from cause
+            raise StorageUnavailableError(
+                f"{shown_path}: {reason}; {advice_on(error)}", path=shown_path
+            ) from cause
 
 
-def _scrubbed(error: BaseException, secrets: Sequence[str]) -> str:
+def _reason_of(error: BaseException, secrets: Sequence[str]) -> str:
     text = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-    return _without(secrets, text).strip().rstrip(".")[:300]
+    return _scrub(secrets, text).strip().rstrip(".")[:300]
 
 
-def _without(secrets: Sequence[str], text: str) -> str:
+def _scrub(secrets: Sequence[str], text: str) -> str:
     for secret in secrets:
         text = text.replace(secret, "***")
-    return hidden(text)
+    return without_secrets(text)
 
 
 def abort_stale_uploads(
     bucket: str, prefix: str, *, older_than: Moment, options: Mapping[str, Any] | None, exact: bool = False
 ) -> list[str]:
-    """Abort the unfinished multipart uploads of keys that begin with `prefix` (`exact`: that are just that), begun
-    before `older_than`; their keys.
+    """Abort the unfinished uploads to keys that begin with `prefix` (`exact`: to this key), begun before `older_than`.
+
+    Returns their keys.
     """
     storage = FsspecStorage(f"s3://{bucket}", options)
-    with storage._translated(prefix):
+    with storage._translate_errors(prefix):
         assert isinstance(storage._place, Bucket)
         return storage._place.abort_uploads(bucket, prefix, older_than.timestamp(), exact=exact)
 
 
 class FsspecReader(Reader):
-    """One object, read by ranges, as long as it is the one that was opened."""
+    """One object, read by ranges; reads fail once it is replaced."""
 
-    def __init__(self, place: Bucket | Files, name: str, shown_as: str, translated: Translated) -> None:
+    def __init__(self, place: Bucket | FileTree, name: str, shown_as: str, translate: Translate) -> None:
         self._place = place
         self._name = name
         self._shown_as = shown_as
-        self._translated = translated
+        self._translate = translate
         self._info = place.info(name)
         self.num_bytes = self._info.num_bytes
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        wanted = target[: max(0, self.num_bytes - offset)]
+        available = target[: max(0, self.num_bytes - offset)]
         try:
-            if wanted:
-                with self._translated(passing=(ReplacedError, FileNotFoundError)):
-                    self._place.fetch(self._name, offset, wanted, self._info.version)
+            if available:
+                with self._translate(passing=(ReplacedError, FileNotFoundError)):
+                    self._place.fetch(self._name, offset, available, self._info.version)
         except (ReplacedError, FileNotFoundError) as error:
             raise StorageUnavailableError(
                 f"{self._shown_as} was replaced or deleted while it was being read; load it again",
                 path=self._shown_as,
             ) from error
-        if len(wanted) < len(target):
+        if len(available) < len(target):
             raise EOFError(f"{self._shown_as} ends at byte {self.num_bytes}")
 
     def close(self) -> None:

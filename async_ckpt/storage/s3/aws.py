@@ -1,6 +1,6 @@
-"""The settings of a client of S3, from where every client of S3 looks for it.
+"""The settings of S3, from the sources that all clients of S3 use.
 
-In: options, the environment, the files of the user's profile. Out: a configuration and keys, as obstore takes them.
+In: options, the environment, the files of the user's profile. Out: obstore's configuration and credentials.
 Knows nothing of: objects.
 """
 
@@ -18,9 +18,9 @@ from urllib.parse import SplitResult, urlsplit
 
 from ... import spans
 
-# How long keys are used before they are asked for again; botocore hands out none that end sooner.
+# How long keys are used before they are looked up again; botocore returns none that expire sooner.
 _KEYS_SECONDS: Final = 300.0
-# fsspec's names for what obstore calls otherwise, so that the same options serve both.
+# fsspec's names of options, so that the same options serve both clients.
 _ALIASES: Final = {
     "key": "access_key_id",
     "secret": "secret_access_key",
@@ -32,19 +32,22 @@ _ALIASES: Final = {
     "default_region": "region",
 }
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
-# Whoever gives one of these has chosen obstore's own ways to come by keys.
+# Options that choose one of obstore's own sources of keys.
 _OWN_KEYS: Final = re.compile(r"container_|metadata_|web_identity_|role_|imdsv1_")
 
 
 class AwsSetup:
-    """The settings of S3, from the options, the environment and the files of the user's profile, in this order."""
+    """The settings of S3: options first, then the environment, then the files of the user's profile.
+
+    BucketSettings creates and owns it. obstore calls it for credentials, on its own threads.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         config: dict[str, Any] = {}
         for key, value in _flat(options):
             name = key.lower().removeprefix("aws_")
             config[_ALIASES.get(name, name)] = value
-        self._chosen = str(config.pop("profile", "")) or None  # by option, before the environment
+        self._profile = str(config.pop("profile", "")) or None  # by option, before the environment
         profile = self._read_profile()
         self.endpoint = str(config.pop("endpoint", "")) or (
             _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") or profile.get("endpoint_url", "")
@@ -52,90 +55,90 @@ class AwsSetup:
         config.setdefault(
             "region", _environment("AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region") or "us-east-1"
         )
-        # Keys go by way of the provider: obstore would mix those given with a session token of the environment.
+        # Keys are passed by the provider: obstore would combine given keys with a session token of the environment.
         names = ("access_key_id", "secret_access_key", "session_token")
-        self.given = {name: str(config.pop(name)) for name in names if config.get(name)}
-        if self.given and not ({"access_key_id", "secret_access_key"} <= set(self.given)):
+        self.given_keys = {name: str(config.pop(name)) for name in names if config.get(name)}
+        if self.given_keys and not ({"access_key_id", "secret_access_key"} <= set(self.given_keys)):
             raise ValueError("options: access_key_id and secret_access_key belong together; give both")
-        self.known = set(self.given.values())
+        self.known_secrets = set(self.given_keys.values())
         if str(config.get("skip_signature", False)).lower() in ("false", "0", ""):
             config.pop("skip_signature", None)
-            own = any(_OWN_KEYS.match(name) for name in config) and not self.given
+            own = any(_OWN_KEYS.match(name) for name in config) and not self.given_keys
         else:
             own = True
         self.provider: Callable[[], dict[str, Any]] | None = None if own or not self._finds_keys() else self
         if self.endpoint:
-            url = _checked_endpoint(self.endpoint)
-            config["endpoint_url_s3"] = self.endpoint  # under this name it goes before the environment's
-            # Over plain http someone could change the bytes on their way, unless they are signed.
+            url = _parse_endpoint(self.endpoint)
+            config["endpoint_url_s3"] = self.endpoint  # this name has precedence over the environment
+            # Over plain http, only a signature protects the bytes on their way.
             config.setdefault("unsigned_payload", url.scheme == "https" or url.hostname in _LOOPBACK)
         else:
             config.setdefault("unsigned_payload", True)
-            # 0.03 s of processor per GiB, beside 0.24 for the upload itself; sha256 takes 0.6. Other servers that
-            # speak S3 need not know it.
+            # 0.03 s of processor time per GiB, compared with 0.24 for the upload itself; sha256 takes 0.6. Not for
+            # other servers that speak S3, which may not support it.
             config.setdefault("checksum_algorithm", "crc64nvme")
         self.config = {f"aws_{name}": value for name, value in config.items()}
 
     def __call__(self) -> dict[str, Any]:
-        """The keys, for obstore, which asks for them again before they end."""
-        keys = self.given or self._keys_of_session() or self._keys_of_files()
+        """The keys, which obstore requests again before they expire."""
+        keys = self.given_keys or self._keys_of_session() or self._keys_of_files()
         if not keys:
             raise LookupError("no credentials were found")
-        self.known = self.known | set(keys.values())
+        self.known_secrets = self.known_secrets | set(keys.values())
         return {
             "access_key_id": keys["access_key_id"],
             "secret_access_key": keys.get("secret_access_key", ""),
             "token": keys.get("session_token"),
-            "expires_at": None if self.given else spans.from_now(_KEYS_SECONDS),
+            "expires_at": None if self.given_keys else spans.from_now(_KEYS_SECONDS),
         }
 
     def renew(self) -> None:
-        """Forget what was found, so that it is looked for again."""
+        """Forget the credentials, so that they are looked up again."""
         self.__dict__.pop("_credentials", None)
 
     def _finds_keys(self) -> bool:
-        """Whether looking for keys is up to us; without botocore, obstore knows of more places than we do."""
-        return bool(self.given or _botocore_session() or self._keys_of_files())
+        """Whether this object has a source of keys. Without botocore, obstore knows more sources than this module."""
+        return bool(self.given_keys or _botocore_session() or self._keys_of_files())
 
     def _keys_of_session(self) -> dict[str, str]:
         if self._credentials is None:
             return {}
         frozen = self._credentials.get_frozen_credentials()
-        found = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key}
-        return found | ({"session_token": frozen.token} if frozen.token else {})
+        keys = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key}
+        return keys | ({"session_token": frozen.token} if frozen.token else {})
 
     @cached_property
     def _credentials(self) -> Any:
-        """botocore's, which knows SSO, assumed roles and processes, and renews what it hands out."""
+        """The credentials of botocore, which knows SSO, assumed roles and processes, and renews keys."""
         session = _botocore_session()
-        return session(profile=self._chosen).get_credentials() if session else None
+        return session(profile=self._profile).get_credentials() if session else None
 
     def _keys_of_files(self) -> dict[str, str]:
         profile = self._read_profile()
         names = ("access_key_id", "secret_access_key", "session_token")
-        sources: tuple[Mapping[str, str], ...] = (profile,) if self._chosen else (os.environ, profile)
+        sources: tuple[Mapping[str, str], ...] = (profile,) if self._profile else (os.environ, profile)
         for source in sources:
-            found = {
+            keys = {
                 name: source.get(f"AWS_{name.upper()}") or source.get(f"aws_{name}", "") for name in names
             }
-            if found["access_key_id"]:
-                return {name: value for name, value in found.items() if value}
+            if keys["access_key_id"]:
+                return {name: value for name, value in keys.items() if value}
         return {}
 
     def _read_profile(self) -> dict[str, str]:
-        name = self._chosen or _environment("AWS_PROFILE", "AWS_DEFAULT_PROFILE") or "default"
+        name = self._profile or _environment("AWS_PROFILE", "AWS_DEFAULT_PROFILE") or "default"
         folder = Path("~/.aws")
-        found: dict[str, str] = {}
+        settings: dict[str, str] = {}
         for variable, file, section in (
             ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
             ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
         ):
             parser = configparser.RawConfigParser(strict=False)
-            with suppress(configparser.Error, OSError):  # botocore says what is wrong with it
+            with suppress(configparser.Error, OSError):  # botocore reports what is wrong with the file
                 parser.read(Path(_environment(variable) or folder / file).expanduser(), encoding="utf-8")
                 if parser.has_section(section):
-                    found |= dict(parser.items(section))
-        return found
+                    settings |= dict(parser.items(section))
+        return settings
 
 
 def _botocore_session() -> Any:
@@ -158,8 +161,8 @@ def _flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _checked_endpoint(endpoint: str) -> SplitResult:
+def _parse_endpoint(endpoint: str) -> SplitResult:
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password:
-        raise ValueError("the endpoint of the store is not a URL of the form https://host:port; correct it")
+        raise ValueError("the endpoint of the store must be a URL such as https://host:port; correct it")
     return url

@@ -1,11 +1,11 @@
-"""obstore's threads: whether this process has them.
+"""obstore's threads, which a forked child lacks.
 
-In: nothing. Out: a refusal where they are missing. Knows nothing of: stores, requests.
+In: nothing. Out: an error if they are missing. Knows nothing of: stores, requests.
 
 obstore has one tokio runtime per process, made by its first request, and never makes another. A forked child inherits
-the runtime without its threads, so that a request there would never be answered, nor reach a timeout. It would also
-harm the parent: both share the runtime's epoll instance, which hands the parent's threads an address in the child's
-memory for each socket that the child registers. So no request is made by an inherited runtime.
+the runtime without its threads, so a request there would neither be answered nor time out. It would also harm the
+parent: both share the runtime's epoll instance, which gives the parent's threads an address in the child's memory for
+each socket that the child registers. So an inherited runtime makes no request.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from contextlib import suppress
 from ...errors import StorageUnavailableError
 from ...host.process import in_forked_child
 
-_starting = threading.Lock()  # held while the runtime starts, which every other request needs, too
-_started_in: int | None = None  # the process whose runtime it is, if there is one
+_starting = threading.Lock()  # held while the runtime starts, since every request needs it
+_started_in: int | None = None  # the process that has started the runtime
 _is_lost = False  # the runtime was started before a fork that led to this process
 
 
-def require(where: str) -> None:
+def require(url: str) -> None:
     """Raise StorageUnavailableError if this process has obstore's runtime without its threads."""
     if _is_lost or _started_in not in (None, os.getpid()):
         raise StorageUnavailableError(
-            f"{where}: this process was forked from one that had used a store through obstore, whose threads no forked "
+            f"{url}: this process was forked from one that had used a store through obstore, whose threads no forked "
             'process has; start it by "spawn" or "forkserver" (multiprocessing.get_context, DataLoader(…, '
             'multiprocessing_context="spawn")), fork before the first request, or use another client in it: '
             'Place(url, engine="fsspec")',
-            path=where,
+            path=url,
         )
 
 
-def start(where: str) -> None:
-    """To be called before each request: see that obstore has its runtime here, with all threads. Raises as `require`."""
-    require(where)
+def start(url: str) -> None:
+    """Start obstore's runtime, if it is not started. To be called before each request. Raises as `require` does."""
+    require(url)
     if _started_in is None:
         with _starting:
             if _started_in is None:
@@ -49,7 +49,7 @@ def _start() -> None:
     import obstore
     from obstore.store import MemoryStore
 
-    _started_in = os.getpid()  # before there is a runtime: a fork may come at any moment
+    _started_in = os.getpid()  # before the runtime starts: a fork may come at any moment
     obstore.put(MemoryStore(), "any", b"")
 
 
@@ -61,9 +61,9 @@ def _forget() -> None:
 
 
 def _is_in_parent() -> bool:
-    """Whether other code of the parent has started obstore's runtime: on Linux, by the names of the parent's threads.
+    """Whether other code of the parent has started obstore's runtime, by the names of the parent's threads (on Linux).
 
-    Those of another library with tokio have the same names; then obstore is refused without need.
+    Other libraries that use tokio have threads of the same names; then obstore is refused without need.
     """
     if "obstore" not in sys.modules:
         return False

@@ -1,7 +1,7 @@
 """S3, Google Cloud Storage and Azure, through obstore.
 
 In: segments, which are the parts of a multipart upload without a copy. Out: objects that appear whole or not at all.
-Knows nothing of: what is in the objects. No bucket is ever made.
+Knows nothing of: what is in the objects. It never creates buckets.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from .. import stores
 from ..bulk import delete
 from ..conditions import Conditions, Form
 from ..url import unusable_name
-from . import answers
+from . import refusals
 from .client import Client, version_of
+from .plan import part_segments_of, plan_upload
 from .sink import ObjectReader, ObjectSink
 
-# More do not make one host faster, and each holds a segment.
-_MAX_PARTS_IN_FLIGHT: Final = 8
 _HEADS_IN_FLIGHT: Final = 16
-# Fewer are deleted one by one, as all servers know it.
+# Fewer objects are deleted one by one, which all servers support.
 _LEAST_MANY: Final = 8
 
 _log = logging.getLogger("async_ckpt")
 
 
 class ObjectStorage:
-    """A bucket, or all below a prefix in it. Making one sends no request.
+    """A bucket, or all below a prefix in it. Making one sends no request. From any thread.
 
     `options` are obstore's, with or without `aws_` before them, or fsspec's; besides `client_options`,
     `retry_config` (for one part's requests), `credential_provider`, `profile` and `deadline_seconds`.
@@ -49,11 +48,11 @@ class ObjectStorage:
         self, url: str, options: Mapping[str, Any] | None = None, timer: Timekeeper = TIMEKEEPER
     ) -> None:
         self._client = Client(url, options, timer)
-        self.url = self._client.url
+        self.url = self._client.settings.url
         self._lock = threading.Lock()
-        self._said = False  # that no put replaces one version only; under _lock
-        # Servers that speak S3, and are not S3 itself, are asked whether they obey conditions, once.
-        self._conditional: bool | None = True if self._client.is_known else None
+        self._has_warned = False  # that the store refuses conditional puts; under _lock
+        # Servers that speak S3, but are not S3 itself, are tested once for whether they obey conditions.
+        self._conditional: bool | None = True if self._client.settings.obeys_conditions else None
         self._conditions = Conditions()
 
     def __repr__(self) -> str:
@@ -65,8 +64,7 @@ class ObjectStorage:
     # --- archives ---------------------------------------------------------------------------------------------
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
-        smallest = max(stores.MIN_PART_BYTES, -(-num_bytes // stores.MAX_PARTS))
-        return min(-(-smallest // segment_bytes), max(1, -(-num_bytes // segment_bytes)))
+        return part_segments_of(num_bytes, segment_bytes)
 
     def create(
         self,
@@ -78,11 +76,8 @@ class ObjectStorage:
         exact: bool = True,  # noqa: ARG002
     ) -> ObjectSink:
         self._client.key(path)
-        part_segments = self.part_segments(num_bytes, segment_bytes)
-        num_parts = _MAX_PARTS_IN_FLIGHT
-        if max_segments is not None:
-            num_parts = max(1, min(num_parts, max_segments // part_segments - 1))
-        return ObjectSink(self._client, path, num_bytes, segment_bytes, part_segments, num_parts)
+        plan = plan_upload(num_bytes, segment_bytes, max_segments=max_segments)
+        return ObjectSink(self._client, path, num_bytes, plan)
 
     def open(self, path: str) -> ObjectReader:
         return ObjectReader(self._client, path)
@@ -109,9 +104,9 @@ class ObjectStorage:
 
     def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
         if version is not None:
-            made = self._put_over(path, data, version) if self._has_conditions() else None
-            if made is not None:
-                return made
+            new_version = self._put_over(path, data, version) if self._has_conditions() else None
+            if new_version is not None:
+                return new_version
             if not self._is_there(path, version):
                 raise FileExistsError(f"{self.locate(path)} was replaced by another writer")
         return self._client.put(path, data)
@@ -138,9 +133,9 @@ class ObjectStorage:
         return False  # there are no folders
 
     def names(self, folder: str) -> list[str]:
-        found = self._client.list(folder)
-        paths = {*found["common_prefixes"], *(meta["path"] for meta in found["objects"])}
-        paths.discard(self._client.key(folder))  # an empty object that consoles put there, to show a folder
+        listing = self._client.list(folder)
+        paths = {*listing["common_prefixes"], *(meta["path"] for meta in listing["objects"])}
+        paths.discard(self._client.key(folder))  # an empty object by which consoles mark a folder
         return sorted({path.rpartition("/")[2] for path in paths} - {""})
 
     def sizes(self, folder: str) -> dict[str, int]:
@@ -150,24 +145,24 @@ class ObjectStorage:
         key = self._client.key(folder)
 
         def list_all(store: Any, call: WatchedCall) -> dict[str, int]:
-            found: dict[str, int] = {}
+            sizes_by_key: dict[str, int] = {}
             for page in obstore.list(store, key or None):
                 call.moved()
-                found.update((meta["path"], meta["size"]) for meta in page if meta["path"] != key)
-            return found
+                sizes_by_key.update((meta["path"], meta["size"]) for meta in page if meta["path"] != key)
+            return sizes_by_key
 
         try:
-            found = self._client.ask_watched(folder, list_all)
+            sizes_by_key = self._client.ask_watched(folder, list_all)
         except StorageUnavailableError as error:
             if not isinstance(error.__cause__, InvalidPathError):
                 raise
             raise unusable_name(self.locate(folder), str(error.__cause__)) from error
         below = f"{folder}/" if folder else ""
-        sizes = {path.removeprefix(f"{key}/"): size for path, size in found.items()}
-        # obstore shows no slash at the end: what is empty may only stand for a folder, and then is not there by its name.
+        sizes = {path.removeprefix(f"{key}/"): size for path, size in sizes_by_key.items()}
+        # An empty object may mark a folder by a slash, which obstore hides: then the listed name does not exist.
         empty = [f"{below}{path}" for path, size in sizes.items() if not size]
-        gone = {*empty} - {*self.existing(empty)}
-        return {path: size for path, size in sorted(sizes.items()) if f"{below}{path}" not in gone}
+        placeholders = {*empty} - {*self.existing(empty)}
+        return {path: size for path, size in sorted(sizes.items()) if f"{below}{path}" not in placeholders}
 
     def exists(self, path: str) -> bool:
         try:
@@ -177,15 +172,15 @@ class ObjectStorage:
         return True
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        found: dict[str, bool] = {}
+        is_present: dict[str, bool] = {}
 
         def look(path: str) -> None:
-            found[path] = self.exists(path)
+            is_present[path] = self.exists(path)
 
         run_together("head", [partial(look, path) for path in paths], max_threads=_HEADS_IN_FLIGHT)
-        return [path for path in paths if found[path]]
+        return [path for path in paths if is_present[path]]
 
-    # --- what dead writers left -------------------------------------------------------------------------------
+    # --- leftovers of dead writers ----------------------------------------------------------------------------
 
     def sweep(
         self,
@@ -215,33 +210,33 @@ class ObjectStorage:
         return False
 
     def sweep_uploads(self) -> list[str]:
-        """By s3fs, since obstore lists no uploads."""
-        if self._client.scheme != "s3":
-            return []  # there, what is unfinished goes by itself
+        """Abort stale uploads through s3fs, since obstore does not list uploads."""
+        if self._client.settings.scheme != "s3":
+            return []  # other stores delete unfinished uploads by themselves
         try:
             from ..fsspec.store import abort_stale_uploads
 
             limit = spans.before(self._client.now(), stores.ORPHAN_SECONDS)
-            prefix = self._client.prefix and f"{self._client.prefix}/"
+            prefix = self._client.settings.prefix and f"{self._client.settings.prefix}/"
             return abort_stale_uploads(
-                self._client.bucket, prefix, older_than=limit, options=self._client.options
+                self._client.settings.bucket, prefix, older_than=limit, options=self._client.settings.options
             )
         except (ImportError, StorageUnavailableError, NotImplementedError) as error:
             _log.warning(
                 "%s: unfinished uploads of killed processes cannot be swept (%s); set a lifecycle rule on the bucket "
                 "that aborts incomplete multipart uploads",
                 self.url,
-                self._client.scrubbed(str(error)),
+                self._client.settings.scrub(str(error)),
             )
             return []
 
     # --- conditions -------------------------------------------------------------------------------------------
 
     def _put_if(self, path: str, data: bytes, mode: Any) -> str:
-        """Put on a condition; the version. FileExistsError where it does not hold, unless that is our own doing."""
+        """Put on a condition. Returns the version. Raises FileExistsError, unless an earlier try has succeeded."""
         import obstore
 
-        unsure = False  # an earlier try had no answer, and may have come through
+        unsure = False  # an earlier try had no response, and may have succeeded
 
         def put() -> str:
             nonlocal unsure
@@ -253,8 +248,8 @@ class ObjectStorage:
                 )
             except FileExistsError:
                 with suppress(FileNotFoundError):
-                    there, version = self.read(path) if unsure else (None, "")
-                    if there == data:
+                    content, version = self.read(path) if unsure else (None, "")
+                    if content == data:
                         return version
                 raise
             except StorageUnavailableError:
@@ -264,22 +259,22 @@ class ObjectStorage:
         return self._client.persist(put)
 
     def _put_over(self, path: str, data: bytes, version: str) -> str | None:
-        """Put over this version and no other. None when the store refuses every such put, which is said once."""
-        made = self._conditions.replace(
+        """Replace this version only. Returns the new version, or None if the store refuses every such put."""
+        new_version = self._conditions.replace(
             lambda form: self._put_if(path, data, _matching(version, form)),
             is_there=partial(self._is_there, path, version),
             accepts=self._accepts,
         )
-        if made is None:
+        if new_version is None:
             with self._lock:
-                first, self._said = not self._said, True
+                first, self._has_warned = not self._has_warned, True
             if first:
                 _log.warning(
                     "%s: the store refuses every put that is to replace one version only, so two writers could "
                     "overwrite each other; let only one write",
                     self.url,
                 )
-        return made
+        return new_version
 
     def _is_there(self, path: str, version: str) -> bool:
         try:
@@ -288,7 +283,7 @@ class ObjectStorage:
             return False
 
     def _accepts(self, form: Form) -> bool:
-        """Whether a put over a version that is there is obeyed, on an object made for that."""
+        """Whether the store accepts a conditional put with this form of e-tag, tested on a probe."""
         with self._client.probe() as path:
             try:
                 self._put_if(path, b"accepted", _matching(version_of(self._client.head(path)), form))
@@ -297,7 +292,7 @@ class ObjectStorage:
         return True
 
     def _has_conditions(self) -> bool:
-        """Whether the store obeys the conditions of a put. The first time, that is tried out."""
+        """Whether the store obeys the conditions of a put. Tested at the first call."""
         if self._conditional is None:
             obeyed = self._try_conditions()
             with self._lock:
@@ -311,7 +306,7 @@ class ObjectStorage:
         return bool(self._conditional)
 
     def _try_conditions(self) -> bool:
-        """Two puts that must be refused, on an object made for that."""
+        """Make two puts on a probe that must be refused. Returns whether both are."""
         import obstore
 
         modes: tuple[Any, ...] = ("create", {"e_tag": '"00000000000000000000000000000000"'})
@@ -325,7 +320,7 @@ class ObjectStorage:
                 except FileExistsError:
                     continue
                 except StorageUnavailableError as error:
-                    if getattr(error, "status", None) not in answers.LACKS:
+                    if getattr(error, "status", None) not in refusals.UNSUPPORTED_STATUSES:
                         raise
                 return False
         return True
@@ -333,5 +328,5 @@ class ObjectStorage:
 
 def _matching(version: str, form: Form) -> Any:
     """The mode of a put that replaces this version only."""
-    e_tag, _, generation = version.partition(" ")
-    return {"e_tag": form(e_tag)} | ({"version": generation} if generation else {})
+    etag, _, generation = version.partition(" ")
+    return {"e_tag": form(etag)} | ({"version": generation} if generation else {})

@@ -1,11 +1,11 @@
 """The files below one folder of this machine, reached without following a link.
 
 In: a folder, and paths below it that use `/`. Out: files opened, written, moved and deleted there, and nowhere else.
-Knows nothing of: what they are.
+Knows nothing of: what is in them.
 
-The folder itself may be a link, or lie behind one. Below it every folder on the way to a file is opened by itself, and a link in its
-place is an error: whoever has put it there did not mean what is behind it to be changed. On Windows, which cannot open a folder,
-links are looked for ahead of each call.
+The folder itself may be a link, or lie behind one. Below it, every folder on the way to a file is opened by itself, and
+a link in its place is an error: its target is not meant to be changed. Windows cannot open folders, so there every
+folder is checked before each call.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from .disk import O_BINARY, O_CLOEXEC, O_DIRECTORY, O_NONBLOCK, pread_into, prea
 
 _O_NOFOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
 _OPENS_FOLDERS: Final = os.open in os.supports_dir_fd and bool(_O_NOFOLLOW)
-# What opening a link, or something below one, says.
+# The errors of opening a link, or a path through one.
 _OF_LINKS: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 _PIECE_BYTES: Final = 4 * MIB
 _TEMP: Final = ".tmp"
 
 
-class _Spot(NamedTuple):
-    """Where a name is looked for: in a folder that is open, or anywhere by its whole path."""
+class _Location(NamedTuple):
+    """A name in an open folder; or a whole path, if folders cannot be opened."""
 
     name: str
     folder: int | None
 
 
-class Beneath:
-    """The files below one folder. Calls raise FileNotFoundError where they say so, else StorageUnavailableError and its like."""
+class ConfinedFolder:
+    """The files below one folder. Errors are of this library, except for FileNotFoundError where a method says so."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __repr__(self) -> str:
-        return f"<Beneath {self.folder}>"
+        return f"<ConfinedFolder {self.folder}>"
 
     @contextmanager
-    def _spot(self, name: str, *, make: bool = False) -> Iterator[_Spot]:
-        """Where a file is, or is to be. With `make`, the folders on the way are made."""
+    def _locate(self, name: str, *, make: bool = False) -> Iterator[_Location]:
+        """The location of a file, valid within the block. With `make`, the folders on the way are made."""
         *folders, last = name.split("/")
         if not _OPENS_FOLDERS:
-            yield _Spot(str(self._looked_through(folders, make=make) / last), None)
+            yield _Location(str(self._path_without_links(folders, make=make) / last), None)
             return
         at = self.folder
         fd = os.open(at, os.O_RDONLY | O_DIRECTORY | O_CLOEXEC)
         try:
             for part in folders:
                 at /= part
-                outer, fd = fd, self._inner(fd, part, at, make=make)
+                outer, fd = fd, self._open_folder(fd, part, at, make=make)
                 os.close(outer)
-            yield _Spot(last, fd)
+            yield _Location(last, fd)
         finally:
             os.close(fd)
 
-    def _inner(self, folder: int, name: str, path: Path, *, make: bool) -> int:
-        """A folder in one that is open."""
+    def _open_folder(self, folder: int, name: str, path: Path, *, make: bool) -> int:
+        """Open a folder in an open folder."""
         flags = os.O_RDONLY | O_DIRECTORY | O_CLOEXEC | _O_NOFOLLOW
         try:
             return os.open(name, flags, dir_fd=folder)
@@ -75,13 +75,13 @@ class Beneath:
                 raise
         except OSError as error:
             if error.errno in _OF_LINKS:
-                raise self._refused(path) from error
+                raise self._refusal(path) from error
             raise
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=folder)
-        return self._inner(folder, name, path, make=False)
+        return self._open_folder(folder, name, path, make=False)
 
-    def _looked_through(self, folders: list[str], *, make: bool) -> Path:
+    def _path_without_links(self, folders: list[str], *, make: bool) -> Path:
         at = self.folder
         for part in folders:
             at /= part
@@ -89,57 +89,57 @@ class Beneath:
                 with suppress(FileExistsError):
                     at.mkdir()
             if not stat.S_ISDIR(os.lstat(at).st_mode):
-                raise self._refused(at)
+                raise self._refusal(at)
         return at
 
-    def _refused(self, path: Path) -> StorageUnavailableError:
-        what = "a link" if path.is_symlink() else "no file of its own"
+    def _refusal(self, path: Path) -> StorageUnavailableError:
+        kind = "a link" if path.is_symlink() else "not a regular file"
         return StorageUnavailableError(
-            f"{path} is {what}, and nothing but the files below {self.folder} is changed; move it away, or use another folder",
+            f"{path} is {kind}, and only files below {self.folder} are changed; move it away, or use another folder",
             path=str(path),
         )
 
     def stat(self, name: str) -> os.stat_result | None:
-        """The status of the file under this very name, a link too; None if there is nothing, or a link on the way."""
+        """The status of a file, or of a link itself; None if there is nothing, or a link on the way."""
         with translated(self.folder / name):
             try:
-                with self._spot(name) as spot:
-                    return os.stat(spot.name, dir_fd=spot.folder, follow_symlinks=False)
+                with self._locate(name) as location:
+                    return os.stat(location.name, dir_fd=location.folder, follow_symlinks=False)
             except (FileNotFoundError, NotADirectoryError, StorageUnavailableError):
                 return None
 
     def size(self, name: str) -> int | None:
-        """The size of a file; None where none of its own is there."""
-        found = self.stat(name)
-        return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
+        """The size of a regular file; None if there is none of this name."""
+        status = self.stat(name)
+        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The files below a folder, by their paths from there."""
+        """The sizes of the files below a folder, by their paths from there."""
         with translated(self.folder / folder):
             top = self.folder / folder
-            found = [Path(at) / name for at, _, names in os.walk(top) for name in names]
-            return {path.relative_to(top).as_posix(): path.lstat().st_size for path in sorted(found)}
+            paths = [Path(at) / name for at, _, names in os.walk(top) for name in names]
+            return {path.relative_to(top).as_posix(): path.lstat().st_size for path in sorted(paths)}
 
     def open(self, name: str, flags: int, *, make: bool = False) -> int:
         """Open a file, as `os.open` does. With `make`, the folders on the way are made. Raises FileNotFoundError."""
         flags |= O_CLOEXEC | O_BINARY | O_NONBLOCK | _O_NOFOLLOW
         with translated(self.folder / name, passing=(FileNotFoundError,)):
             try:
-                with self._spot(name, make=make) as spot:
-                    if not _OPENS_FOLDERS and os.path.islink(spot.name):
-                        raise self._refused(self.folder / name)
-                    fd = os.open(spot.name, flags, 0o666, dir_fd=spot.folder)
+                with self._locate(name, make=make) as location:
+                    if not _OPENS_FOLDERS and os.path.islink(location.name):
+                        raise self._refusal(self.folder / name)
+                    fd = os.open(location.name, flags, 0o666, dir_fd=location.folder)
             except OSError as error:
                 if error.errno in {*_OF_LINKS, errno.EISDIR, errno.ENXIO}:
-                    raise self._refused(self.folder / name) from error
+                    raise self._refusal(self.folder / name) from error
                 raise
             if stat.S_ISREG(os.fstat(fd).st_mode):
                 return fd
             os.close(fd)
-            raise self._refused(self.folder / name)
+            raise self._refusal(self.folder / name)
 
     def read(self, name: str) -> bytes:
-        """Raises FileNotFoundError."""
+        """The content of a file. Raises FileNotFoundError."""
         with (
             translated(self.folder / name, passing=(FileNotFoundError,)),
             os.fdopen(self.open(name, os.O_RDONLY), "rb") as file,
@@ -147,30 +147,34 @@ class Beneath:
             return file.read()
 
     def put(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write a file that is not there. The folders on the way are made."""
+        """Write a new file. The folders on the way are made."""
         with translated(self.folder / name):
             fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, make=True)
             with os.fdopen(fd, "wb") as file:
                 file.writelines(pieces)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a small file and put it in its place, at once. Beside it is nobody else's."""
+        """Write a small file atomically. The folder has no other writer."""
         self.delete(name + _TEMP)
         self.put(name + _TEMP, [data])
         self.move(name + _TEMP, name)
 
     def move(self, name: str, to: str) -> None:
-        """Have a file, or a link, take the place of another. The folders on the way are made."""
+        """Rename a file or link, replacing another one. The folders on the way are made."""
         with (
             translated(self.folder / to),
-            self._spot(name) as source,
-            self._spot(to, make=True) as target,
+            self._locate(name) as source,
+            self._locate(to, make=True) as target,
         ):
             os.replace(source.name, target.name, src_dir_fd=source.folder, dst_dir_fd=target.folder)
 
     def link(self, name: str, to: str) -> bool:
-        """Give a file, or a link, another name, too. False where files can have one only."""
-        with translated(self.folder / to), self._spot(name) as source, self._spot(to, make=True) as target:
+        """Give a file or link a second name. False if the file system has no hard links."""
+        with (
+            translated(self.folder / to),
+            self._locate(name) as source,
+            self._locate(to, make=True) as target,
+        ):
             try:
                 os.link(
                     source.name,
@@ -184,35 +188,35 @@ class Beneath:
         return True
 
     def delete(self, name: str) -> None:
-        """Delete a file or a link if it is there, and the folders that this leaves empty."""
+        """Delete a file or link if there is one, and the folders that this leaves empty."""
         with (
             translated(self.folder / name),
             suppress(FileNotFoundError, NotADirectoryError, StorageUnavailableError),
-            self._spot(name) as spot,
+            self._locate(name) as location,
         ):
-            os.unlink(spot.name, dir_fd=spot.folder)
+            os.unlink(location.name, dir_fd=location.folder)
         with suppress(OSError, StorageUnavailableError):
             while "/" in name:
                 name = name.rpartition("/")[0]
-                with self._spot(name) as spot:
-                    os.rmdir(spot.name, dir_fd=spot.folder)
+                with self._locate(name) as location:
+                    os.rmdir(location.name, dir_fd=location.folder)
 
     def delete_all(self, name: str) -> None:
-        """Delete what is there, with all that is in it. Of a link, only that."""
-        found = self.stat(name)
+        """Delete a file, a link itself, or a folder with its content."""
+        status = self.stat(name)
         with translated(self.folder / name):
-            if found is None:
+            if status is None:
                 return
-            if not stat.S_ISDIR(found.st_mode):
+            if not stat.S_ISDIR(status.st_mode):
                 self.delete(name)
                 return
-            with self._spot(name) as spot:
-                shutil.rmtree(spot.name, dir_fd=spot.folder)
+            with self._locate(name) as location:
+                shutil.rmtree(location.name, dir_fd=location.folder)
 
     def part(self, name: str, by: str) -> None:
-        """Have a file be its own that shares its bytes with files of other names: these stay as they are.
+        """Replace a file that has several names by a copy, so that the other names keep the old file.
 
-        It is copied under the name `by`, and takes its own place then.
+        The copy is made under the name `by`, and then renamed.
         """
         self.delete_all(by)
         try:
@@ -227,31 +231,31 @@ class Beneath:
             self.delete(by)
 
     def _copy(self, source: int, to: str) -> None:
-        told = os.fstat(source)
+        status = os.fstat(source)
         target = self.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL, make=True)
         try:
             if hasattr(os, "fchmod"):
-                os.fchmod(target, stat.S_IMODE(told.st_mode))
-            preallocate(target, told.st_size, self.folder / to)
+                os.fchmod(target, stat.S_IMODE(status.st_mode))
+            preallocate(target, status.st_size, self.folder / to)
             piece = memoryview(bytearray(_PIECE_BYTES))
-            for at in range(0, told.st_size, _PIECE_BYTES):
-                read_at(source, piece[: told.st_size - at], at)
-                write_at(target, piece[: told.st_size - at], at)
+            for at in range(0, status.st_size, _PIECE_BYTES):
+                read_at(source, piece[: status.st_size - at], at)
+                write_at(target, piece[: status.st_size - at], at)
         finally:
             os.close(target)
 
 
 def read_at(fd: int, target: memoryview, offset: int) -> None:
-    """Fill all of it. Raises OSError where the file ends too early."""
+    """Fill `target`. Raises OSError if the file ends too early."""
     while target:
         num_read = pread_into(fd, target, offset)
         if not num_read:
-            raise OSError(errno.EIO, f"it ends at {offset:,} bytes")
+            raise OSError(errno.EIO, f"the file ends at {offset:,} bytes")
         target, offset = target[num_read:], offset + num_read
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """All of it."""
+    """Write all of `data`."""
     while data:
         num_written = pwrite(fd, data, offset)
         data, offset = data[num_written:], offset + num_written

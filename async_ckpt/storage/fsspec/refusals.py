@@ -1,7 +1,7 @@
-"""The meaning of a filesystem's refusal, and advice on it.
+"""Advice on errors of fsspec's filesystems.
 
-In: an error of fsspec's, botocore's or aiohttp's. Out: its words, its advice, and what in it must not be shown.
-Knows nothing of: which call it was.
+In: an error of fsspec, botocore or aiohttp. Out: its codes, advice; the secrets that messages must not show.
+Knows nothing of: calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .. import stores
 
 
 class NoBucketError(OSError):
-    pass
+    """The bucket does not exist."""
 
 
 class InheritedError(OSError):
@@ -25,7 +25,7 @@ class InheritedError(OSError):
 REFUSED: Final = frozenset({"PreconditionFailed", "412"})
 CONFLICT: Final = frozenset({"ConditionalRequestConflict", "OperationAborted", "409"})
 NO_SUCH_CALL: Final = frozenset({"NotImplemented", "501", "InvalidArgument", "InvalidRequest", "400", "405"})
-# By what an error or one of its causes is called, in S3's codes and in Python's classes: what to do about it.
+# Advice, by the S3 codes and Python classes of an error and its causes.
 _ADVICE: Final = {
     "NoBucketError": stores.CREATE,
     "InheritedError": "make it in this process, or give a URL and options= instead of fs=",
@@ -36,21 +36,19 @@ _ADVICE: Final = {
     "PermanentRedirect 301 AuthorizationHeaderMalformed IllegalLocationConstraintException": stores.REGION,
     "PermissionError AccessDenied 403": stores.RIGHTS,
     "EndpointConnectionError ConnectTimeoutError ReadTimeoutError HTTPClientError ClientConnectionError "
-    "ConnectionError ConnectionRefusedError ConnectionResetError FSTimeoutError TimeoutError NoValidConnectionsError gaierror": (
-        stores.AWAY
-    ),
+    "ConnectionError ConnectionRefusedError ConnectionResetError FSTimeoutError TimeoutError NoValidConnectionsError "
+    "gaierror": stores.AWAY,
 }
 
 
 def advice_on(error: BaseException) -> str:
-    words = words_of(error)
-    otherwise = (
-        "make sure that the place is there, is healthy, and may be read and written with these credentials"
-    )
-    return next((advice for names, advice in _ADVICE.items() if words & set(names.split())), otherwise)
+    codes = codes_of(error)
+    otherwise = "make sure that the place exists, is healthy, and these credentials may read and write it"
+    return next((advice for names, advice in _ADVICE.items() if codes & set(names.split())), otherwise)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and its causes."""
     for _ in range(10):
         if error is None:
             return
@@ -58,17 +56,18 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def words_of(error: BaseException) -> set[str]:
-    """The names of an error and its causes: their classes, and the codes that a store gave."""
-    found = set()
-    for one in chain(error):
-        found.add(type(one).__name__)
-        found.add(str(_answer(one).get("Error", {}).get("Code")))
-    return found
+def codes_of(error: BaseException) -> set[str]:
+    """The class names of an error and its causes, and the codes from the store in them."""
+    codes = set()
+    for cause in chain(error):
+        codes.add(type(cause).__name__)
+        codes.add(str(_answer(cause).get("Error", {}).get("Code")))
+    return codes
 
 
 def was_repeated(error: BaseException) -> bool:
-    return any(_answer(one).get("ResponseMetadata", {}).get("RetryAttempts") for one in chain(error))
+    """Whether s3fs had made the request more than once."""
+    return any(_answer(cause).get("ResponseMetadata", {}).get("RetryAttempts") for cause in chain(error))
 
 
 def _answer(error: BaseException) -> Mapping[str, Any]:
@@ -77,19 +76,19 @@ def _answer(error: BaseException) -> Mapping[str, Any]:
 
 
 def secrets_in(url: str, *options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Texts that nobody may read in a message, the longest first."""
-    found = {os.environ.get(name, "") for name in _SECRET_VARIABLES}
+    """The texts that no message may contain, the longest first."""
+    secrets = {os.environ.get(name, "") for name in _SECRET_VARIABLES}
     parts = urlsplit(url)
     password = parts.password
-    found |= {password or "", unquote(password or ""), parts.query, parts.fragment}
-    todo = list(options)
-    while todo:
-        for name, value in todo.pop().items():
+    secrets |= {password or "", unquote(password or ""), parts.query, parts.fragment}
+    mappings = list(options)
+    while mappings:
+        for name, value in mappings.pop().items():
             if isinstance(value, Mapping):
-                todo.append(value)
+                mappings.append(value)
             elif isinstance(value, str) and stores.SECRET_NAME.search(name):
-                found.add(value)
-    return tuple(sorted(found - {""}, key=len, reverse=True))
+                secrets.add(value)
+    return tuple(sorted(secrets - {""}, key=len, reverse=True))
 
 
 _SECRET_VARIABLES: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")

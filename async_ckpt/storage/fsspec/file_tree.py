@@ -1,6 +1,6 @@
-"""A folder, as fsspec sees one: files that are written in place and moved.
+"""Files and folders of a filesystem of fsspec.
 
-In: an fsspec filesystem of files. Out: what a storage asks of it. Knows nothing of: archives.
+In: a filesystem. Out: the small objects of a storage, and drafts of large ones. Knows nothing of: archives.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import xxhash
 
 from ..disk import sync_folder
 from ..locks import TEMP_SUFFIX, temp_stem
-from .places import Info, Moment, ReplacedError, probe_name
+from .info import Info, Moment, ReplacedError, probe_name
 from .setup import OncePerProcess
 
-# Filesystems where a file appears when it is complete, and where folders are only a way of listing.
+# Filesystems where a file appears when it is complete, and folders are only a part of names.
 _OBJECTS: Final = frozenset(
     ["memory", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf", "oci", "ocilake", "oss", "tos", "tosfs"]
 )
-# Filesystems whose `rmdir` refuses a folder that is not empty; others (Arrow's) delete all that is in it.
+# Filesystems whose `rmdir` refuses a folder that is not empty; others (Arrow's) delete its content.
 _KEEPS_FULL_FOLDERS: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb"})
-# What tells one version of a file from the next, the best first.
+# Fields that differ between versions of a file, the most reliable first.
 _STAMPS: Final = (
     "ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created",
 )  # fmt: skip
 
 
-class Files:
-    """Files of any filesystem of fsspec."""
+class FileTree:
+    """The files below one folder of any filesystem of fsspec. FsspecStorage creates and owns it. From any thread."""
 
     in_order = True
 
@@ -41,7 +41,7 @@ class Files:
         self._filesystem = filesystem
         self._root = root
         self.objects = protocol in _OBJECTS
-        self.alone = protocol == "memory"  # no other process is there to write to it
+        self.alone = protocol == "memory"  # no other process can write to it
         self.local = protocol in ("file", "local")
         self._keeps_full_folders = protocol in _KEEPS_FULL_FOLDERS
 
@@ -53,12 +53,12 @@ class Files:
 
     def info(self, name: str) -> Info:
         fs = self._filesystem()
-        for listed in (name, fs._parent(name)):  # a filesystem that was handed to us may keep listings
+        for listed in (name, fs._parent(name)):  # a user's filesystem may keep listings
             fs.invalidate_cache(listed)
-        said = fs.info(name)
-        if said["type"] == "directory":
+        entry = fs.info(name)
+        if entry["type"] == "directory":
             raise (FileNotFoundError if self.objects else IsADirectoryError)(errno.EISDIR, "a folder", name)
-        return Info(said["size"], str(next((said[key] for key in _STAMPS if said.get(key)), "")))
+        return Info(entry["size"], str(next((entry[key] for key in _STAMPS if entry.get(key)), "")))
 
     def read(self, name: str) -> tuple[bytes, str]:
         data = self._filesystem().cat_file(name)
@@ -86,7 +86,7 @@ class Files:
             raise
 
     def creates_exclusively(self) -> bool:
-        """Whether `put` can create: by an own `pipe_file` with a mode (the inherited one only looks first), or a link."""
+        """Whether `put` can refuse to replace: by a link, or by a `pipe_file` that has a mode and is not inherited."""
         fs = self._filesystem()
         if not self.objects:
             return hasattr(fs, "link")
@@ -95,13 +95,13 @@ class Files:
         return own and not self.alone and "mode" in inspect.signature(method).parameters
 
     def replace(self, name: str, data: bytes, version: str) -> bool:  # noqa: ARG002
-        return False  # none of them can
+        return False  # no filesystem can
 
     def move(self, name: str, to: str) -> None:
         from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
 
         fs = self._filesystem()
-        if type(fs).mv is AbstractFileSystem.mv:  # which takes `?` and `[` in names for patterns
+        if type(fs).mv is AbstractFileSystem.mv:  # which takes `?` and `[` in names as patterns
             fs.cp_file(name, to)
             fs.rm_file(name)
         else:
@@ -109,7 +109,7 @@ class Files:
         self.settle(to)
 
     def settle(self, name: str) -> None:
-        """Where the disk is at hand, make the name durable, and those of the folders that may be new."""
+        """On a local disk, make the name durable, and the names of the folders that may be new."""
         for folder in PurePosixPath(name).parents if self.local else ():
             sync_folder(Path(folder))
             if len(str(folder)) < len(self._root):
@@ -118,14 +118,14 @@ class Files:
     def delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._filesystem().rm_file(name)
-        self.leave(name)
+        self._remove_empty_parents(name)
 
     def delete_many(self, names: Sequence[str]) -> bool:  # noqa: ARG002
-        """Not known: what `rm` of a list does where one of them is gone differs from place to place."""
+        """Return False: filesystems differ in what `rm` of a list does if one file is missing."""
         return False
 
-    def leave(self, name: str) -> None:
-        """Remove the folders above a name that is no longer there, as far as they are empty."""
+    def _remove_empty_parents(self, name: str) -> None:
+        """Remove the folders above a deleted name that are empty."""
         folder = name.rpartition("/")[0]
         while len(folder) > len(self._root) and self.remove_if_empty(folder):
             folder = folder.rpartition("/")[0]
@@ -143,14 +143,14 @@ class Files:
         fs = self._filesystem()
         fs.invalidate_cache(folder)
         try:
-            found = [entry.rstrip("/") for entry in fs.ls(folder or "/", detail=False)]
+            names = [entry.rstrip("/") for entry in fs.ls(folder or "/", detail=False)]
         except (FileNotFoundError, NotADirectoryError):
             return set()
-        return {entry.rpartition("/")[2] for entry in found if entry != folder}
+        return {entry.rpartition("/")[2] for entry in names if entry != folder}
 
     def sizes(self, folder: str) -> dict[str, int]:
         fs = self._filesystem()
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         folders = [(folder, "")]
         while folders:
             inner, prefix = folders.pop()
@@ -167,19 +167,19 @@ class Files:
                 if entry["type"] == "directory":
                     folders.append((name, f"{path}/"))
                 else:
-                    found[path] = entry["size"]
-        return found
+                    sizes[path] = entry["size"]
+        return sizes
 
     def tree(self, name: str) -> tuple[list[str], list[str]]:
-        """The rest behind this name in those of all files of its tree, and in those of its folders, outer ones first.
+        """The files and folders of a tree, outer folders first, each as the part of its name behind `name`.
 
-        A link is a file, whatever it leads to.
+        A link is a file, wherever it leads.
         """
         if self.objects:
             return ["", *(f"/{path}" for path in self.sizes(name))], []
         fs = self._filesystem()
         fs.invalidate_cache(fs._parent(name))
-        with suppress(FileNotFoundError):  # as is said of a link to nothing, too
+        with suppress(FileNotFoundError):  # raised for broken links, too
             if _is_folder(fs.info(name)):
                 return self._tree_of_folder(name)
         return [""], []
@@ -188,7 +188,7 @@ class Files:
         fs = self._filesystem()
         files: list[str] = []
         folders = [""]
-        for folder in folders:  # which grow
+        for folder in folders:  # the loop appends to them
             fs.invalidate_cache(name + folder)
             for entry in fs.ls(name + folder, detail=True):
                 path = f"{folder}/{entry['name'].rstrip('/').rpartition('/')[2]}"
@@ -209,15 +209,18 @@ class Files:
 
 
 class Draft:
-    """A file that is being written: under a temp name, or out of sight where the filesystem does that itself."""
+    """A file that is being written: under a temp name, or hidden by the filesystem until `commit`.
 
-    def __init__(self, files: Files, fs: Any, name: str) -> None:
+    `FileTree.draft` makes it. One thread at a time.
+    """
+
+    def __init__(self, files: FileTree, fs: Any, name: str) -> None:
         self._files = files
         self._fs = fs
         self._name = name
         self._temp: str | None = None
         if files.objects:
-            self.file = _uncommitted(fs, name)
+            self.file = _open_uncommitted(fs, name)
             return
         folder, _, last = name.rpartition("/")
         self._temp = f"{folder}/{temp_stem(last)}{os.urandom(4).hex()}{TEMP_SUFFIX}"
@@ -233,7 +236,7 @@ class Draft:
     def _make(self, folder: str) -> None:
         try:
             self._fs.makedirs(folder, exist_ok=True)
-        except Exception as error:  # not every filesystem bears with others that make it at the same time
+        except Exception as error:  # some filesystems fail if others make the folder at the same time
             if not self._fs.isdir(folder):
                 raise NotADirectoryError(
                     errno.ENOTDIR, f"no folder could be made: {error}", folder
@@ -260,7 +263,7 @@ class Draft:
             with suppress(Exception):
                 self.file.discard()
             with suppress(AttributeError):
-                self.file.closed = True  # or it would upload what it has when it is collected
+                self.file.closed = True  # or it uploads its content when it is collected
             return
         with suppress(Exception):
             self.file.close()
@@ -269,14 +272,14 @@ class Draft:
 
 
 def _is_folder(entry: dict[str, Any]) -> bool:
-    """Whether a filesystem speaks of a folder, and not of a link to one."""
+    """Whether an entry is a folder, and not a link to one."""
     return entry["type"] == "directory" and not entry.get("islink")
 
 
-def _uncommitted(fs: Any, name: str) -> Any:
-    """A file that appears with its `commit`."""
+def _open_uncommitted(fs: Any, name: str) -> Any:
+    """A file that appears only with its `commit`."""
     from fsspec.implementations.memory import MemoryFile, MemoryFileSystem  # type: ignore[import-untyped]
 
-    if isinstance(fs, MemoryFileSystem):  # whose own `open` makes it appear at once
+    if isinstance(fs, MemoryFileSystem):  # whose `open` makes it appear at once
         return MemoryFile(fs, name)
-    return fs._open(name, "wb", autocommit=False)  # `open` would also keep it for a transaction
+    return fs._open(name, "wb", autocommit=False)  # `open` also adds it to a transaction

@@ -1,32 +1,39 @@
-"""Bytes from front to back, for a sink that takes segments.
+"""Objects from front to back: written through a sink that takes segments, and read through a reader of ranges.
 
-In: bytes of any length, in order. Out: an object whose size was not known before. Knows nothing of: what they are.
+In: bytes of any length, in order; a reader. Out: an object whose size was not known before; a binary file object.
+Knows nothing of: what is in the objects.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
 import threading
-from typing import Final
+from collections import deque
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final
 
 from ..host.pool import Lease, SegmentPool
-from ..host.threads import Crew
+from ..host.threads import Crew, running_future
 from ..host.waits import LIVENESS_SECONDS
 from ..spec import MIB
 from ..staging.device import memmove
-from .base import Sink, Storage
+from .interface import Reader, Sink, Storage
 
 _SEGMENT_BYTES: Final = 8 * MIB
-# One is being filled, some are being written, and what a store still sends is held until then.
+# One is being filled, some are being written, and some are held until a store has sent them.
 _NUM_SEGMENTS: Final = 8
 _NUM_WRITERS: Final = 4
+# Chunks that are read at the same time, ahead of the one in use.
+_NUM_AHEAD: Final = 4
 
 
 class Appender:
-    """Fills segments of its own memory, and has them written by other threads meanwhile. One thread appends at a time.
+    """One object that is written from front to back. One thread at a time appends; a crew of this object writes.
 
-    `limit_bytes` is more than will come: a store chooses the size of its parts by it. The memory is a fixed 64 MiB,
-    or what a store needs for parts of such an object.
+    `limit_bytes` is an upper limit, by which a store chooses the size of its parts. The memory is 64 MiB, or as much
+    as the store needs for parts of such an object.
     """
 
     def __init__(self, storage: Storage, path: str, *, limit_bytes: int) -> None:
@@ -37,14 +44,14 @@ class Appender:
         self._pool = SegmentPool(_SEGMENT_BYTES, max_bytes=num_segments * _SEGMENT_BYTES)
         self._pool.add_reliever(lambda _: self.sink.relieve())
         self._crew = Crew("append", _NUM_WRITERS, background=True)
-        self._lease: Lease | None = None  # being filled, up to `num_bytes`
+        self._lease: Lease | None = None  # of the segment that is being filled
         self.num_bytes = 0
         self._changed = threading.Condition()
         self._num_writing = 0  # under _changed, like all below
         self._error: BaseException | None = None
 
     def append(self, data: memoryview) -> None:
-        """Take bytes; they may change once this returns. Raises what an earlier write has met."""
+        """Append bytes, which may change after the return. Raises the error of an earlier write."""
         while data:
             if self._lease is None:
                 number = self.num_bytes // _SEGMENT_BYTES
@@ -53,7 +60,7 @@ class Appender:
             part = data[: _SEGMENT_BYTES - begin]
             if part.readonly:
                 self._lease.segment.view[begin : begin + len(part)] = part
-            else:  # the same, off the GIL
+            else:  # the same without the GIL
                 source = ctypes.addressof(ctypes.c_char.from_buffer(part))
                 memmove(self._lease.segment.address + begin, source, len(part))
             self.num_bytes += len(part)
@@ -63,7 +70,7 @@ class Appender:
         self.check()
 
     def finish(self) -> int:
-        """Write what is left, and make the object durable; its size in bytes."""
+        """Write the rest, and make the object durable. Returns its size in bytes."""
         if self._lease is not None:
             self._send()
         self._wait()
@@ -83,14 +90,14 @@ class Appender:
         self._close()
 
     def fail(self, error: BaseException) -> None:
-        """End it from any thread: whoever appends gets this error. The first one counts."""
+        """Fail the object, from any thread: `append` and `finish` raise this error, unless there was an earlier one."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
         self.sink.give_up()
 
     def check(self) -> None:
-        """Raise what has gone wrong, if anything has."""
+        """Raise the first error, if there is one."""
         if self._error is not None:
             raise self._error
 
@@ -117,7 +124,7 @@ class Appender:
             self._changed.notify_all()
 
     def _wait(self) -> None:
-        """Until no write is under way: each ends by the deadlines of its sink."""
+        """Wait until no write is under way: each ends by the deadlines of its sink."""
         with self._changed:
             while self._num_writing:
                 self._changed.wait(LIVENESS_SECONDS)
@@ -128,3 +135,67 @@ class Appender:
 
     def __repr__(self) -> str:
         return f"<Appender {self.num_bytes:,} bytes to {self.sink!r}>"
+
+
+class ReadAhead(io.RawIOBase):
+    """An object as a binary file, read ahead by a crew of this object. For one thread.
+
+    Holds at most 40 MiB. Closing it closes the reader. Raises the errors of the reader.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__()
+        self._reader = reader
+        self._crew = Crew("fetch", _NUM_AHEAD)
+        self._ahead: deque[Future[memoryview]] = deque()
+        self._num_requested = 0  # bytes requested so far
+        self._chunk = memoryview(b"")
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        self._request()
+        if not self._chunk and self._ahead:
+            # Removed only after it is done, since `close` waits for the chunks in the deque.
+            self._chunk = self._ahead[0].result()
+            del self._ahead[0]
+            self._request()
+        view = memoryview(target).cast("B")
+        part = self._chunk[: len(view)]
+        view[: len(part)] = part
+        self._chunk = self._chunk[len(part) :]
+        self._at += len(part)
+        return len(part)
+
+    def _request(self) -> None:
+        while len(self._ahead) < _NUM_AHEAD and self._num_requested < self._reader.num_bytes:
+            begin, length = (
+                self._num_requested,
+                min(_SEGMENT_BYTES, self._reader.num_bytes - self._num_requested),
+            )
+            chunk: Future[memoryview] = running_future()
+            self._crew.submit(partial(self._fetch, begin, length, chunk))
+            self._ahead.append(chunk)
+            self._num_requested += length
+
+    def _fetch(self, begin: int, length: int, chunk: Future[memoryview]) -> None:
+        try:
+            data = memoryview(bytearray(length))
+            self._reader.read_into(begin, data)
+        except BaseException as error:
+            chunk.set_exception(error)
+        else:
+            chunk.set_result(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            for chunk in self._ahead:
+                chunk.exception()  # the thread uses the reader until then
+            self._crew.stop()
+            self._reader.close()
+        super().close()

@@ -1,0 +1,210 @@
+"""The protocols of storages, their sinks and readers.
+
+In: paths below a root, bytes. Out: durable objects, and their bytes back. Knows nothing of: tensors, steps, commits.
+All calls block, and may be made from any thread; none is made on the event loop. Paths use `/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Protocol, Self
+
+
+class MemoryLoan(Protocol):
+    """Memory on loan. To use it after the call that lent it, retain it, and release it afterwards."""
+
+    def retain(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class Sink(Protocol):
+    """The write side of one object. Only `finish` makes the object appear.
+
+    `Storage.create` makes it for one delivery, which owns it and ends it by `finish` or `abort`, and `close`.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the object; until the object is finished, the announced size."""
+
+    @property
+    def num_retries(self) -> int:
+        """The number of requests, or whole attempts, that were repeated."""
+
+    @property
+    def failed(self) -> Future[None] | None:
+        """A future that gets the error once the object is known to fail; None if `write` and `finish` raise it."""
+
+    @property
+    def retryable(self) -> bool:
+        """True if everything written is still in memory, so that the whole object can be sent again."""
+
+    def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
+        """Take one segment at `offset`; all but the last are whole. From any thread, in any order, each segment once.
+
+        `data` is the memory of `lease` and does not change until `lease` is released. A sink that sends it later
+        retains the lease; a sink that has failed has released all. Raises StorageFullError, StorageUnavailableError.
+        """
+
+    def finish(self, num_bytes: int | None = None) -> None:
+        """Make the object durable and visible under its name, whole. All writes have returned.
+
+        `num_bytes` is the size of the object if only a limit was announced.
+        """
+
+    def abort(self) -> None:
+        """Leave no trace of the object. Idempotent; raises only errors that the caller can act on."""
+
+    def close(self) -> None:
+        """Release locks: the object was committed, or never will be. Idempotent."""
+
+    def give_up(self) -> None:
+        """Release every lease that is not being sent at this moment; the object will not be finished.
+
+        Does not wait; `abort` follows. Idempotent. From any thread.
+        """
+
+    def relieve(self) -> bool:
+        """Release one lease that is kept only for another attempt, since memory is short. From any thread.
+
+        False if there is none.
+        """
+
+
+class Reader(Protocol):
+    """The read side of one object."""
+
+    num_bytes: int
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` from `offset` on. From any thread. Raises EOFError if the object ends too early.
+
+        Raises StorageUnavailableError, also if the object was replaced after it was opened.
+        """
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Storage(Protocol):
+    """One root. A missing object raises FileNotFoundError; any other failure raises StorageUnavailableError."""
+
+    remote: bool  # calls go through a network, so a save makes none on its caller's thread
+    in_order: bool  # sinks send in file order, and hold segments that come early
+
+    def locate(self, path: str) -> str:
+        """The full name of an object for messages, without credentials."""
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
+        """The number of consecutive segments that a sink must hold before it can send any of them."""
+
+    def create(
+        self,
+        path: str,
+        *,
+        num_bytes: int,
+        segment_bytes: int,
+        max_segments: int | None = None,
+        exact: bool = True,
+    ) -> Sink:
+        """Begin an object of exactly this size; parents are made. Raises StorageFullError before a byte is written.
+
+        The object comes in segments of `segment_bytes`, of which at most `max_segments` are on loan at a time. Without
+        `exact`, `num_bytes` is a limit, and `finish` is given the size.
+        """
+
+    def open(self, path: str) -> Reader:
+        """Open an object. Raises FileNotFoundError, and IsADirectoryError if folders are real."""
+
+    def read(self, path: str) -> tuple[bytes, str]:
+        """The content of a small object, and its version: a text that changes whenever the object is replaced.
+
+        Raises FileNotFoundError only if `names` does not list it either; a broken link, or anything else that is not a
+        file, raises StorageUnavailableError.
+        """
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Write a small object durably if there is none of that name. Raises FileExistsError otherwise."""
+
+    def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
+        """Write or replace a small object durably and atomically; with `version`, only if that is its version.
+
+        Returns the new version, or None if the place does not tell it. Raises FileExistsError for another version.
+        """
+
+    def move(self, path: str, to: str) -> None:
+        """Rename a small object, durably."""
+
+    def delete(self, path: str) -> None:
+        """Delete an object, and the folder that this leaves empty. No error if there is no object."""
+
+    def delete_many(self, paths: Sequence[str]) -> None:
+        """Delete objects, each as `delete` does, in any order; in few requests if the place can.
+
+        After an error some of them may be deleted.
+        """
+        for path in paths:
+            self.delete(path)
+
+    def delete_all(self, path: str) -> None:
+        """Delete an object, or a folder with its content. No error if there is neither. Links are not followed."""
+
+    def remove_if_empty(self, folder: str) -> bool:
+        """Remove an empty folder below the root. False if the folder is not empty, or does not exist.
+
+        Harms no writer, even one that has made the folder and put nothing into it yet. Raises nothing.
+        """
+
+    def names(self, folder: str) -> list[str]:
+        """The names of the objects and folders directly in a folder, sorted; none if there is no such folder."""
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The sizes of all objects below a folder, at any depth, by their paths from there, sorted.
+
+        Empty if there is no such folder; without objects that are being written. Raises CorruptCheckpointError for an
+        object whose name is not a path to it.
+        """
+
+    def exists(self, path: str) -> bool:
+        """Whether there is an object (or, if folders are real, a folder) of this name."""
+
+    def existing(self, paths: Sequence[str]) -> list[str]:
+        """The paths, among these, that exist, in the order given. Asks in parallel if requests are slow."""
+
+    def sweep(
+        self,
+        folder: str,
+        names: list[str],
+        *,
+        delete: bool = False,
+        decided: bool = False,
+        of_ranks: bool = False,
+    ) -> list[str]:
+        """The names, among these, of objects whose writer has provably ended. With `delete`, they are deleted.
+
+        `decided` says that a newer step is committed, so no writer can still commit these. If the writer cannot be
+        asked, that and a day's age by the store's clock are the proof; also for an object that one of several ranks has
+        written (`of_ranks`), which may run on another machine.
+        """
+
+    def hold(self, path: str) -> Callable[[], None]:
+        """Lock an object, as a sign to other processes that this one lives, until the returned function is called.
+
+        Does nothing in places without locks, such as stores.
+        """
+
+    def is_held(self, path: str) -> bool:
+        """Whether another living process provably has locked an object."""
+
+    def sweep_uploads(self) -> list[str]:
+        """Abort unfinished uploads below this root, older than a day by the store's clock. Returns their names."""
