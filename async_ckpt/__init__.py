@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import errors
-from .checkpointer import AsyncCheckpointer
 from .errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -22,17 +21,6 @@ from .errors import (
     StorageUnavailableError,
     TornSnapshotError,
 )
-from .oneoff import load, release, save, snapshot, verify
-from .report import PullReport, SaveReport, VerifyReport
-from .runs.naming import Naming
-from .saving.handle import SaveHandle
-from .saving.policy import Due
-from .spec import Keep
-from .staging.held_snapshot import HeldSnapshot
-from .state.containers import PerRank
-from .state.rng import RngState
-from .storage.compressed import Zstd
-from .storage.place import Place
 
 __version__ = "0.1.0"
 
@@ -76,6 +64,24 @@ __all__ = [
 
 if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `__getattr__`
     from . import files as files  # noqa: I001 - one import of errors, not one for each
+    from .checkpointer import AsyncCheckpointer as AsyncCheckpointer
+    from .oneoff import (
+        load as load,
+        release as release,
+        save as save,
+        snapshot as snapshot,
+        verify as verify,
+    )
+    from .report import PullReport as PullReport, SaveReport as SaveReport, VerifyReport as VerifyReport
+    from .runs.naming import Naming as Naming
+    from .saving.handle import SaveHandle as SaveHandle
+    from .saving.policy import Due as Due
+    from .spec import Keep as Keep
+    from .staging.held_snapshot import HeldSnapshot as HeldSnapshot
+    from .state.containers import PerRank as PerRank
+    from .state.rng import RngState as RngState
+    from .storage.compressed import Zstd as Zstd
+    from .storage.place import Place as Place
     from .around.export import export_hf as export_hf
     from .around.merge import merge as merge
     from .around.pack import pack as pack
@@ -99,8 +105,26 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .publishing.publisher import Publisher as Publisher
     from .publishing.subscriber import Subscriber as Subscriber
 else:
-    # Imported when they are first asked for: a training that saves and restores needs none of them.
+    # Imported when they are first asked for: most programs need a few of them, and the command needs torch for few of its words.
     _LATER = {
+        "AsyncCheckpointer": ".checkpointer",
+        "Due": ".saving.policy",
+        "HeldSnapshot": ".staging.held_snapshot",
+        "Keep": ".spec",
+        "Naming": ".runs.naming",
+        "PerRank": ".state.containers",
+        "Place": ".storage.place",
+        "PullReport": ".report",
+        "RngState": ".state.rng",
+        "SaveHandle": ".saving.handle",
+        "SaveReport": ".report",
+        "VerifyReport": ".report",
+        "Zstd": ".storage.compressed",
+        "load": ".oneoff",
+        "release": ".oneoff",
+        "save": ".oneoff",
+        "snapshot": ".oneoff",
+        "verify": ".oneoff",
         "Publisher": ".publishing.publisher",
         "Subscriber": ".publishing.subscriber",
         "export_hf": ".around.export",

@@ -19,7 +19,7 @@ HOUSE = Path(async_ckpt.__file__).parent
 
 # From top to bottom; a module imports only from its own room and from the floors below it.
 FLOORS: list[tuple[str, ...]] = [
-    ("integrations", "cli"),  # outermost
+    ("integrations", "command", "__main__"),  # outermost
     ("__init__", "checkpointer", "oneoff", "files", "around", "publishing"),  # face
     ("saving", "loading"),  # the story
     ("ranks",),  # the ranks that save together
@@ -37,6 +37,7 @@ FLOORS: list[tuple[str, ...]] = [
 # What imports from another room on its own floor.
 NEIGHBOURS = {
     "__init__": {"checkpointer", "oneoff", "files", "around", "publishing"},
+    "__main__": {"command"},
     "files": {"around"},
     "publishing": {"around"},
     "trace": {"spans"},
@@ -145,7 +146,7 @@ def test_a_module_imports_only_from_its_own_room_and_from_floors_below():
 
 
 def test_only_few_files_stand_at_the_top():
-    assert len([path for path in HOUSE.iterdir() if path.is_file()]) <= 11
+    assert len([path for path in HOUSE.iterdir() if path.is_file()]) <= 12
 
 
 def test_nothing_imports_testing():
@@ -228,7 +229,7 @@ def test_the_clients_of_stores_are_only_in_their_modules():
 
 def test_optional_packages_are_imported_on_use():
     for name in MODULES:
-        if name.split(".")[0] in ("integrations", "cli", "testing"):
+        if name.split(".")[0] in ("integrations", "command", "testing"):
             continue
         at_load = {target.split(".")[0] for target in imports(name, at_load_only=True)} - {"async_ckpt"}
 
@@ -277,10 +278,7 @@ def test_no_room_has_a_circle_under_type_checking_either():
 
 # Rooms of more than 15 files, and classes of more than 15 attributes, that are still to be divided; none is added.
 LARGE_ROOMS = {"saving": 18}
-LARGE_CLASSES = {
-    "publishing.line.Line": 21,
-    "format.delta.VersionIndex": 16,
-}
+LARGE_CLASSES = {}
 
 
 def test_a_room_has_few_files_and_a_class_few_attributes():

@@ -1,9 +1,9 @@
-"""The arguments of somebody's function: the tensors anywhere in them, and a copy with others in their place.
+"""The arguments of a wrapped function: the tensors anywhere in them, and a deep copy with other tensors.
 
-In: any Python objects. Out: tensors, and equal objects that share nothing that changes. Knows nothing of: what for.
+In: any Python objects. Out: tensors, and equal objects that share nothing mutable. Knows nothing of: how they are used.
 
-Tensors are looked for where `copy.deepcopy` will meet them, by the same rules: what it knows itself, else what
-`__reduce_ex__` says. One that is overlooked all the same is copied with the rest, only later and more slowly.
+Tensors are searched where `copy.deepcopy` will meet them, by the same rules: its own for known types, else
+`__reduce_ex__`. A tensor that the search misses is copied with the rest, only later and more slowly.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _ATOMS: Final = (
 
 @no_collection()
 def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor], list[SnapshotView]]:
-    """Names and tensors: each tensor with dense memory of its own once, wherever it hangs; and snapshots.
+    """The tensors with dense memory of their own, each once, with their names; and the snapshots.
 
-    Other tensors are left to `copied`.
+    Other tensors are left to `deep_copied`.
     """
     names: list[str] = []
     tensors: list[torch.Tensor] = []
     held: list[SnapshotView] = []
-    seen: dict[int, Any] = {}  # with the objects, for some are made on the way, and no other may get their id
+    seen: dict[int, Any] = {}  # by id; keeps objects made by the search alive, so that no id is used twice
     todo: list[tuple[str, Any]] = list(arguments.items())[::-1]
     while todo:
         name, value = todo.pop()
@@ -60,40 +60,40 @@ def tensors_in(arguments: Mapping[str, Any]) -> tuple[list[str], list[torch.Tens
     return names, tensors, held
 
 
-def closed_over(function: Any) -> dict[str, Any]:
-    """The variables that a function has from the one that it was defined in; those of its module are not among them."""
+def closure_of(function: Any) -> dict[str, Any]:
+    """The variables that a function closes over; globals of its module are not among them."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    found = {}
+    variables = {}
     for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
         try:
-            found[name] = cell.cell_contents
+            variables[name] = cell.cell_contents
         except ValueError:  # not assigned yet
             pass
-    return found
+    return variables
 
 
 @no_collection()
-def copied(
+def deep_copied(
     value: Any,
     tensors: Sequence[torch.Tensor],
-    instead: Sequence[torch.Tensor],
+    replacements: Sequence[torch.Tensor],
     held: Sequence[SnapshotView] = (),
     *,
-    what: str,
+    function_name: str,
 ) -> Any:
-    """A deep copy, in which each of `tensors` is the one `instead`, with its attributes and its gradient, and each
-    snapshot the plain state that it holds.
+    """A deep copy with `replacements` in place of `tensors`, and plain states in place of snapshots.
 
-    Raises UnsupportedStateError for what cannot be copied.
+    Each replacement gets the attributes and the gradient of its tensor. Raises UnsupportedStateError for values that
+    cannot be copied.
     """
     memo: dict[int, Any] = {id(module): module for module in list(sys.modules.values())}
-    memo.update((id(old), new) for old, new in zip(tensors, instead, strict=True))
+    memo.update((id(old), new) for old, new in zip(tensors, replacements, strict=True))
     memo.update((id(part), tree_of(part)) for part in held)
     try:
-        for old, new in zip(tensors, instead, strict=True):
+        for old, new in zip(tensors, replacements, strict=True):
             if attributes := vars(old):
                 vars(new).update(copy.deepcopy(attributes, memo))
             if (grad := _grad(old)) is not None:
@@ -101,14 +101,14 @@ def copied(
         return copy.deepcopy(value, memo)
     except Exception as error:
         raise UnsupportedStateError(
-            f"{what} cannot be called in the background: an argument, or the object that it is a method of, cannot be copied ({error}); "
-            "pass plain data, or what its state_dict() gives",
-            path=what,
+            f"{function_name} cannot be called in the background: an argument, or the object that it is a method "
+            f"of, cannot be copied ({error}); pass plain data, or what its state_dict() gives",
+            path=function_name,
         ) from error
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is its memory and its attributes: such a one can be made anew around other memory."""
+    """Whether a tensor is only its memory and its attributes, so that it can be rebuilt around other memory."""
     kind = type(tensor)
     if kind not in (torch.Tensor, torch.nn.Parameter) and (
         kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
@@ -119,7 +119,7 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """The parts that a deep copy of a value is made of, each with a name."""
+    """The parts that a deep copy of a value visits, each with a name."""
     kind = type(value)
     if kind is dict:
         return [*value.items(), *(("key", key) for key in value)]
@@ -134,7 +134,7 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     try:
         reduce: Any = copyreg.dispatch_table.get(kind)
         reduced = reduce(value) if reduce else value.__reduce_ex__(4)
-    except Exception:  # `copied` will say so
+    except Exception:  # `deep_copied` will raise it
         return ()
     if isinstance(reduced, str):  # the name of a global
         return ()
@@ -147,5 +147,5 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _grad(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a leaf; asking others for it makes torch warn."""
+    """The gradient of a leaf tensor; reading it from other tensors makes torch warn."""
     return tensor.grad if tensor.is_leaf else None

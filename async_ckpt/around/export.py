@@ -1,7 +1,7 @@
 """`export_hf`: weights as the Hugging Face ecosystem reads them, written beside a checkpoint or alone.
 
 In: a model, or its state dict. Out: a folder of safetensors, index, config and tokenizer, on disk or in a store.
-Knows nothing of: how models call their weights.
+Knows nothing of: the names that models give their weights.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..staging.held_snapshot import refuse_guard
 from ..state.captured import SnapshotView
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, local_place, written_at
-from .folder import Asked, Export
-from .hub import weights_of
+from .hf_folder import Export, ExportRequest
+from .hf_weights import weights_of
 from .shards import MAX_SHARD_BYTES
-from .spread import Others, Parts, begin_spread, is_spread, looks_spread
+from .spread import ExportMessages, PartsFolder, begin_spread, is_spread, looks_spread
 
-# Of what lies beside a config: weights in any format and their indices, archives, hidden files.
+# Files in a config folder that are not copied: weights in any format and their indices, archives, hidden files.
 _NOT_COPIED: Final = re.compile(
     r"\..*|.*\.index\.json|.*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|ot|onnx|onnx_data|tflite|pkl|npz|distcp"
     r"|tar|zst|gz|zip)",
     re.IGNORECASE,
 )
-# The only folder that a tokenizer has.
+# The only subfolder that belongs to a tokenizer.
 _TEMPLATES: Final = "additional_chat_templates"
 
 
@@ -48,18 +48,20 @@ def export_hf(
         handle = async_ckpt.export_hf(model, "out/hf")
 
     The weights are written to `model.safetensors`, or to shards and their index, under the names that
-    `save_pretrained` uses: those of the plain model, also if it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`).
-    Tied weights are written once. For a PEFT model, or for LoRA weights with an `adapter_config.json` in `config_folder`, the active
-    adapter is written to `adapter_model.safetensors`. The weights may change as soon as the call returns.
+    `save_pretrained` uses: those of the plain model, even if it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`).
+    Tied weights are written once. For a PEFT model, or for LoRA weights with an `adapter_config.json` in
+    `config_folder`, the active adapter is written to `adapter_model.safetensors`. The weights may change as soon as
+    the call returns.
 
-    A local folder appears as a whole. If it already exists, it is replaced by one that has its other files as well. At a
-    URL, `config.json` is deleted first and written last, so that nothing there loads if the export fails in between.
-    Exports are written in the order of the calls.
+    A local folder appears as a whole. If it already exists, it is replaced by one that has its other files as well.
+    At a URL, `config.json` is deleted first and written last, so that nothing there loads if the export fails in
+    between. Exports are written in the order of the calls.
 
-    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks call this alike, with a destination that all of
-    them see. None waits for another: each writes what it holds, and rank 0 makes the folder of that, through less than 256 MiB of
-    memory. Its handle is done when the folder is there; that of another rank, when its own part is. All ranks must have a part in
-    it: one whose weights are whole makes DTensors of them, on a mesh of its own, or the export fails.
+    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks call this alike, with a destination
+    that all of them see. No rank waits for another one: each writes what it holds, and rank 0 makes the folder from
+    these parts, through less than 256 MiB of memory. Its handle is done when the folder is complete; the handle of
+    another rank, when its part is. Every rank must hold DTensors: a rank whose weights are whole makes them on a mesh
+    of its own, or the export fails.
 
     Together with a checkpoint of the same instant, the weights are copied from the device once:
 
@@ -69,11 +71,11 @@ def export_hf(
 
     Args:
         state_or_model: a module; a flat mapping of names to tensors; or either of them in a snapshot. The names of a
-            mapping are written as they are, so it must be the state dict of the plain model; a warning says if they look
-            otherwise. A module knows its config and which weights it ties; a mapping does not.
+            mapping are written as they are, so it must be the state dict of the plain model; a warning says if they
+            look wrapped. A module knows its config and its tied weights; a mapping does not.
         destination: a folder, or the URL of one.
-        config_folder: a local folder. Its files are copied beside the weights (config, tokenizer, generation config, chat
-            templates), but no weights and no other subfolders. They take precedence over the model's own config.
+        config_folder: a local folder. Its files are copied beside the weights (config, tokenizer, generation config,
+            chat templates), but no weights and no other subfolders. They take precedence over the model's own config.
         max_shard_bytes: the largest size of a file. A larger tensor gets a file of its own.
         guard: as for `save`.
 
@@ -88,34 +90,34 @@ def export_hf(
         storage = LocalStorage(_replaceable(storage.locate("")))
     spans, called = Spans(), running_future()
     try:
-        beside = {} if config_folder is None else files_of(local_place(config_folder))
+        config_files = {} if config_folder is None else files_of(local_place(config_folder))
         held = state_or_model if isinstance(state_or_model, SnapshotView) else None
         refuse_guard([held] if held is not None else [], guard)
         place = written_at(destination)
-        others = Others(place)
+        others = ExportMessages(place)
         try:
-            weights = weights_of(state_or_model, beside)
+            weights = weights_of(state_or_model, config_files)
         except BaseException as error:
             if looks_spread(state_or_model):
-                Parts(place, storage).tell_of_failure(error)
+                PartsFolder(place, storage).record_failure(error)
             raise
-        others.tell(is_spread=is_spread(weights))
-        asked = Asked(storage, beside, max_shard_bytes, spans, called)
+        others.announce(is_spread=is_spread(weights))
+        request = ExportRequest(storage, config_files, max_shard_bytes, spans, called)
         if is_spread(weights):
-            return begin_spread(asked, weights, Parts(place, storage), others, guard)
+            return begin_spread(request, weights, PartsFolder(place, storage), others, guard)
         others.check_whole()
-        asked = asked._replace(check=others.check_whole)
-        return Export(asked, weights, held=held, optimizers=unwrapped(guard)).begin()
+        request = request._replace(check=others.check_whole)
+        return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()
     finally:
         called.set_result(spans.total())
 
 
 def _replaceable(folder: str) -> str:
-    """The folder behind a link, since the folder is exchanged. Raises for one that cannot be."""
+    """The folder behind a link, since the folder itself is replaced. Raises if it cannot be replaced."""
     real = os.path.realpath(folder)
     if os.path.lexists(real) and not os.path.isdir(real):
         raise NotADirectoryError(f"{folder} is a file; give the folder to write the model to")
-    with suppress(FileNotFoundError):  # there is no current folder any more
+    with suppress(FileNotFoundError):  # the current folder was deleted
         if Path.cwd().is_relative_to(real):
             raise ValueError(
                 f"{folder} is the current folder, or a parent of it, and would be replaced; give a folder inside it"
@@ -124,12 +126,12 @@ def _replaceable(folder: str) -> str:
 
 
 def is_left_out(path: str) -> bool:
-    """Whether a file in the folder of a model is none of those that are copied beside its weights."""
+    """Whether a file in a model's folder is not copied beside its weights."""
     return any(map(_NOT_COPIED.fullmatch, path.split("/")))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Config, tokenizer and the like. Read now, so that the folder may go as soon as the call returns."""
+    """The config, tokenizer and similar files. Read now, so that the folder may be deleted once the call returns."""
     if not folder.is_dir():
         raise NotADirectoryError(
             f"config_folder {folder} is not a folder; give the one with the model's config.json"

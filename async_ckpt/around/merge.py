@@ -1,10 +1,10 @@
-"""`merge`: a step that many ranks have saved, as one archive with full tensors.
+"""`merge`: a step that several ranks have saved, as one archive with full tensors.
 
-In: a run. Out: one archive, wherever it is wanted. Knows nothing of: live objects.
+In: a run. Out: one archive, at any destination. Knows nothing of: live objects.
 
-The file is planned before a byte moves, like any other archive, and then written from front to back. What comes next is
-gathered from the archives of the ranks while the sink still writes what came before, so a few segments are all the memory
-that this takes, however large the state is.
+The file is planned before a byte moves, like any other archive, and then written from front to back. The next
+segment is gathered from the archives of the ranks while the sink still writes the one before, so that a few segments
+are all the memory needed, however large the state is.
 """
 
 from __future__ import annotations
@@ -53,34 +53,36 @@ def merge(
 
         async_ckpt.merge("runs/a", 500, "out/x.tar")
 
-    The archive is as if one process had saved the state: `load` returns the same as for the step, bit for bit, and other
-    programs read the safetensors files in it. It is streamed: it takes less than 256 MiB of memory, however large the state
-    is. Groups that the step borrows from earlier ones are in it, too. The run is not changed, and nothing is visible at the
-    destination until all of it is durable.
+    The archive is as if one process had saved the state: `load` returns the same as for the step, bit for bit, and
+    other programs read the safetensors files in it. It is streamed: it takes less than 256 MiB of memory, however
+    large the state is. Groups that the step borrows from earlier ones are in it, too. The run is not changed, and
+    nothing is visible at the destination until all of it is durable.
 
     Args:
         run: the root of the run, or the folder of the step; a path, a URL or a Place.
         step: a committed step; None for the newest.
         destination: the path or URL of the archive, or a Place. It is not compressed.
-        from_ranks: whose value to take where each rank has its own, by name, such as {"rng": 0}. Every such name needs one.
+        from_ranks: the rank whose value to take, by name, if each rank has its own, such as {"rng": 0}. Every such name
+            needs one.
         trust: as for `load`: values that are not plain data are unpickled and pickled again.
         verify: compare the digest of every block that is read.
 
-    Raises NotCommittedError if there is no such step, StateMismatchError if ranks have values of their own that `from_ranks`
-    does not choose among, KeyError if it names nothing, UntrustedObjectError, CorruptCheckpointError, ValueError or
-    IsADirectoryError for a destination that cannot be written to or is in the folder of a step, StorageFullError and
-    StorageUnavailableError.
+    Raises NotCommittedError if there is no such step, StateMismatchError if ranks have values of their own that
+    `from_ranks` does not choose among, KeyError if it names nothing, UntrustedObjectError, CorruptCheckpointError,
+    ValueError or IsADirectoryError for a destination that cannot be written to or is in the folder of a step,
+    StorageFullError and StorageUnavailableError.
     """
     begin = monotonic()
     place = written_at(destination)
     target = FileTarget.at(place)
     if target.path.lower().endswith(_COMPRESSED):
         raise ValueError(f"{target.path}: a merged archive is a plain tar; give it a name such as merged.tar")
-    there = committed_step(run, step)
+    source = committed_step(run, step)
     storage, name = place.object()
     if storage.exists(MANIFEST):
         raise ValueError(
-            f"{target.path}: that is the folder of a committed step, whose archives stay as they are; give another destination"
+            f"{target.path}: that is the folder of a committed step, whose archives stay as they are; give another "
+            "destination"
         )
 
     def write(parts: Sequence[Part]) -> SaveReport:
@@ -90,7 +92,7 @@ def merge(
             TensorPlan(state.specs),
             skeleton=state.skeleton,
             objects=state.objects,
-            step=there.read().step,
+            step=source.read().step,
             mtime=int(wall_time()),
         )
         retries = _write(state, layout, storage, name)
@@ -98,7 +100,7 @@ def merge(
         num_stored = sum(spec.alias_of is None for spec in state.specs)
         return SaveReport(
             status="committed",
-            step=there.read().step,
+            step=source.read().step,
             path=target.path,
             num_bytes=layout.file_bytes,
             num_tensors=num_stored,
@@ -109,12 +111,12 @@ def merge(
             destinations=(Destination(target.path, layout.file_bytes, seconds, retries),),
         )
 
-    return from_committed(there, write, verify=verify, readers=Readers(None, from_ranks, reads_all=True))
+    return from_committed(source, write, verify=verify, readers=Readers(None, from_ranks, reads_all=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _MergedState:
-    """The state to write: as a capture of live objects, but that each tensor is one of a file."""
+    """The state to write: like a capture of live objects, except that its tensors are in files."""
 
     skeleton: str
     specs: list[TensorSpec]
@@ -123,48 +125,48 @@ class _MergedState:
 
 
 def _state_in(parts: Sequence[Part], *, trust: bool) -> _MergedState:
-    """Raises StateMismatchError for values of each rank, of which nobody has said which to take."""
+    """The merged state. Raises StateMismatchError if ranks have values of their own and `from_ranks` chooses none."""
     values, objects = [], []
     for part in parts:
-        value, stored = part.archive.tree(groups=part.groups)
+        value, stored_leaves = part.archive.tree(groups=part.groups)
         values.append(value)
-        objects.append(part.archive.objects(stored, trust=trust))
-    _refuse_apart(parts, values)
-    skeletons = {n: _of_groups(part) for n, part in enumerate(parts)}
+        objects.append(part.archive.objects(stored_leaves, trust=trust))
+    _refuse_values_by_rank(parts, values)
+    skeletons = {n: _skeleton_of_groups(part) for n, part in enumerate(parts)}
     merged = merge_skeletons(skeletons, {n: len(part.archive.index.tensors) for n, part in enumerate(parts)})
     specs: list[TensorSpec] = []
     tensors: list[tuple[Contents, int]] = []
     first: dict[tuple[int, int], int] = {}
-    for there in merged.tensors:
-        ((n, number),) = there.items()
+    for numbers in merged.tensors:
+        ((n, number),) = numbers.items()
         archive = parts[n].archive
-        told, primary = archive.index.tensors[number], archive.primary(number)
+        stored, primary = archive.index.tensors[number], archive.primary(number)
         stored_as = first.setdefault((n, primary), len(specs))
         alias = None if stored_as == len(specs) else stored_as
-        specs.append(TensorSpec(told.path, told.dtype, told.shape, alias))
+        specs.append(TensorSpec(stored.path, stored.dtype, stored.shape, alias))
         tensors.append((archive, primary))
     pickles = objects[0] if merged.objects is None else [objects[n][number] for n, number in merged.objects]
     skeleton = json.dumps(merged.skeleton, separators=(",", ":"))
     return _MergedState(skeleton, specs, tensors, pickled(pickles) if pickles else None)
 
 
-def _refuse_apart(parts: Sequence[Part], values: Sequence[Any]) -> None:
-    apart = [leaf for value in values for leaf in leaves(value) if isinstance(leaf, ValuesByRank)]
-    if not apart:
+def _refuse_values_by_rank(parts: Sequence[Part], values: Sequence[Any]) -> None:
+    by_rank = [leaf for value in values for leaf in leaves(value) if isinstance(leaf, ValuesByRank)]
+    if not by_rank:
         return
-    names = [shown(leaf.path) for leaf in apart]
-    example = f"from_ranks={{{names[0]!r}: {min(apart[0].values)}}}"
+    names = [shown(leaf.path) for leaf in by_rank]
+    example = f"from_ranks={{{names[0]!r}: {min(by_rank[0].values)}}}"
     raise StateMismatchError(
-        f"{parts[0].archive.path}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}: each rank has saved its own; say whose to "
-        f"take, such as {example}",
+        f"{parts[0].archive.path}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}: each rank has saved its "
+        f"own; say whose to take, such as {example}",
         missing=(),
         unexpected=(),
         mismatched=tuple(names),
     )
 
 
-def _of_groups(part: Part) -> Json:
-    """The skeleton of what counts of a file."""
+def _skeleton_of_groups(part: Part) -> Json:
+    """The skeleton of the groups of a file that belong to the step."""
     skeleton = part.archive.index.skeleton
     if part.groups is None:
         return skeleton
@@ -174,7 +176,7 @@ def _of_groups(part: Part) -> Json:
 
 
 def _write(state: _MergedState, layout: Layout, storage: Storage, name: str) -> int:
-    """Returns how often something was tried again."""
+    """Write the archive. Returns the number of retries."""
     if not storage.remote:
         Path(storage.locate(name)).parent.mkdir(parents=True, exist_ok=True)
     out = Appender(storage, name, limit_bytes=layout.file_bytes)
@@ -186,8 +188,8 @@ def _write(state: _MergedState, layout: Layout, storage: Storage, name: str) -> 
             _fill(memory, plan, state)
             view = memory.view[: plan.num_bytes]
             for at in range(plan.offset, min(plan.offset + plan.num_bytes, covered), BLOCK_BYTES):
-                here = view[at - plan.offset : min(at + BLOCK_BYTES, covered) - plan.offset]
-                blocks += digests.block_digest(here)
+                block = view[at - plan.offset : min(at + BLOCK_BYTES, covered) - plan.offset]
+                blocks += digests.block_digest(block)
             if plan.offset + plan.num_bytes > covered:
                 tail = tail or digests.dump(covered, bytes(blocks))
                 _overlay(view, plan.offset, tail, covered)
@@ -213,7 +215,7 @@ def _fill(memory: HostBuffer, plan: SegmentPlan, state: _MergedState) -> None:
 
 
 def _overlay(view: memoryview, offset: int, text: bytes, at: int) -> None:
-    """Put a text that begins at byte `at` of the file where it is in the segment from `offset` on."""
+    """Copy the part of `text`, which begins at byte `at` of the file, that lies in the segment at `offset`."""
     begin, end = max(at, offset), min(at + len(text), offset + len(view))
     if begin < end:
         view[begin - offset : end - offset] = text[begin - at : end - at]

@@ -1,6 +1,6 @@
-"""`pack`: what existing code writes into a folder becomes one tar, streamed away in the background.
+"""`pack`: a folder that existing code fills becomes one tar, streamed in the background.
 
-In: a folder. Out: a handle. Knows nothing of: what is in the files.
+In: a folder. Out: a handle. Knows nothing of: the content of the files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PackedFolder(_PathType):  # type: ignore[misc]
 
 
 class Pack:
-    """A folder to write into; leaving the block streams it away. See `pack`."""
+    """A folder to write into; leaving the block streams it. Made by `pack`."""
 
     def __init__(self, target: FileTarget, scratch: Path, name: str) -> None:
         self._target, self._parent, self._name = target, scratch, name
@@ -97,8 +97,8 @@ def pack(
 
     Leaving the block returns at once. The folder is then streamed as one plain tar (members `./…`, with their modes,
     links and holes), and removed once the archive is committed. If the block raises an exception, nothing is published.
-    If the save fails, the folder is kept, and the error says where it is. Packs are streamed one after the other, in the
-    order in which their blocks ended: if two have the same destination, the later one replaces the other.
+    If the save fails, the folder is kept, and the error says where it is. Packs are streamed one after the other, in
+    the order in which their blocks ended: if two have the same destination, the later one replaces the other.
 
     The folder is created in `scratch`; by default beside a local destination, where every node sees it, and in the
     system's temp folder for a URL. `compression` is as for `save`.
@@ -119,11 +119,12 @@ def pack_folder(
 
         async_ckpt.files.pack_folder("out/model", "s3://bucket/model.tar").result()
 
-    Raises NotADirectoryError if there is no such folder, and ValueError for a URL, or for a destination inside the folder.
+    Raises NotADirectoryError if there is no such folder, and ValueError for a URL, or for a destination inside the
+    folder.
     """
     source = local_place(folder, "fetch the folder with files.download_directory, then pack it")
     if not source.is_dir():
-        raise NotADirectoryError(f"{source} is not a folder; give the folder that is to be packed")
+        raise NotADirectoryError(f"{source} is not a folder; give the folder to pack")
     source = source.resolve()
     target = FileTarget.at(written_at(destination), compression)
     if not target.storage.remote and Path(target.path).resolve().is_relative_to(source):
@@ -146,14 +147,20 @@ def _stream(folder: Path, target: FileTarget, scratch: Scratch | None) -> SaveHa
 
 
 class _PackSave(Save):
-    """The save of one folder."""
+    """The save of one folder, run on the library's loop.
+
+    Made when the block is left. Segments are filled and written by helper threads.
+    """
 
     def __init__(self, saver: Saver, folder: Path, target: FileTarget, scratch: Scratch | None) -> None:
         self.saver, self._folder, self._target, self._scratch = saver, folder, target, scratch
         self.path = target.path
         staged: Future[None] = Completion(lambda: f"the files of {self.path}: {self.progress}")
         super().__init__(None, target.path, staged, lambda: self.progress)
-        self.spans, self.called = Spans(), running_future()  # `called` is when the caller has its handle
+        self.spans, self.called = (
+            Spans(),
+            running_future(),
+        )  # `called` resolves when the caller has its handle
         self._attempt: Attempt | None = None
 
     @property
@@ -174,7 +181,7 @@ class _PackSave(Save):
             fill.begin()
             try:
                 await story(attempt, None, off_loop, self.life)
-            finally:  # until then it reads from the folder
+            finally:  # the fill reads from the folder until then
                 await off_loop(fill.completion.exception)
         return attempt.report(await asyncio.wrap_future(self.called))
 
@@ -214,7 +221,7 @@ class _PackSave(Save):
 
 
 def _keep(scratch: Scratch, error: BaseException) -> None:
-    """Keep the files that were not packed, if there are any: they may be all that there is of this checkpoint."""
+    """Keep the files that were not packed, if there are any: there may be no other copy of this checkpoint."""
     try:
         if isinstance(error, NothingWrittenError):
             scratch.remove()

@@ -1,6 +1,6 @@
-"""Weights cut into files as `save_pretrained` cuts them.
+"""Weights divided into files as `save_pretrained` divides them.
 
-In: tensors by name. Out: safetensors files, front to back, and their index. Knows nothing of: where they go.
+In: tensors by name. Out: safetensors files, front to back, and their index. Knows nothing of: where they are written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..staging.device import dense_blocks, memmove
 from ..state.dtypes import dtype_name
 from ..storage.disk import address
 from ..storage.interface import Reader
-from .hub import Weights, json_bytes
+from .hf_weights import Weights, json_bytes
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
 INDEX: Final = "model.safetensors.index.json"
@@ -26,7 +26,7 @@ _HEADER_MODULO: Final = 8
 
 
 class Shard(NamedTuple):
-    """One file: its header, and the tensors behind it."""
+    """One safetensors file: its header, and the tensors behind it."""
 
     name: str
     head: bytes
@@ -38,11 +38,11 @@ class Shard(NamedTuple):
 
     @property
     def begins(self) -> list[int]:
-        """Where each tensor begins, from the beginning of the file."""
+        """The offset of each tensor in the file."""
         return list(accumulate([t.nbytes for t in self.tensors.values()], initial=len(self.head)))[:-1]
 
     def pieces(self) -> Iterator[tuple[str | None, memoryview]]:
-        """The bytes of the file, each piece with the tensor that it is of; None for the header."""
+        """The bytes of the file in pieces, each with the name of its tensor; None for the header."""
         yield None, memoryview(self.head)
         for name, tensor in self.tensors.items():
             for _, block in dense_blocks(tensor, 0, tensor.nbytes):
@@ -50,7 +50,7 @@ class Shard(NamedTuple):
 
 
 class ShardReader(Reader):
-    """A shard as a file that is there already, read in any order from any thread."""
+    """A shard read like a stored file, in any order and from any thread."""
 
     def __init__(self, shard: Shard) -> None:
         self.num_bytes = shard.num_bytes
@@ -75,12 +75,12 @@ class ShardReader(Reader):
 
 
 def view_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a dense uint8 tensor, for as long as the tensor is there."""
+    """A view of a dense uint8 tensor's memory. The tensor must outlive it."""
     return memoryview((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())).cast("B")
 
 
 def shards_of(weights: Weights, max_bytes: int) -> list[Shard]:
-    """In the order of names, as many to a file as fit."""
+    """The shards of weights: in the order of their names, as many tensors in one as fit."""
     parts: list[list[str]] = [[]]
     room = max_bytes
     for name, tensor in weights.tensors.items():
@@ -109,13 +109,13 @@ def _head(tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> bytes
     return safetensors.header(entries, metadata, header_bytes_modulo=_HEADER_MODULO, at=0)
 
 
-def index_of(shards: Sequence[Shard], where: Mapping[str, str] | None = None, /, **more: Any) -> bytes:
-    """The index of several files, with more in its metadata; `where` says in which file each tensor is, if not by its shard."""
+def index_of(shards: Sequence[Shard], weight_map: Mapping[str, str] | None = None, /, **more: Any) -> bytes:
+    """The index of several shards, with `more` in its metadata. `weight_map` replaces the map of tensors to shards."""
     tensors = [tensor for shard in shards for tensor in shard.tensors.values()]
     numbers = {
         "total_size": sum(tensor.nbytes for tensor in tensors),
         "total_parameters": sum(tensor.numel() for tensor in tensors),
     }
-    if where is None:
-        where = {name: shard.name for shard in shards for name in shard.tensors}
-    return json_bytes({"metadata": {**numbers, **more}, "weight_map": where})
+    if weight_map is None:
+        weight_map = {name: shard.name for shard in shards for name in shard.tensors}
+    return json_bytes({"metadata": {**numbers, **more}, "weight_map": weight_map})

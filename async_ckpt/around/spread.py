@@ -1,10 +1,11 @@
-"""`export_hf` of a model that is spread over ranks: each of them leaves its slices there, and rank 0 makes the folder of them.
+"""`export_hf` of a model that is spread over ranks: each rank writes its slices, and rank 0 the folder from them.
 
-In: the weights of one rank. Out: the same folder as of a whole model. Knows nothing of: how models call their weights.
+In: the weights of one rank. Out: the same folder as of a whole model. Knows nothing of: the names of models' weights.
 
-No rank is held up by another: each copies what it holds to the host, and writes that, behind its training, to an archive in a folder
-of parts. Once those of all ranks are there, rank 0 reads full tensors from them, by ranges, and writes them one after the
-other. The process group is asked for one word, ahead of the first export: what the folders of parts are called.
+No rank waits for another one: each copies what it holds to the host, and writes it, behind its training, to an
+archive in a folder of parts. Once the parts of all ranks are there, rank 0 reads full tensors from them, by ranges,
+and writes them one after the other. Before the first export, rank 0 sends one word through the store: the name for
+the folders of parts.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ from ..state.dtypes import dtype_named
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage
 from ..storage.place import Place
-from .folder import Asked, Export
-from .hub import Tensors, Weights
+from .hf_folder import Export, ExportRequest
+from .hf_weights import Tensors, Weights
 from .shards import Shard
 
-# How long rank 0 waits for the parts of others once its own is there.
+# The time that rank 0 waits for the parts of others once its own is written.
 PEER_SECONDS: Final = 1800.0
-_LOOK_SECONDS: Final = {False: 0.1, True: 1.0}  # from look to look at a folder, and at a store
+_LOOK_SECONDS: Final = {False: 0.1, True: 1.0}  # between polls of a folder, and of a store
 _FOLDER: Final = ".async_ckpt-parts"
 _KEY: Final = "weights"
 _counter: Final = itertools.count()
@@ -63,7 +64,7 @@ def is_spread(weights: Weights) -> bool:
 
 
 def looks_spread(given: Any) -> bool:
-    """Whether something that may be no model at all has parts of what is spread over ranks."""
+    """Whether a value, perhaps not a model, has parts of tensors that are spread over ranks."""
     with contextlib.suppress(Exception):
         named = tree_of(given) if isinstance(given, SnapshotView) else given
         tensors = named.parameters() if isinstance(named, torch.nn.Module) else named.values()
@@ -71,20 +72,20 @@ def looks_spread(given: Any) -> bool:
     return False
 
 
-class Others:
-    """The messages of ranks about their calls for one destination, the first of each, the second, and so on. None waits.
+class ExportMessages:
+    """The messages between ranks about their n-th calls for one destination. No rank waits for one.
 
-    A rank whose own weights are whole cannot know that the others export with it: where it sees so in time, it does not replace
-    what they write; and they need not wait for it.
+    A rank whose weights are whole cannot know that others export with it. If it learns so in time, it does not
+    replace their output, and they stop waiting for it. Made by each call of `export_hf`.
     """
 
     def __init__(self, place: Place) -> None:
         self._words: Words | None = None
-        with contextlib.suppress(ValueError):  # whoever has no group has no others
+        with contextlib.suppress(ValueError):  # without a process group there are no other ranks
             world = world_of(None, None)
             if world.store is not None:
-                # Not by the start of the world, which a rank that exports alone must not count. What an earlier start has said in a store
-                # that outlives it is what the same program says again.
+                # The key has no number of the start: a rank that exports alone must not count one. Messages of an
+                # earlier start, in a store that outlives it, are those that the same program sends again.
                 restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 self._words = Words(world.store, f"async_ckpt/destinations/{world.size}/{restarts}")
                 self._rank = world.rank
@@ -92,45 +93,46 @@ class Others:
         name = hashlib.blake2b(place.text.encode(errors="replace"), digest_size=8).hexdigest()
         self._key = f"{name}/{next(calls.setdefault(name, itertools.count()))}"
 
-    def tell(self, *, is_spread: bool) -> None:
+    def announce(self, *, is_spread: bool) -> None:
         if self._words is not None:
-            with contextlib.suppress(RuntimeError):  # the store is away: nobody is told, and no export fails
+            with contextlib.suppress(RuntimeError):  # no store: nobody is informed, and no export fails
                 self._words.say(f"{self._key}/{'spread' if is_spread else 'whole'}", str(self._rank))
 
     def check_whole(self) -> None:
-        """On a rank whose weights are whole. Raises UnsupportedStateError where another rank's are not."""
-        if self._said("spread") is not None:
+        """Raises UnsupportedStateError if another rank's weights are spread. For ranks whose weights are whole."""
+        if self._speaker_of("spread") is not None:
             raise UnsupportedStateError(
-                "none of this rank's weights is spread over ranks, but other ranks export theirs to the same folder, and are; nothing was "
-                "written: make DTensors of them, on a mesh of this rank alone if need be, or give another folder",
+                "none of this rank's weights is spread over ranks, but those that other ranks export to the same "
+                "folder are; nothing was written: make DTensors of this rank's weights, if need be on a mesh of "
+                "this rank alone, or give another folder",
                 path="",
             )
 
     def check_spread(self, path: str) -> None:
-        """On a rank whose weights are spread. Raises PeerFailedError where another rank takes no part."""
-        if (rank := self._said("whole")) is not None:
+        """Raises PeerFailedError if another rank's weights are whole. Called on a rank whose weights are spread."""
+        if (rank := self._speaker_of("whole")) is not None:
             raise PeerFailedError(
-                f"{path}: nothing was exported: none of the weights of rank {rank} is spread over ranks; make DTensors of them, on a "
-                "mesh of that rank alone if need be",
+                f"{path}: nothing was exported: none of the weights of rank {rank} is spread over ranks; make "
+                "DTensors of them, if need be on a mesh of that rank alone",
                 rank=int(rank),
                 undecided=False,
             )
 
-    def _said(self, word: str) -> str | None:
+    def _speaker_of(self, word: str) -> str | None:
         if self._words is not None:
             with contextlib.suppress(RuntimeError):
                 return self._words.said(f"{self._key}/{word}")
         return None
 
 
-class Parts:
-    """The folder that the ranks of one export leave their slices in, and which of them this one is."""
+class PartsFolder:
+    """The folder of parts, in which each rank of one export leaves its slices."""
 
     def __init__(self, place: Place, destination: Storage) -> None:
         self.world = world_of(None, None)
         self._folder = f"{_FOLDER}-{_token(self.world)}-{next(_counter)}"
         if destination.remote:
-            # Nobody takes it for a part of a model, and it is gone when there is one.
+            # Inside the destination: no reader takes it for a part of a model, and it is deleted at the end.
             self._above = destination
             self.storage = replace(place, url=f"{place.text.rstrip('/')}/{self._folder}").storage()
         else:
@@ -141,13 +143,13 @@ class Parts:
     def target(self) -> FileTarget:
         return FileTarget(self.storage, self._name(self.world.rank))
 
-    def tell_of_failure(self, error: BaseException) -> None:
-        """On any rank: it has no part in this, and rank 0 need not wait for it."""
+    def record_failure(self, error: BaseException) -> None:
+        """Record that this rank has failed, so that rank 0 does not wait for it."""
         with contextlib.suppress(CheckpointError, OSError):
             self.storage.replace(f"{self.world.rank:05d}.failed", in_words(error).encode())
 
-    def lacking(self) -> list[int]:
-        """The ranks whose parts are not there yet. Raises PeerFailedError where one has failed."""
+    def missing_ranks(self) -> list[int]:
+        """The ranks whose parts are missing. Raises PeerFailedError if a rank has failed."""
         names = set(self.storage.names(""))
         for name in sorted(name for name in names if name.endswith(".failed")):
             rank = int(name.partition(".")[0])
@@ -166,19 +168,21 @@ class Parts:
         return f"rank_{rank:05d}.tar"
 
 
-def begin_spread(asked: Asked, weights: Weights, parts: Parts, others: Others, guard: Any) -> SaveHandle:
-    """Copy what this rank holds, and have it written; on rank 0, the folder after it."""
+def begin_spread(
+    request: ExportRequest, weights: Weights, parts: PartsFolder, others: ExportMessages, guard: Any
+) -> SaveHandle:
+    """Copy what this rank holds, and begin to write it; on rank 0, the folder after it."""
     saver = slices_saver(parts.world)
     try:
-        part = saver.save(FileRequest({_KEY: _own(weights.tensors)}, parts.target(), guard=guard))
+        part = saver.save(FileRequest({_KEY: _first_replicas(weights.tensors)}, parts.target(), guard=guard))
     except BaseException as error:
-        parts.tell_of_failure(error)
+        parts.record_failure(error)
         raise
-    return SpreadExport(asked, weights._replace(tensors={}), part, parts, others).begin()
+    return SpreadExport(request, weights._replace(tensors={}), part, parts, others).begin()
 
 
-def _own(tensors: Tensors) -> Tensors:
-    """The first of several ranks writes whatever they hold alike, as their placements say."""
+def _first_replicas(tensors: Tensors) -> Tensors:
+    """The tensors that this rank writes: of slices that several ranks hold alike, the first rank writes them."""
     slicer = Slicer()
     return {
         name: tensor
@@ -188,17 +192,25 @@ def _own(tensors: Tensors) -> Tensors:
 
 
 class SpreadExport(Export):
-    """One export, on one of the ranks."""
+    """The save of one export on one rank: its part, and on rank 0 the folder.
+
+    Made on the caller's thread, and run on the library's loop; its blocking methods run on helper threads.
+    """
 
     def __init__(
-        self, asked: Asked, weights: Weights, part: SaveHandle, parts: Parts, others: Others
+        self,
+        request: ExportRequest,
+        weights: Weights,
+        part: SaveHandle,
+        parts: PartsFolder,
+        others: ExportMessages,
     ) -> None:
         self._part, self._parts, self._others = part, parts, others
         self._tied = frozenset(weights.tied)
-        super().__init__(asked, weights, after=[part.staging_completion])
-        self._numbers: dict[str, int] = {}  # of the tensors to be written, in the file of parts
+        super().__init__(request, weights, after=[part.staging_completion])
+        self._numbers: dict[str, int] = {}  # of the tensors to write, in the merged parts
         self._read: Part | None = None
-        self._whole: Tensors = {}  # where they are published otherwise than they are saved
+        self._whole: Tensors = {}  # full tensors, if checkpoints of the model have others than its memory
 
     async def _write(self, off_loop: OffLoop) -> None:
         try:
@@ -209,11 +221,11 @@ class SpreadExport(Export):
                 await off_loop(self._write_folder)
         except BaseException as error:
             if self._parts.world.rank and not isinstance(error, PeerFailedError):
-                await off_loop(partial(self._parts.tell_of_failure, error))
+                await off_loop(partial(self._parts.record_failure, error))
             raise
 
     def _check_others_export(self) -> None:
-        """Raises PeerFailedError where another rank takes no part: rank 0 may be that, and nobody else delete the parts."""
+        """Raises PeerFailedError, and deletes the parts, if another rank's weights are whole; that may be rank 0."""
         try:
             self._others.check_spread(self.path)
         except PeerFailedError:
@@ -222,14 +234,15 @@ class SpreadExport(Export):
 
     async def _wait_for_others(self, off_loop: OffLoop) -> None:
         deadline = monotonic() + PEER_SECONDS
-        while lacking := await off_loop(self._parts.lacking):
+        while missing_ranks := await off_loop(self._parts.missing_ranks):
             self._check()
             await off_loop(self._check_others_export)
             if monotonic() > deadline:
                 raise PeerFailedError(
-                    f"{self.path}: after {PEER_SECONDS:.0f} s rank {lacking[0]} has not left its slices of the model there; call "
-                    "export_hf on every rank, with the same destination, which all of them see",
-                    rank=lacking[0],
+                    f"{self.path}: after {PEER_SECONDS:.0f} s rank {missing_ranks[0]} has not left its slices of "
+                    "the model there; call export_hf on every rank, with the same destination, which all of them "
+                    "see",
+                    rank=missing_ranks[0],
                     undecided=False,
                 )
             await asyncio.sleep(_LOOK_SECONDS[self._parts.storage.remote])
@@ -276,7 +289,7 @@ class SpreadExport(Export):
             weights = self._weights
             published = weights.as_published(dict(empty))
             if published.keys() != empty.keys() or any(published[n] is not empty[n] for n in empty):
-                loaded = load_state(part.archive)[_KEY]  # what makes others of them wants all of them
+                loaded = load_state(part.archive)[_KEY]  # the conversion needs all tensors
                 self._whole = weights.as_published({name: loaded[name] for name in self._numbers})
                 published = self._whole
             self._num_tensors = len(published)
@@ -307,10 +320,10 @@ class SpreadExport(Export):
 
 
 class _Token:
-    """The name of the folders of parts of this start of the ranks, and how often it has exported to which destination."""
+    """The name of this start's folders of parts, and the number of its exports to each destination. One per process."""
 
     def __init__(self) -> None:
-        self.known: tuple[Any, str] | None = None  # of which store
+        self.known: tuple[Any, str] | None = None  # the store, and the name that rank 0 said there
         self.calls: dict[str, Iterator[int]] = {}  # by destination
 
 
@@ -322,14 +335,14 @@ _tokens: Final = OnceInProcess(_new_token)
 
 
 def _token(world: World) -> str:
-    """Raises PeerFailedError where rank 0 does not say it."""
+    """The name of the folders of parts. Raises PeerFailedError if rank 0 does not say it."""
     token = _tokens("")
     if token.known is None or token.known[0] is not world.store:
-        token.known = world.store, _agreed(world)
+        token.known = world.store, _token_of_rank_zero(world)
     return token.known[1]
 
 
-def _agreed(world: World) -> str:
+def _token_of_rank_zero(world: World) -> str:
     wait = Wait("in export_hf()", ENDS_THE_CALL)
 
     def check() -> None:

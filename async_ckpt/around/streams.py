@@ -1,6 +1,6 @@
-"""A file object over an object in a store.
+"""File objects over objects in a store.
 
-In: a reader, or a place to write to. Out: what `open` would return. Knows nothing of: folders.
+In: a reader, or a name to write to. Out: what `open` would return. Knows nothing of: folders.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..storage.bulk import Parcel, copy
 from ..storage.interface import Reader, Storage
 from ..storage.local import LocalStorage
 
-# What a file of a store keeps of it in memory, and what it asks for at most in one request.
+# The bytes that a file keeps in memory, and the largest request to the store.
 BUFFER_BYTES: Final = 4 * MIB
 _REQUEST_BYTES: Final = 16 * MIB
 
@@ -33,8 +33,8 @@ def open_local(path: str, mode: str, encoding: str | None) -> IO[Any]:
     return open(path, mode, encoding=encoding)
 
 
-class Ranges(io.RawIOBase):
-    """The bytes of a reader as a file of Python's."""
+class ReaderFile(io.RawIOBase):
+    """A `Reader` as a raw file of Python's `io`."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -62,7 +62,7 @@ class Ranges(io.RawIOBase):
         return length
 
     def readall(self) -> bytes:
-        """The rest, in large requests: the inherited one would ask for a few KiB at a time."""
+        """The rest of the file, in large requests: the inherited method would read a few KiB at a time."""
         data = bytearray(max(0, self._reader.num_bytes - self._at))
         at = 0
         while at < len(data):
@@ -74,7 +74,7 @@ class Ranges(io.RawIOBase):
         super().close()
 
 
-class Upload:
+class UploadFile:
     """A scratch file that becomes an object when it is closed."""
 
     def __init__(self, storage: Storage, name: str, mode: str, encoding: str | None) -> None:
@@ -90,7 +90,7 @@ class Upload:
         return getattr(self._file, name)
 
     def close(self) -> None:
-        """Upload what was written. Nothing is left to be done after an error."""
+        """Upload what was written. After an error there is nothing left to do."""
         if self._file.closed:
             return
         with self._scratch as folder:

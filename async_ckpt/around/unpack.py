@@ -1,10 +1,10 @@
-"""`extract` and `unpack`: any tar, ours or another's, back into a folder; safely, or not at all.
+"""`extract` and `unpack`: any tar, ours or another program's, back into a folder; safely, or not at all.
 
-In: a path or URL, and a folder. Out: files. Knows nothing of: what they hold.
+In: a path or URL, and a folder. Out: files. Knows nothing of: their content.
 
-`tarfile`'s own `data` filter does the work; but versions of it have let links of links escape (CVE-2025-4517), and it
-mends what should be refused. So what a member may be is decided here, first: every name stays in the folder by its
-text alone, no member lies behind a link, and no link leads through another one's parent.
+`tarfile`'s `data` filter extracts; but some versions of it have let links of links escape (CVE-2025-4517), and it
+repairs members that should be refused. So each member is checked here first: its name alone keeps it in the folder,
+it does not lie behind a link, and no link leads through another one's parent.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ..storage.place import Anywhere, local_place, place_of, written_at
 from ..storage.scratch import Scratch
 from ..storage.sequential import ReadAhead
 
-# What a checkpoint may be made of; the one of 100,000 files is a tenth of it.
+# Ten times the files of the largest checkpoint in the tests, which has 100,000.
 MAX_MEMBERS: Final = 1_000_000
 _GZIP_MAGIC: Final = b"\x1f\x8b"
-# Headers, and maps of holes, are read as a whole: no name and no list of attributes is as long as this.
+# Headers and maps of holes are read as a whole: no name and no list of attributes is as long as this.
 _MAX_HEADER_BYTES: Final = MIB
 _MAX_NAME_BYTES: Final = 4096
-# A number that long makes `tarfile` take a time that grows with its square (CVE-2024-6232); no name has one either.
+# `tarfile` parses a number in a time that grows with its square (CVE-2024-6232); no header has one this long.
 _LONG_NUMBER: Final = re.compile(rb"[0-9]{256}")
-# SkyRL writes such an archive where weights were not to be kept.
+# The only member of an archive that SkyRL writes with persist=False.
 _MARKER: Final = "MARKER"
 _BUFFER_BYTES: Final = MIB
 
@@ -54,12 +54,13 @@ def extract(
     max_file_bytes: int | None = None,
     max_members: int = MAX_MEMBERS,
 ) -> Path:
-    """Extract a tar (plain, gzip or zstd, whatever its name) into `folder`, which must be new or empty. Returns the folder.
+    """Extract a tar (plain, gzip or zstd, whatever its name) into `folder`, which must be new or empty. Returns the
+    folder.
 
         async_ckpt.files.extract("s3://bucket/x.tar.gz", "out/x", max_bytes=10**10)
 
-    The folder appears as a whole or not at all. `max_bytes` limits all files together, and `max_file_bytes` each of them.
-    Without these, the limit is the free space on the disk.
+    The folder appears as a whole or not at all. `max_bytes` limits all files together, and `max_file_bytes` each of
+    them. Without these, the limit is the free space on the disk.
 
     Raises UnsafeArchiveError if a member could do harm or a limit is exceeded, CorruptCheckpointError if the archive is
     truncated, damaged, or followed by another one, NotCommittedError if it is only a marker, StorageFullError,
@@ -76,7 +77,7 @@ def extract(
         limits = _Limits(max_bytes, max_file_bytes, max_members)
         _extract(source, scratch.folder, limits)
         with translated(target):
-            if place.is_dir():  # its owner decides who may look into it
+            if place.is_dir():  # its owner has chosen the permissions
                 scratch.folder.chmod(stat.S_IMODE(place.stat().st_mode))
             os.replace(scratch.folder, place)
     return target
@@ -108,7 +109,7 @@ def unpack(
 
 @dataclass(slots=True)
 class _Limits:
-    """The limits of an unpacking, and the amounts so far."""
+    """The limits of one extraction, and the amounts so far."""
 
     max_bytes: int | None
     max_file_bytes: int | None
@@ -127,17 +128,18 @@ class _Limits:
                 )
 
     def take(self, member: tarfile.TarInfo, num_members: int, path: str) -> None:
-        """Count a member, and the folders that come with it. Raises UnsafeArchiveError when it is too much."""
+        """Count a member, and the folders that it needs. Raises UnsafeArchiveError if a limit is exceeded."""
         self.num_members += num_members
         self.num_bytes += member.size
-        for name, limit, found in (
+        for name, limit, amount in (
             ("max_members", self.max_members, self.num_members),
             ("max_file_bytes", self.max_file_bytes, member.size),
             ("max_bytes", self.max_bytes, self.num_bytes),
         ):
-            if limit is not None and found > limit:
+            if limit is not None and amount > limit:
                 raise UnsafeArchiveError(
-                    f"{path}: the member {member.name[:200]!r} exceeds {name}={limit:,}; raise the limit if the archive is right",
+                    f"{path}: the member {member.name[:200]!r} exceeds {name}={limit:,}; raise the limit if the "
+                    "archive is right",
                     path=path,
                     member=member.name[:200],
                 )
@@ -148,8 +150,8 @@ def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
     if opened is None:
         raise FileNotFoundError(f"{place_of(source).shown}: there is no such archive")
     reader, path = opened
-    with ReadAhead(reader) as raw, _damage_told(path):
-        content = _Forward(_decompressed(raw, path))
+    with ReadAhead(reader) as raw, _damage_translated(path):
+        content = _ForwardFile(_decompressed(raw, path))
         with tarfile.open(fileobj=cast(Any, content), mode="r:", tarinfo=_StrictTarInfo) as tar:
             _extract_members(tar, content, folder, limits, path)
         _expect_end(content, path)
@@ -157,35 +159,36 @@ def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
         with open(folder / _MARKER, "rb") as file:
             text = file.read(300).decode(errors="replace").strip()
         raise NotCommittedError(
-            f"{path} is only a marker, without weights: it was saved with persist=False ({text}); save it with persist=True",
+            f"{path} is only a marker, without weights: it was saved with persist=False ({text}); save it "
+            "with persist=True",
             path=path,
             step=None,
         )
 
 
 def _extract_members(
-    tar: tarfile.TarFile, content: _Forward, folder: Path, limits: _Limits, path: str
+    tar: tarfile.TarFile, content: _ForwardFile, folder: Path, limits: _Limits, path: str
 ) -> None:
-    tar.copybufsize = _BUFFER_BYTES  # type: ignore[attr-defined]  # it copies by 16 KiB otherwise
+    tar.copybufsize = _BUFFER_BYTES  # type: ignore[attr-defined]  # by default it copies 16 KiB at a time
     while (member := tar.next()) is not None:
-        tar.members.clear()  # type: ignore[attr-defined]  # or it would keep all of them
+        tar.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
         if member.size < 0:
             raise _DamagedError("a member has a negative size")
         with translated(folder / member.name, needed_bytes=member.size, passing=(gzip.BadGzipFile,)):
-            num_folders = _checked(member, folder, path)
+            num_folders = _check_member(member, folder, path)
             limits.take(member, 1 + num_folders, path)
             _expect_room(member, folder)
             content.header_bytes = None
             tar.extract(member, folder, filter="data")
         content.header_bytes = _MAX_HEADER_BYTES
-        if len(str(tar.pax_headers)) > _MAX_HEADER_BYTES:  # those of all members that follow add up
+        if len(str(tar.pax_headers)) > _MAX_HEADER_BYTES:  # global headers accumulate
             raise _DamagedError("its global headers are too long")
     if not limits.num_members:
         raise _DamagedError("it is empty")
 
 
-def _checked(member: tarfile.TarInfo, folder: Path, path: str) -> int:
-    """How many folders on the way to a member are not there yet. Raises UnsafeArchiveError for what would do harm."""
+def _check_member(member: tarfile.TarInfo, folder: Path, path: str) -> int:
+    """The number of missing folders on the way to a member. Raises UnsafeArchiveError if the member could do harm."""
 
     def refuse(why: str) -> NoReturn:
         name = member.name[:200]
@@ -202,50 +205,50 @@ def _checked(member: tarfile.TarInfo, folder: Path, path: str) -> int:
         refuse("has an absolute name")
     if ".." in parts or (os.sep != "/" and any(os.sep in part for part in parts)):
         refuse("leads out of the folder")
-    kinds = _kinds(folder, parts)
-    if any(kind != stat.S_IFDIR for kind in kinds[: len(parts) - 1]):
+    types = _existing_types(folder, parts)
+    if any(kind != stat.S_IFDIR for kind in types[: len(parts) - 1]):
         refuse("is behind a link, or inside a file")
-    if len(kinds) == len(parts) and not (member.isdir() and set(kinds) <= {stat.S_IFDIR}):
+    if len(types) == len(parts) and not (member.isdir() and set(types) <= {stat.S_IFDIR}):
         refuse("would overwrite what is already there")
     if member.issym():
         if not stays_inside("/".join(parts), member.linkname):
             refuse(f"links to {member.linkname[:200]!r}, out of the folder")
     elif member.islnk():
         target = _parts(member.linkname)
-        found = _kinds(folder, target)
+        target_types = _existing_types(folder, target)
         if (
             member.linkname.startswith("/")
             or ".." in target
-            or len(found) < len(target)
-            or found[-1:] != [stat.S_IFREG]
+            or len(target_types) < len(target)
+            or target_types[-1:] != [stat.S_IFREG]
         ):
             refuse(f"links to {member.linkname[:200]!r}, which is not an earlier file")
     elif not (member.isreg() or member.isdir()):
         refuse("is a device, a pipe, or something else that is not a file")
-    return max(0, len(parts) - 1 - len(kinds))
+    return max(0, len(parts) - 1 - len(types))
 
 
 def _parts(name: str) -> list[str]:
     return [part for part in name.split("/") if part not in ("", ".")]
 
 
-def _kinds(folder: Path, parts: Sequence[str]) -> list[int]:
-    """The members there, part by part, as far as it is there and no link would be followed."""
-    kinds: list[int] = []
-    place = str(folder)
+def _existing_types(folder: Path, parts: Sequence[str]) -> list[int]:
+    """The file types along a path, up to the first part that is missing or not a folder; no link is followed."""
+    types: list[int] = []
+    path = str(folder)
     for part in parts:
-        place = os.path.join(place, part)
+        path = os.path.join(path, part)
         try:
-            kinds.append(stat.S_IFMT(os.lstat(place).st_mode))
+            types.append(stat.S_IFMT(os.lstat(path).st_mode))
         except FileNotFoundError:
             break
-        if kinds[-1] != stat.S_IFDIR:
+        if types[-1] != stat.S_IFDIR:
             break
-    return kinds
+    return types
 
 
 def _expect_room(member: tarfile.TarInfo, folder: Path) -> None:
-    """Raises StorageFullError when the disk has no room for a member, whose map of holes must be a true one."""
+    """Raises StorageFullError if the disk has no room for a member, whose map of holes must be consistent."""
     runs: Any = member.sparse
     needed, end = member.size, 0
     if runs is not None:
@@ -260,9 +263,9 @@ def _expect_room(member: tarfile.TarInfo, folder: Path) -> None:
 
 
 class _StrictTarInfo(tarfile.TarInfo):
-    """Headers of which each that is not what it should be is an error, in its block or in what belongs to it.
+    """Headers of tar members, in which any damage is an error.
 
-    `tarfile` takes some for the end of the archive; which ones, changes from one Python to the next.
+    `tarfile` takes some damaged headers for the end of the archive; which ones depends on the version of Python.
     """
 
     @classmethod
@@ -285,10 +288,10 @@ class _StrictTarInfo(tarfile.TarInfo):
 
 
 class _DamagedError(Exception):
-    """An error that `tarfile` must not swallow, as it does its own errors."""
+    """Damage in an archive; unlike its own errors, `tarfile` does not catch this one."""
 
 
-# What a hostile or broken archive makes `tarfile`, `gzip` and `zlib` raise.
+# The errors that a hostile or broken archive makes `tarfile`, `gzip` and `zlib` raise.
 _DAMAGE: Final = (
     _DamagedError,
     tarfile.TarError,
@@ -304,8 +307,8 @@ _DAMAGE: Final = (
 
 
 @contextlib.contextmanager
-def _damage_told(path: str) -> Iterator[None]:
-    """Whatever a hostile or broken archive makes these packages raise is one error."""
+def _damage_translated(path: str) -> Iterator[None]:
+    """Translate errors about a hostile or broken archive into CorruptCheckpointError."""
     try:
         yield
     except Exception as error:
@@ -317,7 +320,7 @@ def _damage_told(path: str) -> Iterator[None]:
 
 
 def _decompressed(raw: io.RawIOBase, path: str) -> Any:
-    """The kind of a file, by its first bytes."""
+    """The decompressed content of a file; its first bytes determine the format."""
     buffered = io.BufferedReader(raw, _BUFFER_BYTES)
     magic = buffered.peek(4)[:4]
     if magic.startswith(_GZIP_MAGIC):
@@ -328,13 +331,13 @@ def _decompressed(raw: io.RawIOBase, path: str) -> Any:
         except ImportError:
             raise ImportError(f'{path} is compressed; pip install "async_ckpt[zstd]"') from None
         return zstandard.ZstdDecompressor().stream_reader(
-            cast(Any, _Followed(buffered)), read_across_frames=True
+            cast(Any, _TruncationGuard(buffered)), read_across_frames=True
         )
     return buffered
 
 
-class _Followed:
-    """Frames on their way to a decompressor, which does not tell when the last one is cut off."""
+class _TruncationGuard:
+    """Compressed data on its way to zstd's decompressor, which does not report a last frame that is cut off."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -348,18 +351,18 @@ class _Followed:
         return data
 
 
-class _Forward:
-    """A file that goes forward only, as `tarfile` needs one that seeks: back by no more than a byte.
+class _ForwardFile:
+    """A file that is read forward only, with the `seek` that `tarfile` needs: back by at most a byte.
 
-    Its own streams copy what they hold with every read, which is slow where there are many small members.
+    `tarfile`'s own streams copy their buffer at every read, which is slow for many small members.
     """
 
     def __init__(self, file: Any) -> None:
         self._file = file
-        self._at = 0  # of the next byte of `file`
+        self._at = 0  # offset of the next byte of `file`
         self._last = b""  # the byte before it
         self._wanted = 0
-        self.header_bytes: int | None = _MAX_HEADER_BYTES  # that may still be read; None while data is
+        self.header_bytes: int | None = _MAX_HEADER_BYTES  # that may still be read; None for data
 
     def tell(self) -> int:
         return self._wanted
@@ -393,7 +396,7 @@ class _Forward:
         return data
 
     def _take(self, num_bytes: int) -> bytes:
-        """As many bytes as there are, up to this."""
+        """The next `num_bytes` bytes, or fewer at the end of the file."""
         parts: list[bytes] = []
         while num_bytes and (part := self._file.read(num_bytes)):
             parts.append(part)
@@ -404,12 +407,13 @@ class _Forward:
         return data
 
 
-def _expect_end(content: _Forward, path: str) -> None:
-    """Nothing but zeros may follow the end of the archive."""
+def _expect_end(content: _ForwardFile, path: str) -> None:
+    """Raises CorruptCheckpointError if anything but zeros follows the end of the archive."""
     content.header_bytes = None
     while rest := content.read(_BUFFER_BYTES):
         if rest.strip(b"\0"):
             raise CorruptCheckpointError(
-                f"{path}: something follows the end of the archive, such as a second one; extract them one by one",
+                f"{path}: something follows the end of the archive, such as a second one; extract them one "
+                "by one",
                 path=path,
             )

@@ -1,9 +1,10 @@
 """`wrap`: any function that writes to a path, made to return at once.
 
-In: a function. Out: the same one, which returns a handle. Knows nothing of: what it writes, and how.
+In: a function. Out: a function with the same arguments that returns a handle.
+Knows nothing of: what it writes, and how.
 
-The tensors in the arguments are copied to the host, the function runs in the background on the copies, and what it
-wrote appears under the name that it was given when all of it is durable.
+The tensors in the arguments are copied to the host, the function runs in the background on the copies, and its output
+appears at the path that it was given once it is complete and durable.
 """
 
 from __future__ import annotations
@@ -48,20 +49,29 @@ from ..storage.locks import temps_of
 from ..storage.place import local_place, place_of
 from ..storage.scratch import Scratch, publish, refuse_misfit, sync_all
 from ..storage.sequential import Appender
-from .arguments import closed_over, copied, tensors_in
-from .where import Bound, Finder, Options, OutPath, ending_of, name_of, out_path, why_not_wrapped
+from .arguments import closure_of, deep_copied, tensors_in
+from .destination import (
+    BoundCall,
+    DestinationFinder,
+    OutputPath,
+    WrapOptions,
+    name_of,
+    output_path,
+    suffix_of,
+    why_not_wrapped,
+)
 
 P = ParamSpec("P")
 
-# A pickle may be this much longer than its tensors, and what a function makes of them twice as long; beyond that a
-# store may run out of parts.
+# A pickle may exceed its tensors by this much, and a function's output may be twice as large as the tensors. Beyond
+# that an upload may run out of parts.
 _LIMIT_BYTES: Final = GIB
-# What goes to a store in one request.
+# The largest file that is uploaded in one request.
 _SMALL_BYTES: Final = MIB
 
 
 class _ToDecorate:
-    """Stands for the function that the decorator with arguments will be given."""
+    """The default of `fn`, for `@wrap(...)`, which is given its function later."""
 
     def __repr__(self) -> str:
         return "the decorated one"
@@ -109,11 +119,11 @@ def wrap(
 
     It can also be used as a decorator, `@wrap` or `@wrap(...)`. The arguments, and the object of a method, are copied
     deeply, so they may change as soon as the call returns. Globals and anything else that the function uses are not
-    copied. The function runs on a separate thread, one call after the other, and its tensors are on the CPU. It is given
-    a path in an empty folder beside the destination. The file or folder that it writes there is made durable and then
-    moved to the destination. If the destination is an existing folder, files that were not written again are kept. If
-    the function raises an exception, the handle raises it, and nothing becomes visible. At a URL, files appear one by
-    one; those that end in ".json" come last.
+    copied. The function runs on a separate thread, one call after the other, and its tensors are on the CPU. It is
+    given a path in an empty folder beside the destination. The file or folder that it writes there is made durable
+    and then moved to the destination. If the destination is an existing folder, files that were not written again are
+    kept. If the function raises an exception, the handle raises it, and nothing becomes visible. At a URL, files
+    appear one by one; those that end in ".json" come last.
 
     A snapshot (`async_ckpt.snapshot`) among the arguments is not copied again: the function is given the plain state in
     it, and must not write to its tensors.
@@ -141,29 +151,28 @@ def wrap(
         return functools.partial(
             wrap, destination=destination, guard=guard, file_object=file_object, scratch=scratch
         )
-    _refuse_what_cannot_be_called(fn)
-    ending = ending_of(fn)
-    streams = file_object if file_object is not None else ending is not None
+    _refuse_uncallable(fn)
+    suffix = suffix_of(fn)
+    streams = file_object if file_object is not None else suffix is not None
     if why := why_not_wrapped(fn, streams=streams):
         raise TypeError(why)
-    beside = None if scratch is None else local_place(scratch)
-    options = Options(name_of(fn), streams, ending or "", beside)
-    find = Finder(fn, destination)
-    optimizers = unwrapped(guard)  # refused now rather than at the first save
+    folder = None if scratch is None else local_place(scratch)
+    options = WrapOptions(name_of(fn), streams, suffix or "", folder)
+    find = DestinationFinder(fn, destination)
+    optimizers = unwrapped(guard)  # a wrong guard raises here rather than at the first save
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> SaveHandle:
         bound = find(args, kwargs)
-        where = out_path(bound.given, options)
-        with _Reservation(where) as reserved:
-            call = _Call(fn, bound, where, options, optimizers, reserved.spans, reserved.called)
-            reserved.handle = call.begin()
-        return reserved.handle
+        reservation = _Reservation(output_path(bound.given, options))
+        with reservation:
+            reservation.handle = _Call(fn, bound, options, optimizers, reservation).begin()
+        return reservation.handle
 
     return wrapped
 
 
-def _refuse_what_cannot_be_called(fn: Any) -> None:
+def _refuse_uncallable(fn: Any) -> None:
     if not callable(fn):
         given = "None" if fn is None else with_article(type(fn).__qualname__)
         raise TypeError(
@@ -172,38 +181,43 @@ def _refuse_what_cannot_be_called(fn: Any) -> None:
         )
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
-            f"{name_of(fn)} does not write when it is called, but when it is awaited or gone through; "
+            f"{name_of(fn)} does not write when it is called, but when it is awaited or iterated; "
             "wrap a plain function that does that"
         )
 
 
-_busy: dict[str, SaveHandle | None] = {}
+_busy: dict[str, SaveHandle | None] = {}  # by destination; None while a call begins
 _busy_lock = threading.Lock()
 
 
-def _reserve(where: OutPath) -> str:
-    """One call at a time to one destination. Raises DestinationBusyError."""
-    key = where.path if where.storage.remote else os.path.realpath(where.path)
+def _reserve(output: OutputPath) -> str:
+    """Reserve a destination for one call. Raises DestinationBusyError."""
+    key = output.path if output.storage.remote else os.path.realpath(output.path)
     with _busy_lock:
         for other in [k for k, handle in _busy.items() if handle is not None and handle.done()]:
             del _busy[other]
         if key in _busy:
             raise DestinationBusyError(
-                f"{where.path} is still being written by an earlier save; wait for its handle, or give each its own name",
-                path=where.path,
+                f"{output.path} is still being written by an earlier save; wait for its handle, or give each save its "
+                "own name",
+                path=output.path,
             )
         _busy[key] = None
     return key
 
 
 class _Reservation:
-    """A destination, for as long as one call takes to begin, and then until its handle is done."""
+    """A destination, reserved while one call begins, and then until its handle is done.
 
-    def __init__(self, where: OutPath) -> None:
+    Made on the caller's thread; its spans measure the call.
+    """
+
+    def __init__(self, output: OutputPath) -> None:
+        self.output = output
         self.spans = Spans()
-        self.called: Future[float] = running_future()  # resolved when the caller has its handle
+        self.called: Future[float] = running_future()  # resolves when the caller has its handle
         self.handle: SaveHandle | None = None
-        self._key = _reserve(where)
+        self._key = _reserve(output)
 
     def __enter__(self) -> Self:
         return self
@@ -219,24 +233,25 @@ class _Reservation:
 
 @in_forked_child
 def _forget_parent() -> None:
-    """In a forked child: its parent's calls are not its own, and who held the lock is not here to release it."""
+    """Forget the parent's calls in a forked child. The lock's holder may not exist there, so the lock is replaced."""
     global _busy_lock
     _busy.clear()
     _busy_lock = threading.Lock()
 
 
 class _Call(CopySave):
-    """One call."""
+    """The save of one call of a wrapped function, made on the caller's thread, and run on the library's loop.
+
+    The function itself runs on a helper thread.
+    """
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        bound: Bound,
-        where: OutPath,
-        options: Options,
+        bound: BoundCall,
+        options: WrapOptions,
         optimizers: Optimizers,
-        spans: Spans,
-        called: Future[float],
+        reservation: _Reservation,
     ) -> None:
         _refuse_closed_over(fn, options.name)
         given = {bound.names[key]: value for key, value in bound.others.items()}
@@ -244,21 +259,23 @@ class _Call(CopySave):
         refuse_guard(held, optimizers)
         in_held = [tensor for part in held for tensor in tensors_in({"": tree_of(part)})[1]]
         super().__init__(
-            where.path,
+            reservation.output.path,
             tensors,
             names,
-            after=[one.completion for one in held],
+            after=[snapshot.completion for snapshot in held],
             num_tensors=len(tensors) + len(in_held),
             optimizers=optimizers,
-            spans=spans,
-            called=called,
+            spans=reservation.spans,
+            called=reservation.called,
         )
-        self.out_path, self._options = where, options
+        self.output_path, self._options = reservation.output, options
         self._host_bytes = self.copy.num_bytes + sum(tensor.nbytes for tensor in in_held)
-        # Only of copies: a handle may be kept for long, and must not keep what the caller has let go of.
+        # Copies only: a handle may be kept for long, and must not keep the caller's objects alive.
         self._arguments: tuple[Callable[..., Any], dict[str | int, Any]] | None
         try:
-            self._arguments = copied((fn, bound.others), tensors, self.copy.tensors, held, what=options.name)
+            self._arguments = deep_copied(
+                (fn, bound.others), tensors, self.copy.tensors, held, function_name=options.name
+            )
         except BaseException:
             self.copy.release()
             raise
@@ -266,15 +283,15 @@ class _Call(CopySave):
         url = place_of(bound.given).url
         self._as_given: Callable[[str], Any] = type(url) if isinstance(url, Path) else str
         self._grad_mode = torch.is_grad_enabled()
-        # Work in the background is for the device that the caller works on.
+        # The background thread works on the caller's device.
         self._device = current_device()
         self._attempt: Attempt | None = None
-        self._written: list[Path] = []  # complete, and durable on this disk
+        self._written: list[Path] = []  # complete files in the scratch folder, durable on this disk
 
     @property
     def progress(self) -> Progress:
         done = self._out.num_bytes if self._out else self._num_bytes
-        total = max(self._host_bytes, done)  # what a function makes of tensors may be longer
+        total = max(self._host_bytes, done)  # a function's output may exceed its tensors
         return Progress(total, self._host_bytes if self.staged.done() else 0, done)
 
     def give_up(self, error: BaseException) -> None:
@@ -285,7 +302,7 @@ class _Call(CopySave):
     async def _write(self, off_loop: OffLoop) -> None:
         await off_loop(self._stream if self._options.streams else self._fill_scratch)
         self.copy.release()
-        if self.out_path.storage.remote and not self._options.streams:
+        if self.output_path.storage.remote and not self._options.streams:
             await self._upload(off_loop)
 
     def failed(self, error: BaseException) -> None:
@@ -293,7 +310,7 @@ class _Call(CopySave):
         super().failed(error)
 
     def _leave(self, scratch: Scratch, error: BaseException) -> None:
-        if self._written:  # the function has done its part, and what it wrote may be all that there is
+        if self._written:  # the function has returned; there may be no other copy of its output
             scratch.keep()
             error.add_note(f"async_ckpt: what {self._options.name} wrote is kept in {scratch.folder}")
         else:
@@ -301,12 +318,12 @@ class _Call(CopySave):
 
     # --- blocking, on helper threads --------------------------------------------------------------------------
 
-    def _call(self, where: Any) -> None:
-        """The function itself, once."""
+    def _call(self, destination: Any) -> None:
+        """Call the function, once."""
         self._check()
         assert self._arguments is not None
         (fn, others), self._arguments = self._arguments, None
-        args, kwargs = self._make(others, where)
+        args, kwargs = self._make(others, destination)
         with (
             torch.set_grad_enabled(self._grad_mode),
             on_device(self._device),
@@ -320,31 +337,31 @@ class _Call(CopySave):
                 del fn, others, args, kwargs
 
     def _stream(self) -> None:
-        """Into the sink, as it is written."""
-        where = self.out_path
-        if not where.storage.remote:
-            names = temps_of(where.name, where.storage.names(""))
-            where.storage.sweep("", names, delete=True)
-        self._out = Appender(where.storage, where.name, limit_bytes=2 * self._host_bytes + _LIMIT_BYTES)
+        """Stream the output into the sink as the function writes it."""
+        output = self.output_path
+        if not output.storage.remote:
+            names = temps_of(output.name, output.storage.names(""))
+            output.storage.sweep("", names, delete=True)
+        self._out = Appender(output.storage, output.name, limit_bytes=2 * self._host_bytes + _LIMIT_BYTES)
         try:
             with _File(self._out) as file:
                 self._call(file)
         except BaseException:
-            self._out.check()  # what the sink met, whatever the function has made of it
+            self._out.check()  # raises the sink's own error, whatever the function made of it
             raise
         self._num_bytes = self._out.num_bytes
         if not self._num_bytes:
             raise NothingWrittenError(f"{self._options.name} wrote nothing; {self.path} is left as it was")
 
     def _fill_scratch(self) -> None:
-        """Into a folder of its own."""
-        where, options = self.out_path, self._options
-        beside = Path(options.scratch or tempfile.gettempdir()) if where.storage.remote else where.parent
-        self._scratch = Scratch(beside.absolute(), where.name)
+        """Have the function write into a scratch folder."""
+        output, options = self.output_path, self._options
+        beside = Path(options.scratch or tempfile.gettempdir()) if output.storage.remote else output.parent
+        self._scratch = Scratch(beside.absolute(), output.name)
         folder = self._scratch.folder
-        inner = folder / where.name
-        if where.is_folder:
-            inner.mkdir()  # it expects one
+        inner = folder / output.name
+        if output.is_folder:
+            inner.mkdir()  # the function expects a folder
         self._call(self._as_given(str(inner)))
         with translated(folder):
             written = sorted(folder.iterdir())
@@ -361,10 +378,10 @@ class _Call(CopySave):
             self._out.finish()
             self._out.sink.close()
             self._num_retries = self._out.sink.num_retries
-        elif not self.out_path.storage.remote:
-            with translated(self.out_path.parent, passing=(FileExistsError, IsADirectoryError)):
-                targets = {path: self.out_path.parent / path.name for path in self._written}
-                for path, target in targets.items():  # all of them, before the first is visible
+        elif not self.output_path.storage.remote:
+            with translated(self.output_path.parent, passing=(FileExistsError, IsADirectoryError)):
+                targets = {path: self.output_path.parent / path.name for path in self._written}
+                for path, target in targets.items():  # check all of them before the first is visible
                     refuse_misfit(path, target)
                 for path, target in targets.items():
                     publish(path, target)
@@ -372,13 +389,13 @@ class _Call(CopySave):
     async def _upload(self, off_loop: OffLoop) -> None:
         assert self._scratch is not None
         root = self._scratch.folder
-        # What says that a model is there (config, index) comes when all that it speaks of is there.
+        # Files that refer to others (config, index) are uploaded after these.
         names = await off_loop(lambda: [*LocalStorage(root).sizes("")])
         for name in sorted(names, key=lambda name: (name.endswith(".json"), name)):
             await self._upload_file(root / name, name, off_loop)
 
     async def _upload_file(self, path: Path, name: str, off_loop: OffLoop) -> None:
-        storage, source = self.out_path.storage, source_of(path)
+        storage, source = self.output_path.storage, source_of(path)
         if source.num_bytes <= _SMALL_BYTES:
             await off_loop(lambda: storage.replace(name, path.read_bytes()))
             return
@@ -394,7 +411,7 @@ class _Call(CopySave):
 
 
 class _File(io.RawIOBase):
-    """The file that a function writes to, from front to back."""
+    """The file object that a function writes to, from front to back."""
 
     def __init__(self, out: Appender) -> None:
         super().__init__()
@@ -405,7 +422,7 @@ class _File(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         if self.closed:
-            raise ValueError("the function has returned, and what it wrote is complete")
+            raise ValueError("the function has returned, and its file is complete")
         view = memoryview(data).cast("B")
         self._out.append(view)
         return len(view)
@@ -415,20 +432,20 @@ class _File(io.RawIOBase):
 
 
 def _clear_frames(error: BaseException) -> None:
-    """A failed handle may be kept for long: let go of the copies that its traceback has in its frames."""
+    """Clear the frames of a traceback: a failed handle may be kept for long, and must not keep the copies alive."""
     chain: list[BaseException] = []
     todo: list[BaseException | None] = [error]
     while todo:
-        next_one = todo.pop()
-        if next_one is not None and next_one not in chain:
-            chain.append(next_one)
-            todo += [next_one.__cause__, next_one.__context__]
-    for one in chain:
-        traceback.clear_frames(one.__traceback__)
+        link = todo.pop()
+        if link is not None and link not in chain:
+            chain.append(link)
+            todo += [link.__cause__, link.__context__]
+    for link in chain:
+        traceback.clear_frames(link.__traceback__)
 
 
 def _refuse_closed_over(fn: Callable[..., Any], name: str) -> None:
-    names = tensors_in(closed_over(fn))[0]
+    names = tensors_in(closure_of(fn))[0]
     if names:
         raise UnsupportedStateError(
             f"{name} uses {names[0]} of the function that it was defined in, which may change while it runs; "
@@ -438,9 +455,9 @@ def _refuse_closed_over(fn: Callable[..., Any], name: str) -> None:
 
 
 def _refuse_open_files(folder: Path, name: str) -> None:
-    """Raise when this process can still write to a file there: what it holds back would be missing.
+    """Raise NothingWrittenError if this process has a file there open for writing: buffered data would be missing.
 
-    Nor would a collection of garbage help: it may close a file without what Python has buffered for it.
+    A garbage collection would not help: it may close a file without writing Python's buffer.
     """
     still = _open_files(folder)
     if still:
@@ -450,20 +467,20 @@ def _refuse_open_files(folder: Path, name: str) -> None:
 
 
 def _open_files(folder: Path) -> list[str]:
-    """The files below a folder that this process has open for writing."""
-    found = []
+    """The names of files below a folder that this process has open for writing."""
+    names = []
     inside = os.path.realpath(folder) + os.sep
-    with contextlib.suppress(OSError):  # no /proc there: then it cannot be told
+    with contextlib.suppress(OSError):  # without /proc, open files are not known
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{fd}")
                 if target.startswith(inside) and _may_write(fd):
-                    found.append(os.path.basename(target))
-    return sorted(found)
+                    names.append(os.path.basename(target))
+    return sorted(names)
 
 
 def _may_write(fd: str) -> bool:
-    """See proc(5); opened for reading only is 0."""
-    told = Path(f"/proc/self/fdinfo/{fd}").read_text()
-    flags = next(line for line in told.splitlines() if line.startswith("flags:"))
+    """Whether a file descriptor is open for writing; see proc(5)."""
+    info = Path(f"/proc/self/fdinfo/{fd}").read_text()
+    flags = next(line for line in info.splitlines() if line.startswith("flags:"))
     return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY

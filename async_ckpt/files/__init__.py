@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Final, Literal, cast
 
 from ..around.pack import pack_folder
-from ..around.streams import BUFFER_BYTES, Ranges, Upload, open_local
+from ..around.streams import BUFFER_BYTES, ReaderFile, UploadFile, open_local
 from ..around.unpack import extract
 from ..loading.rebuild import rebuild_layout
 from ..storage.bulk import Parcel, copy
@@ -47,8 +47,8 @@ __all__ = [
     "upload_directory",
 ]
 
-# Hub ids, as huggingface_hub takes them, but always with the organisation: what is just a word is more likely to be
-# the name of a folder that is missing.
+# Hub ids as huggingface_hub accepts them, but always with the organization: a single word is more likely the name of a
+# missing folder.
 _HUB_ID: Final = re.compile(
     r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]{0,95}(?<![.-])/\w[\w.-]{0,95}(?<![.-])", re.ASCII
 )
@@ -105,20 +105,20 @@ def local_read_files(
     storage, name = place.inside()
     if storage.remote:
         sizes = _sizes_below(storage, name)
-        found = {wish: sizes[wish] for wish in wanted if wish in sizes}
+        sizes_found = {wish: sizes[wish] for wish in wanted if wish in sizes}
     else:
         folder = _existing_folder(place)
-        found = {wish: 0 for wish in wanted if os.path.isfile(os.path.join(folder, wish))}
-    lacking = [wish for wish in wanted if wish not in found]
-    if lacking and missing == "error":
+        sizes_found = {wish: 0 for wish in wanted if os.path.isfile(os.path.join(folder, wish))}
+    missing_names = [wish for wish in wanted if wish not in sizes_found]
+    if missing_names and missing == "error":
         raise FileNotFoundError(
-            f'{storage.locate(name)} has no {", ".join(lacking)}; pass missing="skip" to ignore missing files'
+            f'{storage.locate(name)} has no {", ".join(missing_names)}; pass missing="skip" to ignore missing files'
         )
     if not storage.remote:
         yield _as_given(place)
         return
     with _scratch() as folder:
-        _fetch(storage, name, found, folder)
+        _fetch(storage, name, sizes_found, folder)
         yield folder
 
 
@@ -177,7 +177,7 @@ def download_directory(cloud: Anywhere, local: Anywhere) -> None:
         raise ValueError(f"{source.shown} is not a URL to download from; give one such as s3://bucket/folder")
     sizes = _sizes_below(storage, name)
     _check_target(target, sizes)
-    # Where a rename can take it from: what is there already may be a disk of its own, or a link to another.
+    # Beside or inside the target, so that a rename works: an existing target may be a disk of its own, or a link.
     beside = target if target.is_dir() else target.parent
     temp = beside / f"{temp_stem(target.name)}{os.urandom(4).hex()}{TEMP_SUFFIX}"
     try:
@@ -239,10 +239,13 @@ def remove(path: Anywhere) -> None:
     storage, name = place.inside()
     if not name or (not storage.remote and os.path.ismount(storage.locate(name))):
         raise ValueError(f"{place.shown} is a whole bucket or disk; name a file or a folder in it")
-    where = storage.locate(name)
-    there = storage.sizes(name) or _is_object(storage, name) if storage.remote else os.path.lexists(where)
-    if not there:
-        raise FileNotFoundError(f"{where} does not exist")
+    located = storage.locate(name)
+    if storage.remote:
+        is_found = bool(storage.sizes(name)) or _is_object(storage, name)
+    else:
+        is_found = os.path.lexists(located)
+    if not is_found:
+        raise FileNotFoundError(f"{located} does not exist")
     storage.delete_all(name)
 
 
@@ -255,9 +258,9 @@ def open_file(path: Anywhere, mode: str = "rb") -> IO[Any]:
         with async_ckpt.files.open_file("s3://bucket/config.json", "w") as file:
             json.dump(config, file)
 
-    For a local file, missing parent folders are created if it is opened for writing. A file in a store is read by ranges,
-    and is seekable. What is written to a store is kept in a temporary file and uploaded by `close`, but not if the `with`
-    block raises an exception, or if the file is never closed.
+    For a local file, missing parent folders are created if it is opened for writing. A file in a store is read by
+    ranges, and is seekable. What is written to a store is kept in a temporary file and uploaded by `close`, but not
+    if the `with` block raises an exception, or if the file is never closed.
     """
     encoding = None if "b" in mode else "utf-8"
     place = written_at(path) if "w" in mode else place_of(path)
@@ -267,22 +270,22 @@ def open_file(path: Anywhere, mode: str = "rb") -> IO[Any]:
         raise ValueError(f'a file in a store is opened with mode "r", "rb", "w" or "wb", not {mode!r}')
     storage, name = place.object()
     if "w" in mode:
-        return cast("IO[Any]", Upload(storage, name, mode, encoding))
-    ranges = io.BufferedReader(Ranges(storage.open(name)), BUFFER_BYTES)
+        return cast("IO[Any]", UploadFile(storage, name, mode, encoding))
+    ranges = io.BufferedReader(ReaderFile(storage.open(name)), BUFFER_BYTES)
     return io.TextIOWrapper(ranges, encoding) if encoding else ranges
 
 
-# --- what they share ----------------------------------------------------------------------------------------------
+# --- shared parts ---------------------------------------------------------------------------------------------------
 
 
 def _as_given(place: Place) -> str:
-    """A local path as it was given; a `file://` URL as the path that it names."""
-    where = local_path(place.text)
-    return os.path.expanduser(place.text) if scheme_of(place.text) is None else str(where)
+    """The text of a local path as the user gave it; the path of a `file://` URL."""
+    path = local_path(place.text)
+    return os.path.expanduser(place.text) if scheme_of(place.text) is None else str(path)
 
 
 def _existing_folder(place: Place) -> str:
-    """Where a local folder lies. Raises FileNotFoundError, NotADirectoryError, and ValueError for a URL."""
+    """The path of a local folder. Raises FileNotFoundError, NotADirectoryError, and ValueError for a URL."""
     folder = str(local_place(place))
     if not os.path.exists(folder):
         raise FileNotFoundError(f"{folder} does not exist; correct the path")
@@ -292,7 +295,7 @@ def _existing_folder(place: Place) -> str:
 
 
 def _sizes_below(storage: Storage, name: str) -> dict[str, int]:
-    """The objects below a folder of a store that can be files below a local one."""
+    """The sizes of the objects below a folder of a store. Raises if they cannot be files of one local folder."""
     sizes = storage.sizes(name)
     if not sizes:
         raise _no_folder(storage, name)
@@ -307,10 +310,10 @@ def _sizes_below(storage: Storage, name: str) -> dict[str, int]:
 
 
 def _no_folder(storage: Storage, name: str) -> OSError:
-    where = storage.locate(name)
+    path = storage.locate(name)
     if _is_object(storage, name):
-        return NotADirectoryError(f"{where} is an object, not a folder; read it with open_file")
-    return FileNotFoundError(f"{where} does not exist: there is nothing below it; correct the URL")
+        return NotADirectoryError(f"{path} is an object, not a folder; read it with open_file")
+    return FileNotFoundError(f"{path} does not exist: there is nothing below it; correct the URL")
 
 
 def _is_object(storage: Storage, name: str) -> bool:
@@ -360,7 +363,7 @@ def _below(name: str, path: str) -> str:
 
 
 def _check_target(target: Path, paths: Collection[str]) -> None:
-    """See that files can be put there, before they are fetched."""
+    """Check, before files are fetched, that they can be put into a folder."""
     for folder in {target, *(target / folder for path in paths for folder in _folders_of(path))}:
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(
@@ -376,7 +379,7 @@ def _put_in_place(temp: Path, target: Path, paths: Collection[str]) -> None:
         os.rename(temp, target)
         sync_folder(target.parent)
         return
-    except OSError:  # there is a folder already, perhaps by another process that fetches the same
+    except OSError:  # the folder exists, perhaps by another process that fetches the same
         if not target.is_dir():
             raise
     for path in paths:

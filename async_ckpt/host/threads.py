@@ -20,7 +20,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
-from ..backends import claim_thread
 from .process import in_forked_child
 
 Task = Callable[[], None]
@@ -52,7 +51,10 @@ class LibraryThread(threading.Thread):
     """A thread of this library. A task that waits for a save on such a thread would wait for itself."""
 
     def run(self) -> None:
-        claim_thread()
+        if "torch" in sys.modules:  # a look at a run needs none of it
+            from ..backends import claim_thread
+
+            claim_thread()
         super().run()
 
 

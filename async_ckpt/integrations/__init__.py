@@ -1,1 +1,5 @@
-"""Other projects' ways of calling: one module for each, imported on use."""
+"""Plug-ins for other projects, imported on use.
+
+- `skyrl.py`: the checkpoint calls of SkyRL's Tinker backend and of its FSDP strategy.
+- `dcp/`: storage writer, storage reader, stager and converters for torch.distributed.checkpoint.
+"""

@@ -1,1 +1,11 @@
-"""Weights for rollout engines: versions of a model, published by a training and pulled by whoever generates with it."""
+"""Weights for rollout engines: versions of a model, published by a training and pulled by inference processes.
+
+- `publisher.py`: `Publisher`, which a training calls; `publication.py` writes one version; `series.py` is the state
+  from one publication to the next; `delta_base.py`: the weights that deltas are against; `difference.py`: a delta's
+  bytes.
+- `versions.py`: the versions at a root, and which publisher owns it; `source.py`: the files of one version;
+  `rank_versions.py`: versions of a model that is spread over ranks.
+- `subscriber.py`: `Subscriber`, which an engine calls; `replica.py` applies versions to weights in memory,
+  `folder_replica.py` to those in a folder (with `notes.py`), `module.py` to a module.
+- `proof.py`: whether weights are the version that a number says; `base_model.py`: the model under a root's first delta.
+"""

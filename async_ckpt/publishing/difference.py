@@ -1,10 +1,10 @@
 """The difference between two states of one tensor, byte by byte.
 
-In: a tensor and the bytes that it had. Out: a frame; and from a frame the new bytes, in the place of the old ones.
+In: a tensor and the bytes that it had. Out: a frame; and from a frame the new bytes, in place of the old ones.
 Knows nothing of: names, versions, where frames come from.
 
-All of it goes by pieces that stay in the processor's cache, so that memory is read once. Bytes are compared, never values:
-a NaN is equal to itself, and differs from another NaN.
+Tensors are processed in pieces that fit the processor's cache, so that memory is read once. Bytes are compared, never
+values: a NaN is equal to itself, and differs from another NaN.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from ..staging.device import dense_blocks
 from ..storage.compressed import zstandard_package
 
 _PIECE_BYTES: Final = MIB
-# Positions, whose indices are eight times as large as what is there.
+# Positions at a time: as indices they take eight times the memory of the bytes there.
 _NUM_AT_ONCE: Final = 2**18
-# As the protocol's other writers have it.
+# The level of the format's other writers.
 _LEVEL: Final = 1
-# An xor is mostly zeros, between single items that are like no other: a table that stays in the first cache finds as much
-# in it, and what matches is near. That makes frames a fifth smaller, and a quarter faster.
-_OF_XOR: Final = {"window_log": 17, "hash_log": 10}
+# An xor is mostly zeros, between single items that match nothing: a small hash table, which stays in the first-level
+# cache, finds as many matches, all of them near. Frames are a fifth smaller, and a quarter faster to make.
+_XOR_PARAMETERS: Final = {"window_log": 17, "hash_log": 10}
 
 
-class NotTheBase(ValueError):
-    """A frame does not make of these bytes what it should."""
+class WrongBaseError(ValueError):
+    """A frame is damaged, or was not made for these bytes."""
 
 
 def checksum_of(tensor: torch.Tensor, checksum_format: str = OUR_CHECKSUMS) -> str:
-    """A view of a tensor's bytes, as they would lie in memory if it were dense."""
+    """The checksum of a tensor's bytes, in the order of a dense tensor."""
     digest = new_hash(checksum_format)
     for _, block in dense_blocks(tensor, 0, tensor.nbytes):
         digest.update(view_of(block))
@@ -61,7 +61,7 @@ def encode(new: torch.Tensor, base: torch.Tensor, encoding: Encoding) -> tuple[b
         return _encode_xor(new, base)
     if new.nbytes > MAX_OVERWRITTEN_BYTES:
         raise ValueError(
-            f'it has {new.nbytes:,} bytes, and encoding="overwrite" can tell {MAX_OVERWRITTEN_BYTES:,} apart; use "xor"'
+            f'it has {new.nbytes:,} bytes, and encoding="overwrite" can address {MAX_OVERWRITTEN_BYTES:,}; use "xor"'
         )
     return _encode_overwrite(new, base)
 
@@ -73,10 +73,10 @@ def apply(
     wanted: str,
     checksum_format: str = OUR_CHECKSUMS,
 ) -> Callable[[], None]:
-    """Make of the base's bytes the new ones, in place. Returns what puts the old ones back.
+    """Turn the base's bytes into the new ones, in place. Returns a function that restores the old ones.
 
-    Raises NotTheBase if they do not have the wanted checksum then, or if the frame is damaged; the region is then as
-    it was.
+    Raises WrongBaseError if the result does not have the wanted checksum, or if the frame is damaged; the region is
+    then as it was before.
     """
     return (_apply_xor if encoding == "xor" else _apply_overwrite)(data, region, wanted, checksum_format)
 
@@ -92,8 +92,10 @@ def _pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 def _encode_xor(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str]:
     library = zstandard_package()
-    how = library.ZstdCompressionParameters.from_level(_LEVEL, source_size=new.nbytes, **_OF_XOR)
-    compressor = library.ZstdCompressor(compression_params=how).compressobj(size=new.nbytes)
+    parameters = library.ZstdCompressionParameters.from_level(
+        _LEVEL, source_size=new.nbytes, **_XOR_PARAMETERS
+    )
+    compressor = library.ZstdCompressor(compression_params=parameters).compressobj(size=new.nbytes)
     digest, scratch, out = xxhash.xxh3_128(), torch.empty(_PIECE_BYTES, dtype=torch.uint8), []
     for at, piece in _pieces(new):
         changed = scratch[: len(piece)]
@@ -112,14 +114,14 @@ def _apply_xor(
         for piece in _unpacked(data):
             part = region[num_done : num_done + len(piece)]
             if len(part) < len(piece):
-                raise NotTheBase("the frame is longer than the tensor")
+                raise WrongBaseError("the frame is longer than the tensor")
             torch.bitwise_xor(part, piece, out=part)
             num_done += len(piece)
             digest.update(view_of(part))
         if num_done < len(region):
-            raise NotTheBase("the frame is shorter than the tensor")
+            raise WrongBaseError("the frame is shorter than the tensor")
         if digest.hexdigest() != wanted:
-            raise NotTheBase("the new bytes do not have the checksum that they should")
+            raise WrongBaseError("the new bytes do not have the checksum that they should")
     except BaseException:
         _xor_again(data, region[:num_done])
         raise
@@ -127,7 +129,7 @@ def _apply_xor(
 
 
 def _xor_again(data: memoryview, region: torch.Tensor) -> None:
-    """A change that was done twice is undone."""
+    """Undo a change by applying it again."""
     at = 0
     for piece in _unpacked(data) if len(region) else ():
         part = region[at : at + len(piece)]
@@ -138,7 +140,7 @@ def _xor_again(data: memoryview, region: torch.Tensor) -> None:
 
 
 def _unpacked(data: memoryview) -> Iterator[torch.Tensor]:
-    """The bytes in a frame, a piece at a time; each is overwritten by the next."""
+    """The bytes in a frame, in pieces; each is overwritten by the next."""
     library: Any = zstandard_package()
     scratch = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
     view = view_of(scratch)
@@ -147,7 +149,7 @@ def _unpacked(data: memoryview) -> Iterator[torch.Tensor]:
             try:
                 num_read = reader.readinto(view)
             except library.ZstdError as error:
-                raise NotTheBase(f"the frame is damaged ({error})") from error
+                raise WrongBaseError(f"the frame is damaged ({error})") from error
             if not num_read:
                 return
             yield scratch[:num_read]
@@ -157,7 +159,7 @@ def _unpacked(data: memoryview) -> Iterator[torch.Tensor]:
 
 
 def overwritten_bytes(new: torch.Tensor, base: torch.Tensor) -> int:
-    """How long such a frame is before it is compressed; 0 if nothing has changed."""
+    """The size of an overwrite frame before compression; 0 if nothing has changed."""
     count = sum(_num_changed(piece, base, at) for at, piece in _pieces(new))
     return COUNT_BYTES + (POSITION_BYTES + 1) * count if count else 0
 
@@ -167,7 +169,7 @@ def _num_changed(piece: torch.Tensor, base: torch.Tensor, at: int) -> int:
 
 
 def _encode_overwrite(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str]:
-    """Positions are packed as they are found, for there may be eight times as many bytes of them as changed; values wait."""
+    """Compress positions as they are found: they may take eight times the changed bytes. Values are kept until then."""
     num_bytes = overwritten_bytes(new, base)
     count = (num_bytes - COUNT_BYTES) // (POSITION_BYTES + 1)
     compressor = zstandard_package().ZstdCompressor(level=_LEVEL).compressobj(size=num_bytes)
@@ -179,7 +181,7 @@ def _encode_overwrite(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str
         out.append(compressor.compress(view_of(low)) if len(low) else b"")
         values.append(piece[inner])
         digest.update(view_of(piece))
-    out += [compressor.compress(view_of(what)) for what in values if len(what)]
+    out += [compressor.compress(view_of(part)) for part in values if len(part)]
     out.append(compressor.flush())
     return b"".join(out), digest.hexdigest()
 
@@ -188,55 +190,54 @@ def _apply_overwrite(
     data: memoryview, region: torch.Tensor, wanted: str, checksum_format: str
 ) -> Callable[[], None]:
     positions, values = _overwritten(data, len(region))
-    old = [
-        region[where] for where, _ in _changes(positions, values)
-    ]  # all of them before the first one changes
-    for where, what in _changes(positions, values):
-        region[where] = what
+    # All old values are read before the first one changes: a damaged frame may have a position twice.
+    old = [region[indices] for indices, _ in _changes(positions, values)]
+    for indices, new in _changes(positions, values):
+        region[indices] = new
     del positions, values
 
     def undo() -> None:
         again = _changes(*_overwritten(data, len(region)))
-        for (where, _), what in zip(again, old, strict=True):
-            region[where] = what
+        for (indices, _), values in zip(again, old, strict=True):
+            region[indices] = values
 
     if checksum_of(region, checksum_format) != wanted:
         undo()
-        raise NotTheBase("the new bytes do not have the checksum that they should")
+        raise WrongBaseError("the new bytes do not have the checksum that they should")
     return undo
 
 
 def _changes(positions: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Where, as indices, and what: so many at a time that the indices are small."""
+    """Positions as indices, and the values there, so many at a time that the indices are small."""
     for at in range(0, len(positions), _NUM_AT_ONCE):
-        where = positions[at : at + _NUM_AT_ONCE].to(torch.int64) & (MAX_OVERWRITTEN_BYTES - 1)
-        yield where, values[at : at + _NUM_AT_ONCE]
+        indices = positions[at : at + _NUM_AT_ONCE].to(torch.int64) & (MAX_OVERWRITTEN_BYTES - 1)
+        yield indices, values[at : at + _NUM_AT_ONCE]
 
 
 def _overwritten(data: memoryview, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions in a frame, and the values there. Raises NotTheBase for what does not fit a tensor of this size."""
+    """The positions in a frame, and their values. Raises WrongBaseError if they do not fit a tensor of this size."""
     plain, size = torch.empty(COUNT_BYTES, dtype=torch.uint8), 0
     count: int | None = None
     for piece in _unpacked(data):
         while len(piece):
             if size == len(plain):
-                raise NotTheBase("the frame is longer than the tensor, or than it says")
+                raise WrongBaseError("the frame is longer than the tensor, or than it says")
             part = piece[: len(plain) - size]
             plain[size : size + len(part)] = part
             size, piece = size + len(part), piece[len(part) :]
             if count is None and size == COUNT_BYTES:
                 count = int.from_bytes(bytes(plain.tolist()), "little")
                 if count > num_bytes:
-                    raise NotTheBase("the frame does not hold as many positions and values as it says")
+                    raise WrongBaseError("the frame does not hold as many positions and values as it says")
                 head, plain = (
                     plain,
                     torch.empty(COUNT_BYTES + (POSITION_BYTES + 1) * count, dtype=torch.uint8),
                 )
                 plain[:COUNT_BYTES] = head
     if count is None or size != len(plain):
-        raise NotTheBase("the frame does not hold as many positions and values as it says")
+        raise WrongBaseError("the frame does not hold as many positions and values as it says")
     begin = COUNT_BYTES + POSITION_BYTES * count
     positions, values = plain[COUNT_BYTES:begin].view(torch.int32), plain[begin:]
-    if any(int(where.max()) >= num_bytes for where, _ in _changes(positions, values)):
-        raise NotTheBase("the frame has positions outside of the tensor")
+    if any(int(indices.max()) >= num_bytes for indices, _ in _changes(positions, values)):
+        raise WrongBaseError("the frame has positions outside of the tensor")
     return positions, values

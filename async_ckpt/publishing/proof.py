@@ -1,11 +1,11 @@
-"""Whether what somebody has is the version that it is said to be, where only a number says so.
+"""Whether held weights are the version that a number says, where nothing else does.
 
-In: what is there, and the indices and headers of versions. Out: yes or no. Knows nothing of: how versions are applied.
+In: held weights, and the indices and headers of versions. Out: yes or no. Knows nothing of: how versions are applied.
 
-What a Publisher has made names the weights that it is against by their digest. What others have made names a number alone. Under
-that there may be other weights by now, of a training that was begun anew; and where another receiver has marked a folder, there may
-be half of the next version. What tells are the checksums in the deltas that lead to the number, of all tensors that these change, and
-the full version, or the model, that they begin with.
+A Publisher's delta names its base by the digest of the weights. Deltas of other programs name a number alone. Under
+the same number there may be other weights, of a training that was started again; and a folder that another receiver
+has marked may hold half of the next version. So the held weights are compared with the checksums in the deltas that
+lead to the number, of all tensors that these change, and with the anchor or the base model at their beginning.
 """
 
 from __future__ import annotations
@@ -16,75 +16,82 @@ from typing import Protocol
 from ..errors import CorruptCheckpointError, NotCommittedError
 from ..format.delta import OUR_CHECKSUMS, VersionIndex
 from ..host.threads import Crew
-from .base import Base
-from .source import Anchor, State, VersionSource
+from .base_model import BaseModel
+from .source import Anchor, VersionSource, WeightsState
 from .versions import Versions
 
 
-def source_of(index: VersionIndex, versions: Versions, base: Base | None) -> VersionSource:
-    """The files of what an index tells of, which may be the base."""
-    if base is not None and base.is_meant(index):
+def source_of(index: VersionIndex, versions: Versions, base: BaseModel | None) -> VersionSource:
+    """The files of the version, or of the base model, that an index belongs to."""
+    if base is not None and base.is_source_of(index):
         return base.source(index)
     return VersionSource(versions.storage, index)
 
 
 class HeldWeights(Protocol):
-    """Weights that somebody has."""
+    """Weights that can be compared: a `Replica`."""
 
     @property
-    def state(self) -> State | None: ...
+    def state(self) -> WeightsState | None: ...
 
     def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]: ...
 
 
-def is_proven(
+def is_that_version(
     held: HeldWeights,
     chain: Sequence[VersionIndex],
     versions: Versions,
     target: int,
     crew: Crew,
-    base: Base | None = None,
+    base: BaseModel | None = None,
 ) -> bool:
-    """Whether what is there is what a chain to a version begins with, as far as anything tells."""
+    """Whether held weights are those that a chain begins with; true if there is nothing to compare them with.
+
+    `chain` leads from the held weights to the version `target`. Its first index names its base; if the chain is
+    empty, the target's index names the weights.
+    """
     state = held.state
     assert state is not None
     first = chain[0] if chain else versions.read_or_base(target, base, fresh=False)
-    is_named = first.base_identity if chain else first.identity
-    if is_named or (chain and first.is_anchor):
+    if chain and (first.delta is None or first.delta.base_identity):
+        return True
+    if not chain and first.identity:
         return True
     try:
         if state.stamp and versions.read_or_base(state.version, base).stamp == state.stamp:
-            return True  # by this very index it has become the version
+            return True  # it became the version by this very index
         return _leads_to(held, state, versions, crew, base)
     except NotCommittedError:
-        return True  # what led here was deleted, or began with a model that nobody can look into
+        return True  # the deltas that led here were deleted, or began with a model that is unknown
     except CorruptCheckpointError:
-        return not state.is_marked  # of what we have noted ourselves, all was compared when it was applied
+        return not state.is_marked  # weights that we noted ourselves were compared when they were applied
 
 
-def _leads_to(held: HeldWeights, state: State, versions: Versions, crew: Crew, base: Base | None) -> bool:
-    """Whether the tensors of a state are those to which deltas lead."""
-    left, number = set(state.checksums), state.version
-    while left:
+def _leads_to(
+    held: HeldWeights, state: WeightsState, versions: Versions, crew: Crew, base: BaseModel | None
+) -> bool:
+    """Whether the tensors of a state are those that the deltas up to its version make."""
+    unchecked, number = set(state.checksums), state.version
+    while unchecked:
         index = versions.read_or_base(number, base)
         source = source_of(index, versions, base)
-        if index.base is None:
-            return _holds(Anchor(source, crew), state, left)
-        told = source.frame_checksums()
-        names = told.keys() & left
-        found = (
+        if index.delta is None:
+            return _holds(Anchor(source, crew), state, unchecked)
+        delta_checksums = source.frame_checksums()
+        names = delta_checksums.keys() & unchecked
+        held_checksums = (
             state.checksums
-            if index.checksum_format == OUR_CHECKSUMS
-            else held.checksums(names, index.checksum_format)
+            if index.delta.checksum_format == OUR_CHECKSUMS
+            else held.checksums(names, index.delta.checksum_format)
         )
-        if any(found.get(name) != told[name] for name in names):
+        if any(held_checksums.get(name) != delta_checksums[name] for name in names):
             return False
-        left -= names
-        number = index.base
+        unchecked -= names
+        number = index.delta.base
     return True
 
 
-def _holds(anchor: Anchor, state: State, names: Set[str]) -> bool:
+def _holds(anchor: Anchor, state: WeightsState, names: Set[str]) -> bool:
     """Whether these tensors are those of an anchor."""
-    told = anchor.source.index.checksums or anchor.read(lambda *_: None).checksums
-    return all(told.get(name) == state.checksums[name] for name in names)
+    checksums = anchor.source.index.checksums or anchor.read(lambda *_: None).checksums
+    return all(checksums.get(name) == state.checksums[name] for name in names)

@@ -1,8 +1,9 @@
-"""One version on its way, and what it leaves to the next one.
+"""One version on its way: from weights in host memory to a durable folder.
 
-In: weights on the host. Out: the folder of a version, durable and whole. Knows nothing of: who reads it, checkpoints.
+In: weights on the host. Out: the folder of a version, durable and whole. Knows nothing of: readers, checkpoints.
 
-One publication at a time has the `Line`, which says what a version may be against.
+One publication at a time has the `VersionSeries`, which says whether the version may be added, and what a delta is
+against.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import xxhash
 
-from ..around.hub import Weights
+from ..around.hf_weights import Weights
 from ..around.shards import MAX_SHARD_BYTES, Shard, ShardReader, index_of, shards_of
 from ..errors import CheckpointError, StepExistsError, UnsupportedStateError
 from ..format import safetensors
 from ..format.delta import (
     INDEX,
+    DeltaFields,
+    RankSlices,
     SliceOf,
     VersionIndex,
     checksum,
@@ -49,58 +52,63 @@ from ..storage.interface import Sink, Storage
 from ..storage.local import LocalStorage
 from ..storage.scratch import Scratch
 from .difference import checksum_of, encode, overwritten_bytes
-from .line import Line
 from .replica import MemoryReplica
-from .source import State
+from .series import VersionSeries
+from .source import WeightsState
 
-# Of frames: so many are in memory until a file of them is written, beside those of the tensors being encoded.
+# Encoded frames are kept in memory up to _FILE_BYTES, then written as a file, beside the batch of tensors being
+# encoded.
 _FILE_BYTES: Final = 256 * MIB
 _ENCODED_AT_ONCE_BYTES: Final = 512 * MIB
-# Most of which wait for the disk, which many small writes keep busier than a few large ones.
+# Most of the threads wait for the disk, which many small writes keep busier than a few large ones.
 _NUM_WRITERS: Final = 8
 _WRITE_BYTES: Final = 4 * MIB
 _PART_BYTES: Final = 8 * MIB
 
 
-class Publication(CopySave):
-    """One version on its way."""
+class PublicationRequest(NamedTuple):
+    """The arguments of one `publish` call, checked, and the time since it began."""
 
-    def __init__(
-        self,
-        line: Line,
-        version: int,
-        weights: Weights,
-        beside: Mapping[str, bytes],
-        acknowledged: int | None,
-        held: SnapshotView | None,
-        optimizers: Optimizers,
-        spans: Spans,
-        called: Future[float],
-        slices: Mapping[str, SliceOf] | None = None,
-    ) -> None:
+    version: int
+    weights: Weights  # with the small files to publish beside them
+    slices: Mapping[str, SliceOf]  # of a model that is spread over ranks
+    acknowledged: int | None
+    held: SnapshotView | None
+    optimizers: Optimizers
+    spans: Spans
+    called: Future[float]  # resolves when the caller has its handle
+
+
+class Publication(CopySave):
+    """The save of one version, made by `Publisher.publish` on the caller's thread, and run on the library's loop.
+
+    Its blocking methods run on helper threads, and only while it is this publication's turn.
+    """
+
+    def __init__(self, series: VersionSeries, request: PublicationRequest) -> None:
+        weights, held = request.weights, request.held
         names, tensors = list(weights.tensors), list(weights.tensors.values())
-        self._folder = folder_of(version)
-        # In a store nothing can be renamed: files of a publisher that has lost the root must not be those of another one.
-        self._attempt = f"files.{os.urandom(4).hex()}" if line.storage.remote else ""
+        self._folder = folder_of(request.version)
+        # A store has no rename: files of two publishers must not have the same names, so each attempt has its own.
+        self._attempt = f"files.{os.urandom(4).hex()}" if series.storage.remote else ""
         super().__init__(
-            line.storage.locate(self._folder),
+            series.storage.locate(self._folder),
             [] if held is not None else tensors,
             [] if held is not None else names,
             after=[] if held is None else [held.completion],
             num_tensors=len(tensors),
-            optimizers=optimizers,
-            spans=spans,
-            called=called,
+            optimizers=request.optimizers,
+            spans=request.spans,
+            called=request.called,
         )
-        self._line, self._version, self._acknowledged = line, version, acknowledged
-        self._slices = slices or {}
-        self._small = {**weights.files, **beside}
+        self._series, self._version, self._acknowledged = series, request.version, request.acknowledged
+        self._slices = request.slices
         self._total_bytes = sum(tensor.nbytes for tensor in tensors)
         copies = tensors if held is not None else self.copy.tensors
         self._weights = weights._replace(tensors=dict(zip(names, copies, strict=True)))
-        self._made: tuple[VersionIndex, State, bytes] | None = None
-        self._is_put = False  # the index may be there
-        self.ended: Future[None] = running_future()  # of one that was published: what is not kept is deleted
+        self._result: tuple[VersionIndex, WeightsState, bytes] | None = None
+        self._is_put = False  # whether the index may have been written
+        self.ended: Future[None] = running_future()  # resolves once old versions are deleted, too
 
     @property
     def progress(self) -> Progress:
@@ -113,16 +121,16 @@ class Publication(CopySave):
     def failed(self, error: BaseException) -> None:
         if self._attempt and not self._is_put:
             with suppress(CheckpointError):
-                self._line.versions.discard(self._version, self._attempt)
-        self._let_go()
-        self._line.is_clean = False
+                self._series.versions.discard(self._version, self._attempt)
+        self._release_weights()
+        self._series.is_clean = False
         super().failed(error)
-        self._line.crew.stop()
+        self._series.base.crew.stop()
 
     async def afterwards(self, off_loop: OffLoop) -> None:
         try:
             await super().afterwards(off_loop)
-            await off_loop(self._line.retain)
+            await off_loop(self._series.retain)
         finally:
             self.ended.set_result(None)
 
@@ -136,34 +144,39 @@ class Publication(CopySave):
             tensors=self._weights.as_published(self._weights.tensors), as_published=dict
         )
         structure = structure_of((n, dtype_name(t.dtype), tuple(t.shape)) for n, t in weights.tensors.items())
-        self._line.prepare(self._version, structure, self._check)
-        self._line.make_room(weights.tensors)
-        place, prefix = self._place()
-        base = self._line.base_for(self._acknowledged)
-        if base is None or self._is_too_much(base):
-            self._made = self._write_anchor(place, prefix, structure)
+        self._series.prepare(self._version, structure, self._check)
+        self._series.base.reserve(weights.tensors)
+        place, prefix = self._begin_folder()
+        base = self._series.base.replica_for(self._version, self._series.versions, self._acknowledged)
+        if base is None or self._exceeds_weights(base):
+            self._result = self._write_anchor(place, prefix, structure)
         else:
-            self._made = self._write_delta(place, prefix, structure, base)
+            self._result = self._write_delta(place, prefix, structure, base)
 
-    def _place(self) -> tuple[Storage, str]:
-        """Where the files go until all of them are there: beside the folder on a disk; in it in a store, which has no other way."""
-        storage = self._line.storage
+    def _begin_folder(self) -> tuple[Storage, str]:
+        """The storage and the prefix for the files: beside the version's folder on a disk, inside it in a store."""
+        storage = self._series.storage
         if storage.remote:
-            self._line.retire()
-            self._line.versions.begin(self._version, token=self._line.ownership.token)
+            self._series.replacement.delete(self._series.ownership)
+            self._series.versions.begin(self._version, token=self._series.ownership.token)
             return storage, f"{self._folder}/{self._attempt}/"
         root = Path(storage.locate(""))
         self._scratch = Scratch(root, "weight_v")
         return LocalStorage(self._scratch.folder), ""
 
-    def _write_anchor(self, place: Storage, prefix: str, structure: str) -> tuple[VersionIndex, State, bytes]:
+    def _write_anchor(
+        self, place: Storage, prefix: str, structure: str
+    ) -> tuple[VersionIndex, WeightsState, bytes]:
         shards = shards_of(self._weights, MAX_SHARD_BYTES)
-        self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(map(len, self._small.values()))
+        small_files = sorted(self._weights.files.items())
+        self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(
+            len(data) for _, data in small_files
+        )
         free = None if place.remote else free_bytes_at(Path(place.locate("")))
         if free is not None and free < self._total_bytes:
             raise full(Path(self.path), self._total_bytes, free)
         checksums = self._copy_shards(shards, place, prefix)
-        for name, data in sorted(self._small.items()):
+        for name, data in small_files:
             self._check()
             place.replace(prefix + name, data)
             self._num_bytes += len(data)
@@ -174,17 +187,16 @@ class Publication(CopySave):
             identity=identity,
             structure=structure,
             checksums=checksums,
-            digests={name: checksum(data) for name, data in self._small.items()},
+            digests={name: checksum(data) for name, data in small_files},
             heads={shard.name: checksum(shard.head) for shard in shards},
-            start=self._start(),
-            slices=self._slices,
+            slices=self._rank_slices(),
             attempt=self._attempt,
         )
-        state = State(self._version, identity, structure, checksums)
+        state = WeightsState(self._version, identity, structure, checksums)
         return index, state, seal(index_of(shards, index.weight_map, **index.metadata()))
 
     def _copy_shards(self, shards: list[Shard], place: Storage, prefix: str) -> dict[str, str]:
-        """Write the files, several parts at once, and take the checksums of the tensors meanwhile."""
+        """Write the files, several parts at once, and compute the checksums of the tensors meanwhile."""
         parcels = [Parcel(partial(ShardReader, s), prefix + s.name, s.num_bytes) for s in shards]
         checksums: dict[str, str] = {}
 
@@ -204,21 +216,23 @@ class Publication(CopySave):
                 finished=finished,
             )
 
-        def take(name: str) -> None:
+        def add_checksum(name: str) -> None:
             self._check()
             checksums[name] = checksum_of(self._weights.tensors[name])
 
         crew = Crew("anchor", 2, background=True)
         try:
-            crew.run_all([copy_all, *(partial(take, name) for name in self._weights.tensors)])
+            crew.run_all([copy_all, *(partial(add_checksum, name) for name in self._weights.tensors)])
         finally:
             crew.stop()
         return checksums
 
     def _write_delta(
         self, place: Storage, prefix: str, structure: str, base: MemoryReplica
-    ) -> tuple[VersionIndex, State, bytes]:
+    ) -> tuple[VersionIndex, WeightsState, bytes]:
+        encoding = self._series.base.policy.encoding
         assert base.state is not None
+        assert encoding is not None
         checksums, files, digests = dict(base.state.checksums), {}, {}
         for number, frames in enumerate(self._files_of_frames(base), start=1):
             name = f"model-{number:05d}.safetensors"
@@ -231,44 +245,42 @@ class Publication(CopySave):
             num_bytes = sum(map(len, pieces))
             self._write_file(place, prefix + name, num_bytes, map(memoryview, pieces))
             digests[name] = whole.hexdigest()
-        state = State(self._version, identity_of(checksums), structure, checksums)
+        state = WeightsState(self._version, identity_of(checksums), structure, checksums)
         index = VersionIndex(
             version=self._version,
             files=files,
-            base=base.state.version,
-            encoding=self._line.encoding,
+            delta=DeltaFields(base.state.version, encoding, base_identity=base.state.identity),
             identity=state.identity,
-            base_identity=base.state.identity,
             structure=structure,
             digests=digests,
-            start=self._start(),
-            slices=self._slices,
+            slices=self._rank_slices(),
             attempt=self._attempt,
         )
         return index, state, dump_delta(index)
 
-    def _start(self) -> str:
-        return "" if self._line.start is None else self._line.start.word(self._check)
+    def _rank_slices(self) -> RankSlices:
+        start = self._series.start
+        return RankSlices() if start is None else RankSlices(start.word(self._check), self._slices)
 
-    def _is_too_much(self, base: MemoryReplica) -> bool:
-        """Whether positions and values may be more than the weights themselves."""
-        if self._line.encoding != "overwrite":
+    def _exceeds_weights(self, base: MemoryReplica) -> bool:
+        """Whether positions and values may take more bytes than the weights themselves."""
+        if self._series.base.policy.encoding != "overwrite":
             return False
-        sizes: list[int] = []  # each added at once
+        sizes: list[int] = []  # appended to by several threads
 
-        def one(name: str) -> None:
+        def add_size(name: str) -> None:
             self._check()
             sizes.append(overwritten_bytes(self._weights.tensors[name], base.region(name)))
 
-        self._line.crew.run_all(partial(one, name) for name in self._weights.tensors)
+        self._series.base.crew.run_all(partial(add_size, name) for name in self._weights.tensors)
         return sum(sizes) > self._total_bytes
 
     def _files_of_frames(self, base: MemoryReplica) -> Iterator[dict[str, tuple[bytes, str]]]:
-        """The frames of each file, by name."""
+        """The frames of each file, with the checksums of the new bytes, by name."""
         pending: dict[str, tuple[bytes, str]] = {}
         for names in _batches(self._weights.tensors):
-            found = self._encoded(names, base)
-            pending.update({name: found[name] for name in names if name in found})
+            encoded = self._encoded(names, base)
+            pending.update({name: encoded[name] for name in names if name in encoded})
             if sum(len(frame) for frame, _ in pending.values()) >= _FILE_BYTES:
                 yield pending
                 pending = {}
@@ -276,28 +288,29 @@ class Publication(CopySave):
             yield pending
 
     def _encoded(self, names: list[str], base: MemoryReplica) -> dict[str, tuple[bytes, str]]:
-        found: dict[str, tuple[bytes, str]] = {}
-        encoding = self._line.encoding
+        frames: dict[str, tuple[bytes, str]] = {}
+        encoding = self._series.base.policy.encoding
         assert encoding is not None
 
-        def one(name: str) -> None:
+        def encode_tensor(name: str) -> None:
             self._check()
             try:
-                made = encode(self._weights.tensors[name], base.region(name), encoding)
+                frame = encode(self._weights.tensors[name], base.region(name), encoding)
             except ValueError as error:
                 raise UnsupportedStateError(f"{name!a}: {error}; nothing was published", path=name) from None
-            if made is not None:
-                found[name] = made
+            if frame is not None:
+                frames[name] = frame
 
-        self._line.crew.run_all(
-            partial(one, name) for name in sorted(names, key=lambda n: -self._weights.tensors[n].nbytes)
+        self._series.base.crew.run_all(
+            partial(encode_tensor, name)
+            for name in sorted(names, key=lambda n: -self._weights.tensors[n].nbytes)
         )
-        return found
+        return frames
 
     def _commit(self) -> None:
-        assert self._made is not None
-        line, storage, (index, state, data) = self._line, self._line.storage, self._made
-        line.ownership.check()
+        assert self._result is not None
+        series, storage, (index, state, data) = self._series, self._series.storage, self._result
+        series.ownership.check()
         self._is_put = True
         if self._scratch is None:
             try:
@@ -308,29 +321,28 @@ class Publication(CopySave):
                     f"{self.path}: another Publisher has published this version meanwhile; it is kept",
                     step=self._version,
                 ) from error
-            line.ownership.check()  # who has lost the root meanwhile must not take it for a version of this line
+            series.ownership.check()  # after losing the root meanwhile, this version must not count
         else:
             LocalStorage(self._scratch.folder).replace(INDEX, data)
             target = Path(storage.locate(self._folder))
-            line.retire()
+            series.replacement.delete(series.ownership)
             with translated(target):
-                os.replace(self._scratch.folder, target)  # which replaces no folder that has files
+                os.replace(self._scratch.folder, target)  # fails if the target has files
                 sync_folder(target.parent)
         self._num_bytes += len(data)
-        line.published(index, state, self._weights.tensors)
-        line.mark_replaced()
-        self._let_go()
-        line.crew.stop()
+        series.base.update(index, state, self._weights.tensors)
+        series.published(state)
+        self._release_weights()
+        series.base.crew.stop()
 
-    def _let_go(self) -> None:
-        """The optimizers of the copies, and of the model."""
-        self._weights = self._weights._replace(tensors={}, as_published=dict)
-        self._small = {}
+    def _release_weights(self) -> None:
+        """Release the copies, and the optimizers that wait for them."""
+        self._weights = self._weights._replace(tensors={}, files={}, as_published=dict)
         self.copy.release()
 
 
 def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """All names, as many at a time as are worth several threads."""
+    """The names of all tensors, in batches that are large enough for several threads."""
     batch: list[str] = []
     num_bytes = 0
     for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
 """`Publisher`: the weights of one instant as a version that rollout engines read, whole or as a difference.
 
-In: a model, its state dict, or a snapshot. Out: versions at a root, each with a handle. Knows nothing of: who reads them,
-checkpoints.
+In: a model, its state dict, or a snapshot. Out: versions at a root, each with a handle.
+Knows nothing of: readers, checkpoints.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, Self
 import torch
 
 from ..around.export import files_of
-from ..around.hub import Weights, weights_of
+from ..around.hf_weights import Weights, weights_of
 from ..errors import ClosedError, UnsupportedStateError
 from ..format.delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
 from ..host.process import OnceInProcess
@@ -35,9 +35,10 @@ from ..staging.held_snapshot import refuse_guard
 from ..state.captured import SnapshotView, module_of
 from ..storage.compressed import zstandard_package
 from ..storage.place import Anywhere, local_place, written_at
-from .line import Line
-from .publication import Publication
-from .ranks import RankLines, RanksStart, is_spread, own_slices, place_of_rank
+from .delta_base import DeltaPolicy
+from .publication import Publication, PublicationRequest
+from .rank_versions import RanksStart, RankVersions, is_spread, own_slices, place_of_rank
+from .series import VersionSeries
 from .versions import Versions
 
 
@@ -45,8 +46,8 @@ def _counting(_: str) -> Iterator[int]:
     return itertools.count()
 
 
-# Of spread models, by root: which publisher this is there, on each rank alike.
-_openings: Final = OnceInProcess(_counting)
+# By root: the number of this publisher of spread models there, the same on each rank.
+_publisher_numbers: Final = OnceInProcess(_counting)
 
 
 class Publisher:
@@ -57,30 +58,31 @@ class Publisher:
                 ckpt.save(snap, step=step)
                 publisher.publish(snap["model"], version=step, config_folder="base-model")
 
-    A version is a folder `weight_v000120` with a model of Hugging Face. Every so often it is an anchor, which has all of the
-    weights; otherwise a delta, which has of each tensor that changed what is different from an earlier version. It becomes
-    visible when all of it is durable. A new publisher begins with an anchor, at a root that another one has used, too.
-    One root has one model, and one publisher at a time: the newest.
+    A version is a folder `weight_v000120` with a model of Hugging Face. Every so often it is an anchor, which has all
+    of the weights; otherwise a delta, with the difference between each changed tensor and its bytes in an earlier
+    version. It becomes visible when all of it is durable. A new publisher begins with an anchor, even at a root that
+    another one has used. One root has one model, and one publisher at a time: the newest.
 
-    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all of them make a publisher and call `publish` alike, with the
-    model itself. Each publishes what it holds, none waits for another, and a version is whole when all have published it; only a
-    `Subscriber` reads it. Under DDP, rank 0 publishes alone.
+    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks make a publisher and call `publish`
+    alike, with the model itself. Each publishes what it holds, none waits for another, and a version is whole when
+    all have published it; only a `Subscriber` reads it. Under DDP, rank 0 publishes alone.
 
     Args:
-        root: where to: a folder, URL or Place. A folder must be one that all readers see.
-        anchor_every: of so many versions one is an anchor. A reader that begins anew reads the newest anchor and what follows.
-        encoding: how a delta tells what is different: "xor", or "overwrite" (positions and values, which can be applied
-            twice). None publishes anchors only. Deltas need the bytes of the weights once more in host memory, and the package
-            zstandard.
+        root: the place to publish to: a folder, URL or Place. A folder must be one that all readers see.
+        anchor_every: one of this many versions is an anchor. A new reader reads the newest anchor and the deltas
+            after it.
+        encoding: how a delta encodes the difference: "xor", or "overwrite" (positions and values, which can be applied
+            twice). None publishes anchors only. Deltas need the bytes of the weights once more in host memory, and
+            the package zstandard.
         keep: how many of the newest versions to keep, with all that they are built on. None keeps all.
         acknowledged: a function that returns the newest version that every reader has applied, or None. It is called by
-            `publish`, and deltas are against that version then, so that a reader that has it needs no other. Without it they
-            are against the newest that is durable.
-        on_rollback: "retire" deletes the versions that are not below a new one, as soon as that is about to be visible. A training
-            that goes on from an earlier checkpoint publishes the same numbers again, and readers that are ahead come back. By
-            default such a version raises StepExistsError or StepBehindError.
-        host_bytes: the most memory for the weights that deltas are against, together with snapshots that are open or still
-            being read; by default half of the free memory.
+            `publish`, and deltas are then against that version, so that a reader that has it needs no other. Without
+            it they are against the newest durable version.
+        on_rollback: "retire" deletes the versions that are not below a new one, just before the new one becomes
+            visible. A training that goes on from an earlier checkpoint publishes the same numbers again, and readers
+            that are ahead come back. By default such a version raises StepExistsError or StepBehindError.
+        host_bytes: the most host memory for the weights that deltas are against, together with snapshots that are
+            open or still being read; by default half of the free memory.
     """
 
     def __init__(
@@ -101,23 +103,25 @@ class Publisher:
         if on_rollback not in (None, "retire"):
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r:.100}')
         if encoding is not None:
-            zstandard_package()  # or the first delta would fail
+            zstandard_package()  # fail here rather than at the first delta
         self._place = written_at(root)
-        self._new_line = partial(
-            Line,
+        self._new_series = partial(
+            VersionSeries,
             place=self._place,
-            anchor_every=whole_count("anchor_every", anchor_every),
-            encoding=encoding,
+            deltas=DeltaPolicy(
+                encoding,
+                whole_count("anchor_every", anchor_every),
+                follows=acknowledged is None,
+                max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
+            ),
             keep=None if keep is None else whole_count("keep", keep),
-            max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
-            follows=acknowledged is None,
             retires=on_rollback == "retire",
         )
         self._root = self._place.storage()
-        self._line: Line | None = None  # from the first publication on
-        self._beginning = threading.Lock()
+        self._series: VersionSeries | None = None  # made by the first publication; under _lock
+        self._lock = threading.Lock()
         self._acknowledged = acknowledged
-        self._pending: list[tuple[SaveHandle, Future[None]]] = []  # replaced as a whole
+        self._pending: list[tuple[SaveHandle, Future[None]]] = []  # replaced as a whole, under _lock
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -133,8 +137,8 @@ class Publisher:
 
             handle = publisher.publish(model, version=step)
 
-        Names are those of `export_hf`. Of a snapshot nothing is copied again. Versions are published in the order of the calls.
-        `handle.result()` is the report; its `step` is the version, and its `num_bytes` is what was written.
+        Names are those of `export_hf`. A snapshot is not copied again. Versions are published in the order of the
+        calls. `handle.result()` is the report; its `step` is the version, and its `num_bytes` is what was written.
 
         Args:
             state_or_snapshot: a module, a flat mapping of names to tensors, or either of them in a snapshot.
@@ -142,11 +146,11 @@ class Publisher:
             config_folder: as for `export_hf`; its files are in anchors only.
             guard: as for `save`.
 
-        Raises UnsupportedStateError for what cannot be published: adapters and quantised models too, whose names in memory are
-        not those in their checkpoints. The handle raises StepExistsError and StepBehindError for a version that is not newer,
-        StateMismatchError for another model than the one before, ClosedError when another publisher has taken the root,
-        MemoryError, StorageFullError and StorageUnavailableError. What was published before is as it was, then, and the next
-        delta is against that.
+        Raises UnsupportedStateError for a model that cannot be published, such as an adapter, or a quantised model,
+        whose names in memory differ from those in its checkpoints. The handle raises StepExistsError or
+        StepBehindError for a version that is not newer, StateMismatchError for another model than before, ClosedError
+        if another publisher has taken the root, MemoryError, StorageFullError and StorageUnavailableError. The
+        versions published before stay as they were then, and the next delta is against them.
         """
         self._refuse_if_forked()
         if self._is_closed:
@@ -156,47 +160,47 @@ class Publisher:
             raise ValueError(f"version must be below 10**18, got {number}; give the training step")
         spans, called = Spans(), running_future()
         try:
-            beside = {} if config_folder is None else _files_beside(local_place(config_folder))
+            config_files = {} if config_folder is None else _config_files(local_place(config_folder))
             held = state_or_snapshot if isinstance(state_or_snapshot, SnapshotView) else None
             refuse_guard([held] if held is not None else [], guard)
-            weights = weights_of(state_or_snapshot, beside)
+            weights = weights_of(state_or_snapshot, config_files)
             _refuse_unmapped(state_or_snapshot, weights)
             spread = is_spread(weights)
             weights, slices = own_slices(weights) if spread else (weights, {})
             if spread and world_of(None, None).rank:
-                weights, beside = weights._replace(files={}), {}  # which rank 0 has, too
-            line = self._begun(spread=spread)
-            if spread is not (line.start is not None):
+                weights, config_files = weights._replace(files={}), {}  # rank 0 publishes the small files
+            series = self._get_series(spread=spread)
+            if spread is not (series.start is not None):
                 raise UnsupportedStateError(
-                    f"{self!r} has published {'a whole model' if spread else 'one that is spread over ranks'} before; make "
-                    "another Publisher, at a root of its own",
+                    f"{self!r} has published {'a whole model' if spread else 'one that is spread over ranks'} before; "
+                    "make another Publisher, at a root of its own",
                     path="",
                 )
             base = None if self._acknowledged is None else self._acknowledged()
             base = None if base is None else whole_step(base, what="what acknowledged() returns")
-            publication = Publication(
-                line, number, weights, beside, base, held, unwrapped(guard), spans, called, slices
-            )
+            weights = weights._replace(files={**weights.files, **config_files})
+            request = PublicationRequest(number, weights, slices, base, held, unwrapped(guard), spans, called)
+            publication = Publication(series, request)
             handle = publication.begin()
         finally:
             called.set_result(spans.total())
-        with self._beginning:
-            going_on = [(other, ended) for other, ended in self._pending if not ended.done()]
-            self._pending = [*going_on, (handle, publication.ended)]
+        with self._lock:
+            running = [(other, ended) for other, ended in self._pending if not ended.done()]
+            self._pending = [*running, (handle, publication.ended)]
         return handle
 
-    def _begun(self, *, spread: bool) -> Line:
-        """The line, which the first publication begins, whichever thread it comes from."""
-        with self._beginning:
-            if self._line is None and not spread:
-                self._line = self._new_line(self._root)
-            elif self._line is None:
+    def _get_series(self, *, spread: bool) -> VersionSeries:
+        """The series of versions; the first publication makes it, on whichever thread."""
+        with self._lock:
+            if self._series is None and not spread:
+                self._series = self._new_series(self._root)
+            elif self._series is None:
                 world = world_of(None, None)
                 root = self._root.locate("")
-                start = RanksStart(world, root, next(_openings(root)))
+                start = RanksStart(world, root, next(_publisher_numbers(root)))
                 place = place_of_rank(self._place, world.rank, world.size)
-                self._line = self._new_line(place.storage(), start=start, size=world.size)
-            return self._line
+                self._series = self._new_series(place.storage(), start=start)
+            return self._series
 
     def versions(self) -> list[int]:
         """The versions at the root, ascending.
@@ -205,28 +209,28 @@ class Publisher:
         """
         self._refuse_if_forked()
         names = self._root.names("")
-        return sorted({*Versions(self._root).numbers(names), *RankLines(self._place).sizes(names)})
+        return sorted({*Versions(self._root).numbers(names), *RankVersions(self._place).sizes(names)})
 
     def close(self) -> None:
-        """Wait for what is being published, and give the memory back. May be called again.
+        """Wait for the publications under way, and give the memory back. May be called again.
 
         publisher.close()  # leaving the `with` block does it
 
-        What went wrong is in the handles.
+        Errors are in the handles.
         """
         if os.getpid() != self._pid:
-            return  # it is the parent's
+            return  # it belongs to the parent process
         self._is_closed = True
         self._wait()
-        if self._line is not None:
-            self._line.close()
+        if self._series is not None:
+            self._series.base.close()
 
     def _refuse_if_forked(self) -> None:
         if os.getpid() != self._pid:
             raise ClosedError("this Publisher belongs to the parent process; make one in this process")
 
     def _wait(self) -> None:
-        """Until all is published, or has failed, and what is not kept is deleted."""
+        """Wait until all publications have ended, and old versions are deleted."""
         wait = Wait("to close a Publisher", ENDS_THE_WAIT)
         for handle, ended in self._pending:
             wait_for(handle, goes_on=partial(wait.goes_on, lambda: self._root.locate("")))
@@ -245,8 +249,8 @@ class Publisher:
         return f"<Publisher {self._root.locate('')}{' (closed)' if self._is_closed else ''}>"
 
 
-def _files_beside(folder: Path) -> dict[str, bytes]:
-    """The small files that are published with the weights. Raises ValueError for a name that not every place can have."""
+def _config_files(folder: Path) -> dict[str, bytes]:
+    """The small files to publish with the weights. Raises ValueError for a name that not every place can have."""
     files = files_of(folder)
     for name in files:
         if not stays_inside(name) or not name.isprintable():
@@ -255,7 +259,7 @@ def _files_beside(folder: Path) -> dict[str, bytes]:
 
 
 def _refuse_unmapped(given: Any, weights: Weights) -> None:
-    """Raises UnsupportedStateError for weights that no receiver would find under their names."""
+    """Raises UnsupportedStateError for weights whose names no receiver would know."""
     live = module_of(given) if isinstance(given, SnapshotView) else given
     parts = live.modules() if isinstance(live, torch.nn.Module) else ()
     if weights.stem != "model":
@@ -264,8 +268,8 @@ def _refuse_unmapped(given: Any, weights: Weights) -> None:
         )
     elif any(getattr(part, "hf_quantizer", None) is not None for part in parts):
         why = (
-            "it is quantised, so its names in memory are not those of its checkpoints; publish a mapping of the names and "
-            "tensors that the engine loads"
+            "it is quantised, so its names in memory are not those of its checkpoints; publish a mapping of the names "
+            "and tensors that the engine loads"
         )
     else:
         return

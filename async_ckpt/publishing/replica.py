@@ -1,9 +1,10 @@
-"""Weights that follow versions, and how they do; here those in memory.
+"""Weights that versions are applied to: the protocol, the application, and weights in memory.
 
-In: the indices of versions, and a storage with their files. Out: the bytes of each tensor, as they are in the newest of
-these. Knows nothing of: which versions there are, modules.
+In: the indices of versions, and a storage with their files. Out: the bytes of each tensor in the newest of them.
+Knows nothing of: which versions exist, modules.
 
-A delta is applied in place, and undone if one tensor does not come out as it should. `bring` is the whole of it.
+A delta is applied in place, and undone if one tensor does not have its checksum afterwards. `update_replica` does
+all of it.
 """
 
 from __future__ import annotations
@@ -23,115 +24,116 @@ from ..host.limits import num_cpus
 from ..host.threads import Crew
 from ..staging.device import dense_blocks
 from ..state.dtypes import dtype_named
-from .base import Base
-from .difference import NotTheBase, apply, checksum_of
-from .proof import is_proven, source_of
-from .source import Anchor, Frame, State, TensorPart, VersionSource, Where
+from .base_model import BaseModel
+from .difference import WrongBaseError, apply, checksum_of
+from .proof import is_that_version, source_of
+from .source import Anchor, Frame, TensorLocation, TensorPart, VersionSource, WeightsState
 from .versions import Versions
 
 _ALIGNMENT: Final = 64
 _log: Final = logging.getLogger("async_ckpt")
 
 
-class Damaged(CorruptCheckpointError):
-    """The weights here are not those that were noted: they have to begin with an anchor.
+class DamagedReplicaError(CorruptCheckpointError):
+    """The weights here are not those in the notes, so the next chain must begin with an anchor.
 
-    With `perhaps`, it may as well be the delta, of which nothing tells whether its bytes are those that were published.
+    With `perhaps`, the delta may be damaged instead: it has no digest by which to tell.
     """
 
     perhaps: bool = False
 
 
 class Replica(Protocol):
-    """The weights that versions are brought to. One caller at a time, inside `locked`."""
+    """Weights that versions are applied to. One caller at a time, inside `locked`."""
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> WeightsState | None:
         """The state of the weights; None if they are not known to be whole."""
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keep others away."""
+        """Keep other processes away."""
 
     def seed(self, anchor: Anchor) -> int:
-        """Have the weights of an anchor instead of its own; the bytes that were read.
+        """Replace the weights by those of an anchor. Returns the number of bytes read.
 
-        Raises StateMismatchError if its own are those of another model.
+        Raises StateMismatchError if they are of another model.
         """
 
     def regions(self, names: Collection[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """The bytes of each of these tensors, to be changed in place; without those that it has not."""
+        """The bytes of these tensors, writable in place; without tensors that are not here."""
 
     def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]:
-        """The checksums of these tensors, computed anew; without those that it has not."""
+        """The checksums of these tensors, computed from their bytes; without tensors that are not here."""
 
-    def note(self, state: State | None) -> None:
-        """These weights it has now; with None, they are about to change."""
+    def note(self, state: WeightsState | None) -> None:
+        """Note that the weights are now in this state; None means that they are about to change."""
 
 
-def bring(
+def update_replica(
     replica: Replica,
     versions: Versions,
     target: int,
     crew: Crew,
     *,
-    base: Base | None = None,
-    planned: Callable[[Sequence[VersionIndex]], None] = lambda _: None,
+    base: BaseModel | None = None,
+    before_apply: Callable[[Sequence[VersionIndex]], None] = lambda _: None,
 ) -> tuple[list[VersionIndex], int]:
-    """Make of a replica a version, by what lies between it and what is there. What was applied, and the bytes read.
+    """Apply what lies between a replica and a version. Returns the indices that were applied, and the bytes read.
 
-    `base` is what the first delta of all is against; `planned` is told what is about to be applied. After an error the replica has
-    the last version that was applied as a whole. Raises NotCommittedError, CorruptCheckpointError, StateMismatchError,
-    StorageUnavailableError, StorageFullError.
+    `base` is the base model of the oldest delta; `before_apply` is called with each chain before it is applied.
+    After an error the replica has the last version that was applied as a whole. Raises NotCommittedError,
+    CorruptCheckpointError, StateMismatchError, StorageUnavailableError, StorageFullError.
     """
     chain = versions.chain(target, replica.state, base)
-    if replica.state is not None and not is_proven(replica, chain, versions, target, crew, base):
+    if replica.state is not None and not is_that_version(replica, chain, versions, target, crew, base):
         _log.warning(
-            "the weights here are not those of version %d; they are begun anew", replica.state.version
+            "the weights here are not those of version %d; they begin with an anchor again",
+            replica.state.version,
         )
         chain = versions.chain(target, None, base)
-    planned(chain)
+    before_apply(chain)
     try:
-        num_bytes = _follow(replica, versions, chain, crew, base)
-    except Damaged as error:
-        chain = _begun_anew(replica, versions, target, base, chain, error)
-        planned(chain)
-        num_bytes = _follow(replica, versions, chain, crew, base)
+        num_bytes = _apply_chain(replica, versions, chain, crew, base)
+    except DamagedReplicaError as error:
+        chain = _restarted_chain(replica, versions, target, base, chain, error)
+        before_apply(chain)
+        num_bytes = _apply_chain(replica, versions, chain, crew, base)
     if not chain and replica.state is not None:
-        _note_proven(replica, versions.read_or_base(target, base, fresh=False))
+        _note_verified(replica, versions.read_or_base(target, base, fresh=False))
     return chain, num_bytes
 
 
-def _begun_anew(
+def _restarted_chain(
     replica: Replica,
     versions: Versions,
     target: int,
-    base: Base | None,
+    base: BaseModel | None,
     chain: Sequence[VersionIndex],
-    error: Damaged,
+    error: DamagedReplicaError,
 ) -> list[VersionIndex]:
-    """The chain to apply from nothing on, once another did not fit the weights here. Raises the error where that is of no use."""
+    """The chain from an anchor on, after another one did not fit the weights. Raises `error` if there is none."""
     if error.perhaps and chain[0].is_anchor:
         raise error
     if not error.perhaps and not (replica.state and replica.state.is_marked):
         replica.note(None)
     try:
-        anew = versions.chain(target, None, base)
+        restarted = versions.chain(target, None, base)
     except NotCommittedError as missing:
         raise error from missing
-    _log.warning("%s; what is here begins with an anchor again", error)
-    return anew
+    _log.warning("%s; the weights begin with an anchor again", error)
+    return restarted
 
 
-def _note_proven(replica: Replica, index: VersionIndex) -> None:
-    """A version was there already, and may not have been noted as such by us."""
+def _note_verified(replica: Replica, index: VersionIndex) -> None:
+    """Note a version that was already here, but perhaps noted by another receiver."""
     assert replica.state is not None
     known = replace(replica.state, stamp="" if index.identity else index.stamp, is_marked=False)
     if known != replica.state:
         replica.note(known)
 
 
-def _follow(
-    replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: Crew, base: Base | None
+def _apply_chain(
+    replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: Crew, base: BaseModel | None
 ) -> int:
     num_bytes = 0
     for index in chain:
@@ -139,22 +141,23 @@ def _follow(
         if index.is_anchor:
             num_bytes += replica.seed(Anchor(source, crew))
         else:
-            num_bytes += _apply(replica, source, crew)
+            num_bytes += _apply_delta(replica, source, crew)
     return num_bytes
 
 
-def _apply(replica: Replica, source: VersionSource, crew: Crew) -> int:
-    """Apply one delta: all of it is read and understood before anything is changed."""
+def _apply_delta(replica: Replica, source: VersionSource, crew: Crew) -> int:
+    """Apply one delta. All of it is read and parsed before anything is changed."""
     before, index = replica.state, source.index
     assert before is not None
+    assert index.delta is not None
     if not before.is_base_of(index):
         raise source.corrupt(INDEX, f"it is against other weights than version {before.version} has")
     blobs = {file: source.whole(file, crew) for file in index.tensor_files}
-    frames = _frames(source, blobs)
+    frames = _read_frames(source, blobs)
     unknown = frames.keys() - before.checksums.keys()
     if unknown or index.structure not in ("", before.structure):
-        raise other_model(source.where, unknown)
-    is_ours = index.checksum_format == OUR_CHECKSUMS
+        raise other_model(source.path, unknown)
+    is_ours = index.delta.checksum_format == OUR_CHECKSUMS
     checksums = before.checksums | {name: frame.checksum for name, frame in frames.items() if is_ours}
     if index.identity not in ("", identity_of(checksums)):
         raise source.corrupt(
@@ -162,12 +165,12 @@ def _apply(replica: Replica, source: VersionSource, crew: Crew) -> int:
         )
     with replica.regions(frames) as regions:
         if regions.keys() != frames.keys():
-            raise Damaged("what is here has lost some of its tensors", path=source.where)
-        replica.note(None)  # whoever dies here leaves what nobody takes for weights
+            raise DamagedReplicaError("the weights here have lost some of their tensors", path=source.path)
+        replica.note(None)  # if this process dies now, nobody takes the mixture for weights
         undo: list[Callable[[], None]] = []
         by_size = sorted(frames, key=lambda name: -len(regions[name]))
         try:
-            crew.run_all(partial(_change, regions[n], n, frames[n], source, undo) for n in by_size)
+            crew.run_all(partial(_apply_frame, regions[n], n, frames[n], source, undo) for n in by_size)
         except BaseException:
             for put_back in undo:
                 put_back()
@@ -175,37 +178,41 @@ def _apply(replica: Replica, source: VersionSource, crew: Crew) -> int:
             raise
         if not is_ours:
             checksums |= {name: checksum_of(region) for name, region in regions.items()}
-    replica.note(State(index.version, identity_of(checksums), before.structure, checksums, source.stamp))
+    replica.note(
+        WeightsState(index.version, identity_of(checksums), before.structure, checksums, source.stamp)
+    )
     return sum(map(len, blobs.values()))
 
 
-def _frames(source: VersionSource, blobs: Mapping[str, memoryview]) -> dict[str, Frame]:
-    """The tensors that a delta changes. Raises CorruptCheckpointError where its files do not have what its index tells of."""
+def _read_frames(source: VersionSource, blobs: Mapping[str, memoryview]) -> dict[str, Frame]:
+    """The frames of a delta. Raises CorruptCheckpointError if its files and its index do not agree."""
     frames = {name: frame for file, blob in blobs.items() for name, frame in source.frames(file, blob)}
     if {name: frame.file for name, frame in frames.items()} != source.index.files:
         raise source.corrupt(INDEX, "it names other tensors than its files hold")
     return frames
 
 
-def _change(
+def _apply_frame(
     region: torch.Tensor, name: str, frame: Frame, source: VersionSource, undo: list[Callable[[], None]]
 ) -> None:
-    index = source.index
-    assert index.encoding is not None
+    delta = source.index.delta
+    assert delta is not None
     try:
-        undo.append(apply(frame.data, region, index.encoding, frame.checksum, index.checksum_format))
-    except NotTheBase as error:
-        told = source.corrupt(frame.file, f"{name}: {error}", tensors=(name,))
-        # Where the file has its digest, the frame is what was published, so it is the base that is not.
-        perhaps = frame.file not in index.digests
-        raise Damaged(str(told), path=told.path, tensors=told.tensors, perhaps=perhaps) from error
+        undo.append(apply(frame.data, region, delta.encoding, frame.checksum, delta.checksum_format))
+    except WrongBaseError as error:
+        corrupt = source.corrupt(frame.file, f"{name}: {error}", tensors=(name,))
+        # A file with a digest is what was published, so the weights here must be wrong.
+        perhaps = frame.file not in source.index.digests
+        raise DamagedReplicaError(
+            str(corrupt), path=corrupt.path, tensors=corrupt.tensors, perhaps=perhaps
+        ) from error
 
 
-def other_model(where: str, names: Collection[str]) -> StateMismatchError:
-    """The error about a version whose tensors are not those that are here."""
-    told = f" (such as {min(names)!a:.200})" if names else ""
+def other_model(version: str, names: Collection[str]) -> StateMismatchError:
+    """The error for a version of another model than the weights here."""
+    example = f" (such as {min(names)!a:.200})" if names else ""
     return StateMismatchError(
-        f"{where}: it is of another model than what is here{told}; pull it into another folder or module",
+        f"{version}: it is of another model than the weights here{example}; pull it into another folder or module",
         missing=(),
         unexpected=tuple(sorted(names)),
         mismatched=(),
@@ -216,38 +223,42 @@ def other_model(where: str, names: Collection[str]) -> StateMismatchError:
 
 
 class MemoryReplica:
-    """In memory: `take` gives as many bytes as it is asked for, as a uint8 tensor. `fits` raises for another model."""
+    """Weights in host memory, made by a `DeltaBase`, or by a `Subscriber` for a module or the slices of a rank.
+
+    `allocate` returns a uint8 tensor of the size that it is given; `check_model` raises if an anchor is of another
+    model.
+    """
 
     def __init__(
         self,
-        take: Callable[[int], torch.Tensor],
-        fits: Callable[[Anchor], None] = lambda _: None,
+        allocate: Callable[[int], torch.Tensor],
+        check_model: Callable[[Anchor], None] = lambda _: None,
     ) -> None:
-        self._take, self._fits = take, fits
-        self.state: State | None = None
-        self.tensors: dict[str, Where] = {}
+        self._allocate, self._check_model = allocate, check_model
+        self.state: WeightsState | None = None
+        self.tensors: dict[str, TensorLocation] = {}
         self._memory: torch.Tensor | None = None
         self._regions: dict[str, torch.Tensor] = {}
 
     def locked(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def lay_out(self, tensors: Mapping[str, Where]) -> None:
-        """Take memory for these, unless there is."""
-        if {name: where.num_bytes for name, where in tensors.items()} != {
+    def lay_out(self, tensors: Mapping[str, TensorLocation]) -> None:
+        """Allocate memory for these tensors, unless they fit what is allocated."""
+        if {name: location.num_bytes for name, location in tensors.items()} != {
             name: len(region) for name, region in self._regions.items()
         }:
             self.state, self._regions, self._memory = None, {}, None
             begins, at = {}, 0
-            for name, where in tensors.items():
+            for name, location in tensors.items():
                 begins[name] = at
-                at += -(-where.num_bytes // _ALIGNMENT) * _ALIGNMENT
-            memory = self._memory = self._take(at)
-            self._regions = {n: memory[begins[n] : begins[n] + w.num_bytes] for n, w in tensors.items()}
+                at += -(-location.num_bytes // _ALIGNMENT) * _ALIGNMENT
+            memory = self._memory = self._allocate(at)
+            self._regions = {n: memory[begins[n] : begins[n] + t.num_bytes] for n, t in tensors.items()}
         self.tensors = dict(tensors)
 
     def seed(self, anchor: Anchor) -> int:
-        self._fits(anchor)
+        self._check_model(anchor)
         self.state = None
         self.lay_out(anchor.tensors)
 
@@ -261,13 +272,13 @@ class MemoryReplica:
         return anchor.num_bytes
 
     def take_over(self, tensors: Mapping[str, torch.Tensor], crew: Crew) -> None:
-        """Have the bytes of these instead of its own, under their names."""
+        """Replace the bytes of these tensors."""
 
-        def one(name: str) -> None:
+        def copy_tensor(name: str) -> None:
             for at, block in dense_blocks(tensors[name], 0, tensors[name].nbytes):
                 self._regions[name][at : at + block.numel()].copy_(block)
 
-        crew.run_all(partial(one, name) for name in tensors)
+        crew.run_all(partial(copy_tensor, name) for name in tensors)
 
     @contextmanager
     def regions(self, names: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:
@@ -277,18 +288,18 @@ class MemoryReplica:
         return {n: checksum_of(self._regions[n], checksum_format) for n in self._regions.keys() & names}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, in this memory."""
-        told = self.tensors[name]
-        return self._regions[name].view(dtype_named(told.dtype)).view(told.shape)
+        """A view of one tensor."""
+        location = self.tensors[name]
+        return self._regions[name].view(dtype_named(location.dtype)).view(location.shape)
 
     def region(self, name: str) -> torch.Tensor:
         """The bytes of one tensor."""
         return self._regions[name]
 
-    def note(self, state: State | None) -> None:
+    def note(self, state: WeightsState | None) -> None:
         self.state = state
 
 
 def new_crew() -> Crew:
-    """The threads of one replica."""
+    """The threads that apply versions for one `Subscriber`."""
     return Crew("pull", max(2, num_cpus()))

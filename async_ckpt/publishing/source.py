@@ -1,6 +1,7 @@
-"""The files of one version: where its tensors lie, and their bytes.
+"""The files of one version: the locations of its tensors, and their bytes.
 
-In: the index of a version, and a storage with its files. Out: tensors, frames, small files, each compared with its checksum.
+In: the index of a version, and a storage with its files. Out: tensors, frames, small files, each compared with its
+checksum.
 Knows nothing of: other versions, replicas.
 """
 
@@ -35,11 +36,11 @@ _CHUNK_BYTES: Final = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """The identity of weights that somebody has: `checksums` of all tensors by name.
+class WeightsState:
+    """The state of held weights: which version they are; `checksums` are of all tensors, by name.
 
-    `stamp` is that of the index of others by which they are the version; empty where a Publisher's says what it holds. If another
-    receiver has marked them as the version, nothing is known but that.
+    `stamp` is the stamp of another program's index, by which the weights became the version; empty for a
+    Publisher's. If `is_marked`, another receiver has marked the weights as the version, and nothing else is known.
     """
 
     version: int
@@ -50,16 +51,17 @@ class State:
     is_marked: bool = False
 
     def is_base_of(self, index: VersionIndex) -> bool:
-        """Whether a delta can be applied to them."""
-        return self.version == index.base and index.base_identity in ("", self.identity)
+        """Whether a delta can be applied to these weights."""
+        delta = index.delta
+        return delta is not None and self.version == delta.base and delta.base_identity in ("", self.identity)
 
     def is_version(self, index: VersionIndex) -> bool:
-        """Whether these are its weights already."""
+        """Whether these are the weights of a version."""
         return self.version == index.version and index.identity in ("", self.identity)
 
 
-class Where(NamedTuple):
-    """One tensor in a safetensors file of a version, or of a folder."""
+class TensorLocation(NamedTuple):
+    """The location of one tensor in a safetensors file of a version, or of a folder."""
 
     file: str
     dtype: str
@@ -69,7 +71,7 @@ class Where(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """One tensor of a delta."""
+    """The frame of one tensor in a delta."""
 
     file: str
     data: memoryview
@@ -77,7 +79,7 @@ class Frame(NamedTuple):
 
 
 class TensorPart(NamedTuple):
-    """Some bytes of a tensor."""
+    """A part of a tensor's bytes."""
 
     name: str
     begin: int  # from the beginning of the tensor
@@ -85,20 +87,20 @@ class TensorPart(NamedTuple):
 
 
 class VersionSource:
-    """The files of one version."""
+    """The files of one version, read on helper threads."""
 
     def __init__(self, storage: Storage, index: VersionIndex) -> None:
         self.storage, self.index = storage, index
         self.folder = folder_of(index.version)
-        self.where = storage.locate(self.folder)
+        self.path = storage.locate(self.folder)
 
     @property
     def stamp(self) -> str:
-        """That of its index, if nothing in that says which weights these are."""
+        """The stamp of its index, if nothing in the index identifies the weights; else empty."""
         return "" if self.index.identity else self.index.stamp
 
     def open(self, file: str) -> Reader:
-        """Raises CorruptCheckpointError if it is missing."""
+        """Open a file. Raises CorruptCheckpointError if it is missing."""
         try:
             return self.storage.open(f"{self.folder}/{self.index.prefix}{file}")
         except (FileNotFoundError, IsADirectoryError) as error:
@@ -114,13 +116,12 @@ class VersionSource:
     def other_files(self) -> list[str]:
         """Config, tokenizer and the like."""
         known = {*self.index.tensor_files, INDEX}
-        names = self.index.digests or self.storage.sizes(
-            f"{self.folder}/{self.index.prefix}".rstrip("/")
-        )  # which other writers do not list
+        # Other writers do not list them in the index.
+        names = self.index.digests or self.storage.sizes(f"{self.folder}/{self.index.prefix}".rstrip("/"))
         return [name for name in names if name not in known and stays_inside(name)]
 
     def read(self, file: str) -> memoryview:
-        """A small file, compared with its digest."""
+        """The bytes of a small file, compared with its digest."""
         with self.open(file) as reader:
             data = memoryview(bytearray(reader.num_bytes))
             self.fill(reader, file, 0, data)
@@ -128,7 +129,7 @@ class VersionSource:
         return data
 
     def whole(self, file: str, crew: Crew) -> memoryview:
-        """All of a file, by several reads at once, compared with its digest."""
+        """The bytes of a file, by several reads at once, compared with its digest."""
         with self.open(file) as reader:
             blob = memoryview(bytearray(reader.num_bytes))
             parts = range(0, len(blob), _CHUNK_BYTES)
@@ -142,8 +143,9 @@ class VersionSource:
             raise self.corrupt(file, "its bytes are not those that were published")
 
     def _header(self, file: str, data: memoryview, num_bytes: int) -> tuple[safetensors.HeaderTable, int]:
-        """The header of a file, whose tensors fill it, and where these begin. `data` is its beginning, up to there at
-        least.
+        """The header of a file, which tensors must fill without gaps, and where they begin.
+
+        `data` is at least the header; `num_bytes` is the size of the file.
         """
         try:
             if not safetensors.begins(data):
@@ -159,7 +161,7 @@ class VersionSource:
         return table, len(head)
 
     def _header_of(self, file: str, reader: Reader) -> tuple[safetensors.HeaderTable, int]:
-        """As above, of which no more is read."""
+        """The header of a file, as above, without reading more than that."""
         head = memoryview(bytearray(min(8, reader.num_bytes)))
         self.fill(reader, file, 0, head)
         if len(head) == 8 and int.from_bytes(head, "little") <= safetensors.MAX_HEADER_BYTES:
@@ -168,57 +170,58 @@ class VersionSource:
         return self._header(file, head, reader.num_bytes)
 
     def frames(self, file: str, blob: memoryview) -> Iterator[tuple[str, Frame]]:
-        """The tensors in a file of a delta."""
+        """The frames in a file of a delta, by tensor."""
         table, at = self._header(file, blob, len(blob))
         for name, (kind, begin, end) in table.rows.items():
             if table.kinds[kind] != ("U8", [end - begin]):
-                raise self.corrupt(file, f"{name!a:.200} is no frame in it")
+                raise self.corrupt(file, f"{name!a:.200} is not a frame")
             yield (
                 name,
                 Frame(file, blob[at + begin : at + end], self._checksum_in(file, name, table.metadata)),
             )
 
     def frame_checksums(self) -> dict[str, str]:
-        """A delta's checksums of the tensors that it changes; no more is read than these."""
-        found: dict[str, str] = {}
+        """The checksums of the tensors that a delta changes; only headers are read."""
+        checksums: dict[str, str] = {}
         for file in self.index.tensor_files:
             with self.open(file) as reader:
                 table, _ = self._header_of(file, reader)
-            found |= {name: self._checksum_in(file, name, table.metadata) for name in table.rows}
-        return found
+            checksums |= {name: self._checksum_in(file, name, table.metadata) for name in table.rows}
+        return checksums
 
-    def _checksum_in(self, file: str, name: str, told: Mapping[str, object]) -> str:
-        wanted = told.get(name)
-        if not is_checksum(wanted, self.index.checksum_format):
+    def _checksum_in(self, file: str, name: str, metadata: Mapping[str, object]) -> str:
+        wanted = metadata.get(name)
+        assert self.index.delta is not None
+        if not is_checksum(wanted, self.index.delta.checksum_format):
             raise self.corrupt(file, f"it has no checksum of {name!a:.200}")
         return str(wanted)
 
-    def tensors(self) -> dict[str, Where]:
-        """Where the tensors of an anchor lie."""
-        found: dict[str, Where] = {}
+    def tensors(self) -> dict[str, TensorLocation]:
+        """The locations of an anchor's tensors."""
+        locations: dict[str, TensorLocation] = {}
         for file in self.index.tensor_files:
-            found |= self.held_in(file)
-        if {name: where.file for name, where in found.items()} != self.index.files:
+            locations |= self.tensors_in(file)
+        if {name: location.file for name, location in locations.items()} != self.index.files:
             raise self.corrupt(INDEX, "it names other tensors than its files hold")
-        return found
+        return locations
 
-    def held_in(self, file: str) -> dict[str, Where]:
-        """Where the tensors in one of the files of an anchor lie."""
+    def tensors_in(self, file: str) -> dict[str, TensorLocation]:
+        """The locations of the tensors in one file of an anchor."""
         with self.open(file) as reader:
             table, at = self._header_of(file, reader)
         if any(map(_is_any_checksum, (table.metadata[name] for name in table.metadata.keys() & table.rows))):
             raise self.corrupt(file, "it has checksums of its tensors, as only the frames of a delta have")
         kinds = [self._kind(file, code, shape) for code, shape in table.kinds]
-        found = {}
+        locations = {}
         for name, (kind, begin, end) in table.rows.items():
             dtype, shape, num_bytes = kinds[kind]
             if num_bytes != end - begin:
                 raise self.corrupt(file, f"it has another number of bytes for {name!a:.200} than its shape")
-            found[name] = Where(file, dtype, shape, at + begin, num_bytes)
-        return found
+            locations[name] = TensorLocation(file, dtype, shape, at + begin, num_bytes)
+        return locations
 
     def _kind(self, file: str, code: str, shape: list[int]) -> tuple[str, tuple[int, ...], int]:
-        """A dtype, a shape, and how many bytes a tensor of these has."""
+        """The dtype, the shape and the size in bytes of tensors with this header entry."""
         try:
             dtype, shape = safetensors.loaded_as(code, shape)
         except ValueError as error:
@@ -226,16 +229,16 @@ class VersionSource:
         return dtype, tuple(shape), prod(shape) * DTYPES[dtype][0]
 
     def corrupt(self, file: str, why: str, *, tensors: tuple[str, ...] = ()) -> CorruptCheckpointError:
-        where = f"{self.where}/{file}"
+        path = f"{self.path}/{file}"
         return CorruptCheckpointError(
-            f"{where}: {why}; what was here before is still here: publish an anchor, or pull another version",
-            path=where,
+            f"{path}: {why}; what was here before is still here: publish an anchor, or pull another version",
+            path=path,
             tensors=tensors,
         )
 
 
-def _is_any_checksum(told: object) -> bool:
-    return any(is_checksum(told, known) for known in CHECKSUM_DIGITS)
+def _is_any_checksum(value: object) -> bool:
+    return any(is_checksum(value, checksum_format) for checksum_format in CHECKSUM_DIGITS)
 
 
 def _header_bytes(begin: memoryview) -> int:
@@ -243,7 +246,7 @@ def _header_bytes(begin: memoryview) -> int:
 
 
 class Anchor:
-    """A full version, to be read once."""
+    """The weights of an anchor, to be read once, by a replica."""
 
     def __init__(self, source: VersionSource, crew: Crew) -> None:
         self.source, self._crew = source, crew
@@ -251,21 +254,22 @@ class Anchor:
         self.structure = structure_of((n, w.dtype, w.shape) for n, w in self.tensors.items())
         if source.index.structure not in ("", self.structure):
             raise source.corrupt(
-                INDEX, "its files hold tensors of other names, dtypes or shapes than it tells of"
+                INDEX, "its files hold tensors of other names, dtypes or shapes than the index tells of"
             )
         if not self.tensors and not source.index.is_sealed:
-            raise source.corrupt(INDEX, "it is a model without tensors")
+            raise source.corrupt(INDEX, "the model has no tensors")
 
     @property
     def num_bytes(self) -> int:
-        return sum(where.num_bytes for where in self.tensors.values())
+        return sum(location.num_bytes for location in self.tensors.values())
 
-    def read(self, put: Callable[[str, int, memoryview, list[TensorPart]], None]) -> State:
-        """Give the bytes of all tensors to `put`: from an offset of a file on, and what parts of tensors these are.
+    def read(self, put: Callable[[str, int, memoryview, list[TensorPart]], None]) -> WeightsState:
+        """Read all tensors, and compare them with their checksums. Returns their state.
 
-        A large tensor comes in pieces, all from one thread; small ones come many at a time. Returns what they are.
+        `put` is called on helper threads with a file, an offset in it, the bytes there, and the parts of tensors in
+        these. A large tensor comes in pieces, all from one thread; small ones come many at a time.
         """
-        found = dict.fromkeys(self.tensors, "")
+        checksums = dict.fromkeys(self.tensors, "")
         readers = {file: self.source.open(file) for file in self.source.index.tensor_files}
 
         def copy(run: list[str]) -> None:
@@ -280,38 +284,38 @@ class Anchor:
                     parts = [TensorPart(run[0], at - first.begin, data)]
                 else:
                     parts = [TensorPart(name, 0, _part_of(data, at, self.tensors[name])) for name in run]
-                    found.update((part.name, checksum(part.data)) for part in parts)
+                    checksums.update((part.name, checksum(part.data)) for part in parts)
                 put(first.file, at, data, parts)
             if len(run) == 1:
-                found[run[0]] = digest.hexdigest()
-            self._compare(run, found)
+                checksums[run[0]] = digest.hexdigest()
+            self._compare(run, checksums)
 
         try:
             self._crew.run_all(partial(copy, run) for run in self._runs())
         finally:
             for reader in readers.values():
                 reader.close()
-        identity = identity_of(found)
+        identity = identity_of(checksums)
         if self.source.index.identity not in ("", identity):
             raise self.source.corrupt(INDEX, "its checksums are not those of the version that it tells of")
-        return State(self.source.index.version, identity, self.structure, found, self.source.stamp)
+        return WeightsState(self.source.index.version, identity, self.structure, checksums, self.source.stamp)
 
     def _runs(self) -> list[list[str]]:
-        """The tensors, as many at a time as lie beside each other in a piece that is read; the longest first."""
+        """Groups of tensors that are read in one piece, since they lie beside each other; the largest first."""
         runs: list[list[str]] = []
         room, file = 0, ""
-        for name, where in sorted(self.tensors.items(), key=_place_of):
-            room -= where.num_bytes
-            if room < 0 or where.file != file:
+        for name, location in sorted(self.tensors.items(), key=_position):
+            room -= location.num_bytes
+            if room < 0 or location.file != file:
                 runs.append([])
-                room, file = _CHUNK_BYTES - where.num_bytes, where.file
+                room, file = _CHUNK_BYTES - location.num_bytes, location.file
             runs[-1].append(name)
         return sorted(runs, key=lambda run: -self.tensors[run[0]].num_bytes)
 
-    def _compare(self, names: list[str], found: Mapping[str, str]) -> None:
-        told = self.source.index.checksums
-        for name in names if told else ():
-            if found[name] != told.get(name):
+    def _compare(self, names: list[str], checksums: Mapping[str, str]) -> None:
+        expected = self.source.index.checksums
+        for name in names if expected else ():
+            if checksums[name] != expected.get(name):
                 raise self.source.corrupt(
                     self.tensors[name].file,
                     f"{name}: its bytes are not those that were published",
@@ -319,11 +323,11 @@ class Anchor:
                 )
 
 
-def _place_of(named: tuple[str, Where]) -> tuple[str, int, int]:
-    _, where = named
-    return where.file, where.begin, where.num_bytes
+def _position(named: tuple[str, TensorLocation]) -> tuple[str, int, int]:
+    _, location = named
+    return location.file, location.begin, location.num_bytes
 
 
-def _part_of(data: memoryview, at: int, where: Where) -> memoryview:
-    """The bytes of one tensor in what was read of its file, from an offset on."""
-    return data[where.begin - at :][: where.num_bytes]
+def _part_of(data: memoryview, at: int, location: TensorLocation) -> memoryview:
+    """The bytes of one tensor in `data`, which was read from offset `at` of its file."""
+    return data[location.begin - at :][: location.num_bytes]

@@ -1,6 +1,6 @@
-"""`Subscriber`: the weights of a version, in a folder that engines load or in a module, without a word with the training.
+"""`Subscriber`: the weights of a version, in a folder that engines load or in a module.
 
-In: a root with versions. Out: a folder or a module that has one of them. Knows nothing of: who publishes, engines.
+In: a root with versions. Out: a folder or a module that has one of them. Knows nothing of: publishers, engines.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ..saving.default import held_memory
 from ..saving.policy import whole_step
 from ..spans import Spans
 from ..storage.place import Anywhere, local_place, written_at
-from .base import Base
-from .folder import FolderReplica
+from .base_model import BaseModel
+from .folder_replica import FolderReplica
 from .module import fill, refuse_misfit
-from .ranks import RankLines, WholeVersion, assembled
-from .replica import MemoryReplica, Replica, bring, new_crew
-from .source import Anchor, State, VersionSource
+from .rank_versions import RankVersions, WholeVersion, assemble
+from .replica import MemoryReplica, Replica, new_crew, update_replica
+from .source import Anchor, VersionSource, WeightsState
 from .versions import Versions
 
-# How often a pull begins again when versions take the place of those that it reads.
+# The number of attempts of a pull while versions that it reads are being replaced.
 _TRIES: Final = 10
 
 _log: Final = logging.getLogger("async_ckpt")
@@ -46,27 +46,28 @@ class Subscriber:
         for version in subscriber.watch():
             subscriber.pull(into="/local/model")
 
-    It needs nothing but the files: a process that starts late, or was killed, has the newest weights after one `pull`.
+    It needs only the files: a process that starts late, or was killed, has the newest weights after one `pull`.
     It writes nothing at the root.
 
     Args:
         root: where the versions are: a path, a URL or a Place.
-        base: a folder of Hugging Face on this machine, for a root whose first version is a delta against a model that is in none,
-            such as slime's. Where a pull finds no anchor, it begins with this model. It must not change.
+        base: a folder of Hugging Face on this machine, for a root whose first version is a delta against a model that
+            is not published there, such as slime's. A pull that finds no anchor begins with this model. It must not
+            change.
 
     Raises NotADirectoryError if `base` is not a folder, and ValueError if it is not on this machine.
     """
 
     def __init__(self, root: Anywhere, *, base: str | os.PathLike[str] | None = None) -> None:
         place = written_at(root)
-        self._base = None if base is None else Base(local_place(base).absolute())
-        self._versions, self._lines = Versions(place.storage()), RankLines(place)
-        self._sizes: dict[int, int] = {}  # of versions that ranks have published, how many
-        self._slices: dict[int, dict[int, MemoryReplica]] = {}  # what these hold, in memory
+        self._base = None if base is None else BaseModel(local_place(base).absolute())
+        self._versions, self._ranks = Versions(place.storage()), RankVersions(place)
+        self._sizes: dict[int, int] = {}  # the size of the world, by version that ranks have published
+        self._slices: dict[int, dict[int, MemoryReplica]] = {}  # in memory: by size of the world, by rank
         self._read: set[int] = set()  # the versions that the pull under way reads
         self._crew = new_crew()
         self._closed = threading.Event()
-        # Host memory of each module that was pulled into. One caller of `pull` at a time has it.
+        # Host memory of each module that was pulled into; used by one `pull` at a time.
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, MemoryReplica] = weakref.WeakKeyDictionary()
         self._pulling = threading.Lock()
         self._pid = os.getpid()
@@ -80,11 +81,11 @@ class Subscriber:
         return self._numbers()
 
     def _numbers(self) -> list[int]:
-        """One listing, one of each world of ranks, and what has to be asked of versions that were not seen before."""
+        """The versions that are whole: one listing, one of each world of ranks, and a request for each new version."""
         names = self._versions.storage.names("")
         if not names and not self._versions.storage.remote and Path(self._versions.root).is_file():
             raise NotADirectoryError(f"{self._versions.root} is a file; give the folder with the versions")
-        self._sizes = self._lines.sizes(names)
+        self._sizes = self._ranks.sizes(names)
         return sorted({*self._versions.numbers(names), *self._sizes})
 
     def latest(self) -> int | None:
@@ -100,23 +101,25 @@ class Subscriber:
             report = subscriber.pull("/local/model")
             model = AutoModelForCausalLM.from_pretrained("/local/model")
 
-        What it has already is the beginning: only the deltas after that are read, and applied in place, in their order.
-        Otherwise it begins with the newest anchor that is not above the version. Every tensor is compared with its
-        checksum. After an error, also at the last tensor, it has the weights that it had before, or those of a version
-        on the way. If a pull into a folder was killed, or its weights were harmed, the next one begins with an anchor.
+        If the target holds an earlier version, only the deltas after that are read, and applied in place, in their
+        order. Otherwise the pull begins with the newest anchor up to the version. Every tensor is compared with its
+        checksum. After an error, even at the last tensor, the target has its weights of before, or those of a version
+        on the way. If a pull into a folder was killed, or its weights were damaged, the next one begins with an
+        anchor.
 
         Args:
-            into: a folder on this machine: one that is new or empty, or that a pull has filled before. Pulls of several
-                processes into it come one after the other. Files of yours that are put there later stay. Or a module: its parameters and buffers get the new bytes in one
-                go, when all of them are there and compared. That takes the size of the weights in host memory.
+            into: a folder on this machine that is new, empty, or filled by an earlier pull. Pulls of several
+                processes into it take turns. Files that you put there later stay. Or a module: its parameters and
+                buffers get the new bytes once all of them are read and compared, which takes the size of the weights
+                in host memory.
             version: by default the newest.
 
-        A folder is an ordinary one of Hugging Face. Do not use files of it that are mapped to memory while it is pulled into:
-        they change.
+        The folder is an ordinary one of Hugging Face. Do not use its files by memory maps during a pull: they change.
 
-        Raises NotCommittedError if there is no such version, or if one on the way to it is missing; CorruptCheckpointError for
-        damaged files; StateMismatchError for another model; UnsupportedStateError for a module with tensors that cannot be filled in
-        place; FileExistsError for a folder with other files; MemoryError, StorageUnavailableError and StorageFullError.
+        Raises NotCommittedError if there is no such version, or if one on the way to it is missing;
+        CorruptCheckpointError for damaged files; StateMismatchError for another model; UnsupportedStateError for a
+        module with tensors that cannot be filled in place; FileExistsError for a folder with other files;
+        MemoryError, StorageUnavailableError and StorageFullError.
         """
         self._refuse_if_closed()
         spans = Spans()
@@ -124,19 +127,18 @@ class Subscriber:
         if not self._pulling.acquire(blocking=False):
             raise RuntimeError("another pull of this Subscriber is under way; use one for each thread")
         try:
-            # Whatever the caller's mode is: tensors of ours are plain ones on the host.
+            # Independent of the caller's mode: our tensors are plain ones on the host.
             with torch.inference_mode(False), torch.device("cpu"):
-                target, done = self._pull_newest(into, number)
+                target, result = self._pull_newest(into, number)
         finally:
             self._crew.stop()
             self._pulling.release()
-        base, num_versions, num_bytes = done
-        return PullReport(target, base, num_versions, num_bytes, spans.total())
+        return PullReport(target, *result, spans.total())
 
     def _pull_newest(
         self, into: str | os.PathLike[str] | torch.nn.Module, number: int | None
-    ) -> tuple[int, _Done]:
-        """Pull a version, and begin again where versions have taken the place of those that were being read."""
+    ) -> tuple[int, _PullResult]:
+        """Pull a version, and start again if versions that it read were replaced meanwhile."""
         for has_more in reversed(range(_TRIES)):
             target = self._target(number)
             size = self._sizes.get(target)
@@ -152,73 +154,72 @@ class Subscriber:
 
     def _were_replaced(self, target: int, size: int | None) -> bool:
         if size is not None:
-            return self._lines.were_replaced(target, size)
+            return self._ranks.were_replaced(target, size)
         return self._versions.were_replaced(self._read)
 
-    def _pull(self, replica: Replica, target: int, into: object) -> _Done:
+    def _pull(self, replica: Replica, target: int, into: object) -> _PullResult:
         self._read = {target}
         with replica.locked():
             before = replica.state
-            chain, num_bytes = bring(
-                replica, self._versions, target, self._crew, base=self._base, planned=self._planned
+            chain, num_bytes = update_replica(
+                replica, self._versions, target, self._crew, base=self._base, before_apply=self._note_versions
             )
             if isinstance(into, torch.nn.Module) and isinstance(replica, MemoryReplica):
-                fill(into, {n: replica.tensor(n) for n in replica.tensors}, self._named(target))
-        return _Done(_base(before, chain), len(chain), num_bytes)
+                fill(into, {n: replica.tensor(n) for n in replica.tensors}, self._describe(target))
+        return _PullResult(_built_on(before, chain), len(chain), num_bytes)
 
-    def _planned(self, chain: Sequence[VersionIndex]) -> None:
-        """These are about to be read; what the user has given as their base is none of the root's."""
-        self._read |= {i.version for i in chain if self._base is None or not self._base.is_meant(i)}
+    def _note_versions(self, chain: Sequence[VersionIndex]) -> None:
+        """Note which versions of the root this pull reads; the base model is not one of them."""
+        self._read |= {i.version for i in chain if self._base is None or not self._base.is_source_of(i)}
 
-    def _pull_of_ranks(self, into: str | os.PathLike[str] | torch.nn.Module, target: int, size: int) -> _Done:
-        """Bring the slices of each rank to the version, in memory; then put whole tensors together."""
+    def _pull_of_ranks(
+        self, into: str | os.PathLike[str] | torch.nn.Module, target: int, size: int
+    ) -> _PullResult:
+        """Update the slices of each rank to the version, in memory; then assemble whole tensors."""
         folder = None if isinstance(into, torch.nn.Module) else self._folder(into)
         with nullcontext() if folder is None else folder.locked():
-            version = self._lines.look_at(target, size)
+            version = self._ranks.read_whole(target, size)
             before = None if folder is None else folder.state
             if (
                 folder is not None
                 and before is not None
                 and (before.version, before.identity) == (target, version.identity)
             ):
-                return _Done(target, 0, 0)
+                return _PullResult(target, 0, 0)
             if isinstance(into, torch.nn.Module):
                 given = {name: (whole.dtype, whole.shape) for name, whole in version.tensors.items()}
-                refuse_misfit(into, given, self._named(target))
-            base, num_versions, num_bytes = None, 0, 0
+                refuse_misfit(into, given, self._describe(target))
+            result = _PullResult(None, 0, 0)
             for rank in range(size):
-                line, replica = self._lines.line(rank, size), self._slices_of(rank, size)
+                versions, replica = self._ranks.of_rank(rank, size), self._slices_of(rank, size)
                 held = replica.state
-                chain, num_read = bring(replica, line, target, self._crew)
-                version.compare(rank, replica.state.identity if replica.state else "", line.root)
-                base, num_versions, num_bytes = (
-                    _base(held, chain),
-                    max(num_versions, len(chain)),
-                    num_bytes + num_read,
-                )
+                chain, num_read = update_replica(replica, versions, target, self._crew)
+                version.compare(rank, replica.state.identity if replica.state else "", versions.root)
+                num_versions, num_bytes = max(result.num_versions, len(chain)), result.num_bytes + num_read
+                result = _PullResult(_built_on(held, chain), num_versions, num_bytes)
             tensors = version.tensors.items()
             if isinstance(into, torch.nn.Module):
-                whole = {name: assembled(one, self._slices[size]) for name, one in tensors}
-                fill(into, whole, self._named(target))
+                whole = {name: assemble(tensor, self._slices[size]) for name, tensor in tensors}
+                fill(into, whole, self._describe(target))
             elif folder is not None:
-                beside = self._beside(version, size)
-                whole = {name: assembled(one, self._slices[size]) for name, one in tensors}
-                folder.become(whole, target, version.identity, beside)
-        return _Done(base, num_versions, num_bytes)
+                config_files = self._config_files(version, size)
+                whole = {name: assemble(tensor, self._slices[size]) for name, tensor in tensors}
+                folder.become(whole, target, version.identity, config_files)
+        return result
 
-    def _beside(self, version: WholeVersion, size: int) -> dict[str, bytes]:
-        """Config, tokenizer and the like, of the anchor that the version is built on; rank 0 has published them."""
-        line = self._lines.line(0, size)
-        chain = line.chain(version.number, None)
-        version.compare(0, chain[-1].identity, line.root)
-        source = VersionSource(line.storage, chain[0])
+    def _config_files(self, version: WholeVersion, size: int) -> dict[str, bytes]:
+        """Config, tokenizer and the like, which rank 0 has published with the anchor that the version is built on."""
+        versions = self._ranks.of_rank(0, size)
+        chain = versions.chain(version.number, None)
+        version.compare(0, chain[-1].identity, versions.root)
+        source = VersionSource(versions.storage, chain[0])
         return {name: bytes(source.read(name)) for name in source.other_files()}
 
     def _slices_of(self, rank: int, size: int) -> MemoryReplica:
         if size not in self._slices:
-            self._slices = {size: {}}  # those of another world have served
+            self._slices = {size: {}}  # drop those of another world
         if rank not in self._slices[size]:
-            self._slices[size][rank] = MemoryReplica(_take)
+            self._slices[size][rank] = MemoryReplica(_allocate)
         return self._slices[size][rank]
 
     def watch(self, *, poll_seconds: float = 1.0) -> Iterator[int]:
@@ -227,11 +228,11 @@ class Subscriber:
             for version in subscriber.watch():
                 subscriber.pull(model, version)
 
-        Versions that came and were overtaken while nobody asked are left out. After a rollback it yields a lower one. One poll is one
-        listing of the root, and of versions that ranks have published, one more for each number of ranks.
+        Versions that are older than the newest when it looks are left out. After a rollback it yields a lower one.
+        One poll lists the root once, and once more for each world of ranks that has published there.
 
         Args:
-            poll_seconds: how long to wait between two looks.
+            poll_seconds: the time between two polls.
         """
         if not isinstance(poll_seconds, int | float) or not poll_seconds > 0:
             raise ValueError(f"poll_seconds must be above 0, got {poll_seconds!r:.100}")
@@ -242,22 +243,21 @@ class Subscriber:
         seen: tuple[int, str] | None = None
         while not self._closed.is_set():
             newest = max(self._numbers(), default=None)
-            # Also a lower one, or the same anew: a training that was set back publishes in another root, or deletes what was
-            # ahead.
-            found = None if newest is None else (newest, self._identity(newest))
-            if found is not None and found != seen:
-                seen = found
-                yield found[0]
+            # A lower number, or the same with other weights, counts as well: the training went back to a checkpoint.
+            current = None if newest is None else (newest, self._identity(newest))
+            if current is not None and current != seen:
+                seen = current
+                yield current[0]
             else:
                 self._closed.wait(poll_seconds)
 
     def _identity(self, version: int) -> str:
-        """By which a version is told from another one of the same number; nothing is asked while it is known."""
+        """The identity of a version's weights, from the cache if the version is known; empty if it cannot be read."""
         size = self._sizes.get(version)
         try:
             if size is None:
                 return self._versions.read(version).identity
-            return "".join(index.identity for index in self._lines.indices(version, size))
+            return "".join(index.identity for index in self._ranks.indices(version, size))
         except CheckpointError:
             return ""
 
@@ -267,7 +267,7 @@ class Subscriber:
         subscriber.close()
         """
         if os.getpid() != self._pid:
-            return  # it is the parent's
+            return  # it belongs to the parent process
         self._closed.set()
         self._modules.clear()
         self._slices = {}
@@ -292,16 +292,16 @@ class Subscriber:
         if self._closed.is_set():
             raise ClosedError(f"{self!r}: make another one")
 
-    def _named(self, version: int) -> str:
+    def _describe(self, version: int) -> str:
         return f"version {version} of {self._versions.root}"
 
     def _target(self, version: int | None) -> int:
-        there = self._numbers()
+        existing = self._numbers()
         if version is not None:
-            if version not in there and (self._base is None or version or there[:1] == [0]):
-                self._versions.read(version, fresh=True)  # which says what is there
+            if version not in existing and (self._base is None or version or existing[:1] == [0]):
+                self._versions.read(version, fresh=True)  # raises, and says which versions exist
             return version
-        newest = max(there, default=None)
+        newest = max(existing, default=None)
         if newest is None:
             raise NotCommittedError(
                 f"{self._versions.root}: there is no version yet", path=self._versions.root, step=None
@@ -323,35 +323,37 @@ class Subscriber:
         module = into
         replica = self._modules.get(module)
         if replica is None:
-            # By a weak reference: the replica is kept for as long as the module, and must not keep it.
-            refers = weakref.ref(module)
+            # A weak reference: the replica lives as long as the module, and must not keep it alive.
+            reference = weakref.ref(module)
 
-            def fits(anchor: Anchor) -> None:
-                live = refers()
+            def check_model(anchor: Anchor) -> None:
+                live = reference()
                 if live is not None:
-                    told = {name: (where.dtype, where.shape) for name, where in anchor.tensors.items()}
-                    refuse_misfit(live, told, anchor.source.where)
+                    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in anchor.tensors.items()}
+                    refuse_misfit(live, kinds, anchor.source.path)
 
-            replica = self._modules[module] = MemoryReplica(_take, fits)
+            replica = self._modules[module] = MemoryReplica(_allocate, check_model)
         return replica
 
 
-class _Done(NamedTuple):
+class _PullResult(NamedTuple):
+    """The version that was built on, and the numbers of versions applied and bytes read."""
+
     base: int | None
     num_versions: int
     num_bytes: int
 
 
-def _base(before: State | None, chain: Sequence[VersionIndex]) -> int | None:
-    """The version that was there and was built on."""
+def _built_on(before: WeightsState | None, chain: Sequence[VersionIndex]) -> int | None:
+    """The version that the target had, if the chain was applied to it."""
     return None if before is None or (chain and chain[0].is_anchor) else before.version
 
 
-def _take(num_bytes: int) -> torch.Tensor:
+def _allocate(num_bytes: int) -> torch.Tensor:
     try:
         return held_memory().lend(num_bytes, crew=get_loop().copiers)
     except MemoryError:
         raise MemoryError(
-            f"a pull into a module, or of what ranks have published, takes the weights once in host memory, {num_bytes:,} bytes, "
-            "and so much is not free; pull into a folder, or free some"
+            f"a pull into a module, or of versions that ranks have published, takes the weights once in host memory, "
+            f"{num_bytes:,} bytes, which are not free; pull into a folder, or free some"
         ) from None

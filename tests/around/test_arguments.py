@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from async_ckpt import UnsupportedStateError
-from async_ckpt.around.arguments import closed_over, copied, tensors_in
+from async_ckpt.around.arguments import closure_of, deep_copied, tensors_in
 
 
 @dataclasses.dataclass
@@ -129,7 +129,7 @@ def test_every_tensor_is_found_and_is_replaced_in_the_copy(make, count):
     assert len(names) == len(tensors) == count
 
     instead = [tensor.clone().detach() for tensor in tensors]
-    _, found, _ = tensors_in({"x": copied(value, tensors, instead, what="f")})
+    _, found, _ = tensors_in({"x": deep_copied(value, tensors, instead, function_name="f")})
     assert {id(tensor) for tensor in found} == {id(tensor) for tensor in instead}
 
 
@@ -147,7 +147,7 @@ def test_circles_end():
     value: dict[str, Any] = {"w": torch.ones(1)}
     value["self"] = value
     names, tensors, _ = tensors_in({"x": value})
-    again = copied(value, tensors, [torch.zeros(1)], what="f")
+    again = deep_copied(value, tensors, [torch.zeros(1)], function_name="f")
 
     assert names == ["x.w"]
     assert again["self"] is again
@@ -170,7 +170,7 @@ def test_the_attributes_and_the_gradient_of_a_tensor_come_along():
     assert names == ["p", "p.role.scale", "p.grad", "b"]
 
     instead = [torch.nn.Parameter(torch.zeros(2)), torch.zeros(2), torch.zeros(2), torch.zeros(1)]
-    new_p, new_b = copied((p, buffer), tensors, instead, what="f")
+    new_p, new_b = deep_copied((p, buffer), tensors, instead, function_name="f")
     assert new_p.grad is instead[2]
     assert new_p.role["scale"] is instead[1]
     assert new_p.role is not p.role
@@ -191,7 +191,7 @@ def test_the_attributes_and_the_gradient_of_a_tensor_come_along():
 )
 def test_tensors_of_other_kinds_are_left_to_the_copy(tensor):
     assert tensors_in({"x": tensor}) == ([], [], [])
-    assert copied(tensor, [], [], what="f") is not tensor
+    assert deep_copied(tensor, [], [], function_name="f") is not tensor
 
 
 def test_a_tensor_that_says_itself_how_it_is_copied_is_left_to_do_so():
@@ -202,7 +202,7 @@ def test_a_tensor_that_says_itself_how_it_is_copied_is_left_to_do_so():
     value = torch.ones(2).as_subclass(Own)
 
     assert tensors_in({"x": value}) == ([], [], [])
-    assert copied([value], [], [], what="f") == ["mine"]
+    assert deep_copied([value], [], [], function_name="f") == ["mine"]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_tensor_that_says_itself_how_it_is_copied_is_left_to_do_so():
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_what_cannot_change_or_be_copied_is_passed_on(value):
-    again = copied([value], [], [], what="f")[0]
+    again = deep_copied([value], [], [], function_name="f")[0]
 
     assert again is value or isinstance(value, torch.Generator)
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_copied_is_refused_by_what_it_is(value):
     with pytest.raises(
         UnsupportedStateError, match=r"f cannot be called in the background.* cannot be copied .*state_dict"
     ):
-        copied([value], [], [], what="f")
+        deep_copied([value], [], [], function_name="f")
 
 
 def test_what_is_nested_too_deeply_is_refused():
@@ -232,7 +232,7 @@ def test_what_is_nested_too_deeply_is_refused():
     for _ in range(10_000):
         value = [value]
     with pytest.raises(UnsupportedStateError, match="recursion"):
-        copied(value, *[tensors_in({"x": value})[1]] * 2, what="f")
+        deep_copied(value, *[tensors_in({"x": value})[1]] * 2, function_name="f")
 
 
 def test_the_variables_of_the_function_around_are_found():
@@ -243,8 +243,8 @@ def test_the_variables_of_the_function_around_are_found():
     def inner() -> Any:
         return weight, later
 
-    assert set(closed_over(inner)) == {"weight"}
-    assert set(closed_over(functools.partial(functools.partial(inner)))) == {"weight"}
-    assert closed_over(torch.save) == {}
-    assert closed_over(len) == {}
-    assert closed_over(Saver().save) == {}
+    assert set(closure_of(inner)) == {"weight"}
+    assert set(closure_of(functools.partial(functools.partial(inner)))) == {"weight"}
+    assert closure_of(torch.save) == {}
+    assert closure_of(len) == {}
+    assert closure_of(Saver().save) == {}

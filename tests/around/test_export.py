@@ -623,7 +623,7 @@ def test_a_state_dict_is_an_adapter_where_its_config_lies_whichever_names_it_has
 def test_what_is_not_one_lora_adapter_is_refused(out, adapter_config):
     with pytest.raises(UnsupportedStateError, match=r"several adapters \(a, b\)"):
         async_ckpt.export_hf(PeftModel("a", "b").state_dict(), out, adapter_config)
-    with pytest.raises(UnsupportedStateError, match="no LoRA's; give a config_folder without"):
+    with pytest.raises(UnsupportedStateError, match="not LoRA's; give a config_folder without"):
         async_ckpt.export_hf(llama(), out, adapter_config)
     with pytest.raises(UnsupportedStateError, match=r"type IA3 cannot be exported.*wrap\("):
         async_ckpt.export_hf(PeftModel("a", peft_type=PeftType.IA3), out)

@@ -76,9 +76,13 @@ def test_the_destination_may_be_the_default_of_its_argument(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("fn", "arguments", "message"),
     [
-        (lambda a, b: None, ("x", "y"), "several of them may; name it"),
-        (lambda folder, filename: None, ("x", "y"), "several of them may; name it"),
-        (lambda a, b: None, (1, 2), "none of them may; name it"),
+        (lambda a, b: None, ("x", "y"), "several of the arguments of <lambda> may be the path"),
+        (lambda folder, filename: None, ("x", "y"), "several of the arguments of <lambda> may be the path"),
+        (
+            lambda a, b: None,
+            (1, 2),
+            "none of the arguments of <lambda> may be the path that it writes to; name it",
+        ),
         (lambda path: None, (), "missing a required argument: 'path'"),
         (lambda path: None, ("a", "b"), "too many positional arguments"),
         (
@@ -87,7 +91,7 @@ def test_the_destination_may_be_the_default_of_its_argument(tmp_path, monkeypatc
             "given a BytesIO to write to; a wrapped function needs a path, a URL or a Place",
         ),
         (torch.save, ("text", io.BytesIO()), "given a BytesIO to write to"),
-        (lambda path: None, (b"bytes",), "none of them may"),
+        (lambda path: None, (b"bytes",), "none of the arguments of <lambda> may be"),
     ],
 )
 def test_a_destination_that_cannot_be_told_is_an_error_of_the_call(fn, arguments, message):
@@ -153,7 +157,7 @@ async def async_generator(path: str) -> Any:
     "fn", [coroutine, generator, async_generator, functools.partial(coroutine)], ids=lambda fn: str(fn)[:20]
 )
 def test_what_does_not_write_when_it_is_called_cannot_be_wrapped(fn):
-    with pytest.raises(TypeError, match="when it is awaited or gone through; wrap a plain function"):
+    with pytest.raises(TypeError, match="when it is awaited or iterated; wrap a plain function"):
         wrap(fn)
 
 

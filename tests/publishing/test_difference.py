@@ -15,9 +15,17 @@ from hypothesis import strategies as st
 from states import MIB
 
 from async_ckpt.format import delta
-from async_ckpt.format.delta import VersionIndex, folder_of, identity_of, parse, structure_of, version_of
+from async_ckpt.format.delta import (
+    DeltaFields,
+    VersionIndex,
+    folder_of,
+    identity_of,
+    parse,
+    structure_of,
+    version_of,
+)
 from async_ckpt.publishing import difference
-from async_ckpt.publishing.difference import NotTheBase, apply, checksum_of, encode
+from async_ckpt.publishing.difference import WrongBaseError, apply, checksum_of, encode
 
 ENCODINGS: list[Any] = ["xor", "overwrite"]
 
@@ -84,7 +92,7 @@ def test_a_frame_whose_every_byte_is_damaged_in_turn_changes_nothing(encoding):
         target = old.clone()
         try:
             apply(memoryview(frame), target, encoding, made[1])
-        except NotTheBase:
+        except WrongBaseError:
             assert torch.equal(target, old)
         else:
             assert torch.equal(target, new)  # a bit of the frame that means nothing
@@ -109,7 +117,7 @@ def test_a_frame_whose_every_byte_is_damaged_in_turn_changes_nothing(encoding):
 def test_a_frame_that_lies_is_told_of_and_changes_nothing(encoding, plain, told):
     old = torch.arange(8, dtype=torch.uint8)
     target = old.clone()
-    with pytest.raises(NotTheBase, match=told):
+    with pytest.raises(WrongBaseError, match=told):
         apply(packed(plain), target, encoding, "0" * 32)
     assert torch.equal(target, old)
 
@@ -117,13 +125,13 @@ def test_a_frame_that_lies_is_told_of_and_changes_nothing(encoding, plain, told)
 def test_a_frame_that_unpacks_to_gigabytes_is_given_up_early():
     frame = packed(bytes(2**26))
     for encoding in ENCODINGS:
-        with pytest.raises(NotTheBase, match="longer than the tensor"):
+        with pytest.raises(WrongBaseError, match="longer than the tensor"):
             apply(frame, torch.zeros(8, dtype=torch.uint8), encoding, "0" * 32)
 
 
 def test_what_is_no_frame_is_told_of():
     for encoding in ENCODINGS:
-        with pytest.raises(NotTheBase, match="the frame is damaged"):
+        with pytest.raises(WrongBaseError, match="the frame is damaged"):
             apply(memoryview(b"no frame at all"), torch.zeros(8, dtype=torch.uint8), encoding, "0" * 32)
 
 
@@ -167,7 +175,7 @@ ANCHOR = VersionIndex(
     digests={"config.json": told_of(4)},
 )
 CHANGE = VersionIndex(
-    6, {"a": "x.safetensors"}, base=5, encoding="xor", identity=told_of(5), base_identity=told_of(1), structure=told_of(2),
+    6, {"a": "x.safetensors"}, DeltaFields(5, "xor", base_identity=told_of(1)), identity=told_of(5), structure=told_of(2),
     digests={"x.safetensors": told_of(6)},
 )  # fmt: skip
 

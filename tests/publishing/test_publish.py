@@ -54,6 +54,7 @@ from async_ckpt import (
 from async_ckpt.format.delta import INDEX, folder_of, parse
 from async_ckpt.integrations.skyrl import CheckpointBackend
 from async_ckpt.publishing import source
+from async_ckpt.publishing.delta_base import DeltaBase
 from async_ckpt.publishing.versions import Ownership
 from async_ckpt.saving.default import held_memory
 from async_ckpt.storage.place import storage_at
@@ -287,14 +288,14 @@ def test_a_delta_is_not_loaded_for_weights(root):
 def test_two_threads_that_publish_at_first_have_one_line(root, monkeypatch, gate):
     state, begun = {"weight": torch.zeros(30)}, []
     with Publisher(root, on_rollback="retire") as publisher:
-        real = publisher._new_line
+        real = publisher._new_series
 
         def new_line(*arguments: Any, **options: Any) -> Any:
             begun.append(arguments)
             gate.passed()
             return real(*arguments, **options)
 
-        monkeypatch.setattr(publisher, "_new_line", new_line)
+        monkeypatch.setattr(publisher, "_new_series", new_line)
         calls = [Call(lambda version=version: publisher.publish(state, version)) for version in (1, 2)]
         gate.wait_reached()
         gate.open()
@@ -477,7 +478,7 @@ def test_versions_that_others_have_published_are_read_and_never_deleted(root, tm
     with Publisher(root, keep=1, on_rollback="retire") as publisher:
         with pytest.raises(StepExistsError, match="not a Publisher's, so it is not deleted"):
             publisher.publish(state, 1).result()
-        with pytest.raises(StepExistsError, match="which is no version of a Publisher; delete it"):
+        with pytest.raises(StepExistsError, match="which is not a version of a Publisher; delete it"):
             publisher.publish(state, 3).result()
         for version in (4, 5):
             state["weight"][version] = 7
@@ -532,14 +533,14 @@ def test_a_root_that_is_emptied_under_a_publisher_is_told_of(root):
 def test_a_root_that_is_taken_while_a_version_is_written_does_not_get_it(root, monkeypatch):
     line = Line(root)
     line.publish(1)
-    real = type(line.publisher._line).base_for
+    real = DeltaBase.replica_for
 
-    def taken(self: Any, acknowledged: int | None) -> Any:
+    def taken(self: DeltaBase, *arguments: Any) -> Any:
         monkeypatch.undo()
         Ownership(storage_at(root)).take()
-        return real(self, acknowledged)
+        return real(self, *arguments)
 
-    monkeypatch.setattr(type(line.publisher._line), "base_for", taken)
+    monkeypatch.setattr(DeltaBase, "replica_for", taken)
     with pytest.raises(ClosedError, match="another Publisher"):
         line.publish(2)
 
@@ -1007,9 +1008,9 @@ def test_what_a_publisher_left_half_written_in_a_bucket_is_no_version_and_the_ne
     with Line(place, line.model) as line:
         line.publish(3)
         line.publisher._wait()
-        with pytest.raises(StepExistsError, match="which is no version of a Publisher"):
+        with pytest.raises(StepExistsError, match="which is not a version of a Publisher"):
             line.publish(9)
     left = {name.split("/")[1] for name in s3.keys(bucket)} - {
-        f"unfinished.{line.publisher._line.ownership.token}.json"
+        f"unfinished.{line.publisher._series.ownership.token}.json"
     }
     assert left == {"publisher.json", "weight_v000001", "weight_v000003", "weight_v000009"}

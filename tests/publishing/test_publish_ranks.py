@@ -23,14 +23,14 @@ from async_ckpt import (
     Subscriber,
     UnsupportedStateError,
 )
-from async_ckpt.around.hub import Weights
+from async_ckpt.around.hf_weights import Weights
 from async_ckpt.format.delta import INDEX
 from async_ckpt.host.threads import Crew
-from async_ckpt.publishing import ranks as publishing_ranks
+from async_ckpt.publishing import rank_versions
 from async_ckpt.publishing import subscriber as publishing_subscriber
-from async_ckpt.publishing.ranks import Whole, assembled, own_slices
+from async_ckpt.publishing.rank_versions import SlicedTensor, assemble, own_slices
 from async_ckpt.publishing.replica import MemoryReplica
-from async_ckpt.publishing.source import State, Where
+from async_ckpt.publishing.source import TensorLocation, WeightsState
 from async_ckpt.slicing.cover import Box
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
@@ -211,7 +211,7 @@ def test_a_pull_never_mixes_two_starts(
     text = f"Place({place.url!r}, options={s3.options if store else {}})"
     published(worlds, 2, "fsdp()", text, versions=[1, 2, 3])
     subscriber, model, num_read = Subscriber(place), network(), 0
-    real = publishing_subscriber.bring
+    real = publishing_subscriber.update_replica
 
     def bring(replica, versions, target, crew):
         nonlocal num_read
@@ -221,7 +221,7 @@ def test_a_pull_never_mixes_two_starts(
             worlds.run(2, AGAIN.format(out=text, versions=[3]))
         return found
 
-    monkeypatch.setattr(publishing_subscriber, "bring", bring)
+    monkeypatch.setattr(publishing_subscriber, "update_replica", bring)
     report = subscriber.pull(model)
     again = dict(torch.load(f"{worlds.root}-again.pt"))
     assert report.version == 3
@@ -239,14 +239,14 @@ def test_slices_whose_digests_are_not_those_of_one_start_are_refused(
     model = network()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     monkeypatch.setattr(
-        publishing_ranks.RankLines,
+        rank_versions.RankVersions,
         "were_replaced",
         lambda *_: False,  # what is read stays as it was
     )
     monkeypatch.setattr(
         publishing_subscriber,
-        "bring",
-        lambda replica, *_: (replica.note(State(2, "another", "", {})), ([], 0))[1],
+        "update_replica",
+        lambda replica, *_: (replica.note(WeightsState(2, "another", "", {})), ([], 0))[1],
     )
     with pytest.raises(CorruptCheckpointError, match="was published again while it was read"):
         Subscriber(out).pull(model)
@@ -297,7 +297,7 @@ def test_config_is_that_of_rank_0_and_a_rank_that_lacks_some_weights_leaves_a_ga
 def test_models_whose_checkpoints_are_cut_otherwise_are_refused():
     """As `revert_weight_conversion` of transformers 5 says it of experts that are one tensor in memory."""
     weights = Weights("model", {"experts": torch.ones(2, 3)}, {}, {}, lambda t: {"expert.0": t["experts"][0]})
-    with pytest.raises(UnsupportedStateError, match="in memory otherwise than in its checkpoints"):
+    with pytest.raises(UnsupportedStateError, match="in memory than in its checkpoints"):
         own_slices(weights)
 
 
@@ -306,11 +306,11 @@ def test_every_element_is_taken_from_the_lowest_rank_that_has_it_and_bits_stay()
     parts = {0: (bits[:, :2], Box((0, 0), (2, 2))), 1: (bits + 1, Box((0, 0), (2, 3)))}
     replicas = {rank: MemoryReplica(lambda n: torch.empty(n, dtype=torch.uint8)) for rank in parts}
     for rank, (part, box) in parts.items():
-        replicas[rank].lay_out({f"w{box}": Where("", "bfloat16", box.sizes, 0, part.nbytes)})
+        replicas[rank].lay_out({f"w{box}": TensorLocation("", "bfloat16", box.sizes, 0, part.nbytes)})
         replicas[rank].take_over({f"w{box}": part.contiguous().view(torch.bfloat16)}, Crew("test", 1))
-    whole = Whole("bfloat16", (2, 3), [(rank, f"w{box}", box) for rank, (_, box) in parts.items()])
+    whole = SlicedTensor("bfloat16", (2, 3), [(rank, f"w{box}", box) for rank, (_, box) in parts.items()])
     wanted = torch.cat([bits[:, :2], bits[:, 2:] + 1], 1)
-    assert torch.equal(assembled(whole, replicas).view(torch.int16), wanted)
+    assert torch.equal(assemble(whole, replicas).view(torch.int16), wanted)
 
 
 SPREAD_IN_PART = """

@@ -25,7 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 import transformers
 
 from async_ckpt import Publisher, StorageFullError, StorageUnavailableError, Subscriber
-from async_ckpt.publishing import folder as folders
+from async_ckpt.publishing import folder_replica as folders
 from async_ckpt.storage.confined import ConfinedFolder
 
 WEIGHTS = "model.safetensors"

@@ -174,7 +174,7 @@ def test_a_base_that_is_no_folder_or_has_no_weights_is_refused(stream, base, tmp
 def test_checksums_that_cannot_be_computed_here_are_refused_by_name(stream, base, tmp_path, monkeypatch):
     path = stream.folder(1) / INDEX
     for told, wanted in (
-        ("blake3", "computed by the package blake3"),
+        ("blake3", "needs the package blake3"),
         ("md5", "checksum_format is 'md5'; only xxh3"),
     ):
         index = json.loads(path.read_text())

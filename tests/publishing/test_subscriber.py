@@ -37,7 +37,7 @@ from async_ckpt import (
     Subscriber,
 )
 from async_ckpt.format.delta import INDEX, checksum
-from async_ckpt.publishing import folder as folders
+from async_ckpt.publishing import folder_replica as folders
 from async_ckpt.publishing import source
 from async_ckpt.storage.place import storage_at
 
@@ -493,7 +493,7 @@ def test_a_receiver_of_another_model_is_refused_and_keeps_what_it_has(line, tmp_
         publisher.publish(other, 1).result()
     Subscriber(tmp_path / "other").pull(local)
     before = files_below(local)
-    with pytest.raises(StateMismatchError, match="of another model than what is here"):
+    with pytest.raises(StateMismatchError, match="of another model than the weights here"):
         line.subscriber().pull(local)
     assert files_below(local) == before
     larger = transformers.GPT2LMHeadModel(
@@ -779,13 +779,13 @@ def test_a_version_writes_nothing_behind_a_link(tmp_path, local):
         publisher.publish({"weight": torch.ones(9)}, 1, config).result()
     (local / ".weight_sync").mkdir(parents=True)
     (local / "additional_chat_templates").symlink_to(outside)
-    with pytest.raises(StorageUnavailableError, match="is a link, and nothing but"):
+    with pytest.raises(StorageUnavailableError, match="is a link, and only files below"):
         Subscriber(tmp_path / "weights").pull(local)
     assert list(outside.iterdir()) == []
     shutil.rmtree(local)
     local.mkdir()
     (local / ".weight_sync").symlink_to(outside)
-    with pytest.raises(StorageUnavailableError, match="is a link, and nothing but"):
+    with pytest.raises(StorageUnavailableError, match="is a link, and only files below"):
         Subscriber(tmp_path / "weights").pull(local)
     assert list(outside.iterdir()) == []
 

@@ -93,7 +93,7 @@ def test_the_frames_of_a_delta_are_nobodys_weights_wherever_they_lie(change, sta
             root,
             into,
             2,
-            "as only the frames of a delta have|model without tensors|other tensors than its files",
+            "as only the frames of a delta have|model has no tensors|other tensors than its files",
         )
 
 

@@ -1,7 +1,12 @@
-"""Plug-ins for torch.distributed.checkpoint, and the way from its checkpoints to this library's and back.
+"""Plug-ins for torch.distributed.checkpoint, and converters between its checkpoints and this library's.
 
-In: what torch's planners have planned; paths. Out: steps of archives, torch's targets and live objects filled from them,
-and folders that plain torch loads. Knows nothing of: training.
+In: the plans of torch's planners; paths. Out: steps of archives, torch's targets and live objects filled from them,
+and folders that plain torch loads.
+Knows nothing of: training.
+
+- `writer.py`: `TarStorageWriter`; `stager.py`: `PinnedStager`, the host copy for async_save.
+- `reader.py`: `TarStorageReader`; `convert.py`: `restore` and `to_dcp`.
+- `entries.py`: the items of a step, as torch's metadata names them; `fqn.py`: fully qualified names and paths.
 """
 
 from __future__ import annotations

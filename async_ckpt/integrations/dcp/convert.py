@@ -1,4 +1,4 @@
-"""From what torch.distributed.checkpoint has written into live objects, and from a step to such a folder.
+"""Converters: a checkpoint of torch.distributed.checkpoint into live objects, and a step into such a checkpoint.
 
 In: paths. Out: live objects filled, or a folder that plain torch loads. Knows nothing of: plans.
 """
@@ -27,11 +27,19 @@ from ...state.names import Select
 from ...storage.interface import Storage
 from ...storage.place import Anywhere, written_at
 from ...storage.sequential import Appender
-from .entries import SavedItem, entries_of, kept_in, metadata_of, saved, this_rank, value_of
+from .entries import (
+    SavedItem,
+    entries_of,
+    kept_metadata,
+    metadata_of,
+    readers_of_this_rank,
+    torch_saved,
+    value_of,
+)
 
-# What is in memory at one time: one piece of a tensor, or several small tensors.
+# The bytes in memory at one time: one piece of a tensor, or several small tensors.
 _BATCH_BYTES: Final = 64 * MIB
-# Several files are read by several threads.
+# The size from which the next file is begun: torch reads several files by several threads.
 _FILE_BYTES: Final = 4 * GIB
 _FILE: Final = "__0_{}.distcp"
 
@@ -51,26 +59,26 @@ def restore(
 
         async_ckpt.integrations.dcp.restore({"model": model, "optim": optimizer}, "old/checkpoint")
 
-    Or from anything else that `async_ckpt.load` reads. DTensors are filled in any layout, each rank with the ranges that it
-    wants; no collective is called, and ranks may come alone. Nothing in the folder is unpickled that could run code.
+    It also reads anything that `async_ckpt.load` reads. DTensors are filled in any layout, each rank with the ranges
+    that it needs; no collective is called, and a rank may call this alone. Nothing is unpickled that could run code.
 
     Args:
         state: the objects to fill, in the structure that was saved.
         path: a path, a URL or a Place.
         select: restore only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
-        strict: whether names that only one side has are an error. A different shape always is.
+        strict: whether names that only one side has are an error. A different shape is always one.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
-        verify: compare the digest of every block that is read. What torch has written has none.
+        verify: compare the digest of every block that is read. Files of torch have none.
         types: classes of namedtuples, dataclasses and enums to rebuild.
         from_ranks: as for `AsyncCheckpointer.restore`.
 
     Raises what `AsyncCheckpointer.restore` raises.
     """
 
-    def put_back(parts: Sequence[Part]) -> None:
+    def fill_state(parts: Sequence[Part]) -> None:
         restore_state(parts, state, RestoreOptions(select, strict, trust, verify, types))
 
-    from_path(path, put_back, verify=verify, readers=this_rank(from_ranks))
+    from_path(path, fill_state, verify=verify, readers=readers_of_this_rank(from_ranks))
 
 
 def to_dcp(
@@ -81,23 +89,25 @@ def to_dcp(
     trust: bool = False,
     from_ranks: Mapping[str, int] | None = None,
 ) -> None:
-    """Write what is at `source` as a folder that `torch.distributed.checkpoint.load` reads without this library.
+    """Write the state at `source` as a folder that `torch.distributed.checkpoint.load` reads without this library.
 
         async_ckpt.integrations.dcp.to_dcp("runs/a", "out/checkpoint")
         torch.distributed.checkpoint.load({"model": model.state_dict()}, checkpoint_id="out/checkpoint")
 
-    The state is streamed: this takes about 256 MiB of memory, however large it is. The folder's metadata is written last, when all else
-    is durable. Call it in one process.
+    The state is streamed: this takes about 256 MiB of memory, however large it is. The folder's metadata is written
+    last, when everything else is durable. Call it in one process.
 
     Args:
-        source: what `async_ckpt.load` reads: a step, a run (its newest step), an archive; a path, a URL or a Place.
+        source: anything that `async_ckpt.load` reads: a step, a run (its newest step), an archive; a path, a URL or a
+            Place.
         destination: a folder that holds no checkpoint yet; a path, a URL or a Place.
         verify: compare the digest of every block that is read.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
-        from_ranks: whose value to take where each rank has saved its own, by name, such as {"rng": 0}.
+        from_ranks: the rank whose value to take, by name, if each rank has saved its own, such as {"rng": 0}.
 
-    Raises FileExistsError if there is a checkpoint at the destination, ValueError for a value that each rank has for itself
-    and that `from_ranks` does not name, TypeError for a state that is not a dict, and what `async_ckpt.load` raises.
+    Raises FileExistsError if there is a checkpoint at the destination, ValueError for a value that each rank has for
+    itself and that `from_ranks` does not name, TypeError for a state that is not a dict, and what `async_ckpt.load`
+    raises.
     """
     storage = written_at(destination).storage()
     for name in (OF_DCP, MANIFEST):
@@ -105,9 +115,9 @@ def to_dcp(
             raise FileExistsError(f"{storage.locate('')}: there is a checkpoint already; give another folder")
 
     def write(parts: Sequence[Part]) -> None:
-        with _Folder(storage) as folder:
+        with _DcpFolder(storage) as folder:
             entries = entries_of(parts)
-            metadata = metadata_of(entries, kept := kept_in(parts))
+            metadata = metadata_of(entries, kept := kept_metadata(parts))
             _write_values(folder, entries, frozenset(kept.get("blobs", ())), trust=trust)
             _write_tensors(folder, entries, metadata)
             folder.finish(metadata)
@@ -116,17 +126,17 @@ def to_dcp(
 
 
 def _write_values(
-    folder: _Folder, entries: Mapping[str, SavedItem], blobs: frozenset[str], *, trust: bool
+    folder: _DcpFolder, entries: Mapping[str, SavedItem], blobs: frozenset[str], *, trust: bool
 ) -> None:
     for name, entry in entries.items():
         if entry.tensor is None:
             wanted, make = value_of(name, entry, trust=trust)
             fill(planned([(entry.file, wanted)]))
             value = make()
-            folder.write(MetadataIndex(name), bytes(value) if name in blobs else saved(value))
+            folder.write(MetadataIndex(name), bytes(value) if name in blobs else torch_saved(value))
 
 
-def _write_tensors(folder: _Folder, entries: Mapping[str, SavedItem], metadata: Metadata) -> None:
+def _write_tensors(folder: _DcpFolder, entries: Mapping[str, SavedItem], metadata: Metadata) -> None:
     batch: list[tuple[str, SavedItem, Wanted]] = []
     for name, entry in entries.items():
         if entry.tensor is None:
@@ -139,12 +149,12 @@ def _write_tensors(folder: _Folder, entries: Mapping[str, SavedItem], metadata: 
         for offsets, sizes in chunks:
             into = torch.empty(sizes, dtype=dtype, device=CPU)
             batch.append((name, entry, Wanted(entry.tensor, into, offsets)))
-            if sum(one.into.nbytes for _, _, one in batch) >= _BATCH_BYTES:
+            if sum(item.into.nbytes for _, _, item in batch) >= _BATCH_BYTES:
                 _flush(folder, batch)
     _flush(folder, batch)
 
 
-def _flush(folder: _Folder, batch: list[tuple[str, SavedItem, Wanted]]) -> None:
+def _flush(folder: _DcpFolder, batch: list[tuple[str, SavedItem, Wanted]]) -> None:
     fill(planned([(entry.file, [wanted]) for _, entry, wanted in batch]))
     for name, _, wanted in batch:
         folder.save(MetadataIndex(name, wanted.offsets), wanted.into)
@@ -154,7 +164,7 @@ def _flush(folder: _Folder, batch: list[tuple[str, SavedItem, Wanted]]) -> None:
 def _chunks(
     shape: tuple[int, ...], max_items: int, offsets: tuple[int, ...] = ()
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Rectangles of rows that have no more items than this."""
+    """The rectangles to write a tensor in: runs of rows with at most `max_items` items."""
     row, before = prod(shape[len(offsets) + 1 :]), (1,) * len(offsets)
     if len(offsets) >= len(shape) or prod(shape[len(offsets) :]) <= max_items:
         rest = shape[len(offsets) :]
@@ -169,13 +179,13 @@ def _chunks(
             yield (*offsets, at, *(0,) * len(rest)), (*before, min(step, size - at), *rest)
 
 
-class _Folder:
-    """The folder in the making. Left without `finish`, nothing of it stays."""
+class _DcpFolder:
+    """A checkpoint folder that is being written. Without `finish`, its files are deleted at the end of the block."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._told: dict[MetadataIndex, filesystem._StorageInfo] = {}
-        self._files: list[str] = []  # that are whole
+        self._storage_infos: dict[MetadataIndex, filesystem._StorageInfo] = {}
+        self._files: list[str] = []  # complete ones
         self._out: Appender | None = None
         self._is_finished = False
 
@@ -186,13 +196,13 @@ class _Folder:
 
     def save(self, index: MetadataIndex, tensor: torch.Tensor) -> None:
         begin = self._file().num_bytes
-        torch.save(tensor, _Stream(self._file()))  # type: ignore[arg-type]
+        torch.save(tensor, _AppenderFile(self._file()))  # type: ignore[arg-type]
         self._note(index, begin)
 
     def _note(self, index: MetadataIndex, begin: int) -> None:
         out = self._file()
         name = _FILE.format(len(self._files))
-        self._told[index] = filesystem._StorageInfo(name, begin, out.num_bytes - begin)
+        self._storage_infos[index] = filesystem._StorageInfo(name, begin, out.num_bytes - begin)
         if out.num_bytes >= _FILE_BYTES:
             self._end_file()
 
@@ -210,13 +220,13 @@ class _Folder:
 
     def finish(self, metadata: Metadata) -> None:
         self._end_file()
-        metadata.storage_data = self._told
+        metadata.storage_data = self._storage_infos
         if hasattr(metadata, "version"):  # from torch 2.9 on
             metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         self._storage.put_new(OF_DCP, pickle.dumps(metadata))
         self._is_finished = True
 
-    def __enter__(self) -> _Folder:
+    def __enter__(self) -> _DcpFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -228,8 +238,8 @@ class _Folder:
             self._storage.delete(name)
 
 
-class _Stream(io.RawIOBase):
-    """The file that torch.save writes to."""
+class _AppenderFile(io.RawIOBase):
+    """The file object that torch.save writes to."""
 
     def __init__(self, out: Appender) -> None:
         self._out = out

@@ -1,4 +1,4 @@
-"""The content of a step, by the names that torch.distributed.checkpoint has for it.
+"""The content of a step, by the names that torch.distributed.checkpoint gives it.
 
 In: opened archives. Out: torch's metadata, and values as torch.save writes them. Knows nothing of: plans.
 """
@@ -26,11 +26,11 @@ from ...ranks.world import world_of
 from ...spec import with_article
 from ...state.names import Path, shown
 from ...state.tree import StoredLeaf, ValuesByRank, leaves, replaced
-from .names import KEPT, flattened, planner_data_of
+from .fqn import KEPT, flattened, planner_data_of
 
 
 class SavedItem(NamedTuple):
-    """A thing that torch has a name for, where in the state it is, and in which file."""
+    """An item of the state that torch's metadata names: its path, its value, and the file that it is in."""
 
     path: Path
     value: Any
@@ -38,40 +38,40 @@ class SavedItem(NamedTuple):
 
     @property
     def tensor(self) -> int | None:
-        """Its number in the file; None for what is no tensor."""
+        """The number of the tensor in the file; None for other values."""
         is_tensor = isinstance(self.value, StoredLeaf) and self.value.kind == "tensor"
         return self.file.primary(self.value.number) if is_tensor else None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape and dtype of a tensor."""
+        """The shape of the tensor."""
         assert self.tensor is not None
         return self.file.index.tensors[self.tensor].shape
 
 
-def this_rank(from_ranks: Mapping[str, int] | None) -> Readers:
-    """The rank that reads: where there are several ranks, each gets its own values."""
+def readers_of_this_rank(from_ranks: Mapping[str, int] | None) -> Readers:
+    """The readers for this rank: among several ranks, each gets its own values."""
     world = world_of(None, None)
     return Readers(None if world.is_one else (world.rank, world.size), from_ranks)
 
 
-def kept_in(parts: Sequence[Part]) -> Mapping[str, Any]:
-    """The metadata that a writer of ours has kept beside the state."""
+def kept_metadata(parts: Sequence[Part]) -> Mapping[str, Any]:
+    """The metadata that `TarStorageWriter` keeps in the record of a step."""
     kept = None if parts[0].made is None else parts[0].made.record.get(KEPT)
     return kept if isinstance(kept, dict) else {}
 
 
 def identity_of(parts: Sequence[Part]) -> str:
-    """A text that is the same for the same checkpoint, whichever of its files are open."""
-    made, file = parts[0].made, parts[0].archive
-    if made is not None:
-        return f"step {made.step}, attempt {made.attempt}"
+    """A string that identifies a checkpoint, whichever of its files are open."""
+    manifest, file = parts[0].made, parts[0].archive
+    if manifest is not None:
+        return f"step {manifest.step}, attempt {manifest.attempt}"
     return file.digest if isinstance(file, OpenArchive) else f"{file.path}, {len(file.index.tensors)} tensors"
 
 
 def entries_of(parts: Sequence[Part]) -> dict[str, SavedItem]:
-    """Raises TypeError for a state that is not a dict, and ValueError where two entries have one name."""
-    found: dict[str, SavedItem] = {}
+    """The items of a step, by torch's names. Raises TypeError if it is not a dict, ValueError for equal names."""
+    items: dict[str, SavedItem] = {}
     for part in parts:
         part.archive.learn_names()
         tree, _ = part.archive.tree(groups=part.groups)
@@ -82,37 +82,37 @@ def entries_of(parts: Sequence[Part]) -> dict[str, SavedItem]:
                 "load it by async_ckpt.load"
             )
         for name, (path, value) in flattened(tree).items():
-            found[name] = SavedItem(path, value, part.archive)
-    return found
+            items[name] = SavedItem(path, value, part.archive)
+    return items
 
 
 def metadata_of(entries: Mapping[str, SavedItem], kept: Mapping[str, Any]) -> Metadata:
-    """To torch, every tensor is in one chunk."""
-    told: dict[str, Any] = {}
+    """Torch's metadata of these items; every tensor is one chunk."""
+    metadata: dict[str, Any] = {}
     for name, entry in entries.items():
         if entry.tensor is None:
-            told[name] = BytesStorageMetadata()
+            metadata[name] = BytesStorageMetadata()
             continue
         size = torch.Size(entry.shape)
         whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
         properties = TensorProperties(dtype=entry.file.dtype(entry.tensor))
-        told[name] = TensorStorageMetadata(properties, size, [whole])
+        metadata[name] = TensorStorageMetadata(properties, size, [whole])
     return Metadata(
-        told, planner_data=planner_data_of(kept, {name: one.path for name, one in entries.items()})
+        metadata, planner_data=planner_data_of(kept, {name: entry.path for name, entry in entries.items()})
     )
 
 
 def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted], Callable[[], Any]]:
-    """The bytes to be read for a value that is no tensor, and the function that makes the value of them.
+    """The tensors to read for a value that is not a tensor, and the function that makes the value from them.
 
-    Raises ValueError for what each rank has saved for itself, and UntrustedObjectError.
+    Raises ValueError for a value that each rank has saved for itself, and UntrustedObjectError.
     """
     inside = list(leaves(entry.value))
-    for apart in inside:
-        if isinstance(apart, ValuesByRank):
+    for value in inside:
+        if isinstance(value, ValuesByRank):
             raise ValueError(
-                f"{shown((name,))} was saved by each rank for itself, and this rank, in a world of this size, has none; say "
-                f"whose it is to get, such as from_ranks={{{shown(apart.path)!r}: {min(apart.values)}}}"
+                f"{shown((name,))} was saved by each rank for itself, and there is none for this rank in a world of "
+                f"this size; say whose to take, such as from_ranks={{{shown(value.path)!r}: {min(value.values)}}}"
             )
     file, stored = entry.file, [leaf for leaf in inside if isinstance(leaf, StoredLeaf)]
     objects = file.objects(stored, trust=trust)
@@ -128,8 +128,8 @@ def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted],
     return wanted, lambda: replaced(entry.value, give)
 
 
-def saved(value: Any) -> bytes:
-    """As torch's planners write what is no tensor."""
+def torch_saved(value: Any) -> bytes:
+    """The bytes of a value, as torch's planners write what is not a tensor."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -1,10 +1,11 @@
-"""`TarStorageReader`: torch.distributed.checkpoint loads a step, whoever has saved it.
+"""`TarStorageReader`: torch.distributed.checkpoint loads a step, however it was saved.
 
-In: a path, and the plans that torch's planners make. Out: torch's metadata, and its targets filled. Knows nothing of: how
-a step was saved.
+In: a path, and the plans of torch's planners. Out: torch's metadata, and its targets filled.
+Knows nothing of: how a step was saved.
 
-To torch, every tensor is one chunk; which archives it is in, and which of their bytes overlap what is wanted, is found out
-as for any load. A step is opened once for the metadata, and once more for the bytes: all ranks must have seen the same.
+For torch, every tensor is one chunk. The archives that hold it, and the bytes in them that are needed, are found as
+for any load. A step is opened once for the metadata, and again for the bytes: all ranks must have seen the same
+step.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from .entries import (
     SavedItem,
     entries_of,
     identity_of,
-    kept_in,
+    kept_metadata,
     metadata_of,
-    saved,
-    this_rank,
+    readers_of_this_rank,
+    torch_saved,
     value_of,
 )
-from .writer import is_place
+from .writer import is_checkpoint_id
 
 T = TypeVar("T")
 
@@ -57,19 +58,19 @@ class TarStorageReader(StorageReader):
         state = {"model": model.state_dict()}
         torch.distributed.checkpoint.load(state, storage_reader=TarStorageReader("runs/a/step_00000100"))
 
-    It reads what `TarStorageWriter` has written, what an AsyncCheckpointer has saved, by however many ranks, and single
-    archives; only the byte ranges that a rank wants. Given the root of a run, it reads the newest step. Strided and uneven
-    shards are filled with what is theirs.
+    It reads steps of `TarStorageWriter`, steps of an AsyncCheckpointer on any number of ranks, and single archives;
+    each rank reads only the byte ranges that it needs. Given the root of a run, it reads the newest step. Strided and
+    uneven shards are filled by their placements.
 
     Args:
         path: a path, a URL or a Place. `checkpoint_id` of a load replaces it; the options of a Place stay.
         verify: compare the digest of every block that is read.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
-        from_ranks: whose value to take where each rank has its own, by name, such as {"rng": 0}. A rank of as many as have
-            saved gets its own.
+        from_ranks: the rank whose value to take, by name, if each rank has its own, such as {"rng": 0}. On as many
+            ranks as have saved, each gets its own.
 
-    Raises TypeError and ValueError for arguments that are not valid. A load raises what `async_ckpt.load` raises; torch wraps
-    the errors of all ranks in a CheckpointException.
+    Raises TypeError and ValueError for arguments that are not valid. A load raises what `async_ckpt.load` raises;
+    torch wraps the errors of all ranks in a CheckpointException.
     """
 
     def __init__(
@@ -85,25 +86,25 @@ class TarStorageReader(StorageReader):
         self._verify, self._trust = flag("verify", verify), flag("trust", trust)
         self._from_ranks = from_ranks
         self._load_id = os.urandom(8).hex()
-        self._seen = ""  # what the metadata was read from
+        self._identity = ""  # of the checkpoint that the metadata was read from
 
     # --- torch's protocol, in the order of its calls ----------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A load begins."""
+        """Begin a load."""
         if checkpoint_id is not None:
             self._place = replace(self._place, url=checkpoint_id)
         self._load_id = os.urandom(8).hex()
 
     def read_metadata(self, *_: Any) -> Metadata:
         """The metadata of the step in torch's own terms. Raises TypeError for a state that is not a dict."""
-        # Without `**kwargs`: torch would try once more, and if that went well go on without the other ranks.
+        # No `**kwargs` here: torch would call this again with them, and if that worked go on without the other ranks.
 
         def use(parts: Sequence[Part]) -> tuple[str, Metadata, object]:
-            kept = kept_in(parts)
+            kept = kept_metadata(parts)
             return identity_of(parts), metadata_of(entries_of(parts), kept), kept.get("save_id")
 
-        self._seen, metadata, save_id = self._read(use)
+        self._identity, metadata, save_id = self._read(use)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=self.checkpoint_id,
             save_id=save_id if isinstance(save_id, str) else None,
@@ -117,36 +118,37 @@ class TarStorageReader(StorageReader):
         """There is nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return replace(plan, storage_data=(self._seen, _renamed(plan)))
+        return replace(plan, storage_data=(self._identity, _renamed(plan)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator. Raises StorageUnavailableError where ranks have seen different steps."""
-        seen = [plan.storage_data[0] for plan in plans]
-        others = [rank for rank, one in enumerate(seen) if one != seen[0]]
+        """Check, on the coordinator, that all ranks have seen one step. Raises StorageUnavailableError."""
+        identities = [plan.storage_data[0] for plan in plans]
+        others = [rank for rank, identity in enumerate(identities) if identity != identities[0]]
         if others:
             raise StorageUnavailableError(
-                f"{self._place.shown}: ranks {others[:20]} see another checkpoint there than rank 0; load one step by its path",
+                f"{self._place.shown}: ranks {others[:20]} see another checkpoint there than rank 0; load one step by "
+                "its path",
                 path=self._place.shown,
             )
         renamed: dict[str, set[str]] = {}
         for plan in plans:
             for name, saved_as in plan.storage_data[1].items():
                 renamed.setdefault(name, set()).update(saved_as)
-        # A rank whose own plan says nothing of a shard may hold some of it all the same.
-        return [replace(plan, storage_data=(seen[0], renamed)) for plan in plans]
+        # Every rank gets all renamed names: it may hold a part of a shard that its own plan leaves out.
+        return [replace(plan, storage_data=(identities[0], renamed)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Fill what the plan names. Returns once it is filled."""
+        """Fill the plan's targets. Returns once they are filled."""
 
         def use(parts: Sequence[Part]) -> None:
-            if identity_of(parts) != self._seen:
+            if identity_of(parts) != self._identity:
                 raise StorageUnavailableError(
                     f"{self._place.shown} was replaced while it was read; load it again",
                     path=self._place.shown,
                 )
-            blobs = frozenset(kept_in(parts).get("blobs", ()))
+            blobs = frozenset(kept_metadata(parts).get("blobs", ()))
             renamed = plan.storage_data[1]
-            _Load(entries_of(parts), plan.items, planner, blobs, renamed, trust=self._trust).run()
+            _PlanReader(entries_of(parts), plan.items, planner, blobs, renamed, trust=self._trust).run()
 
         self._read(use)
         done: torch.futures.Future[None] = torch.futures.Future()
@@ -155,20 +157,22 @@ class TarStorageReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """Where it reads, without credentials."""
+        """The path or URL to read, without credentials."""
         return self._place.shown
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path or URL that can be read from."""
-        return is_place(checkpoint_id)
+        return is_checkpoint_id(checkpoint_id)
 
     def _read(self, use: Callable[[Sequence[Part]], T]) -> T:
-        return from_path(self._place, use, verify=self._verify, readers=this_rank(self._from_ranks))
+        return from_path(
+            self._place, use, verify=self._verify, readers=readers_of_this_rank(self._from_ranks)
+        )
 
 
-class _Load:
-    """One read of all that one rank wants."""
+class _PlanReader:
+    """One rank's plan, and the reads that fill it. Made and run once, by `TarStorageReader.read_data`."""
 
     def __init__(
         self,
@@ -186,64 +190,65 @@ class _Load:
         for item in self._items:
             self._by_name.setdefault(item.dest_index.fqn, []).append(item)
         self._wanted: dict[int, tuple[Contents, list[Wanted]]] = {}
-        self._after: list[Callable[[], None]] = []  # once all is filled
+        self._after: list[Callable[[], None]] = []  # called once all bytes are read
 
     def run(self) -> None:
-        elsewhere = self._placed_otherwise()
+        misplaced = self._misplaced_targets()
         values = []
         for item in self._items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
                 values.append(item)
-            elif item.dest_index.fqn not in elsewhere:
+            elif item.dest_index.fqn not in misplaced:
                 target = self._planner.resolve_tensor(item)
                 self._want(name, target.detach(), tuple(item.storage_offsets), tuple(item.lengths))
-                self._after.append(lambda item=item, target=target: self._planner.commit_tensor(item, target))  # type: ignore[misc]
-        for name, held in elsewhere.items():
+                self._after.append(partial(self._planner.commit_tensor, item, target))
+        for name, held in misplaced.items():
             for rectangle, part in held:
                 self._want(
                     min(self._saved_as(name)), part.detach(), rectangle.global_offsets, rectangle.sizes
                 )
-        self._need()
-        made = [(item, self._value(item)) for item in values]
+        self._announce_needs()
+        makers = [(item, self._value(item)) for item in values]
         fill(planned(self._wanted.values()))
         for action in self._after:
             action()
-        for item, give in made:
-            blob = io.BytesIO(give())
+        for item, make in makers:
+            blob = io.BytesIO(make())
             self._planner.load_bytes(item, blob)
 
-    def _placed_otherwise(self) -> dict[str, list[tuple[Rectangle, torch.Tensor]]]:
-        """The sharded targets of which torch's plan does not name just what is here, with what is.
+    def _misplaced_targets(self) -> dict[str, list[tuple[Rectangle, torch.Tensor]]]:
+        """The sharded targets of which torch's plan does not name exactly what this rank holds, with what it holds.
 
-        torch describes each by one rectangle, reckoned from the left of the mesh: for strided and for uneven shards that is
-        another rank's.
+        torch describes each shard by one rectangle, computed from the left of the mesh: for strided and for uneven
+        shards that is another rank's.
         """
         live = getattr(self._planner, "state_dict", None)
-        slicer, found = Slicer(), {}
+        slicer, misplaced = Slicer(), {}
         for name, target in live.items() if isinstance(live, Mapping) else ():
             saved_as = self._saved_as(name)
             if not is_sharded(target) or self._entries.keys().isdisjoint(saved_as):
                 continue
             slices, parts, _ = slicer.slice(target, name=name)
-            if _names_just(self._by_name.get(name, ()), slices.rectangles):
+            if _covers_exactly(self._by_name.get(name, ()), slices.rectangles):
                 continue
             if self._is_one(saved_as, target):
-                found[name] = list(zip(slices.rectangles, parts, strict=True))
-            elif not _is_as_torch_says(target, slices.rectangles):
+                misplaced[name] = list(zip(slices.rectangles, parts, strict=True))
+            elif not _matches_torch(target, slices.rectangles):
                 raise ValueError(
-                    f"{shown((name,))}: the plan fills this shard from {', '.join(sorted(saved_as))}, at places that torch takes "
-                    "for this rank's, but that are another's; load it by the name and in the shape that it was saved with"
+                    f"{shown((name,))}: the plan fills this shard from {', '.join(sorted(saved_as))}, at places that "
+                    "torch takes for this rank's, but that are another's; load it by the name and in the shape that "
+                    "it was saved with"
                 )
-        return found
+        return misplaced
 
     def _saved_as(self, name: str) -> Collection[str]:
-        """The names in the step of what is read into a target."""
+        """The names in the step of the items that fill a target."""
         own = {item.storage_index.fqn for item in self._by_name.get(name, ())}
         return own or self._renamed.get(name, (name,))
 
     def _is_one(self, saved_as: Collection[str], target: Any) -> bool:
-        """Whether the whole target is the whole of one saved tensor."""
+        """Whether the full target is the whole of one saved tensor."""
         entry = self._entries.get(min(saved_as))
         return (
             len(saved_as) == 1
@@ -252,10 +257,10 @@ class _Load:
             and entry.shape == tuple(target.shape)
         )
 
-    def _need(self) -> None:
-        """All that is wanted, said before any of it is read: other files may have to be opened for it."""
+    def _announce_needs(self) -> None:
+        """Tell the archives of all reads before the first one: other files may have to be opened for them."""
         for file, wanted in self._wanted.values():
-            file.need((one.number, _box(one)) for one in wanted)
+            file.need((read.number, _box(read)) for read in wanted)
 
     def _want(
         self, name: str, target: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]
@@ -269,26 +274,26 @@ class _Load:
             )
         number = file.primary(value.number)
         into, dtype = target, file.dtype(number)
-        if target.dtype != dtype:  # as torch's own reader does it
+        if target.dtype != dtype:  # torch's own reader converts, too
             into = torch.empty(sizes, dtype=dtype, device=CPU)
-            self._after.append(partial(_cast, target, into))
+            self._after.append(partial(_copy_with_cast, target, into))
         self._wanted.setdefault(id(file), (file, []))[1].append(Wanted(number, into, offsets))
 
     def _value(self, item: ReadItem) -> Callable[[], bytes]:
-        """The function that makes the blob that torch is to open, once its tensors are filled."""
+        """The function that makes the blob for torch to open, once its tensors are read."""
         name = item.storage_index.fqn
         entry = self._entries[name]
         wanted, make = value_of(name, entry, trust=self._trust)
         self._wanted.setdefault(id(entry.file), (entry.file, []))[1].extend(wanted)
-        return lambda: bytes(make()) if name in self._blobs else saved(make())
+        return lambda: bytes(make()) if name in self._blobs else torch_saved(make())
 
 
 def _renamed(plan: LoadPlan) -> dict[str, set[str]]:
-    """The names in the step of what goes into each target; only of those that have another name there."""
-    found: dict[str, set[str]] = {}
+    """The names in the step of the items that fill each target, for targets that have other names there."""
+    names: dict[str, set[str]] = {}
     for item in plan.items:
-        found.setdefault(item.dest_index.fqn, set()).add(item.storage_index.fqn)
-    return {name: saved_as for name, saved_as in found.items() if saved_as != {name}}
+        names.setdefault(item.dest_index.fqn, set()).add(item.storage_index.fqn)
+    return {name: saved_as for name, saved_as in names.items() if saved_as != {name}}
 
 
 def _box(wanted: Wanted) -> Box:
@@ -296,38 +301,40 @@ def _box(wanted: Wanted) -> Box:
     return Box(wanted.offsets or (0,) * len(shape), shape)
 
 
-def _cast(target: torch.Tensor, made: torch.Tensor) -> None:
-    target.copy_(made)
+def _copy_with_cast(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
 
 
-def _names_just(items: Sequence[ReadItem], rectangles: Sequence[Rectangle]) -> bool:
-    """Whether a plan fills all of these, and nothing else."""
+def _covers_exactly(items: Sequence[ReadItem], rectangles: Sequence[Rectangle]) -> bool:
+    """Whether a plan fills all of these rectangles, and nothing else."""
     num_items = 0
     for item in items:
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         at = tuple(item.dest_offsets)
         num_items += box.num_elements
-        if not any(_is_at(box, at, one, len(rectangles)) for one in rectangles):
+        if not any(_is_at(box, at, rectangle, len(rectangles)) for rectangle in rectangles):
             return not box.num_elements and not rectangles
-    return num_items == sum(one.num_elements for one in rectangles)
+    return num_items == sum(rectangle.num_elements for rectangle in rectangles)
 
 
-def _is_as_torch_says(target: Any, rectangles: Sequence[Rectangle]) -> bool:
-    """Whether these are what torch's planners take for this rank's."""
+def _matches_torch(target: Any, rectangles: Sequence[Rectangle]) -> bool:
+    """Whether these rectangles are the chunks that torch's planners see on this rank."""
     described: list[Any] = getattr(target, "__create_chunk_list__", list)()
-    told = [Box(tuple(one.offsets), tuple(one.sizes)) for one in described]
-    return [one for one in told if one.num_elements] == [
-        Box(one.global_offsets, one.sizes) for one in rectangles if one.num_elements
+    chunks = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described]
+    return [chunk for chunk in chunks if chunk.num_elements] == [
+        Box(held.global_offsets, held.sizes) for held in rectangles if held.num_elements
     ]
 
 
-def _is_at(box: Box, at: tuple[int, ...], one: Rectangle, num_rectangles: int) -> bool:
-    """Whether a box of the tensor lies in a rectangle, and where it is to go: counted from that, or from the whole of what
-    is held, which is the same where it is one.
+def _is_at(box: Box, at: tuple[int, ...], rectangle: Rectangle, num_rectangles: int) -> bool:
+    """Whether a box of the tensor lies in a rectangle, and goes to the offsets `at` of it.
+
+    Plans count these from the rectangle, or from all that this rank holds; the two differ if it holds several
+    rectangles.
     """
-    if Box(one.global_offsets, one.sizes).common(box) != box:
+    if Box(rectangle.global_offsets, rectangle.sizes).common(box) != box:
         return False
-    inner = tuple(a - b for a, b in zip(box.offsets, one.global_offsets, strict=True))
+    inner = tuple(a - b for a, b in zip(box.offsets, rectangle.global_offsets, strict=True))
     return inner == at or (
-        num_rectangles > 1 and tuple(map(sum, zip(inner, one.local_offsets, strict=True))) == at
+        num_rectangles > 1 and tuple(map(sum, zip(inner, rectangle.local_offsets, strict=True))) == at
     )

@@ -1,11 +1,12 @@
 """`PinnedStager`: the host copy of a state dict for torch.distributed.checkpoint.async_save, in page-locked memory.
 
-In: a state dict, with DTensors and ShardedTensors in it or not. Out: an equal one whose tensors are on the host, once they
-have been copied. Knows nothing of: what is done with it.
+In: a state dict, with or without DTensors and ShardedTensors. Out: an equal one whose tensors are on the host, once
+they are copied.
+Knows nothing of: what is done with it.
 
-The copy is that of `snapshot`: ordered after the training stream, by several threads, in memory that is used again as soon
-as nobody holds a tensor of the copy before. torch decides when that is: however many saves are under way, none of them
-ever sees the bytes of another.
+The copy is that of `snapshot`: ordered after the training stream, made by several threads, in memory that is reused
+as soon as no tensor of the previous copy is referenced. torch decides when that is: however many saves are under
+way, none of them sees the bytes of another.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ class PinnedStager(AsyncStager):
         )
         response.upload_completion.result()
 
-    `stage` returns as soon as training may go on: on the CPU when all is copied, on a device when the copies are enqueued,
-    after what the training stream was given before, and ahead of what it is given next.
+    `stage` returns as soon as training may go on: on the CPU when everything is copied, on a device when the copies are
+    enqueued, after the work that the training stream has, and before any that it is given later.
 
     Args:
-        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then overlaps
-            the next forward and backward, and `step()` waits for the rest of it. A tensor that changes earlier fails the
-            save.
+        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
+            overlaps the next forward and backward, and `step()` waits for the rest of it. A tensor that changes
+            earlier fails the save.
         host_bytes: the most memory that all staged copies may take together; by default half of the free memory.
 
-    Raises MemoryError at the save that finds too little memory, and UnsupportedStateError, by name, for tensors without bytes
-    of their own. `close()` gives the memory back.
+    A save raises MemoryError if there is too little memory, and UnsupportedStateError, by name, for tensors without
+    bytes of their own. `close()` gives the memory back.
     """
 
-    _synchronize_after_execute = False  # what `stage` returns resolves when it is complete
+    _synchronize_after_execute = False  # the future that `stage` returns resolves when the copy is complete
 
     def __init__(self, *, guard: Any = None, host_bytes: int | None = None) -> None:
         self._optimizers = unwrapped(guard)
@@ -66,18 +67,18 @@ class PinnedStager(AsyncStager):
         self._last: Future[None] | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
-        """A copy of the state dict. Returns a future of it, or itself where torch is older than 2.9."""
-        found: dict[int, tuple[str, Any]] = {}
-        _look(state_dict, (), found)
+        """A future of a copy of the state dict; the copy itself if torch is older than 2.9."""
+        tensors_by_id: dict[int, tuple[str, Any]] = {}
+        _collect_tensors(state_dict, (), tensors_by_id)
         tensors: list[torch.Tensor] = []
         names: list[str] = []
-        for name, tensor in found.values():
+        for name, tensor in tensors_by_id.values():
             for part in _parts(tensor):
                 if why := why_not(part):
                     raise UnsupportedStateError(f"{name}: {why}; nothing was staged", path=name)
                 tensors.append(part)
                 names.append(name)
-        made = HostCopy(
+        host_copy = HostCopy(
             tensors,
             names,
             optimizers=self._optimizers,
@@ -87,21 +88,22 @@ class PinnedStager(AsyncStager):
             max_bytes=self._max_bytes,
             wording=Wording("the copy of a state dict that is staged", "response.staging_completion"),
         )
-        copies = iter(made.tensors)
-        memo: dict[int, Any] = {key: _rebuilt(tensor, copies) for key, (_, tensor) in found.items()}
+        copies = iter(host_copy.tensors)
+        memo: dict[int, Any] = {key: _rebuild(tensor, copies) for key, (_, tensor) in tensors_by_id.items()}
         try:
             staged = copy.deepcopy(state_dict, memo)
         except Exception as error:
             raise UnsupportedStateError(
-                f"a value in the state dict cannot be copied ({error}); pass plain data, or what its state_dict() gives",
+                f"a value in the state dict cannot be copied ({error}); pass plain data, or what its state_dict() "
+                "gives",
                 path="",
             ) from error
-        self._last = made.completion
-        made.begin()  # last: the threads that copy take the processors from this one
+        self._last = host_copy.completion
+        host_copy.begin()  # last: its threads take processors from this one
         if not _MAY_RETURN_FUTURE:
-            made.completion.result()
+            host_copy.completion.result()
             return staged
-        return _once(made.completion, staged)
+        return _staged_after(host_copy.completion, staged)
 
     def synchronize_staging(self) -> None:
         """Wait until the last state dict is copied. Raises TornSnapshotError."""
@@ -109,45 +111,45 @@ class PinnedStager(AsyncStager):
             self._last.result()
 
     def close(self) -> None:
-        """Give the memory back that no copy is in. The next save takes it again."""
+        """Give back the memory that holds no copy in use. The next save takes it again."""
         self._memory.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which writes what was staged in this one."""
+        """The state for another process, which writes what was staged in this one."""
         return {**vars(self), "_optimizers": (), "_memory": None, "_last": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state, _memory=BufferPool(held=True))
 
 
-def _once(completion: Future[None], staged: Any) -> Future[Any]:
-    """The state dict, once it is copied; the future alone keeps it."""
-    found: Future[Any] = running_future()
+def _staged_after(completion: Future[None], staged: Any) -> Future[Any]:
+    """A future of the state dict, which resolves once it is copied and alone keeps it alive."""
+    future: Future[Any] = running_future()
     kept = [staged]
     del staged
 
-    def tell(done: Future[None]) -> None:
+    def resolve(done: Future[None]) -> None:
         error = done.exception()
         value = kept.pop()
         if error is None:
-            found.set_result(value)
+            future.set_result(value)
         else:
-            found.set_exception(error)
+            future.set_exception(error)
 
-    completion.add_done_callback(tell)
-    return found
+    completion.add_done_callback(resolve)
+    return future
 
 
-def _look(value: Any, path: Path, found: dict[int, tuple[str, Any]]) -> None:
-    """Every tensor in these containers once, by its id."""
+def _collect_tensors(value: Any, path: Path, tensors: dict[int, tuple[str, Any]]) -> None:
+    """Collect every tensor in these containers once, with its name, by its id."""
     if isinstance(value, torch.Tensor):
-        found.setdefault(id(value), (shown(path), value))
+        tensors.setdefault(id(value), (shown(path), value))
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            _look(inner, (*path, key), found)
+            _collect_tensors(inner, (*path, key), tensors)
     elif isinstance(value, list | tuple | deque):
         for number, inner in enumerate(value):
-            _look(inner, (*path, number), found)
+            _collect_tensors(inner, (*path, number), tensors)
 
 
 def _is_dtensor(tensor: Any) -> bool:
@@ -155,34 +157,34 @@ def _is_dtensor(tensor: Any) -> bool:
 
 
 def _parts(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors in it, detached: what is staged belongs to no graph."""
+    """The plain tensors that make up a tensor, detached, since a staged copy belongs to no graph."""
     if _is_dtensor(tensor):
-        return [_waited(tensor._local_tensor).detach()]
+        return [_wait_for_collective(tensor._local_tensor).detach()]
     if hasattr(tensor, "local_shards"):
         return [inner for shard in tensor.local_shards() for inner in _parts(shard.tensor)]
     return [tensor.detach()]
 
 
-def _waited(tensor: Any) -> Any:
-    """A collective's result that has not been waited for."""
+def _wait_for_collective(tensor: Any) -> Any:
+    """A tensor, after the collective that it is the result of."""
     return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
 
 
-def _rebuilt(tensor: Any, copies: Any) -> Any:
-    """The same around its copies, which are next."""
+def _rebuild(tensor: Any, copies: Any) -> Any:
+    """The tensor rebuilt around its copies, which are the next ones."""
     if _is_dtensor(tensor):
         return type(tensor)(next(copies), tensor._spec, requires_grad=False)
     if hasattr(tensor, "local_shards"):
         from torch.distributed._shard.sharded_tensor.shard import Shard
 
-        shards = [Shard(_rebuilt(shard.tensor, copies), shard.metadata) for shard in tensor.local_shards()]
+        shards = [Shard(_rebuild(shard.tensor, copies), shard.metadata) for shard in tensor.local_shards()]
         return type(tensor)._init_from_local_shards_and_global_metadata(
             shards,
             sharded_tensor_metadata=tensor.metadata(),
             process_group=tensor._process_group,
             init_rrefs=tensor._init_rrefs,
         )
-    made = next(copies)
-    if attributes := getattr(tensor, "__dict__", None):  # which slices it has, say
-        vars(made).update(attributes)
-    return made
+    copied = next(copies)
+    if attributes := getattr(tensor, "__dict__", None):  # such as which slices it has
+        vars(copied).update(attributes)
+    return copied

@@ -1,10 +1,11 @@
-"""`TarStorageWriter`: what torch.distributed.checkpoint saves becomes one committed step, an archive for each rank.
+"""`TarStorageWriter`: torch.distributed.checkpoint saves one committed step, with an archive for each rank.
 
-In: the plans that torch's planners make, and what these resolve to. Out: the folder of a step. Knows nothing of: training.
+In: the plans of torch's planners, and the data that these resolve to. Out: the folder of a step.
+Knows nothing of: training.
 
-torch's engine has planned, who writes what, and carries what the ranks tell each other; its coordinator commits by the
-manifest, once every rank has said that its archive is durable. Nothing is pickled but what is pickled in any archive:
-the blobs that a planner makes of plain values are opened again, and the values are stored as such.
+torch's engine plans which rank writes what, and carries messages between ranks; its coordinator commits by the
+manifest once every rank's archive is durable. Only values that any archive pickles are pickled: the blobs that a
+planner makes of plain values are opened again, and the values stored as such.
 """
 
 from __future__ import annotations
@@ -44,37 +45,36 @@ from ...state.division import RankShare
 from ...state.names import Path, shown
 from ...storage.interface import Storage
 from ...storage.place import Anywhere, Place, place_of, written_at
-from .names import KEPT, kept_of, path_of
+from .fqn import KEPT, metadata_to_keep, path_of
 from .stager import PinnedStager
 
-# The index of what a rank tells that has nothing to write: no name of torch's is empty.
+# The index in the result of a rank that writes no item: no name of torch's is empty.
 _NOTHING: Final = MetadataIndex("")
 
 
-class Written(NamedTuple):
-    """A rank's report to the coordinator on each item: the archive that it is in."""
+class WrittenArchive(NamedTuple):
+    """A rank's report to the coordinator on each item: the archive that contains it."""
 
     rank: int
     archive: Archive
-    blobs: tuple[str, ...]
-    """The names of what the planner has not made by torch.save."""
+    blobs: tuple[str, ...]  # names of items that the planner has not made by torch.save
 
 
 @dataclass(slots=True)
 class _WriterSave:
-    """One save, as its thread sees it: torch may make several at once, each on a thread of its own, by one writer."""
+    """One save. torch may run several at once with one writer, each on a thread of its own, to which this belongs."""
 
     place: Place
     save_id: str
-    number: int  # among the saves of the writer, in their order
+    number: int  # of the writer's saves, in their order
     is_coordinator: bool = False
     world_size: int = 1
-    replaces: tuple[Manifest, str] | None = None  # what the coordinator has found
+    replaces: tuple[Manifest, str] | None = None  # the manifest that the coordinator found, and its version
 
     @property
     def step(self) -> int:
-        told = parse_step_name(self.place.text.rstrip("/\\").replace("\\", "/").rpartition("/")[2])
-        return told.step if told else 0
+        numbering = parse_step_name(self.place.text.rstrip("/\\").replace("\\", "/").rpartition("/")[2])
+        return numbering.step if numbering else 0
 
 
 class TarStorageWriter(StorageWriter, PinnedStager):
@@ -84,24 +84,24 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         torch.distributed.checkpoint.save({"model": model.state_dict()}, storage_writer=writer)
         state = async_ckpt.load("runs/a/step_00000100")
 
-    Each rank writes one archive into the folder, and the coordinator commits them by a manifest, last: until then there is
-    nothing to load. `async_ckpt.load` and `verify` read the folder; below the root of a run, so does its
-    AsyncCheckpointer. `TarStorageReader` reads it for `torch.distributed.checkpoint.load`.
+    Each rank writes one archive into the folder, and the coordinator commits them by a manifest, last: until then
+    there is nothing to load. `async_ckpt.load` and `verify` read the folder; if it is in the root of a run, so does
+    the run's AsyncCheckpointer. `TarStorageReader` reads it for `torch.distributed.checkpoint.load`.
 
-    It stages as well, as `PinnedStager` does: `torch.distributed.checkpoint.async_save(state, storage_writer=writer)`
-    needs no other stager.
+    It is also a `PinnedStager`: `torch.distributed.checkpoint.async_save(state, storage_writer=writer)` needs no other
+    stager.
 
     Args:
         path: the folder of the step: a path, a URL or a Place. `checkpoint_id` of a save replaces it; the options of a
             Place stay.
-        overwrite: replace a checkpoint that is there. It stays loadable until the new one is committed. By default a save
-            to such a folder raises StepExistsError.
+        overwrite: replace an existing checkpoint, which stays loadable until the new one is committed. By default a
+            save to its folder raises StepExistsError.
         guard: as for `PinnedStager`.
         host_bytes: as for `PinnedStager`.
 
-    The number in the folder's name is the step's. A save raises what any save does, and UnsupportedStateError, by name,
-    where torch's plan would put a shard elsewhere than its placements do. torch wraps the errors of all ranks in a
-    CheckpointException. Raises TypeError and ValueError for a place that is none.
+    The number in the folder's name is the step's. A save raises what any save does, and UnsupportedStateError, by
+    name, if torch's plan puts a shard elsewhere than its placements do. torch wraps the errors of all ranks in a
+    CheckpointException. Raises TypeError and ValueError for an invalid path.
     """
 
     def __init__(
@@ -119,22 +119,23 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         self._place = written_at(path)  # of the last save
         self._overwrite = flag("overwrite", overwrite)
         self._local = threading.local()
-        # What this rank has written, which may be in vain; and what torch holds as long as the save goes on.
+        # The archives of this rank that may never be committed, each with an object that torch holds until its save
+        # ends.
         self._written: list[tuple[weakref.ref[WriteResult], Storage, str]] = []
         self._numbers = itertools.count()
-        # The attempts of this writer, before they are committed, with the numbers of their saves; by any thread.
+        # Numbers of this writer's saves, by attempts that are about to be committed; used by any thread.
         self._attempts: dict[str, int] = {}
 
     # --- torch's protocol, in the order of its calls ----------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A save begins."""
+        """Begin a save."""
         if checkpoint_id is not None:
             self._place = replace(self._place, url=checkpoint_id)
         self._local.save = _WriterSave(self._place, os.urandom(8).hex(), next(self._numbers))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Raises ValueError for a save in which the ranks do not speak to each other: nobody could commit for all."""
+        """Raises ValueError for a save without collectives: nobody could commit for all ranks."""
         if not kwargs.get("use_collectives", True) and torch.distributed.is_initialized():
             raise ValueError(
                 "TarStorageWriter commits the archives of all ranks together; leave use_collectives=False out"
@@ -142,26 +143,26 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         self._save.is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """On every rank. The coordinator sees what is there. Raises StepExistsError."""
+        """Look, on the coordinator, for a checkpoint that is in the folder. Raises StepExistsError."""
         self._clean_up()
         save = self._save
         if save.is_coordinator:
-            save.replaces = self._found(save)
+            save.replaces = self._existing_manifest(save)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: every rank learns which one it is. Nothing else is told, since torch may keep plans."""
+        """Give each rank its number. Plans get nothing else, since torch may keep them for the next save."""
         self._save.world_size = len(plans)
         return [replace(plan, storage_data=(rank, len(plans))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's archive. Returns once it is durable."""
         rank, world_size = plan.storage_data
-        told, blobs = _taken(plan, planner, rank, world_size)
+        share, blobs = _share_of_plan(plan, planner, rank, world_size)
         target = _RankTarget(self._save.place.storage(), archive_name(rank, os.urandom(4).hex()))
-        report = default.files_saver().save(FileRequest(told, target)).result()
+        report = default.files_saver().save(FileRequest(share, target)).result()
         assert target.archive is not None
-        written = Written(rank, target.archive, blobs)
+        written = WrittenArchive(rank, target.archive, blobs)
         sizes = {item.index: _num_bytes(item) for item in plan.items} or {_NOTHING: report.num_bytes}
         results = [WriteResult(index, size, written) for index, size in sizes.items()]
         self._written.append((weakref.ref(results[0]), target.storage, target.name))
@@ -170,17 +171,17 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: commit. Raises StepExistsError where another writer was faster."""
-        written = {one.storage_data.rank: one.storage_data for of_rank in results for one in of_rank}
+        """Commit, on the coordinator. Raises StepExistsError if another writer was faster."""
+        written = {item.storage_data.rank: item.storage_data for of_rank in results for item in of_rank}
         save = self._save
         missing = sorted(set(range(save.world_size)) - written.keys())
         if missing:
-            raise CheckpointError(f"{save.place.shown}: nothing was heard of the archives of ranks {missing}")
+            raise CheckpointError(f"{save.place.shown}: the archives of ranks {missing} were not reported")
         metadata.storage_data = {
-            one.index: one.storage_data for of_rank in results for one in of_rank if one.index != _NOTHING
+            item.index: item.storage_data for of_rank in results for item in of_rank if item.index != _NOTHING
         }
         metadata.storage_meta = self.storage_meta()
-        kept = kept_of(metadata, (name for one in written.values() for name in one.blobs))
+        kept = metadata_to_keep(metadata, (name for report in written.values() for name in report.blobs))
         archives = tuple(written[rank].archive for rank in sorted(written))
         self._commit(save, archives, {KEPT: {**kept, "save_id": save.save_id}})
 
@@ -189,26 +190,26 @@ class TarStorageWriter(StorageWriter, PinnedStager):
 
     @property
     def checkpoint_id(self) -> str:
-        """Where it writes, without credentials."""
+        """The path or URL to write to, without credentials."""
         return self._save.place.shown
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path or URL that can be written to."""
-        return is_place(checkpoint_id)
+        return is_checkpoint_id(checkpoint_id)
 
     # --- parts ------------------------------------------------------------------------------------------------
 
     @property
     def _save(self) -> _WriterSave:
-        """That of this thread."""
+        """The save of this thread."""
         if not hasattr(self._local, "save"):
             self.reset()
         save: _WriterSave = self._local.save
         return save
 
-    def _found(self, save: _WriterSave) -> tuple[Manifest, str] | None:
-        """The manifest that is to be replaced, and its version. Raises StepExistsError where that was not asked for."""
+    def _existing_manifest(self, save: _WriterSave) -> tuple[Manifest, str] | None:
+        """The manifest to replace, and its version. Raises StepExistsError if that was not asked for."""
         storage = save.place.storage()
         if storage.exists(OF_DCP):
             raise StepExistsError(
@@ -226,36 +227,37 @@ class TarStorageWriter(StorageWriter, PinnedStager):
             )
         try:
             return parse(data, path=storage.locate(MANIFEST)), version
-        except CheckpointError:  # a damaged one may be overwritten like any other
+        except CheckpointError:  # a damaged manifest may be overwritten, too
             return Manifest(save.step, "", 1, 0.0, ()), version
 
     def _clean_up(self) -> None:
-        """Delete what this rank has written in saves that have ended, and that nobody has committed: other ranks had failed."""
-        for one in self._written.copy():
-            goes_on, storage, name = one
-            if goes_on() is not None:
-                continue  # it may still be committed
-            self._written.remove(one)
+        """Delete this rank's archives of saves that have ended without a commit, because other ranks failed."""
+        for entry in self._written.copy():
+            result, storage, name = entry
+            if result() is not None:
+                continue  # its save goes on, and may still be committed
+            self._written.remove(entry)
             try:
                 named = parse(storage.read(MANIFEST)[0], path=storage.locate(MANIFEST)).own_names
             except FileNotFoundError:
                 named = []
             except CheckpointError:
-                continue  # it might name it
+                continue  # the damaged manifest may name it
             if name not in named:
                 storage.delete(name)
 
     def _commit(self, save: _WriterSave, archives: tuple[Archive, ...], record: Mapping[str, Any]) -> None:
-        """The last of several saves of this writer to one folder stands there, whichever comes first.
+        """Commit a save. Of several saves of this writer to one folder, the last one stays, in whatever order they
+        end.
 
-        Raises StepExistsError where another writer has committed.
+        Raises StepExistsError if another writer has committed.
         """
         storage = save.place.storage()
         while True:
             before = save.replaces
             earlier = (before[0].attempt, *before[0].replaces) if before else ()
             attempt = os.urandom(4).hex()
-            made = Manifest(
+            manifest = Manifest(
                 save.step,
                 attempt,
                 save.world_size,
@@ -267,19 +269,20 @@ class TarStorageWriter(StorageWriter, PinnedStager):
             self._attempts[attempt] = save.number
             try:
                 if before is None:
-                    storage.put_new(MANIFEST, made.dump())
+                    storage.put_new(MANIFEST, manifest.dump())
                 else:
-                    storage.replace(MANIFEST, made.dump(), version=before[1])
+                    storage.replace(MANIFEST, manifest.dump(), version=before[1])
                 break
             except FileExistsError as error:
-                save.replaces = self._found(save) if self._overwrite else None
+                save.replaces = self._existing_manifest(save) if self._overwrite else None
                 number = self._attempts.get(save.replaces[0].attempt) if save.replaces else None
                 if number is None:
                     raise StepExistsError(
-                        f"{save.place.shown}: another writer has committed a checkpoint there in the meantime; that was kept",
+                        f"{save.place.shown}: another writer has committed a checkpoint there in the meantime; "
+                        "that was kept",
                         step=save.step,
                     ) from error
-                if number > save.number:  # as if it had been replaced by that at once
+                if number > save.number:  # a later save was faster, and would have replaced this one
                     storage.delete_many([archive.name for archive in archives])
                     return
         if before is not None:
@@ -295,19 +298,19 @@ class TarStorageWriter(StorageWriter, PinnedStager):
 
 
 def _delete_replaced(save: _WriterSave, replaced: Manifest) -> None:
-    """Delete what was overwritten, but for archives that later steps of the run have borrowed from."""
+    """Delete the archives of an overwritten step, except those that later steps of the run borrow."""
     root, folder = save.place.inside()
-    told = parse_step_name(folder)
-    if told is None or pattern_of(told.step_format) is None:  # no step of a run
+    numbering = parse_step_name(folder)
+    if numbering is None or pattern_of(numbering.step_format) is None:  # not a step of a run
         save.place.storage().delete_many(replaced.own_names)
     else:
-        Sweeper(Root(root, told.step_format)).delete_replaced(told.step, replaced)
+        Sweeper(Root(root, numbering.step_format)).delete_replaced(numbering.step, replaced)
 
 
-def is_place(where: object) -> bool:
-    """Whether a checkpoint_id is a path or URL."""
+def is_checkpoint_id(checkpoint_id: object) -> bool:
+    """Whether a `checkpoint_id` is a path or URL."""
     try:
-        place_of(where).storage()  # type: ignore[arg-type]
+        place_of(checkpoint_id).storage()  # type: ignore[arg-type]
     except (TypeError, ValueError, ImportError):
         return False
     return True
@@ -317,62 +320,65 @@ def _refusal(unknown: Mapping[str, Any]) -> str:
     names = ", ".join(sorted(unknown))
     if "_extensions" in unknown:
         return (
-            f"{names}: archives are written as they lie in memory, so nothing can transform them on the way; leave it out, "
-            "or compress by async_ckpt.save(…, compression=…)"
+            f"{names}: archives are written as they lie in memory, so nothing can transform them on the way; leave it "
+            "out, or compress with async_ckpt.save(…, compression=…)"
         )
-    return f"TarStorageWriter has no {names}; it syncs every file, and writes by several threads, in any case"
+    return f"TarStorageWriter has no {names}; it always syncs every file, and writes by several threads"
 
 
-def _taken(
+def _share_of_plan(
     plan: SavePlan, planner: SavePlanner, rank: int, world_size: int
 ) -> tuple[RankShare, tuple[str, ...]]:
-    """The items that this rank is to write, and the names of blobs that stay blobs."""
-    items = _Items(getattr(planner, "state_dict", None))
+    """The part of the state that this rank writes, and the names of blobs that stay blobs."""
+    items = _PlannedTensors(getattr(planner, "state_dict", None))
     entries: list[tuple[Path, Any]] = []
     blobs: list[str] = []
     for item in plan.items:
         name, data = item.index.fqn, planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
-            value, is_blob = _opened(data)
+            value, is_blob = _value_in_blob(data)
             blobs += [name] if is_blob else []
         elif (value := items.add(item, data)) is None:
-            continue  # one more piece of a tensor
+            continue  # another piece of a tensor
         entries.append((path_of(name, plan.planner_data), value))
     return items.divided(nested(entries, are_all=world_size == 1), rank, world_size), tuple(blobs)
 
 
 class _RankTarget(FileTarget):
-    """The archive of one rank, in the folder of a step."""
+    """The archive of one rank in the folder of a step. Its save ends here, before the step is committed."""
 
     archive: Archive | None = None
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:  # noqa: ARG002
-        """The archive is durable; the manifest's entry for it is known."""
+        """Keep the manifest's entry of the archive, which is durable."""
         (self.archive,) = archives
 
 
-class _Items:
-    """The tensors of a plan, of which one may be in several pieces; for `capture`, it is what knows of slices."""
+class _PlannedTensors:
+    """The tensors of a plan, each perhaps in several pieces, and a `Slicer` for `capture`, with the pieces as slices.
+
+    Made for each `write_data`, on torch's thread.
+    """
 
     def __init__(self, live: Any) -> None:
-        """`live` are the tensors that were planned, by name, where the planner has them."""
+        """`live` are the planned tensors by name, if the planner has them."""
         self._live = live if isinstance(live, Mapping) else {}
         self._slicer = Slicer()
         self._markers: dict[str, torch.Tensor] = {}
         self._pieces: dict[int, tuple[tuple[int, ...], list[tuple[Rectangle, torch.Tensor]]]] = {}
 
     def add(self, item: WriteItem, data: Any) -> torch.Tensor | None:
-        """Returns what stands for the tensor in the state, unless another piece of it is there already.
+        """Add a piece. Returns the marker for its tensor in the state; None if another piece of it is there already.
 
-        Raises UnsupportedStateError where the piece is not what was planned.
+        Raises UnsupportedStateError if the piece is not the planned one.
         """
-        name, told = item.index.fqn, item.tensor_data
-        if not isinstance(data, torch.Tensor) or told is None:
+        name, planned = item.index.fqn, item.tensor_data
+        if not isinstance(data, torch.Tensor) or planned is None:
             raise TypeError(f"{name}: the planner has resolved a tensor to {type(data).__qualname__}")
         data = data.detach()
-        offsets, sizes = tuple(told.chunk.offsets), tuple(told.chunk.sizes)
+        offsets, sizes = tuple(planned.chunk.offsets), tuple(planned.chunk.sizes)
         if tuple(data.shape) != sizes:
-            raise _refused(
+            raise _unsupported(
                 name, f"the planner has planned a piece of shape {list(sizes)}, and it has {list(data.shape)}"
             )
         self._compare(name, offsets, sizes)
@@ -381,32 +387,33 @@ class _Items:
             self._pieces[id(marker)][1].append((_rectangle(offsets, sizes), data))
             return None
         marker = self._markers[name] = torch.empty(0, dtype=data.dtype, device="cpu")
-        self._pieces[id(marker)] = tuple(told.size), [(_rectangle(offsets, sizes), data)]
+        self._pieces[id(marker)] = tuple(planned.size), [(_rectangle(offsets, sizes), data)]
         return marker
 
     def _compare(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        """Torch describes each shard by one rectangle, which for strided and uneven ones is another rank's."""
+        """Raise UnsupportedStateError if a piece is not this rank's: torch misplaces strided and uneven shards."""
         live = self._live.get(name)
         if live is None or not is_sharded(live):
             return
         rectangles = self._slicer.slice(live, name=name).slices.rectangles
         if torch.Size(sizes).numel() and not any(
-            (one.global_offsets, one.sizes) == (offsets, sizes) for one in rectangles
+            (held.global_offsets, held.sizes) == (offsets, sizes) for held in rectangles
         ):
-            raise _refused(
+            raise _unsupported(
                 name,
-                f"torch's plan puts this rank's shard at {list(offsets)} with {list(sizes)} items, but by its placements "
-                f"it is {[(list(one.global_offsets), list(one.sizes)) for one in rectangles]}; save it with AsyncCheckpointer",
+                f"torch's plan puts this rank's shard at {list(offsets)} with {list(sizes)} items, but by its "
+                f"placements it is {[(list(held.global_offsets), list(held.sizes)) for held in rectangles]}; save "
+                "it with AsyncCheckpointer",
             )
 
     def slice(self, value: torch.Tensor, *, name: str) -> LocalShards:  # noqa: ARG002
-        """The shards, held here, of the tensor that a marker stands for."""
-        if id(value) not in self._pieces:  # a value of the state that is a tensor
+        """The pieces of the tensor that a marker stands for, as slices."""
+        if id(value) not in self._pieces:  # a tensor inside a value
             slices = Slices.plain(value.shape)
             return LocalShards(slices, (value,) if slices.rectangles else ())
         shape, pieces = self._pieces[id(value)]
-        held = [(one, part) for one, part in pieces if one.num_elements]
-        rectangles = tuple(one for one, _ in held)
+        held = [(rectangle, part) for rectangle, part in pieces if rectangle.num_elements]
+        rectangles = tuple(rectangle for rectangle, _ in held)
         if rectangles in ((), (Rectangle.whole(shape),)):
             return LocalShards(Slices(shape, rectangles), tuple(part for _, part in held))
         return LocalShards(Slices(shape, rectangles, cuts=None), tuple(part for _, part in held))
@@ -414,14 +421,14 @@ class _Items:
     def divided(self, state: dict[str, Any], rank: int, world_size: int) -> RankShare:
         slicer: Any = self
         captured = capture(state, slicer=slicer)
-        if world_size == 1 and all(one.cuts is not None for one in captured.slices):
+        if world_size == 1 and all(slices.cuts is not None for slices in captured.slices):
             plain = [spec._replace(shape=_shape(spec), of=None) for spec in captured.specs]
             return RankShare(replace(captured, specs=plain), None)
         specs = []
         for spec in captured.specs:
             slices = None if spec.of is None else captured.slices[spec.of.number]
             if spec.of is not None and slices is not None and slices.cuts is None:
-                held = tuple((one.global_offsets, one.sizes) for one in slices.rectangles)
+                held = tuple((box.global_offsets, box.sizes) for box in slices.rectangles)
                 spec = spec._replace(of=spec.of._replace(spread=Spread(None, 0, held)))
             specs.append(spec)
         return RankShare(replace(captured, specs=specs), RankFacts(rank, world_size))
@@ -435,21 +442,23 @@ def _rectangle(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Rectangle:
     return Rectangle(offsets, (0,) * len(offsets), sizes)
 
 
-def _refused(name: str, why: str) -> UnsupportedStateError:
-    where = shown((name,))
-    return UnsupportedStateError(f"{where}: {why}; nothing was written", path=where)
+def _unsupported(name: str, why: str) -> UnsupportedStateError:
+    path = shown((name,))
+    return UnsupportedStateError(f"{path}: {why}; nothing was written", path=path)
 
 
-def _opened(data: Any) -> tuple[Any, bool]:
-    """The value that a planner has made a blob of; and whether it is the blob itself, since torch.save has not made it."""
+def _value_in_blob(data: Any) -> tuple[Any, bool]:
+    """The value in a planner's blob; and whether that is the blob itself, since torch.save has not made it."""
     blob = data.getvalue() if isinstance(data, io.BytesIO) else bytes(data)
     if blob.startswith(b"PK\x03\x04"):
-        with suppress(Exception):  # it may be another zip
-            # It was pickled a moment ago, of objects of this very process.
+        with suppress(Exception):  # it may be another kind of zip file
+            # This process has just pickled it, from its own objects.
             return torch.load(io.BytesIO(blob), weights_only=False), False
     return blob, True
 
 
 def _num_bytes(item: WriteItem) -> int:
-    told = item.tensor_data
-    return 0 if told is None else torch.Size(told.chunk.sizes).numel() * told.properties.dtype.itemsize
+    planned = item.tensor_data
+    return (
+        0 if planned is None else torch.Size(planned.chunk.sizes).numel() * planned.properties.dtype.itemsize
+    )

@@ -1,10 +1,10 @@
-"""The names that torch.distributed.checkpoint has for what is in a state, and the paths that these stand for.
+"""Fully qualified names: torch.distributed.checkpoint's names for the items of a state, and their paths in it.
 
-In: names, states, and what a planner says of them. Out: paths, names, and what does not follow from either.
+In: names, states, and a planner's data. Out: paths, names, and metadata that follows from neither.
 Knows nothing of: files, tensors.
 
-torch joins the keys of nested dicts by dots, and says in `planner_data` which keys these were. A step of this library has
-the nested state itself, so the names follow from it; kept beside it is only what does not.
+torch joins the keys of nested dicts by dots, and keeps the keys in `planner_data`. A step of this library has the
+nested state itself, so the names follow from it; only metadata that does not is kept beside it.
 """
 
 from __future__ import annotations
@@ -19,36 +19,38 @@ from ...spec import Json
 from ...state.names import Path
 from ...state.tree import Encoder, StoredLeaf, decode
 
-# Under which a manifest's record has what does not follow from the state.
+# The key in a manifest's record for metadata that does not follow from the state.
 KEPT: Final = "torch.distributed.checkpoint"
 
 
 def path_of(name: str, planner_data: Any) -> Path:
-    """Where in the state this is, as far as the planner says so; else it is a key at the top."""
+    """The path of an item, if the planner's data tell it; else its name as a key at the top."""
     path = planner_data.get(name) if isinstance(planner_data, Mapping) else None
     is_path = isinstance(path, tuple) and all(isinstance(key, int | str) for key in path)
     return path if is_path and path and path[0] != 0 and ".".join(map(str, path)) == name else (name,)
 
 
 def flattened(state: Mapping[Any, Any]) -> dict[str, tuple[Path, Any]]:
-    """The items that torch would save of a decoded state, by its names, with the paths. Raises ValueError for two of one name."""
-    found: dict[str, tuple[Path, Any]] = {}
+    """The items that torch would save of a decoded state, by name, with paths. Raises ValueError for equal names."""
+    items: dict[str, tuple[Path, Any]] = {}
 
     def visit(path: Path, value: Any) -> None:
         name = ".".join(map(str, path))
-        if name in found:
+        if name in items:
             raise ValueError(
-                f"torch.distributed.checkpoint calls both {path} and {found[name][0]} {name!r}; load it by async_ckpt"
+                f"torch.distributed.checkpoint calls both {path} and {items[name][0]} {name!r}; load it by async_ckpt"
             )
-        found[name] = path, value
+        items[name] = path, value
 
     traverse_state_dict(state, visit, _is_tensor)  # type: ignore[arg-type]
-    return found
+    return items
 
 
-def kept_of(metadata: Metadata, opaque: Iterable[str]) -> dict[str, Json]:
-    """The metadata that a manifest is to keep: the planner's data, unless it follows from the names, and the names of blobs that are no
-    values. Raises TypeError for data that is not plain.
+def metadata_to_keep(metadata: Metadata, opaque: Iterable[str]) -> dict[str, Json]:
+    """The metadata to keep in the manifest: opaque blobs, and the planner's data if they do not follow from the
+    names.
+
+    Raises TypeError for data that is not plain.
     """
     data, kept = metadata.planner_data, {}
     names = metadata.state_dict_metadata
@@ -62,7 +64,7 @@ def kept_of(metadata: Metadata, opaque: Iterable[str]) -> dict[str, Json]:
 
 
 def planner_data_of(kept: Mapping[str, Json], paths: Mapping[str, Path]) -> Any:
-    """The planner's words, or those that it would have said."""
+    """The planner's data, or those that it would make from these paths."""
     if "planner_data" in kept:
         return decode(kept["planner_data"])[0]
     return dict(paths)

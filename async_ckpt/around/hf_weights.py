@@ -1,7 +1,7 @@
-"""Weights as the Hugging Face ecosystem knows them: their names, and the files that are made from the model.
+"""Weights as the Hugging Face ecosystem names them, and the small files that a model has beside them.
 
 In: a model, or its state dict. Out: tensors by the names that `from_pretrained` looks for, each once.
-Knows nothing of: where they go; and imports neither transformers nor PEFT, whose models are asked for what they have.
+Knows nothing of: files and folders. Imports neither transformers nor PEFT; their models are inspected.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ CONFIG: Final = "config.json"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 Tensors = dict[str, torch.Tensor]
 
-# What PEFT files begin with, whichever way the adapter was added to the model.
+# The prefix of names in PEFT's files, however the adapter was added to the model.
 _ADAPTER_PREFIX: Final = "base_model.model."
-# PEFT's parameters in memory: the kind, the name of the adapter, and what its files keep of the rest.
+# Names of PEFT's parameters in memory: the kind, the adapter, and the rest, which its files keep.
 _OF_ADAPTER: Final = re.compile(
     r"\.(?P<kind>lora_\w+|trainable_tokens_delta|modules_to_save)\.(?P<adapter>[^.]+)(?P<rest>\..+)?$"
 )
-# Where a safetensors file has what is no tensor.
+# The key of a safetensors header that is not a tensor.
 _RESERVED: Final = "__metadata__"
-# What PEFT calls embeddings: a LoRA layer around one of these is saved with the layer that it is around.
+# Modules that PEFT treats as embeddings: if a LoRA layer wraps one, the wrapped layer is saved, too.
 _EMBEDDINGS: Final = frozenset({"embed_tokens", "lm_head"})
-# In files the adapter has no name, so that one of these follows at once.
+# In files the adapter's name is left out, so that one of these follows the kind directly.
 _LEAVES: Final = frozenset({"weight", "bias"})
 
 
 class Weights(NamedTuple):
-    """The content of a folder: tensors by name, names tied to others, and small files made from the model."""
+    """The content of a model's folder: tensors by name, names tied to others, and small files made from the model."""
 
     stem: str
     tensors: Tensors
     tied: dict[str, str]
     files: dict[str, bytes]
-    # Of a copy of `tensors`, what published checkpoints call and cut otherwise.
+    # Converts a copy of `tensors` to the names and shapes of published checkpoints.
     as_published: Callable[[Tensors], Tensors]
 
     @property
     def last(self) -> str:
-        """The file without which nothing takes the others for a model."""
+        """The file that makes the others a model."""
         return CONFIG if self.stem == "model" else ADAPTER_CONFIG
 
     def is_own(self, path: str) -> bool:
-        """Whether a file of this name holds such weights, of this export or an earlier one."""
+        """Whether a file of this name holds such weights, from this export or an earlier one."""
         if self.stem == "model":
             return re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", path) is not None
         return path == "adapter_model.safetensors"
 
 
-def weights_of(given: Any, beside: Mapping[str, bytes]) -> Weights:
-    """The content to write for a model or state dict, with the files that the user puts beside it.
+def weights_of(given: Any, config_files: Mapping[str, bytes]) -> Weights:
+    """The content to write for a model or state dict. `config_files` are the user's files beside it.
 
     Raises UnsupportedStateError for anything but plain tensors of dtypes that safetensors knows.
     """
@@ -84,14 +84,15 @@ def weights_of(given: Any, beside: Mapping[str, bytes]) -> Weights:
         name = next(iter(tensors))
         warnings.warn(
             f"names such as {name!a} are written as they are, and look like those of a wrapped model, which "
-            "`from_pretrained` does not load; export the model itself, whose names are then those of the plain model, or rename them",
+            "`from_pretrained` does not load; export the model itself, whose names are then those of the plain model, "
+            "or rename them",
             RuntimeWarning,
             stacklevel=3,
         )
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ignored}
-    if getattr(model, "peft_config", None) or ADAPTER_CONFIG in beside:
-        weights = _adapter_of(model, tensors, beside)
+    if getattr(model, "peft_config", None) or ADAPTER_CONFIG in config_files:
+        weights = _adapter_of(model, tensors, config_files)
     else:
         kept, tied = _without_tied(tensors, _tied_by_loading(model))
         weights = Weights("model", kept, tied, _configs_of(model), lambda copy: _as_published(model, copy))
@@ -111,7 +112,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def _tensors_of(given: Any) -> Tensors:
-    """The tensors of a model by their names in the plain one, and those of a mapping by their names there."""
+    """The tensors of a model, by their names in the plain model, or those of a mapping."""
     if isinstance(given, torch.nn.Module):
         named = plain_state_dict(given)
     elif isinstance(given, Mapping):
@@ -120,27 +121,29 @@ def _tensors_of(given: Any) -> Tensors:
         named = given.state_dict()
     else:
         raise UnsupportedStateError(
-            f"{with_article(type(given).__qualname__)} cannot be exported; give a model, or a flat mapping of names to tensors",
+            f"{with_article(type(given).__qualname__)} cannot be exported; give a model, or a flat mapping of "
+            "names to tensors",
             path="",
         )
     for name, value in named.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise UnsupportedStateError(
-                f"{name!r:.200} is {with_article(type(value).__qualname__)}; give a model, or a flat mapping of names to tensors "
-                'such as state["model"]',
+                f"{name!r:.200} is {with_article(type(value).__qualname__)}; give a model, or a flat mapping of "
+                'names to tensors such as state["model"]',
                 path=str(name),
             )
         if is_of_fsdp1(value):
             raise UnsupportedStateError(
-                f"{name!a} is a shard of FSDP1, and only whole tensors and DTensors have the names of a published model; use "
-                "fully_shard (FSDP2), or give what FSDP1 gathers on rank 0: StateDictType.FULL_STATE_DICT with rank0_only",
+                f"{name!a} is a shard of FSDP1, and only whole tensors and DTensors have the names of a published "
+                "model; use fully_shard (FSDP2), or give what FSDP1 gathers on rank 0: "
+                "StateDictType.FULL_STATE_DICT with rank0_only",
                 path=name,
             )
     return dict(named)
 
 
 def _tied_by_loading(model: Any) -> frozenset[str] | None:
-    """The names that `from_pretrained` ties to others by itself; None where nobody can tell."""
+    """The names that `from_pretrained` ties to others by itself; None if the model does not say."""
     for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):  # transformers 5, and 4
         names = getattr(model, attribute, None)
         if names is not None:
@@ -149,16 +152,17 @@ def _tied_by_loading(model: Any) -> frozenset[str] | None:
 
 
 def _without_tied(tensors: Tensors, tied: frozenset[str] | None) -> tuple[Tensors, dict[str, str]]:
-    """One of all tensors with the very same memory; and the names of the others, each with that of the one.
+    """The tensors without tied ones, and the names of those, each with the name that is kept.
 
-    What shares memory though the model does not say so is written under every name, since nothing would tie it again.
+    Tensors that share memory without the model saying so are written under every name, since nothing would tie them
+    again.
     """
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
-        here = local_part(tensor)  # of what is spread over ranks
+        local = local_part(tensor)  # this rank's part of a sharded tensor
         key = (
-            (here.device, here.data_ptr(), here.dtype, tensor.shape, here.stride())
-            if why_not(here) is None and here.numel()
+            (local.device, local.data_ptr(), local.dtype, tensor.shape, local.stride())
+            if why_not(local) is None and local.numel()
             else name
         )
         groups.setdefault(key, []).append(name)
@@ -174,21 +178,21 @@ def _configs_of(model: Any) -> dict[str, bytes]:
     files = {}
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_json_string"):
-        told = json.loads(config.to_json_string())
-        told["architectures"] = [_class_name(model)]
+        fields = json.loads(config.to_json_string())
+        fields["architectures"] = [_class_name(model)]
         if isinstance(dtype := getattr(model, "dtype", None), torch.dtype):
-            told["torch_dtype" if "torch_dtype" in told else "dtype"] = dtype_name(dtype)
-        files[CONFIG] = json_bytes(told)
+            fields["torch_dtype" if "torch_dtype" in fields else "dtype"] = dtype_name(dtype)
+        files[CONFIG] = json_bytes(fields)
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_string"):
-        told = json.loads(generation.to_json_string())
-        told.pop("compile_config", None)  # of this run
-        files["generation_config.json"] = json_bytes(told)
+        fields = json.loads(generation.to_json_string())
+        fields.pop("compile_config", None)  # belongs to this run
+        files["generation_config.json"] = json_bytes(fields)
     return files
 
 
 def _class_name(model: Any) -> str:
-    """That of its own class: fully_shard gives a model another one, made of this and of `FSDPModule`."""
+    """The name of the model's own class: fully_shard gives it another one, derived from this and `FSDPModule`."""
     return next(
         kind.__name__
         for kind in type(model).__mro__
@@ -197,9 +201,9 @@ def _class_name(model: Any) -> str:
 
 
 def _as_published(model: Any, tensors: Tensors) -> Tensors:
-    """Some models of transformers 5 keep their weights otherwise than their checkpoints do, such as experts in one.
+    """The tensors in the form of published checkpoints; transformers 5 merges some in memory, such as all experts.
 
-    `from_pretrained` reads both; other readers know only what is published. Its own way back is used.
+    `from_pretrained` reads both; other readers know only the published form. The model's own conversion is used.
     """
     loading = sys.modules.get("transformers.core_model_loading")
     if not hasattr(loading, "revert_weight_conversion") or not hasattr(model, "all_tied_weights_keys"):
@@ -231,8 +235,8 @@ def _is_text(name: str) -> bool:
 # --- adapters -----------------------------------------------------------------------------------------------------
 
 
-def _adapter_of(model: Any, tensors: Tensors, beside: Mapping[str, bytes]) -> Weights:
-    """LoRA weights, under the names that PEFT's files have."""
+def _adapter_of(model: Any, tensors: Tensors, config_files: Mapping[str, bytes]) -> Weights:
+    """The weights of a LoRA adapter, under the names in PEFT's files."""
     files: dict[str, bytes] = {}
     adapters = getattr(model, "peft_config", None)
     if adapters:
@@ -240,7 +244,7 @@ def _adapter_of(model: Any, tensors: Tensors, beside: Mapping[str, bytes]) -> We
         files[ADAPTER_CONFIG] = json_bytes({**adapters[adapter].to_dict(), "inference_mode": True})
     else:
         adapter = _only_adapter(tensors)
-    config = json.loads(beside.get(ADAPTER_CONFIG) or files[ADAPTER_CONFIG])
+    config = json.loads(config_files.get(ADAPTER_CONFIG) or files[ADAPTER_CONFIG])
     if config.get("peft_type") != "LORA":
         raise UnsupportedStateError(
             f"an adapter of the type {config.get('peft_type')} cannot be exported, only LORA; "
@@ -249,16 +253,18 @@ def _adapter_of(model: Any, tensors: Tensors, beside: Mapping[str, bytes]) -> We
         )
     if not any(".lora_" in name for name in tensors):
         raise UnsupportedStateError(
-            f"there is an {ADAPTER_CONFIG}, but the weights are no LoRA's; give a config_folder without it",
+            f"there is an {ADAPTER_CONFIG}, but the weights are not LoRA's; give a config_folder without it",
             path=ADAPTER_CONFIG,
         )
-    found = tensors if adapter is None else _adapter_only(tensors, adapter, config)
-    named = {_ADAPTER_PREFIX + name.removeprefix(_ADAPTER_PREFIX): tensor for name, tensor in found.items()}
+    selected = tensors if adapter is None else _adapter_only(tensors, adapter, config)
+    named = {
+        _ADAPTER_PREFIX + name.removeprefix(_ADAPTER_PREFIX): tensor for name, tensor in selected.items()
+    }
     return Weights("adapter_model", named, {}, files, lambda copy: copy)
 
 
 def _active(model: Any, adapters: Iterable[str]) -> str:
-    """The adapter that is in use, or the only one."""
+    """The active adapter, or the only one."""
     active = getattr(model, "active_adapters", None) or getattr(model, "active_adapter", None)
     if callable(active):
         active = active()
@@ -272,12 +278,12 @@ def _active(model: Any, adapters: Iterable[str]) -> str:
 
 
 def _only_adapter(tensors: Tensors) -> str | None:
-    """The one whose parameters these are by their names in memory; None when they have their names in files."""
+    """The adapter that these names belong to, as PEFT names them in memory; None if they are named as in files."""
     matches = [_OF_ADAPTER.search(name) for name in tensors]
     names = sorted({match["adapter"] for match in matches if match} - _LEAVES)
     if len(names) > 1:
         raise UnsupportedStateError(
-            f"these are the weights of several adapters ({', '.join(names)}); give the model, or one's alone",
+            f"these are the weights of several adapters ({', '.join(names)}); give the model, or the weights of one",
             path="",
         )
     return names[0] if names else None
@@ -286,9 +292,9 @@ def _only_adapter(tensors: Tensors) -> str | None:
 def _adapter_only(tensors: Tensors, adapter: str, config: Mapping[str, Any]) -> Tensors:
     """The tensors that PEFT's `get_peft_model_state_dict` selects, under the names that it gives."""
     bias = config.get("bias", "none")
-    found: Tensors = {}
+    selected: Tensors = {}
     layers = set()
-    # A head that is tied to the embeddings shares their trained tokens, too, and only the embeddings' are saved.
+    # A head tied to the embeddings also shares their trained tokens; only those of the embeddings are saved.
     deltas = {name: tensor for name, tensor in tensors.items() if ".trainable_tokens_delta." in name}
     tied = _without_tied(deltas, None)[1]
     tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
@@ -296,14 +302,14 @@ def _adapter_only(tensors: Tensors, adapter: str, config: Mapping[str, Any]) -> 
         match = _OF_ADAPTER.search(name)
         if match is not None and match["adapter"] == adapter:
             layers.add(name[: match.start()])
-            found[_name_in_file(name, match)] = tensor
+            selected[_name_in_file(name, match)] = tensor
     embeddings = set()
-    if config.get("trainable_token_indices") is None:  # which are there to save space
+    if config.get("trainable_token_indices") is None:  # these are there to avoid saving embeddings
         embeddings = {f"{layer}.base_layer" for layer in layers if layer.rpartition(".")[2] in _EMBEDDINGS}
     for name, tensor in tensors.items():
         layer, _, leaf = name.rpartition(".")
         if layer in embeddings:
-            found[name] = tensor
+            selected[name] = tensor
         trained = bias == "all" or (bias == "lora_only" and layer.removesuffix(".base_layer") in layers)
         if (
             trained
@@ -311,22 +317,22 @@ def _adapter_only(tensors: Tensors, adapter: str, config: Mapping[str, Any]) -> 
             and _OF_ADAPTER.search(name) is None
             and ".original_module." not in name
         ):
-            found[name] = tensor
-    return found
+            selected[name] = tensor
+    return selected
 
 
 def _name_in_file(name: str, match: re.Match[str]) -> str:
-    """Without the name of the adapter; a module that is trained whole has its place's name."""
+    """The name of a parameter in PEFT's files: without the adapter, and without the kind for whole modules."""
     layer, kind, rest = name[: match.start()], match["kind"], match["rest"] or ""
     if kind == "modules_to_save":
         return layer + rest
     if kind == "lora_magnitude_vector":
-        rest = ""  # a parameter once, a module with one now
+        rest = ""  # a parameter in old releases of PEFT, a module in new ones
     return f"{layer}.{kind}{rest}"
 
 
 def _plain(value: Any) -> Any:
-    """Values in configs that JSON has not, as JSON."""
+    """A JSON value for a value in a config that JSON does not know."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, set | frozenset):
@@ -338,6 +344,7 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict()
     raise UnsupportedStateError(
-        f"the config contains {with_article(type(value).__qualname__)}, which JSON cannot represent; give a config_folder with one that is right",
+        f"the config contains {with_article(type(value).__qualname__)}, which JSON cannot represent; "
+        "give a config_folder with a config that is right",
         path="",
     )

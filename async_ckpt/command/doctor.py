@@ -1,0 +1,169 @@
+"""The facts about this machine that matter for checkpoints, one line for each, with advice.
+
+In: the machine, and a root where one is given. Out: lines. Knows nothing of: terminals.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from ..host.limits import num_cpus
+from ..report import sized
+from ..storage.place import Place
+
+Verdict = Literal["ok", "note", "bad"]
+
+# Extras, and the packages that each of them brings.
+_EXTRAS: Final = {
+    "s3": ("obstore", "tenacity", "botocore", "s3fs"),
+    "fsspec": ("fsspec", "s3fs", "tenacity"),
+    "zstd": ("zstandard",),
+    "progress": ("tqdm",),
+    "cli": ("typer", "rich"),
+}
+# Where credentials may come from; of these only the names are said.
+_CREDENTIALS: Final = {
+    "AWS_ACCESS_KEY_ID": "s3://", "AWS_PROFILE": "s3://", "AWS_WEB_IDENTITY_TOKEN_FILE": "s3://",
+    "GOOGLE_APPLICATION_CREDENTIALS": "gs://", "AZURE_STORAGE_ACCOUNT_KEY": "az://", "AZURE_STORAGE_SAS_TOKEN": "az://",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fact: what was looked at, what was found, and what to do unless it is "ok"."""
+
+    verdict: Verdict
+    subject: str
+    text: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def findings(root: Place | None) -> Iterator[Finding]:
+    """All of them, in the order in which they are found out."""
+    yield Finding("ok", "async_ckpt", version("async_ckpt"))
+    yield Finding("ok", "Python", f"{platform.python_version()} on {platform.system()} {platform.release()}")
+    yield from _torch()
+    yield from _packages()
+    yield Finding("ok", "cores", f"{num_cpus()} for this process")
+    yield from _memory()
+    yield from _credentials()
+    if root is not None:
+        yield from _disk(root) if root.is_local else _store(root)
+
+
+def _torch() -> Iterator[Finding]:
+    if find_spec("torch") is None:
+        yield Finding("bad", "torch", "is not installed: pip install torch")
+        return
+    import torch
+
+    from ..backends import accelerator
+
+    yield Finding("ok", "torch", torch.__version__)
+    device = accelerator()
+    if device is None:
+        yield Finding("note", "accelerator", "torch sees none, so that tensors are copied on the CPU")
+    else:
+        yield Finding("ok", "accelerator", str(device))
+
+
+def _packages() -> Iterator[Finding]:
+    for extra, packages in _EXTRAS.items():
+        found, lacking = [], []
+        for package in packages:
+            try:
+                found.append(f"{package} {version(package)}")
+            except PackageNotFoundError:
+                lacking.append(package)
+        if lacking:
+            text = f"{', '.join(lacking)} not installed: pip install 'async_ckpt[{extra}]' if you need it"
+            yield Finding("note", f"extra {extra}", text)
+        else:
+            yield Finding("ok", f"extra {extra}", ", ".join(found))
+
+
+def _memory() -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        yield Finding("ok", "memlock", "unlimited")
+    else:
+        yield Finding(
+            "note",
+            "memlock",
+            f"{sized(soft)}: page-locked buffers of drivers other than CUDA's are bounded by it",
+        )
+    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if huge.exists():
+        chosen = huge.read_text().partition("[")[2].partition("]")[0]
+        if chosen == "never":
+            yield Finding("note", "huge pages", "off; the first save into new memory takes longer")
+        else:
+            yield Finding("ok", "huge pages", chosen)
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        yield Finding(
+            "ok", "cgroup memory", f"{sized(int(text))}; host_bytes must fit in it beside the training"
+        )
+
+
+def _credentials() -> Iterator[Finding]:
+    for name, scheme in _CREDENTIALS.items():
+        if name in os.environ:
+            yield Finding("ok", "credentials", f"{name} is set, for {scheme}")
+    home = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", Path.home() / ".aws/credentials"))
+    if home.exists():
+        yield Finding("ok", "credentials", f"{home} is there, for s3://")
+
+
+def _disk(root: Place) -> Iterator[Finding]:
+    folder = Path(root.text.removeprefix("file://"))
+    there = next((one for one in (folder, *folder.parents) if one.is_dir()), None)
+    if there is None or not os.access(there, os.W_OK):
+        yield Finding("bad", root.shown, "cannot be written to: give a folder that is yours")
+        return
+    free = shutil.disk_usage(there).free
+    yield Finding("ok" if free > 1 << 30 else "bad", "free space", f"{sized(free)} at {there}")
+    with tempfile.NamedTemporaryFile(dir=there, prefix=".async-ckpt-doctor.") as file:
+        yield _tried(
+            "preallocation",
+            lambda: os.posix_fallocate(file.fileno(), 0, 1 << 20),
+            "the file system cannot reserve space, so that a full disk is noticed only while it is written",
+        )
+        if sys.platform == "linux":
+            yield _tried(
+                "O_DIRECT",
+                lambda: os.close(os.open(file.name, os.O_RDWR | os.O_DIRECT)),
+                "the file system has none: writes go through the page cache",
+            )
+
+
+def _tried(subject: str, call: Callable[[], object], advice: str) -> Finding:
+    try:
+        call()
+    except OSError as error:
+        return Finding("note", subject, f"{advice} ({error.strerror})")
+    return Finding("ok", subject, "works")
+
+
+def _store(root: Place) -> Iterator[Finding]:
+    from ..errors import CheckpointError
+
+    try:
+        root.storage().names("")
+    except (CheckpointError, ImportError, ValueError) as error:
+        yield Finding("bad", root.shown, str(error))
+    else:
+        yield Finding("ok", root.shown, "answers")

@@ -1,0 +1,160 @@
+"""The names in a checkpoint, with their shapes, places and statistics.
+
+In: archives that `loading` has opened. Out: rows of plain values. Knows nothing of: terminals. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+import torch
+
+from ..loading.archives.contents import Contents, Part
+from ..loading.ranges import Range, read_ranges
+from ..spec import DTYPES
+from ..state.names import dotted, shown
+from ..state.tree import StoredLeaf, leaves
+
+# What is in memory at once of a tensor whose statistics are taken.
+_CHUNK_BYTES: Final = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BytesInFile:
+    """A part of a tensor in a file: `num_bytes` from `offset` on."""
+
+    file: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NameRow:
+    """One name of a checkpoint. `kind` is "tensor", "array", "bytes", "object" or "value"; only a value has `value`."""
+
+    name: str
+    kind: str
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    num_bytes: int = 0
+    alias_of: str | None = None
+    places: tuple[BytesInFile, ...] = ()
+    value: Any = None
+    stats: dict[str, float] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rows_of(parts: Sequence[Part], patterns: Sequence[str], *, stats: bool) -> list[NameRow]:
+    """The names that one of the patterns matches, or that lie below one, in the order of the checkpoint; without patterns, all."""
+    return [row for part in parts for row in _rows_in(part, patterns, stats=stats)]
+
+
+def _rows_in(part: Part, patterns: Sequence[str], *, stats: bool) -> Iterator[NameRow]:
+    archive = part.archive
+    archive.learn_names()
+    tree, _ = archive.tree(groups=part.groups)
+    for path, leaf in _walked(tree, ()):
+        name = dotted(path)
+        if not patterns or any(_matches(name, pattern) for pattern in patterns):
+            yield _row(archive, path, leaf, stats=stats)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+
+
+def _walked(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    inner: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        inner = list(value.items())
+    elif isinstance(value, list | tuple) and any(isinstance(leaf, StoredLeaf) for leaf in leaves(value)):
+        inner = list(enumerate(value))
+    if inner and not isinstance(value, StoredLeaf):
+        for key, one in inner:
+            yield from _walked(one, (*path, key))
+    elif not isinstance(value, dict):
+        yield path, value
+
+
+def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool) -> NameRow:
+    name = shown(path)
+    if not isinstance(leaf, StoredLeaf):
+        return NameRow(name, "value", value=leaf if _is_json(leaf) else repr(leaf)[:200])
+    if leaf.kind == "object":
+        return NameRow(name, "object")
+    tensor = archive.index.tensors[leaf.number]
+    primary = archive.primary(leaf.number)
+    num_bytes = math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
+    places = tuple(
+        BytesInFile(source.file.path, source.piece.extent.offset, source.piece.extent.length)
+        for source in archive.sources(primary)
+    )
+    return NameRow(
+        name,
+        {"ndarray": "array"}.get(leaf.kind, leaf.kind),
+        tensor.dtype,
+        tuple(tensor.shape),
+        num_bytes,
+        None if primary == leaf.number else shown(archive.index.tensors[primary].path),
+        places,
+        stats=statistics(archive, primary) if stats and leaf.kind == "tensor" else None,
+    )
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(inner) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def statistics(archive: Contents, number: int) -> dict[str, float]:
+    """Least, greatest, mean, standard deviation and 2-norm of the finite items, and how many are NaN or infinite.
+
+    Read in pieces of 32 MiB. The deviation is put together from those of the pieces (Chan, Golub, LeVeque 1979).
+    """
+    count, mean, squares, norm2, num_nan, num_inf = 0, 0.0, 0.0, 0.0, 0, 0
+    least, greatest = math.inf, -math.inf
+    for items in _pieces(archive, number):
+        num_nan += int(items.isnan().sum())
+        num_inf += int(items.isinf().sum())
+        finite = items[items.isfinite()]
+        if n := finite.numel():
+            least, greatest = min(least, float(finite.min())), max(greatest, float(finite.max()))
+            piece_mean = float(finite.mean())
+            squares += float(((finite - piece_mean) ** 2).sum()) + (piece_mean - mean) ** 2 * count * n / (
+                count + n
+            )
+            mean += (piece_mean - mean) * n / (count + n)
+            norm2 += float((finite**2).sum())
+            count += n
+    return {
+        "min": least if count else math.nan,
+        "max": greatest if count else math.nan,
+        "mean": mean if count else math.nan,
+        "std": math.sqrt(squares / count) if count else math.nan,
+        "norm": math.sqrt(norm2),
+        "num_nan": num_nan,
+        "num_inf": num_inf,
+    }
+
+
+def _pieces(archive: Contents, number: int) -> Iterator[torch.Tensor]:
+    """The items of a tensor as float64, row by row; of complex ones the absolute values."""
+    tensor, dtype = archive.index.tensors[number], archive.dtype(number)
+    item_bytes = DTYPES[tensor.dtype][0]
+    total = math.prod(tensor.shape) * item_bytes
+    step = _CHUNK_BYTES // item_bytes * item_bytes
+    memory = torch.empty(min(step, total), dtype=torch.uint8)
+    for begin in range(0, total, step):
+        length = min(step, total - begin)
+        read_ranges([Range(archive, number, begin, length, 0)], memory)
+        items = memory[:length].view(dtype)
+        yield (items.abs() if dtype.is_complex else items).to(torch.float64)

@@ -1,0 +1,212 @@
+"""The steps of a run, the runs in a folder, and the versions of a publication, as rows.
+
+In: a storage. Out: rows of plain values. Knows nothing of: terminals.
+
+A manifest that cannot be read is a row like others; nothing is changed on storage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Final
+
+from ..errors import CheckpointError
+from ..host.threads import run_together
+from ..runs.manifest import NAME as MANIFEST
+from ..runs.manifest import Manifest, is_retired_name, parse_intent
+from ..runs.naming import TRACKERS, parse_step_name, pattern_of
+from ..runs.run import Run
+from ..spans import Clock
+from ..storage.interface import Storage
+from ..storage.place import Place
+
+_VERSION: Final = re.compile(r"weight_v\d{6,18}")
+_READERS: Final = 32
+_LOOKED_INTO: Final = 8
+
+
+@dataclass(slots=True)
+class StepRow:
+    """One step of a run. `marks` are facts about it in words."""
+
+    step: int
+    folder: str
+    created: float | None = None
+    num_bytes: int | None = None
+    num_ranks: int | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+    marks: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "record": dict(self.record)}
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """One run in a folder of runs."""
+
+    name: str
+    num_steps: int
+    latest: int | None
+    created: float | None
+    num_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """One version of a publication: an anchor, or a delta against `base`."""
+
+    version: int
+    kind: str
+    base: int | None
+    num_bytes: int
+    marks: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def kind_of(place: Place) -> str:
+    """The kind of a place by the names there: "step", "publication", "run", "runs" or "nothing"."""
+    storage = place.storage()
+    names = storage.names("")
+    if MANIFEST in names:
+        return "step"
+    if any(map(_VERSION.fullmatch, names)):
+        return "publication"
+    if _step_formats(names) and _has_steps(storage, names):
+        return "run"
+    if any(_is_run(place, name) for name in names):
+        return "runs"
+    return "nothing"
+
+
+def steps_of(storage: Storage, *, clock: Clock, with_all: bool = False) -> list[StepRow]:
+    """The steps of a run, ascending; `with_all` also what is not committed. Of several namings, the steps of each."""
+    names = storage.names("")
+    rows: list[StepRow] = []
+    for step_format in _step_formats(names):
+        run = Run(storage, clock=clock, step_format=step_format, tracker=None)
+        rows += _rows(run, names, with_all=with_all)
+    _mark_newest(rows, storage, names)
+    return sorted(rows, key=lambda row: (row.step, row.folder))
+
+
+def runs_in(place: Place, *, clock: Clock) -> list[RunRow]:
+    """The runs in the folders of this one."""
+    rows: dict[str, RunRow] = {}
+
+    def look(name: str) -> None:
+        inner = _below(place, name).storage()
+        names = inner.names("")
+        if _step_formats(names) and _has_steps(inner, names):
+            steps = [row for row in steps_of(inner, clock=clock) if row.num_bytes is not None]
+            newest = max(steps, key=lambda row: row.step, default=None)
+            rows[name] = RunRow(
+                name,
+                len(steps),
+                newest.step if newest else None,
+                newest.created if newest else None,
+                sum(row.num_bytes or 0 for row in steps),
+            )
+
+    run_together("look", [partial(look, name) for name in place.storage().names("")], max_threads=_READERS)
+    return [rows[name] for name in sorted(rows)]
+
+
+def versions_of(storage: Storage) -> list[VersionRow]:
+    """The versions of a publication, ascending."""
+    from ..format.delta import folder_of
+    from ..publishing.versions import Versions  # it needs torch
+
+    versions, rows = Versions(storage), []
+    for number in versions.numbers():
+        try:
+            index = versions.read(number)
+        except CheckpointError as error:
+            rows.append(VersionRow(number, "damaged", None, 0, [str(error)]))
+            continue
+        num_bytes = sum(storage.sizes(folder_of(number)).values())
+        marks = [] if versions.is_complete(number) else [f"version {index.base} is missing"]
+        rows.append(
+            VersionRow(number, "anchor" if index.base is None else "delta", index.base, num_bytes, marks)
+        )
+    return rows
+
+
+def _rows(run: Run, names: list[str], *, with_all: bool) -> Iterator[StepRow]:
+    commits = run.view()
+    borrowed_from = {
+        one.step for made in commits.values() if made for one in made.elsewhere if one.step != made.step
+    }
+    for step, manifest in commits.items():
+        row = StepRow(step, run.folder(step))
+        if manifest is None:
+            row.marks.append("its manifest is damaged")
+        else:
+            _fill(row, manifest)
+        if step in borrowed_from:
+            row.marks.append("lends")
+        yield row
+    if with_all:
+        for name in names:
+            name_of_step = parse_step_name(name)
+            if name_of_step is None or name_of_step.step in commits or run.folder(name_of_step.step) != name:
+                continue
+            inside = run.storage.names(name)
+            is_retired = any(map(is_retired_name, inside)) or MANIFEST in inside
+            yield StepRow(name_of_step.step, name, marks=["retired" if is_retired else "not committed"])
+
+
+def _fill(row: StepRow, manifest: Manifest) -> None:
+    row.created, row.num_bytes, row.num_ranks = manifest.created, manifest.num_bytes, manifest.world_size
+    row.record = manifest.record
+    if manifest.record.get("rolling"):
+        row.marks.append("rolling")
+    if manifest.record.get("ttl_seconds") is not None:
+        row.marks.append("expires")
+    lenders = sorted({one.step for one in manifest.elsewhere if one.step != manifest.step})
+    if lenders:
+        row.marks.append(f"borrows from {', '.join(map(str, lenders))}")
+
+
+def _mark_newest(rows: Sequence[StepRow], storage: Storage, names: Collection[str]) -> None:
+    committed = [row for row in rows if row.num_bytes is not None]
+    if committed:
+        max(committed, key=lambda row: row.step).marks.insert(0, "latest")
+    for name in TRACKERS:
+        if name in names:
+            with suppress(CheckpointError, OSError):
+                text = storage.read(name)[0].decode(errors="replace").strip()
+                for row in committed:
+                    if text in (row.folder, str(row.step)):
+                        row.marks.append(name if name != "latest" else "tracker")
+
+
+def _step_formats(names: Iterable[str]) -> list[str]:
+    """The formats of the folders that may be steps, each once."""
+    found = (parse_step_name(name) for name in names if parse_intent(name) is None)
+    formats = {one.step_format for one in found if one is not None and "/" not in one.rest}
+    return sorted(one for one in formats if pattern_of(one) is not None)
+
+
+def _has_steps(storage: Storage, names: Sequence[str]) -> bool:
+    folders = [f"{name}/{MANIFEST}" for name in names if parse_step_name(name) is not None]
+    return bool(storage.existing(folders[-_LOOKED_INTO:]) or storage.existing(folders[:-_LOOKED_INTO]))
+
+
+def _is_run(place: Place, name: str) -> bool:
+    storage = _below(place, name).storage()
+    names = storage.names("")
+    return bool(_step_formats(names)) and _has_steps(storage, names)
+
+
+def _below(place: Place, name: str) -> Place:
+    return replace(place, url=f"{place.text.rstrip('/')}/{name}")

@@ -1,0 +1,90 @@
+"""The output of the command: tables for people, or one JSON document for programs.
+
+In: rows of values. Out: text on stdout. Knows nothing of: checkpoints.
+
+Nothing that a checkpoint contains reaches a terminal raw: control characters in names are escaped, and rich's markup is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..spans import shown_time
+
+# The version of the JSON documents. Keys are only added to them.
+JSON_VERSION: Final = 1
+_WIDE: Final = 10_000
+
+
+def console() -> Console:
+    """A console on stdout. Piped, or with NO_COLOR, it has no colours and does not cut lines."""
+    is_plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
+    return Console(
+        no_color=is_plain, highlight=False, width=None if sys.stdout.isatty() else _WIDE, soft_wrap=False
+    )
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> None:
+    """A table without lines; columns named in `right` are aligned there. Empty columns are left out."""
+    rows = [list(row) for row in rows]
+    shown = [n for n in range(len(columns)) if any(row[n] for row in rows)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for n in shown:
+        table.add_column(columns[n], justify="right" if columns[n] in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(row[n]) for n in shown))
+    console().print(table)
+
+
+def print_text(text: str, style: str = "") -> None:
+    console().print(Text(text, style=style), soft_wrap=True)
+
+
+def print_json(kind: str, document: Mapping[str, Any]) -> None:
+    """One document, and nothing else. Numbers that JSON does not have are texts."""
+    told = {"version": JSON_VERSION, "kind": kind, **document}
+    sys.stdout.write(json.dumps(_finite(told), ensure_ascii=True, indent=1) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [*map(_finite, value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def escaped(text: str) -> str:
+    """A text from a checkpoint, with what a terminal would act upon as escapes."""
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape", "surrogatepass").decode() for one in text
+    )
+
+
+def age(created: float, now: float) -> str:
+    """How long ago that was, such as "3 h"; the date beyond a month, and in the future."""
+    seconds = now - created
+    if seconds < 0 or seconds > 30 * 86400:
+        return shown_time(created)
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def short(value: Any) -> str:
+    """A value of a record in few characters."""
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return escaped(value if isinstance(value, str) else json.dumps(value))[:40]

@@ -1,0 +1,321 @@
+"""The command `async-ckpt` on real runs, piped and in a terminal: what it says, and with which status it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from buckets import bucket  # noqa: F401
+from exported import gpt2
+from published import Line, flip
+from rank_archives import commit, write_all
+from states import open_run
+
+import async_ckpt
+from async_ckpt.command import main
+from async_ckpt.command.main import status_of
+
+ESCAPES = "red\x1b[31m\nnext"
+
+
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_command(*arguments: Any, **env: str) -> Ended:
+    """In this process: a new one would import torch anew for each of these tests."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        for name, value in env.items():
+            patch.setenv(name, value)
+        status = status_of([*map(str, arguments)])
+    return Ended(status, out.getvalue(), err.getvalue())
+
+
+def in_process(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "async_ckpt", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+class Thing:
+    """An object that is no plain data."""
+
+
+def documented(*arguments: Any, status: int = 0) -> Any:
+    ended = run_command(*arguments, "--json")
+    assert ended.returncode == status, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def in_terminal(*arguments: Any, columns: int = 80) -> bytes:
+    """What a terminal of so many columns is written."""
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "async_ckpt", *map(str, arguments)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "COLUMNS": str(columns), "TERM": "xterm"},
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while piece := os.read(ours, 65536):
+            written += piece
+    except OSError:
+        pass  # the child has closed it
+    assert child.wait(60) == 0, written
+    os.close(ours)
+    return written
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Step 2 borrows a group of step 1, and has NaN, Inf, an object and a name that a terminal would act upon."""
+    root = tmp_path_factory.mktemp("runs") / "a"
+    base = {"w": torch.arange(6.0).reshape(2, 3)}
+    tied = torch.ones(4)
+    with open_run(root) as ckpt:
+        ckpt.save({"base": base, "step": 1}, 1, record={"loss": 0.5, "note": ESCAPES}).result()
+        state = {
+            "base": base,
+            "head": {
+                "odd": torch.tensor([1.0, float("nan"), float("inf"), 3.0]),
+                ESCAPES: tied,
+                "tied": tied,
+            },
+            "step": 2,
+            "who": Thing(),
+        }
+        ckpt.save(state, 2, unchanged="base", record={"loss": 0.25}, rolling=True).result()
+    return root
+
+
+def test_ls_lists_the_steps_of_a_run(root: Path) -> None:
+    told = documented("ls", root)
+
+    assert (told["version"], told["kind"]) == (1, "steps")
+    first, second = told["steps"]
+    assert (first["step"], first["record"]["note"], first["marks"]) == (1, ESCAPES, ["lends"])
+    assert (second["step"], second["num_ranks"]) == (2, 1)
+    assert second["marks"] == ["latest", "rolling", "borrows from 1", "tracker"]
+    assert second["num_bytes"] == sum(path.stat().st_size for path in (root / "step_00000002").glob("*.tar"))
+
+    lines = run_command("ls", root).stdout.splitlines()
+    assert lines[0].split() == ["step", "age", "size", "ranks", "loss", "note", "marks"]
+    assert len(lines) == 3
+
+
+def test_ls_lists_the_runs_in_a_folder(root: Path) -> None:
+    (run,) = documented("ls", root.parent)["runs"]
+    assert (run["name"], run["num_steps"], run["latest"]) == ("a", 2, 2)
+
+
+def test_ls_goes_on_with_the_rest_where_a_manifest_is_damaged(tmp_path: Path) -> None:
+    with open_run(tmp_path / "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save({"w": torch.ones(3)}, step).result()
+    flip(tmp_path / "run/step_00000001/manifest.json", 200)
+
+    first, second = documented("ls", tmp_path / "run")["steps"]
+
+    assert first["marks"] == ["its manifest is damaged"]
+    assert second["marks"] == ["latest", "tracker"]
+
+
+def test_ls_shows_what_is_not_committed_where_it_is_asked_to(tmp_path: Path) -> None:
+    with open_run(tmp_path / "run") as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 1).result()
+    (tmp_path / "run/step_00000002").mkdir()
+    (tmp_path / "run/step_00000002/rank_00000.0123abcd.tar").touch()
+
+    assert [row["step"] for row in documented("ls", tmp_path / "run")["steps"]] == [1]
+    marks = {row["step"]: row["marks"] for row in documented("ls", tmp_path / "run", "--all")["steps"]}
+    assert marks == {1: ["latest", "tracker"], 2: ["not committed"]}
+
+
+@pytest.mark.parametrize("naming", ["verl", "deepspeed"])
+def test_ls_knows_other_namings(tmp_path: Path, naming: str) -> None:
+    with async_ckpt.AsyncCheckpointer(tmp_path / "run", naming=naming) as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 7).result()
+    (row,) = documented("ls", tmp_path / "run")["steps"]
+    assert row["step"] == 7
+    assert row["marks"][0] == "latest"
+    assert len(row["marks"]) == 2  # the tracker, by its name
+
+
+def test_ls_lists_the_versions_of_a_publication(tmp_path: Path) -> None:
+    with Line(tmp_path / "v", gpt2()) as line:
+        line.publish(1, 2)
+
+    first, second = documented("ls", tmp_path / "v")["versions"]
+
+    assert (first["kind"], first["base"], second["kind"], second["base"]) == ("anchor", None, "delta", 1)
+    assert first["num_bytes"] > second["num_bytes"] > 0
+
+
+def test_ls_needs_no_torch(root: Path) -> None:
+    code = (
+        "import sys; from async_ckpt.command.main import app; app(args=['ls', sys.argv[1]], standalone_mode=False); "
+        "print('torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=True)
+    assert out.stdout.splitlines()[-1] == "False"
+
+
+def test_inspect_shows_names_shapes_and_places(root: Path) -> None:
+    rows = {row["name"]: row for row in documented("inspect", root / "step_00000002")["names"]}
+
+    assert rows["base.w"]["shape"] == [2, 3]
+    assert rows["base.w"]["places"][0]["file"].startswith(str(root / "step_00000001"))
+    assert rows["head.tied"]["alias_of"] is not None
+    assert rows["who"]["kind"] == "object"
+    assert rows["step"]["value"] == 2
+
+
+def test_inspect_takes_statistics_of_what_is_finite(root: Path) -> None:
+    (row,) = documented("inspect", root, "head.odd", "--stats")["names"]
+    assert row["stats"] == {
+        "min": 1.0, "max": 3.0, "mean": 2.0, "std": 1.0, "norm": 10**0.5, "num_nan": 1, "num_inf": 1,
+    }  # fmt: skip
+
+
+def test_inspect_takes_patterns_and_says_when_there_is_nothing(root: Path) -> None:
+    assert [row["name"] for row in documented("inspect", root, "base.*")["names"]] == ["base.w"]
+    ended = run_command("inspect", root, "typo")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "none of its names is typo" in ended.stderr
+
+
+def test_inspect_of_several_ranks_says_in_how_many_files_a_tensor_is(tmp_path: Path) -> None:
+    folder = tmp_path / "step_00000001"
+    folder.mkdir()
+    commit(
+        write_all(folder, 2, lambda rank: {"whole": torch.arange(1e6), "own": rank}, per_rank=("own",)),
+        per_rank=("own",),
+    )
+    rows = {row["name"]: row for row in documented("inspect", folder)["names"]}
+    assert rows["whole"]["shape"] == [1_000_000]
+    assert len({place["file"] for place in rows["whole"]["places"]}) == 2
+
+
+def test_inspect_reads_folders_of_hugging_face(tmp_path: Path) -> None:
+    async_ckpt.export_hf(gpt2(), tmp_path / "hf").result()
+    rows = documented("inspect", tmp_path / "hf")["names"]
+    assert any(row["name"] == "transformer.wte.weight" for row in rows)
+
+
+def test_verify_says_what_is_damaged(tmp_path: Path) -> None:
+    with open_run(tmp_path / "run") as ckpt:
+        ckpt.save({"w": torch.arange(4e6)}, 1).result()
+    assert documented("verify", tmp_path / "run")["sound"] is True
+    (archive,) = (tmp_path / "run").glob("step_*/*.tar")
+    flip(archive, 10_000_000)
+
+    told = documented("verify", archive.parent, status=1)
+
+    assert (told["sound"], told["tensors"]) == (False, ["w"])
+    ended = run_command("verify", tmp_path / "run")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert archive.name in ended.stderr
+
+
+def test_doctor_says_how_things_are_and_no_secret(tmp_path: Path) -> None:
+    ended = run_command("doctor", tmp_path, "--json", AWS_ACCESS_KEY_ID="AKIASECRET")
+    told = json.loads(ended.stdout)["findings"]
+    assert {"async_ckpt", "Python", "torch", "free space"} <= {one["subject"] for one in told}
+    assert any("AWS_ACCESS_KEY_ID is set" in one["text"] for one in told)
+    assert "AKIASECRET" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("ls", "{tmp}/nowhere"), 1, "no run, no step and no publication there"),
+        (("ls", "{tmp}"), 1, "no run, no step and no publication there"),
+        (("inspect", "{tmp}/nowhere"), 1, "there is nothing at this path"),
+        (("inspect", "{tmp}/file"), 1, "file"),
+        (("verify", "{tmp}/file"), 1, "file"),
+        (("ls", "nonsense://x"), 2, "nonsense"),
+        (("ls",), 2, "Missing argument"),
+        (("frobnicate",), 2, "No such command"),
+        (("ls", "s3://nobody/run", "--endpoint", "http://127.0.0.1:9", "--region", "x"), 74, "nobody"),
+    ],
+)
+def test_what_cannot_be_answered_is_said_on_stderr(
+    tmp_path: Path, arguments: tuple[str, ...], status: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "DEADLINE_SECONDS", 1.0)
+    (tmp_path / "file").write_text("no archive")
+    env = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    ended = run_command(*(one.format(tmp=tmp_path) for one in arguments), **env)
+    assert (ended.returncode, ended.stdout) == (status, ""), ended.stderr
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("columns", [40, 120])
+@pytest.mark.parametrize("word", ["ls", "inspect"])
+def test_nothing_of_a_checkpoint_reaches_a_terminal_raw(root: Path, word: str, columns: int) -> None:
+    assert b"\x1b[31m" not in in_terminal(word, root, columns=columns)
+    assert "\x1b" not in run_command(word, root).stdout
+
+
+def test_a_pipe_that_is_closed_ends_it_quietly(root: Path) -> None:
+    shell = f"{sys.executable} -m async_ckpt inspect {root} --json | head -1"
+    ended = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout, ended.stderr) == ("{\n", "")
+
+
+@pytest.mark.parametrize("word", ["ls", "inspect", "verify", "doctor"])
+def test_every_word_has_an_example_that_works(
+    root: Path, tmp_path: Path, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/a").symlink_to(root)
+    monkeypatch.chdir(tmp_path)
+    example = run_command(word, "--help").stdout.partition("Example: async-ckpt ")[2].splitlines()[0]
+    arguments = shlex.split(example.replace("step_00000100", "step_00000002").replace("model.*", "base.*"))
+    assert run_command(*arguments).returncode == 0
+
+
+def test_it_is_a_program_of_its_own(root: Path) -> None:
+    assert in_process("ls", root).stdout.split()[:2] == ["step", "age"]
+    assert in_process("frobnicate").returncode == 2
+
+
+def test_a_run_in_a_bucket_is_listed_and_inspected(bucket: Any) -> None:  # noqa: F811
+    with async_ckpt.AsyncCheckpointer(bucket.place("run")) as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 1).result()
+    options = bucket.server.options
+    store = ["--endpoint", options["endpoint"], "--region", options.get("region", "us-east-1")]
+    keys = {
+        "AWS_ACCESS_KEY_ID": options["access_key_id"],
+        "AWS_SECRET_ACCESS_KEY": options["secret_access_key"],
+    }
+
+    listed = run_command("ls", bucket.url("run"), *store, "--json", **keys)
+    inspected = run_command("inspect", bucket.url("run/step_00000001"), *store, "--json", **keys)
+
+    assert [row["step"] for row in json.loads(listed.stdout)["steps"]] == [1]
+    assert [row["name"] for row in json.loads(inspected.stdout)["names"]] == ["w"]
