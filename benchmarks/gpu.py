@@ -5,6 +5,12 @@ In: a setting. Out: rows by name, one part after the other. Knows nothing of: ho
 Each part is by itself: an error in one is kept with its row, and the next goes on. A part that does not fit in what is left
 of the time is not run, one that takes longer than its share is ended, and whatever cannot be ended goes with the process,
 after its parts have been kept. Nothing is needed but torch and xxhash.
+
+How rows are measured: *copies pending* counts copies of 4 KiB behind a busy kernel until one call takes more than 50 ms; *from the
+device to the host* is `save` until all is staged, against a copy to 1 GiB of pinned memory; *steps during a save* are synchronized one
+by one and compared with as many others; for *saves of their instant*, training changes, drops, resizes or replaces the state right
+after the call, and the save has the bytes of that instant or fails with TornSnapshotError; *operations enqueued* come from torch's
+profiler.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def markdown(kept: Mapping[str, Any]) -> str:
     """The tables of such a file, and what they were measured on."""
     where = ", ".join(f"{name} {value}" for name, value in kept["environment"].items())
     tables = [_table(table["head"], table["lines"]) for table in kept["tables"]]
-    return "\n".join([*tables, f"Medians of what was measured side by side. {where}.", ""])
+    return "\n".join([*tables, f"Medians, measured side by side. {where}.", ""])
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -191,9 +191,7 @@ def excerpt(kept: Mapping[str, Any], rows: Sequence[str], columns: Sequence[str]
         if {*columns} <= {*table["head"]} and {*rows} <= {*lines}:
             text = _table(columns, [[lines[row][column] for column in columns] for row in rows])
             where = ", ".join(f"{name} {kept['environment'][name]}" for name in _MACHINE)
-            return (
-                f"{text}\n{textwrap.fill(f'Medians of what was measured side by side. {where}.', _WIDTH)}\n"
-            )
+            return f"{text}\n{textwrap.fill(f'Medians, measured side by side. {where}.', _WIDTH)}\n"
     raise ValueError(f"no table has all of {', '.join([*rows, *columns])}")
 
 
