@@ -15,7 +15,7 @@ from archives import flip
 from fake_ranks import standing_at
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import ATTEMPT, Build, commit, write_all
-from states import difference
+from states import MIB, difference
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -32,7 +32,6 @@ from async_ckpt import (
 from async_ckpt.around import merge as merging
 from async_ckpt.errors import UntrustedObjectError
 from async_ckpt.host.memory import HostBuffer
-from async_ckpt.spec import MIB
 from async_ckpt.testing.servers import Server
 
 

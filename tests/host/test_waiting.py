@@ -15,14 +15,13 @@ import pytest
 import torch
 from racing import PATIENCE, Call, Skipping, until
 from scripted_disk import ScriptedStorage, scripted
-from states import SEGMENT, open_run, state_at, weight
+from states import MIB, SEGMENT, open_run, state_at, weight
 
 import async_ckpt
 from async_ckpt.host import waits
 from async_ckpt.host.threads import start_thread
 from async_ckpt.report import Progress
 from async_ckpt.saving import default
-from async_ckpt.spec import MIB
 from async_ckpt.staging import snapshot
 from async_ckpt.staging.host_copy import BufferPool
 

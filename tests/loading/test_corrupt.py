@@ -17,7 +17,7 @@ import torch
 from archives import assemble, flip, forge_manifest, parsed_index, read_index
 from damage import STATE, assert_refused
 from slices import is_tried, some
-from states import difference, states_equal
+from states import MIB, difference, states_equal
 from torch import nn
 
 import async_ckpt
@@ -29,7 +29,6 @@ from async_ckpt import (
     NotCommittedError,
 )
 from async_ckpt.format import tar
-from async_ckpt.spec import MIB
 
 
 @pytest.fixture

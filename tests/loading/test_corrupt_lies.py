@@ -24,7 +24,7 @@ import torch
 from archives import assemble, forge, forge_manifest, little_memory, parsed_index, read_index
 from children import Nursery
 from damage import NUM_LIES, STATE, assert_refused, objects_swapped, refusal, torch_saved
-from states import difference
+from states import MIB, difference
 from torch import nn
 
 import async_ckpt
@@ -39,7 +39,6 @@ from async_ckpt import (
 from async_ckpt.format import digests, tar
 from async_ckpt.loading.archives.find import from_path
 from async_ckpt.loading.restore import RestoreOptions, restore_state
-from async_ckpt.spec import MIB
 
 
 class Triple(NamedTuple):

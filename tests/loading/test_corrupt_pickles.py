@@ -20,12 +20,11 @@ import torch
 from archives import little_memory
 from children import Nursery
 from damage import NUM_LIES, STATE, assert_refused, objects_swapped, refusal, torch_saved
-from states import difference
+from states import MIB, difference
 from torch import nn
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CheckpointError, CorruptCheckpointError, UntrustedObjectError
-from async_ckpt.spec import MIB
 
 
 @pytest.fixture

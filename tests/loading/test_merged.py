@@ -14,7 +14,7 @@ from accelerators import Accelerator
 from archives import flip, forge, little_memory
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import commit, load_all, opened, write_all
-from states import difference
+from states import MIB, difference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +27,6 @@ from async_ckpt.loading.archives.contents import Part
 from async_ckpt.loading.archives.find import from_path
 from async_ckpt.loading.archives.merged_archives import MergedArchives
 from async_ckpt.loading.archives.step_archives import Readers
-from async_ckpt.spec import MIB
 from async_ckpt.state import PerRank
 
 

@@ -13,7 +13,7 @@ from fake_ranks import standing_at
 from matrix_restores import restore, saved
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import ATTEMPT, Build, commit, write_all
-from states import difference
+from states import MIB, difference
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -24,7 +24,6 @@ from async_ckpt.loading.archives import step_archives
 from async_ckpt.runs import layouts
 from async_ckpt.runs.receipts import Table
 from async_ckpt.slicing.sharded import local_part
-from async_ckpt.spec import MIB
 from async_ckpt.storage.local import LocalReader, LocalStorage
 
 BLOCK = 4 * MIB

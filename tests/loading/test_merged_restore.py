@@ -15,7 +15,7 @@ from matrix_restores import SHAPES, SUITE, fully_sharded, layouts, saved, wrong_
 from matrix_slices import numbered
 from rank_archives import Build, opened, restore_at, write_all
 from slices import ALL, PART, some
-from states import difference
+from states import MIB, difference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -25,7 +25,6 @@ from async_ckpt import StateMismatchError
 from async_ckpt.loading.archives.contents import Part
 from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.slicing.sharded import local_part
-from async_ckpt.spec import MIB
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from states import MIB, assert_is_state, leftovers, names_below, open_run, recor
 import async_ckpt
 from async_ckpt import (
     CorruptCheckpointError,
+    Keep,
     NotCommittedError,
     StepBehindError,
     StepExistsError,
@@ -27,7 +28,6 @@ from async_ckpt import (
 )
 from async_ckpt.runs.receipts import Receipt
 from async_ckpt.runs.run import Run
-from async_ckpt.spec import Keep
 from async_ckpt.storage.local import LocalStorage
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")

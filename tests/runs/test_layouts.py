@@ -13,7 +13,7 @@ import torch
 from archives import forge_manifest
 from racing import until
 from scripted_disk import scripted
-from states import assert_is_state, is_start, names_below, open_run, state_at
+from states import assert_is_state, is_start, names_below, open_run, records, state_at
 
 import async_ckpt
 from async_ckpt import (
@@ -398,7 +398,7 @@ def test_overwriting_a_step_replaces_its_record(tmp_path):
     with open_run(tmp_path) as ckpt:
         ckpt.save(state_at(1), step=1, record={"loss": 1.0, "old": True}).result()
         ckpt.save(state_at(1), step=1, record={"loss": 0.5}, overwrite=True).result()
-        (line,) = ckpt._roots.runs[0].journal()
+        (line,) = records(tmp_path)
     assert line["loss"] == 0.5
     assert "old" not in line
 

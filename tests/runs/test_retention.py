@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from scripted_disk import scripted
 from states import assert_is_state, leftovers, names_below, open_run, state_at
 
-from async_ckpt import AsyncCheckpointer, Naming, NotCommittedError, StorageUnavailableError
+from async_ckpt import AsyncCheckpointer, Keep, Naming, NotCommittedError, StorageUnavailableError
 from async_ckpt.runs.manifest import Manifest
 from async_ckpt.runs.retention import Commits, deletable_steps
 from async_ckpt.runs.run import Run
-from async_ckpt.spec import Keep, keep_of
+from async_ckpt.spec import keep_of
 from async_ckpt.storage.local import LocalStorage
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")

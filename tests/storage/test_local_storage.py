@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from disks import write_whole
 from racing import Call
-from states import MIB, assert_is_state, leftovers, names_below, open_run, state_at
+from states import MIB, assert_is_state, leftovers, names_below, open_run, records, state_at
 
 import async_ckpt
 from async_ckpt import StorageUnavailableError
@@ -550,7 +550,7 @@ def test_of_two_processes_that_save_into_one_root_nothing_is_lost_that_either_wa
         assert ckpt.steps() == committed
         for step in committed:
             assert_is_state(ckpt.load(step), step, 5)
-        assert [record["step"] for record in ckpt._roots.runs[0].journal()] == committed
+        assert [record["step"] for record in records(root)] == committed
         assert (root / "latest").read_text() == f"step_{committed[-1]:08d}\n"
     assert leftovers(root) == []
 

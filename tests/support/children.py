@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -87,6 +88,8 @@ def _know_stores() -> None:
         import botocore.session
         from botocore.loaders import JSONFileLoader
 
+        for name in ("obstore.store", "s3fs", "tenacity"):
+            importlib.import_module(name)
         read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
         JSONFileLoader.load_file = lambda _, path: read(path)
         session = botocore.session.Session()
