@@ -1,4 +1,5 @@
-"""Finds docstrings that do not begin with the thing that they are about, and class names that stand for several things.
+"""Finds docstrings that do not begin with the thing that they are about, class names that stand for several things, and
+lines that are too long.
 
 Run by `make check`. Exits with 1 if there are any.
 """
@@ -12,6 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "async_ckpt"
+MAX_COLUMNS = 120
 NO_SUBJECT = re.compile(r"(What|Which|Who|Of|Those|It|Nobody)\b")
 
 
@@ -19,6 +21,9 @@ def main() -> int:
     complaints, owners = [], defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if len(line) > MAX_COLUMNS:
+                complaints.append(f"async_ckpt/{name}:{number}: {len(line)} columns, more than {MAX_COLUMNS}")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 owners[node.name.lstrip("_")].append(f"{name}:{node.lineno}")

@@ -105,7 +105,7 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .publishing.publisher import Publisher as Publisher
     from .publishing.subscriber import Subscriber as Subscriber
 else:
-    # Imported when they are first asked for: most programs need a few of them, and the command needs torch for few of its words.
+    # Imported when they are first asked for: most programs need a few of them, and `async-ckpt ls` needs no torch.
     _LATER = {
         "AsyncCheckpointer": ".checkpointer",
         "Due": ".saving.policy",

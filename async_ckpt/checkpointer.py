@@ -82,12 +82,12 @@ class AsyncCheckpointer(RunReader):
         naming: the names that other programs expect: "skyrl", "verl", "open-instruct", "deepspeed", or
             `Naming(step_format=…, tracker=…)`. By default steps are called "step_{:08d}", and the file `latest` names
             the newest.
-        strict: at the next `save`, before it starts, raise the error of an earlier save that has not been retrieved yet.
+        strict: at the next `save`, before it starts, raise the error of an earlier save that was not retrieved yet.
         exit_timeout: how many seconds the interpreter waits for saves when it exits. None waits as long as they take.
         progress: draw a bar for each save on stderr, or in the notebook. Needs tqdm.
         commit: with several roots, "all" makes a save wait for all of them, and fail if one fails. With "any" it is
-            committed at the root where it is durable first; roots that lag or fail are caught up later. With several ranks,
-            a root that they do not share is then a cache of each node.
+            committed at the root where it is durable first; roots that lag or fail are caught up later. With several
+            ranks, a root that they do not share is then a cache of each node.
         max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments. The
             limit applies to each process separately. Catching up a root is not limited.
         trace: a file that records what each thread did, and when; open it in https://ui.perfetto.dev. It is replaced
@@ -96,12 +96,13 @@ class AsyncCheckpointer(RunReader):
             (0, 1) stands for a process that saves alone, whatever group it is in. By default the ranks are those of the
             default process group, and every one of them calls `save` and `restore`.
         run_id: with `ranks`, a text that is the same on all ranks, and new at every start of them.
-        differing: plain values and small tensors should be the same on all ranks. Those that are not are kept for each
+        differing: plain values and small tensors should be the same on all ranks. Values that differ are kept for each
             rank, with a warning; with "fail", such a save fails.
-        check_replicas: at every save, compare what several ranks hold of the same tensors. By default, this is done only
-            at the first save of states that look so.
-        mesh: the DeviceMesh of which those of all tensors are parts, such as (data parallel, tensor parallel). What has
-            copies on several of its parts, as norms have under FSDP and tensor parallelism, is then written once.
+        check_replicas: at every save, compare the replicas of tensors on several ranks. By default, only the first save
+            of each structure does so.
+        mesh: the DeviceMesh that the meshes of all tensors are parts of, such as (data parallel, tensor parallel).
+            Tensors with copies on several of its parts, such as norms under FSDP and tensor parallelism, are then
+            written once.
 
     The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
     called from any thread. Opening, listing and reading change nothing on storage.
@@ -144,7 +145,7 @@ class AsyncCheckpointer(RunReader):
         self._policy = SavePolicy(due, preempted=lambda: notice.is_given)
         self._roots = open_roots(root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time)
         self.roots, self.root = self._roots.names, self._roots.names[0]
-        self._guard = unwrapped(guard)  # refused now rather than at the first save, and gone through once
+        self._guard = unwrapped(guard)  # raises errors now rather than at the first save
         self._ranks = Ranks(
             ranks,
             run_id,
@@ -266,11 +267,12 @@ class AsyncCheckpointer(RunReader):
         A deadline makes one save due, at the last step after which another step, a save and the margin would no longer
         fit. Steps and saves are assumed to take as long as the longest of the last 100 steps and 5 saves (one minute
         before the first save). When that save has ended, another is due only if it still fits. If no save fits any
-        more, one is attempted anyway. A signal makes one save due at the next step, and another only if that one failed.
+        more, one is attempted anyway. A signal makes one save due at the next step, and another only if that failed.
 
-        The step that was saved last, or restored, is not due. Called again for the same step, it returns the same answer.
-        With several ranks and rules of time or signals, rank 0 answers for all of them: call it on every rank, at every
-        step. `Due(every=…)` alone depends only on the step, and asks nobody. Raises ValueError if there is no rule, or if `step` is not a step.
+        The step that was saved last, or restored, is not due. Called again for the same step, it returns the same
+        answer. With several ranks and rules of time or signals, rank 0 answers for all of them: call it on every rank,
+        at every step. `Due(every=…)` alone depends only on the step, and needs no communication. Raises ValueError if
+        there is no rule, or if `step` is not a step.
         """
         number = whole_step(step)
         if self._policy.is_arithmetic:
@@ -290,7 +292,8 @@ class AsyncCheckpointer(RunReader):
                 if ckpt.preempted:  # asked here, so that nothing is left unsaved
                     break
 
-        Always False without `signals`. With several ranks, it is what rank 0 knew at the last `should_save`, on all of them.
+        Always False without `signals`. With several ranks, all of them return what rank 0 knew at the last
+        `should_save`.
         """
         return self._notice.is_given if self._ranks.is_alone else self._is_preempted
 
@@ -299,8 +302,8 @@ class AsyncCheckpointer(RunReader):
 
             ckpt.prewarm({"model": model, "optimizer": optimizer})
 
-        With several ranks, call it on all of them: it waits until they have told each other how their states look, so that the
-        first save need not. Give the `per_rank` of that save. Raises PeerFailedError if a rank does not come.
+        With several ranks, call it on all of them: they exchange the structures of their states, so that the first save
+        need not wait for that. Give the `per_rank` of that save. Raises PeerFailedError if a rank does not call it.
         """
         with self._ranks.meeting_ahead(per_rank) as meet:
             self._saver.prewarm(state, meet)
@@ -320,7 +323,7 @@ class AsyncCheckpointer(RunReader):
         self._saver.wait(timeout)
 
     def catch_up(self) -> dict[str, list[int]]:
-        """Copy to each root the steps that only other roots have, on this thread. Returns the steps copied to each root.
+        """Copy to each root the steps that only other roots have, on this thread. Returns the copied steps by root.
 
             ckpt.catch_up()  # {"runs/a": [], "s3://bucket/run": [100, 200]}
 
@@ -340,7 +343,7 @@ class AsyncCheckpointer(RunReader):
 
             ckpt.close()  # leaving the `with` block does it
 
-        Ctrl-C gives up the saves that are waited for. Signal handlers are put back.
+        Ctrl-C gives up the saves that are still under way. Signal handlers are restored.
         """
         try:
             self._saver.close()
@@ -382,8 +385,8 @@ class AsyncCheckpointer(RunReader):
 
             start = ckpt.restore({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()})
 
-        Saves of this checkpointer that are under way are waited for, and seen. Of one that fails there is a warning. The memory
-        that the first save needs is allocated in the background afterwards, as by `prewarm`.
+        Waits for the saves of this checkpointer that are under way, so that it sees their steps, and warns of one that
+        fails. Afterwards the memory for the first save is allocated in the background, as by `prewarm`.
 
         Everything is compared first: one error lists what is missing, unexpected, or of another shape or dtype, before
         anything is written. A module is matched by its own names first, then by those of the plain model, so it does
@@ -397,17 +400,18 @@ class AsyncCheckpointer(RunReader):
             trust: as for `async_ckpt.load`.
             verify: compare the digest of every block. "first" does so before anything is written, and reads twice.
             types: as for `async_ckpt.load`.
-            from_ranks: of a step that a world of another size has saved: whose value to take where each rank had its own,
-                by name, such as {"rng": 0}. In a world of the same size, each rank gets its own.
-            fallback: with several ranks and without `step`, whether a step that is corrupt for one of them is skipped by
-                all of them. By default that rank raises CorruptCheckpointError.
-            broadcast: a process group of ranks that hold the same, such as `mesh.get_group("replicate")`, or `dist.group.WORLD`
-                under DDP: each of them reads a part of that, and broadcasts it to the others. All of its ranks call this.
+            from_ranks: for a step saved by a world of another size, the rank whose value to take where each rank had
+                its own, by name, such as {"rng": 0}. In a world of the same size, each rank gets its own.
+            fallback: with several ranks and without `step`, whether a step that is corrupt for one of them is skipped
+                by all of them. By default that rank raises CorruptCheckpointError.
+            broadcast: a process group of ranks that hold the same tensors, such as `mesh.get_group("replicate")`, or
+                `dist.group.WORLD` under DDP. Each rank reads a part of them, and broadcasts it to the others. All ranks
+                of the group call this.
 
-        With several ranks and without `step`, all of them call this, and take the step that rank 0 names.
+        With several ranks and without `step`, all ranks call this, and take the step that rank 0 names.
 
         Raises StateMismatchError before anything is written, CorruptCheckpointError, and NotCommittedError for a `step`
-        that is not committed, and when the newest goes by another `naming` than this checkpointer's.
+        that is not committed, and if the newest step has another `naming` than this checkpointer's.
         """
         check_verify(verify)
         sharing = None if broadcast is None else Sharing(broadcast)
@@ -419,21 +423,21 @@ class AsyncCheckpointer(RunReader):
         if not self._ranks.world.is_one:
             state_dicts.take_all(state)
 
-        def put_back(parts: Sequence[Part], sharing: Sharing | None) -> None:
+        def fill(parts: Sequence[Part], sharing: Sharing | None) -> None:
             restore_state(
                 parts, state, options, pool=self._saver.pool, sharing=sharing, state_dicts=state_dicts
             )
 
-        def tell(step: int, error: CorruptCheckpointError) -> None:
+        def warn(step: int, error: CorruptCheckpointError) -> None:
             warnings.warn(f"step {step} is skipped: {error}", RuntimeWarning, stacklevel=5)
 
         def read(step: int | None, sharing: Sharing | None) -> int | None:
-            use = partial(put_back, sharing=sharing)
+            use = partial(fill, sharing=sharing)
             if step is not None:
                 see_own_saves()
                 from_step(self._roots, step, use, verify=bool(verify), readers=readers)
                 return step
-            found = resume(
+            resumed = resume(
                 self._roots,
                 use,
                 verify=bool(verify),
@@ -441,14 +445,14 @@ class AsyncCheckpointer(RunReader):
                 talk=self._ranks.meeting.talk(),
                 see_own_saves=see_own_saves,
                 fallback=flag("fallback", fallback),
-                passed_over=tell,
+                on_corrupt=warn,
             )
-            return None if found is None else found[0]
+            return None if resumed is None else resumed[0]
 
         if sharing is None:
             step = read(step, None)
         else:
-            step = sharing.restored(partial(read, step, sharing), lambda found: read(found, None))
+            step = sharing.restore(partial(read, step, sharing), lambda resumed: read(resumed, None))
         if step is None:
             for note in self._roots.foreign_notes():
                 warnings.warn(f"nothing was restored: {note}", RuntimeWarning, stacklevel=2)
@@ -458,7 +462,7 @@ class AsyncCheckpointer(RunReader):
         self._lineage.restored(behind=newest is not None and step < newest)
         captured = self._saver.warm(state, state_dicts.of)
         if strict and select is None and isinstance(state, Mapping) and captured is not None:
-            # These hold the bytes of the step: with `unchanged=` they need not be written again.
+            # These groups now have the bytes of the step, so `unchanged=` may refer to it.
             named = ((name, value) for name, value in state.items() if isinstance(name, str))
             groups = [name for name, value in named if is_looked_into(value, state_dicts.of)]
             self._lineage.groups.restored(captured, groups, step, self._roots.holding(step))
@@ -470,7 +474,7 @@ class AsyncCheckpointer(RunReader):
     def _see_own_saves(
         self, reader: str, *, overwrites: bool = False, meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        if self._saver.belongs_here:  # in a forked child, the saves are another process's
+        if self._saver.belongs_here:  # in a forked child, the saves belong to the parent
             self._saver.ledger.see_decided(reader, meanwhile, overwrites=overwrites)
 
     def __repr__(self) -> str:

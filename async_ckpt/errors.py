@@ -30,7 +30,7 @@ class TornSnapshotError(CheckpointError):
 
 
 class NotUnchangedError(CheckpointError):
-    """A group that was said to be `unchanged` has changed since it was saved; nothing was written. `names` lists what."""
+    """A group that was said to be `unchanged` has changed since it was saved; nothing was written. `names` has it."""
 
     names: tuple[str, ...]
 

@@ -5,13 +5,13 @@ In: a state and a path, or a path. Out: a handle, or the state. Knows nothing of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from .host.loop import get_loop
-from .loading.archives.contents import Part
 from .loading.archives.find import from_path
 from .loading.archives.step_archives import Readers
 from .loading.load import check_verify, state_of
@@ -45,10 +45,10 @@ def save(
         handle = async_ckpt.save({"model": model, "epoch": 3}, "out/x.tar")
         report = handle.result()  # waits until the file is durable
 
-    The file appears as a whole, or replaces an existing one, when it is durable. Until then nothing is visible. One save
-    is under way at a time: the next call waits for it, and its report counts the wait as stall. Host memory is kept for
-    the next save; `release` gives it back. In a distributed training, a rank other than 0 is warned that every rank
-    may be writing to the same path.
+    The file appears as a whole, or replaces an existing one, when it is durable. Until then nothing is visible. One
+    save is under way at a time: the next call waits for it, and its report counts the wait as stall. Host memory is
+    kept for the next save; `release` gives it back. In a distributed training, a rank other than 0 is warned that
+    every rank may be writing to the same path.
 
     Args:
         obj: any nesting of dicts, lists, tuples, tensors, plain values and objects with `state_dict()`; or a snapshot.
@@ -72,16 +72,17 @@ def save(
 
 
 def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) -> HeldSnapshot:
-    """Copy a state to host memory and keep it, so that a checkpoint and an export, for example, are of the same instant.
+    """Copy a state to host memory and keep it, so that a checkpoint and an export, for example, are of the same
+    instant.
 
         with async_ckpt.snapshot({"model": model, "optimizer": optimizer}, guard=optimizer) as snap:
             handle = ckpt.save(snap, step=100)
             async_ckpt.export_hf(snap["model"], "out/hf")
             wrapped(snap["model"], "out/model.pt")
 
-    Returns as soon as training may go on, as `save` does. The state is copied from the device once. Each of these calls
-    reads it in the background, as it was at that instant, and keeps what it reads until it is done, even after the block.
-    They fail if the snapshot was torn.
+    Returns as soon as training may go on, as `save` does. The state is copied from the device once. Each of these
+    calls reads it in the background, as it was at that instant, and keeps what it reads until it is done, even after
+    the block. They fail if the snapshot was torn.
 
     Args:
         state: as for `save`. Storages are copied whole, so a view of a large one takes as much memory.
@@ -92,9 +93,9 @@ def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) ->
     A guard is for the snapshot: `guard=` beside it, or beside a state that contains it, is an error. The time for which
     this call and its guard held the caller is `snap.stall_seconds`; it is not part of the reports of its readers.
 
-    Raises UnsupportedStateError as `save` does, MemoryError if there is not enough memory, ValueError if `host_bytes` is
-    not a size, TypeError for two classes of the same name, and ClosedError if the interpreter is exiting. A snapshot that
-    is not closed is given back when it is no longer referenced.
+    Raises UnsupportedStateError as `save` does, MemoryError if there is not enough memory, ValueError if `host_bytes`
+    is not a size, TypeError for two classes of the same name, and ClosedError if the interpreter is exiting. A
+    snapshot that is not closed is given back when it is no longer referenced.
     """
     held = HeldSnapshot(
         state,
@@ -135,8 +136,8 @@ def load(
         state = async_ckpt.load("out/x.tar")
         weights = async_ckpt.load("runs/a", select="model", map_location="cuda")["model"]
 
-    It also reads safetensors files, folders of Hugging Face models, of torch.distributed.checkpoint, and those that an archive was
-    extracted to.
+    It also reads safetensors files, and folders of Hugging Face models, of torch.distributed.checkpoint, and of
+    extracted archives.
 
     Args:
         path: a path, a URL or a Place.
@@ -149,21 +150,20 @@ def load(
         mmap: return tensors that are views of the mapped file, private to this process. With `verify=False` only what
             is used is read. A tensor that is not aligned to its item size is copied. An extracted archive cannot be
             mapped.
-        types: classes of namedtuples, dataclasses and enums to rebuild. Others are returned as tuples, dicts and values.
-        from_ranks: of a step that several ranks have saved: whose value to take where each rank has its own, by name,
-            such as {"rng": 0}. Otherwise such a value is returned as a mapping from rank to value.
+        types: classes of namedtuples, dataclasses and enums to rebuild. Others are returned as tuples, dicts and
+            values.
+        from_ranks: for a step saved by several ranks, the rank whose value to take where each rank has its own, by
+            name, such as {"rng": 0}. Otherwise such a value is returned as a mapping from rank to value.
 
     A step that several ranks have saved is returned with full tensors.
 
-    Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, StorageUnavailableError,
-    and KeyError if `select`, or one of several patterns in it, or a name in `from_ranks`, matches nothing. Raises
-    ValueError for the archive of one rank that has only a part of what is selected, and TypeError for arguments that are not valid.
+    Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError,
+    StorageUnavailableError, and KeyError if `select`, or one of several patterns in it, or a name in `from_ranks`,
+    matches nothing. Raises ValueError for the archive of one rank that has only a part of what is selected, and
+    TypeError for invalid arguments.
     """
     check_verify(verify)
-
-    def build(parts: Sequence[Part]) -> Any:
-        return state_of(parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
-
+    build = partial(state_of, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
     return from_path(path, build, verify=verify, readers=Readers(None, from_ranks))
 
 

@@ -17,7 +17,7 @@ import torch
 
 from async_ckpt.format import digests
 from async_ckpt.format.layout import Layout, TensorPlan, lay_out
-from async_ckpt.loading.archives.find import Committed, from_committed
+from async_ckpt.loading.archives.find import CommittedStep, from_committed
 from async_ckpt.loading.archives.step_archives import Readers
 from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.runs import layouts
@@ -128,7 +128,7 @@ def _restored(bucket: Bucket, rank: int, size: int, num_tensors: int) -> _Counte
     with standing_at(rank, size) as mesh:
         live = {name: sharded(value, (size * _ROWS, _COLUMNS), mesh) for name, value in local.items()}
         from_committed(
-            Committed.of(run, _STEP),
+            CommittedStep.of(run, _STEP),
             lambda parts: restore_state(parts, {"model": live}, RestoreOptions()),
             verify=True,
             readers=Readers((rank, size)),

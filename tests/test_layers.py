@@ -244,7 +244,7 @@ def test_the_story_neither_logs_nor_starts_threads():
 
 def test_every_module_opens_with_its_contract():
     for name in MODULES:
-        text = ast.get_docstring(MODULES[name])
+        text = " ".join((ast.get_docstring(MODULES[name]) or "").split())
 
         assert text, f"{name} has no docstring"
         if not name.endswith("__init__"):
@@ -293,6 +293,41 @@ def test_a_room_has_few_files_and_a_class_few_attributes():
         if isinstance(node, ast.ClassDef) and len(attributes := attributes_of(node)) > 15
     }
     assert classes == LARGE_CLASSES
+
+
+# Modules that have one name because they are the same thing for two clients, or for two packages to run.
+NAMED_ALIKE = {"store", "refusals", "__main__"}
+
+
+def test_no_two_modules_have_one_name():
+    packages = {path.parent.name for path in HOUSE.glob("*/**/__init__.py")}
+    names = Counter(name.rpartition(".")[2] for name in MODULES if not name.endswith("__init__"))
+    names.update(packages - {"dcp"})  # integrations.dcp is what users import
+    assert {name for name, times in names.items() if times > 1} == NAMED_ALIKE
+
+
+# Functions with more than 8 parameters: three that users call with names, and the commit, which has a manifest's fields.
+LONG_SIGNATURES = {
+    "checkpointer.__init__": 21,
+    "checkpointer.save": 11,
+    "checkpointer.restore": 10,
+    "runs.run.commit": 9,
+}
+
+
+def test_a_function_has_few_parameters():
+    found = {
+        f"{name}.{node.name}": num
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (num := num_parameters(node)) > 8
+    }
+    assert found == LONG_SIGNATURES
+
+
+def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
 def attributes_of(node: ast.ClassDef) -> set[str]:

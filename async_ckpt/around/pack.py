@@ -26,7 +26,7 @@ from ..saving.saver import Saver
 from ..saving.story import Attempt, story
 from ..saving.targets import Compression, FileTarget
 from ..spans import Spans
-from ..staging.files import FileFill, FilesImage, scan
+from ..staging.file_segments import FileFill, FilesImage, scan
 from ..storage.disk import translated
 from ..storage.place import Anywhere, local_place, written_at
 from ..storage.scratch import Scratch

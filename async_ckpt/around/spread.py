@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import CheckpointError, PeerFailedError, UnsupportedStateError
+from ..host.deadlines import PEER_SECONDS
 from ..host.loop import OffLoop
 from ..host.memory import HostBuffer
 from ..host.process import OnceInProcess
@@ -51,8 +52,6 @@ from .hf_folder import Export, ExportRequest
 from .hf_weights import Tensors, Weights
 from .shards import Shard
 
-# The time that rank 0 waits for the parts of others once its own is written.
-PEER_SECONDS: Final = 1800.0
 _LOOK_SECONDS: Final = {False: 0.1, True: 1.0}  # between polls of a folder, and of a store
 _FOLDER: Final = ".async_ckpt-parts"
 _KEY: Final = "weights"

@@ -39,7 +39,7 @@ from ..saving.story import Attempt, story
 from ..saving.targets import FileTarget
 from ..spans import Spans
 from ..spec import GIB, MIB, with_article
-from ..staging.files import FilesImage, source_of
+from ..staging.file_segments import FilesImage, source_of
 from ..staging.guard import Optimizers, unwrapped
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import tree_of

@@ -51,7 +51,9 @@ class NameRow:
 
 
 def rows_of(parts: Sequence[Part], patterns: Sequence[str], *, stats: bool) -> list[NameRow]:
-    """The names that one of the patterns matches, or that lie below one, in the order of the checkpoint; without patterns, all."""
+    """The names that one of the patterns matches, or that lie below one, in the order of the checkpoint; without
+    patterns, all.
+    """
     return [row for part in parts for row in _rows_in(part, patterns, stats=stats)]
 
 

@@ -2,7 +2,8 @@
 
 In: rows of values. Out: text on stdout. Knows nothing of: checkpoints.
 
-Nothing that a checkpoint contains reaches a terminal raw: control characters in names are escaped, and rich's markup is not read.
+Nothing that a checkpoint contains reaches a terminal raw: control characters in names are escaped, and rich's markup
+is not read.
 """
 
 from __future__ import annotations

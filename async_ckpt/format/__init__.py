@@ -4,5 +4,5 @@
 - `tar.py`: headers of members; `safetensors.py`: the bytes in them.
 - `tarball.py` plans a tar of existing files; `zstd.py` has the seek table of a compressed archive.
 - `delta.py`: the index of a published version.
-- `dcp.py`: the metadata of torch.distributed.checkpoint.
+- `dcp_metadata.py`: the metadata of torch.distributed.checkpoint.
 """

@@ -123,7 +123,7 @@ class TensorPlan:
         self.begins: list[int | None] = [None] * len(self.specs)
         self._slices: list[Json] = [None] * len(self.specs)  # as rows of the index
         position = 0
-        parts = list(_grouped(self.specs))
+        parts = list(_member_groups(self.specs))
         for name, group, chosen in parts:
             position = self._add_member(name, group, chosen, position)
         self.num_bytes = position
@@ -147,7 +147,7 @@ class TensorPlan:
         names = _unique_names(
             (_name_inside(self.specs[i]) for i in chosen), taken={safetensors.RESERVED_NAME}
         )
-        named = dict(zip(chosen, names, strict=True))
+        name_of = dict(zip(chosen, names, strict=True))
         stored = [i for i in chosen if _is_stored(self.specs[i])]
         # Descending item size keeps every tensor aligned without holes, which the format forbids. Within one size
         # large tensors come first, so that tensors copied late and tensors copied at once share few segments.
@@ -155,13 +155,15 @@ class TensorPlan:
         entries, begin = [], 0
         for i in stored:
             spec = self.specs[i]
-            entries.append(safetensors.Entry(named[i], spec.dtype, spec.shape, begin, begin + spec.num_bytes))
+            entries.append(
+                safetensors.Entry(name_of[i], spec.dtype, spec.shape, begin, begin + spec.num_bytes)
+            )
             begin += spec.num_bytes
         metadata = {"format": "pt"}
         for i in chosen:
             alias = self.specs[i].alias_of
-            if alias is not None and alias in named:
-                metadata.setdefault(named[i], named[alias])
+            if alias is not None and alias in name_of:
+                metadata.setdefault(name_of[i], name_of[alias])
         data_offset = position + tar.BLOCK
         # The end of the index is a multiple of the page, so "modulo the page" is the same here as in the file.
         head = safetensors.header(entries, metadata, header_bytes_modulo=PAGE_BYTES, at=data_offset)
@@ -204,7 +206,7 @@ class TensorPlan:
                 begin, num_bytes = self.begins[of], self.specs[of].num_bytes
                 if begin is not None and num_bytes:
                     parts.setdefault(group, set()).add((begin, num_bytes))
-        return {group: list(_joined(sorted(extents))) for group, extents in parts.items()}
+        return {group: list(_join(sorted(extents))) for group, extents in parts.items()}
 
     @cached_property
     def in_file_order(self) -> list[tuple[int, int, int]]:
@@ -299,7 +301,7 @@ def _is_stored(spec: TensorSpec) -> bool:
     return spec.alias_of is None and (spec.of is None or spec.of.offsets is not None)
 
 
-def _joined(parts: Iterable[tuple[int, int]]) -> Iterator[Extent]:
+def _join(parts: Iterable[tuple[int, int]]) -> Iterator[Extent]:
     """The extents of parts (offset, bytes) in order, with parts that follow each other without a hole joined."""
     begin = end = 0
     for offset, num_bytes in parts:
@@ -310,7 +312,7 @@ def _joined(parts: Iterable[tuple[int, int]]) -> Iterator[Extent]:
         yield Extent(begin, end - begin)
 
 
-def _grouped(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, str, list[int]]]:
+def _member_groups(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, str, list[int]]]:
     """Member name, group and tensors: one member per top-level container, one for all tensors at the top."""
     groups: dict[Any, list[int]] = {}
     top: list[int] = []

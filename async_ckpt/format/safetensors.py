@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple
 
 from ..spec import DTYPES
 
-# Readers refuse a header above this (MAX_HEADER_SIZE of the reference implementation).
+# Readers refuse a larger header (MAX_HEADER_SIZE of the reference implementation).
 MAX_HEADER_BYTES: Final = 100_000_000
 RESERVED_NAME: Final = "__metadata__"
-# Codes of newer writers, which the readers in the wild that our own members are for do not know yet.
+# Codes of newer writers, which many readers do not know yet, so this library does not write them.
 _PACKED: Final = "F4"  # two items to a byte
 _NEW_CODES: Final = {
     "C64": "complex64",
@@ -27,13 +27,13 @@ _NEW_CODES: Final = {
 _DTYPE_OF: Final = {code: name for name, (_, code) in DTYPES.items() if code} | _NEW_CODES
 
 
-# What DCP's writer calls the files of its ranks, and where it says in them which pieces of tensors they hold.
+# The names that DCP's writer gives to the files of its ranks, and the key of their metadata about pieces of tensors.
 _OF_RANK: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _SHARDING: Final = "DCP_SHARDING_INFO"
 _NO_TABLE: Final = "its safetensors header is not a table of tensors, each with dtype, shape and data_offsets"
 PIECES: Final = (
-    "pieces of tensors, as HuggingFaceStorageWriter(save_distributed=True) of torch.distributed.checkpoint writes them; load their folder "
-    "with its HuggingFaceStorageReader, or save with enable_consolidation=True"
+    "pieces of tensors, as HuggingFaceStorageWriter(save_distributed=True) of torch.distributed.checkpoint writes "
+    "them; load their folder with its HuggingFaceStorageReader, or save with enable_consolidation=True"
 )
 
 
@@ -48,7 +48,7 @@ class Entry(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A header's entry for one tensor, as it stands there."""
+    """The entry of a header for one tensor, as written there."""
 
     code: str
     shape: list[int]
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
-    """Safetensors' code and shape for a dtype; one that it does not know becomes U8 with a trailing dimension."""
+    """The code and shape of safetensors for a dtype. A dtype without a code becomes U8 with a trailing dimension."""
     item_bytes, code = DTYPES[dtype]
     return (code, list(shape)) if code else ("U8", [*shape, item_bytes])
 
@@ -79,7 +79,7 @@ def header(
 
 
 def loaded_as(code: str, shape: list[int]) -> tuple[str, list[int]]:
-    """The dtype and shape of what another program has stored under a code. Raises ValueError for one that is not known."""
+    """The dtype and shape that a code of another program stands for. Raises ValueError for an unknown code."""
     if code == _PACKED and shape and shape[-1] % 2 == 0:
         return "float4_e2m1fn_x2", [*shape[:-1], shape[-1] // 2]  # torch counts pairs
     if code not in _DTYPE_OF:
@@ -88,32 +88,46 @@ def loaded_as(code: str, shape: list[int]) -> tuple[str, list[int]]:
 
 
 def is_of_rank(path: str) -> bool:
-    """Whether a file of this name has what one rank of several holds."""
+    """True if a file of this name holds the shards of one of several ranks."""
     return _OF_RANK.fullmatch(path.replace("\\", "/").rpartition("/")[2]) is not None
 
 
 def has_pieces(path: str, metadata: Mapping[str, str]) -> bool:
-    """Whether tensors of a file are pieces of others. Raises ValueError or TypeError for metadata that is malformed."""
+    """True if tensors of a file are pieces of larger ones. Raises ValueError or TypeError for malformed metadata."""
     if _SHARDING not in metadata:
         return False
-    told = json.loads(metadata[_SHARDING])
-    return is_of_rank(path) or any(any(dict(one).get("saved_offsets", ())) for one in dict(told).values())
+    pieces = json.loads(metadata[_SHARDING])
+    return is_of_rank(path) or any(
+        any(dict(piece).get("saved_offsets", ())) for piece in dict(pieces).values()
+    )
 
 
 def begins(data: bytes | memoryview) -> bool:
-    """Whether what begins with these bytes looks like a safetensors file."""
+    """True if these may be the first bytes of a safetensors file."""
     return int.from_bytes(data[:8], "little") <= MAX_HEADER_BYTES and data[8:9] == b"{"
 
 
 def parse_header(data: bytes) -> dict[str, Row]:
-    """The header of a member of ours, from the length prefix on. Raises ValueError when it does not hold together."""
-    table, _ = _parsed(data, json.loads)
-    return table
+    """The header of a member of this library, from the length prefix on. Raises ValueError if it is malformed."""
+    try:
+        table = _loaded(data, json.loads)
+        del table[RESERVED_NAME]
+        rows = {}
+        for name, row in table.items():
+            begin, end = row["data_offsets"]
+            shape = list(row["shape"])
+            if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
+                raise ValueError(f"safetensors header: {name!r:.200} has a number that is not a count")
+            rows[name] = Row(str(row["dtype"]), shape, begin, end)
+        return rows
+    except (KeyError, TypeError, RecursionError, AttributeError) as error:
+        raise ValueError(_NO_TABLE) from error
 
 
 def parse_foreign_header(data: bytes) -> tuple[dict[str, Row], dict[str, str]]:
-    """The header of anybody's file, from the length prefix on, and its metadata. Raises ValueError as above, and for a
-    name that is there twice.
+    """The header of any safetensors file, from the length prefix on, and its metadata.
+
+    Raises ValueError if it is malformed, or if a name appears twice.
     """
     table = parse_table(data)
     rows = {name: Row(*table.kinds[kind], begin, end) for name, (kind, begin, end) in table.rows.items()}
@@ -121,7 +135,9 @@ def parse_foreign_header(data: bytes) -> tuple[dict[str, Row], dict[str, str]]:
 
 
 class HeaderTable(NamedTuple):
-    """A header's entries for many tensors: of each the number of its kind, and its extent; of each kind, its code and shape."""
+    """The entries of a header: for each tensor the number of its kind, and its extent; for each kind the code and
+    shape.
+    """
 
     rows: dict[str, tuple[int, int, int]]
     kinds: list[tuple[str, list[int]]]
@@ -129,17 +145,19 @@ class HeaderTable(NamedTuple):
 
 
 def parse_table(data: bytes) -> HeaderTable:
-    """As above. With hundreds of thousands of tensors, few objects live at a time that the garbage collector looks at."""
-    made = _Kinds()
-    table = _loaded(data, partial(json.loads, object_pairs_hook=made.of))
+    """Like `parse_foreign_header`, for hundreds of thousands of tensors: it keeps few objects for the garbage
+    collector.
+    """
+    kinds = _Kinds()
+    table = _loaded(data, partial(json.loads, object_pairs_hook=kinds.of))
     metadata = table.pop(RESERVED_NAME, {}) if isinstance(table, dict) else None
     if not isinstance(metadata, dict) or not all(type(row) is tuple for row in table.values()):
         raise ValueError(_NO_TABLE)
-    return HeaderTable(table, made.kinds, metadata)
+    return HeaderTable(table, kinds.kinds, metadata)
 
 
 def refuse_unwritable(texts: Iterable[str]) -> None:
-    """Raises ValueError for what is no text of UTF-8: JSON can spell half of a character."""
+    """Raises ValueError for texts that UTF-8 cannot encode: JSON can spell a lone surrogate."""
     try:
         "".join(texts).encode()
     except (TypeError, UnicodeEncodeError) as error:
@@ -147,7 +165,7 @@ def refuse_unwritable(texts: Iterable[str]) -> None:
 
 
 def refuse_gaps(table: HeaderTable, num_bytes: int) -> None:
-    """Raises ValueError unless the tensors fill the bytes behind the header, one after the other, as the format asks."""
+    """Raises ValueError unless the tensors fill the bytes after the header without gaps, as the format requires."""
     at = 0
     for begin, end in sorted(row[1:] for row in table.rows.values()):
         if begin != at or end < begin:
@@ -169,37 +187,21 @@ def _loaded(data: bytes, load: Callable[[bytes], Any]) -> Any:
         raise ValueError(_NO_TABLE) from error
 
 
-def _parsed(data: bytes, load: Callable[[bytes], Any]) -> tuple[dict[str, Row], dict[str, str]]:
-    try:
-        table = _loaded(data, load)
-        metadata = table.pop(RESERVED_NAME)
-        parsed = {}
-        for name, row in table.items():
-            begin, end = row["data_offsets"]
-            shape = list(row["shape"])
-            if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
-                raise ValueError(f"safetensors header: {name!r:.200} has a number that is not a count")
-            parsed[name] = Row(str(row["dtype"]), shape, begin, end)
-        return parsed, metadata
-    except (KeyError, TypeError, RecursionError, AttributeError) as error:
-        raise ValueError(_NO_TABLE) from error
-
-
 class _Kinds:
-    """Makes rows of JSON objects while they are parsed."""
+    """Turns JSON objects to rows while a header is parsed, and collects the kinds of tensors."""
 
     def __init__(self) -> None:
         self.kinds: list[tuple[str, list[int]]] = []
         self._numbers: dict[tuple[str | int, ...], int] = {}
 
     def of(self, pairs: list[tuple[str, Any]]) -> Any:
-        """A row for what tells of a tensor, a dict for any other object."""
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        """A row for the entry of a tensor, a dict for any other object."""
+        entry = dict(pairs)
+        if len(entry) != len(pairs):
             raise ValueError("safetensors header: a name appears twice")
-        offsets, shape, code = found.get("data_offsets"), found.get("shape"), found.get("dtype")
+        offsets, shape, code = entry.get("data_offsets"), entry.get("shape"), entry.get("dtype")
         if type(offsets) is not list or type(shape) is not list or type(code) is not str:
-            return found  # the table, or its metadata, which has texts
+            return entry  # the table, or its metadata, which has texts
         if len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in (*offsets, *shape)):
             raise ValueError("safetensors header: a tensor has a number that is not a count")
         kind = self._numbers.setdefault((code, *shape), len(self.kinds))

@@ -121,9 +121,8 @@ class Follower:
 
     def _follow_frame(self) -> Generator[int, bytes, None]:
         descriptor = (yield 1)[0]
-        in_one = (
-            descriptor >> 5 & 1
-        )  # a single segment has no byte for the window, and at least one for the size
+        # A single segment has no byte for the window, and at least one for the size.
+        in_one = descriptor >> 5 & 1
         self._skip = (1 - in_one) + (0, 1, 2, 4)[descriptor & 3] + (in_one, 2, 4, 8)[descriptor >> 6]
         last = 0
         while not last:

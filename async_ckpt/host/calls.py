@@ -1,6 +1,6 @@
 """Calls into foreign code that may never return.
 
-In: a call, and how long it may stand still. Out: its result, or StuckError. Knows nothing of: what is called.
+In: a call, and how long it may stand still. Out: its result, or StuckError. Knows nothing of: the called code.
 
 A call runs on a thread of its own, so that its caller can go on without it. Unlike all other threads of the library,
 these are daemons: a stuck one must not keep the process from its end. Nothing is lost by that, since the caller of a
@@ -31,22 +31,22 @@ _inboxes: deque[queue.SimpleQueue[Task]] = deque()  # of threads that wait for a
 
 
 class StuckError(Exception):
-    """A call has stood still for too long and was left alone. It may still be under way."""
+    """A call has made no progress for too long and was abandoned. It may still be under way."""
 
 
-class LeftError(Exception):
-    """Raised inside a call that its caller has left alone, before it touches what the caller has lent to it."""
+class AbandonedError(Exception):
+    """Raised inside a call that its caller has abandoned, before it touches memory that the caller has lent to it."""
 
 
 class WatchedCall:
-    """One call. Its caller makes it and waits in `run`; all else is called by the code that is called, on any thread."""
+    """One call. Its caller creates it and waits in `run`; the called code uses the other methods, on any thread."""
 
     def __init__(self, stuck_seconds: float) -> None:
         self.stuck_seconds = stuck_seconds
         self._num_moves = 0  # only compared, so that a lost update does no harm
         self._is_ours = False
         self._lock = threading.Lock()
-        self._is_left = False  # under _lock
+        self._is_abandoned = False  # under _lock
 
     def run(self, fn: Callable[[], T]) -> T:
         """Return the result of `fn`, or raise its error, or StuckError once it has not moved for `stuck_seconds`.
@@ -64,11 +64,11 @@ class WatchedCall:
         finally:
             if not outcome.done():
                 with self._lock:
-                    self._is_left = True
+                    self._is_abandoned = True
             del outcome  # its error holds this frame
 
     def _wait_for(self, outcome: Future[Any]) -> None:
-        """Time is counted in looks, and not by the clock: a process that was stopped meanwhile has not waited."""
+        """Wait for the outcome. Wake-ups are counted, not seconds: a process that was stopped has not waited."""
         look_seconds = min(_LOOK_SECONDS, self.stuck_seconds / 4)
         still_seconds, num_moves = 0.0, self._num_moves
         while still_seconds < self.stuck_seconds:
@@ -83,21 +83,21 @@ class WatchedCall:
         raise StuckError(f"nothing has happened for {self.stuck_seconds:.0f} s")
 
     def moved(self) -> None:
-        """The call has got on."""
+        """Note that the call has made progress."""
         self._num_moves += 1
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """To be held while the call uses what its caller has lent to it. Raises LeftError once the caller has gone."""
+        """Hold this while the call uses memory of its caller. Raises AbandonedError once the caller has gone."""
         with self._lock:
-            if self._is_left:
-                raise LeftError("the call was left alone")
+            if self._is_abandoned:
+                raise AbandonedError("the call was abandoned")
             self._num_moves += 1
             yield
 
     @contextmanager
     def ours(self) -> Iterator[None]:
-        """The foreign code has called the caller's code back, and that may take any time. Not from two threads at once."""
+        """Hold this while the foreign code calls the caller back, which may take any time; on one thread at a time."""
         self._is_ours = True
         try:
             yield
@@ -142,6 +142,6 @@ def _serve(inbox: queue.SimpleQueue[Task]) -> None:
 
 @in_forked_child
 def _forget() -> None:
-    """The threads are the parent's."""
+    """Forget the threads, which only the parent has."""
     global _inboxes
     _inboxes = deque()

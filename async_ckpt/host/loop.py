@@ -3,10 +3,11 @@
 In: coroutines and blocking calls. Out: their results, or nothing. Knows nothing of: saves.
 
 One loop serves the process. `copiers` fill segments from tensors and `readers` from files, and `writers` drain them;
-readers and writers give way to training. `callers` make blocking calls for the loop, and `callbacks` run the users' callbacks.
+readers and writers give way to training. `callers` make blocking calls for the loop, and `callbacks` run the users'
+callbacks.
 
-A signal may interrupt the training thread between any two bytecodes, but never the loop's thread. So the training thread
-hands over whatever must not be left half done, by `soon`.
+A signal may interrupt the training thread between any two bytecodes, but never the loop's thread. So the training
+thread hands over whatever must not be left half done, by `soon`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class OffLoop(Protocol):
     def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]: ...
 
 
-class _ByLoop:
-    """A crew that takes tasks from a thread that a signal may interrupt."""
+class _LoopTaskQueue:
+    """A crew that takes tasks from a thread that a signal may interrupt. The loop's thread submits them."""
 
     def __init__(self, loop: Loop, crew: Crew) -> None:
         self._loop, self._crew = loop, crew
@@ -49,13 +50,13 @@ class _ByLoop:
 
 
 class Loop:
-    """The loop of this process and its crews; see `get_loop`. From any thread."""
+    """The loop of this process and its crews. `get_loop` creates it; any thread may use it."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.is_stopped = False
         self.copiers = Crew("copy", 32)
-        self.copying: TaskQueue = _ByLoop(self, self.copiers)
+        self.copying: TaskQueue = _LoopTaskQueue(self, self.copiers)
         self.readers = Crew("read", 8, background=True)
         self.background = Crew("background", 4, background=True)
         self.callers = Crew("call", 64)
@@ -85,8 +86,9 @@ class Loop:
         return self._thread.is_alive()
 
     def writers(self, root: str = "") -> Crew:
-        """The threads that write to one of several roots, or to a root with a limit of bandwidth. A root that hangs or waits
-        then holds up no other. All other saves share one crew.
+        """The threads that write to one of several roots, or to a root with a limit of bandwidth.
+
+        A root that hangs or waits then holds up no other. All other saves share one crew.
         """
         with self._lock:
             if root not in self._writers:
@@ -101,7 +103,7 @@ class Loop:
             crew.stop()
 
     def note_hanging(self, quiet: Future[None]) -> None:
-        """Writes or calls are under way that no save waits for any more; `quiet` resolves when they have returned."""
+        """Note writes or calls that no save waits for any more; `quiet` resolves when they have returned."""
         with self._lock:
             self._hanging = [future for future in self._hanging if not future.done()] + [quiet]
 
@@ -148,8 +150,9 @@ class Loop:
                     break
 
     def call(self, fn: Callable[[], T], what: str) -> T:
-        """Make a blocking call on a helper thread and wait for it. `what` names it in signs of life. An interrupt ends the
-        wait, and not the call.
+        """Make a blocking call on a helper thread and wait for it. `what` names it in signs of life.
+
+        An interrupt ends the wait, and not the call.
         """
         wait = Wait("", ENDS_THE_CALL)
         outcome: Future[T] = Future()
@@ -176,14 +179,14 @@ class Loop:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def hurry(self) -> None:
-        """Somebody waits for the background threads from now on: they no longer give way to training."""
+        """Let the background threads no longer give way to training, because the user waits for them."""
         with self._lock:
             crews = [self.readers, self.background, *self._writers.values()]
         for crew in crews:
             crew.hurry()
 
     def is_quiet(self, seconds: float) -> bool:
-        """Whether all calls and writes that no save waits for have returned, or do so within these seconds."""
+        """True if all calls and writes that no save waits for return within these seconds."""
         with self._lock:
             left = [future for future in (*self._hanging, *self._calls) if not future.done()]
         return wait_for_all(left, seconds)
@@ -194,7 +197,7 @@ class Loop:
 
 
 def _resolve(outcome: Future[T], fn: Callable[[], T]) -> None:
-    """Make a call, and keep how it ended; asyncio's own futures do not take a StopIteration."""
+    """Make a call, and keep its outcome; asyncio's own futures do not accept StopIteration."""
     try:
         outcome.set_result(fn())
     except BaseException as error:

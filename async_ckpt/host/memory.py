@@ -32,7 +32,7 @@ _TOUCHED_AT_ONCE: Final = 64 * MIB
 _maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of this process
 
 
-def _mapped(num_bytes: int) -> mmap.mmap:
+def _new_map(num_bytes: int) -> mmap.mmap:
     """A new map. Part of it is slack, so that a buffer can begin on a huge page; untouched pages take no memory."""
     if hasattr(mmap, "MAP_ANONYMOUS"):
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -50,7 +50,7 @@ def _mapped(num_bytes: int) -> mmap.mmap:
 
 @in_forked_child
 def _keep_maps() -> None:
-    """The maps are not there in the child, which may have mapped something else at their addresses: their end would unmap that."""
+    """Keep the maps from being closed in the child, which may have mapped other memory at their addresses."""
     for pages in list(_maps):
         never_end(pages)
     _maps.clear()
@@ -75,13 +75,12 @@ class HostBuffer:
         self.num_bytes = num_bytes
         self.pinned_for: torch.device | None = None
         self.is_leaked = False
-        self._pinning = (
-            threading.Lock()
-        )  # held during the driver's call: a second one for the same pages is an error
+        # Held during the driver's call: a second one for the same pages is an error.
+        self._pinning = threading.Lock()
         self._pid = os.getpid()
         pinned = backend_of(device).host_memory(num_bytes + _HUGE_PAGE_BYTES) if device else None
         self._is_registered = pinned is None
-        self._map: Any = _mapped(num_bytes + _HUGE_PAGE_BYTES) if pinned is None else _array_over(pinned)
+        self._map: Any = _new_map(num_bytes + _HUGE_PAGE_BYTES) if pinned is None else _array_over(pinned)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.address = align_up(begin, _HUGE_PAGE_BYTES)
         self._begin = self.address - begin
@@ -135,9 +134,9 @@ class HostBuffer:
         The caller's thread does neither: a call that page-locks memory breaks the capture of a graph on another thread,
         unless its own thread has opted out of that, as the library's do.
         """
-        parts = range(0, self.num_bytes, _TOUCHED_AT_ONCE)
-        ends = [min(at + _TOUCHED_AT_ONCE, self.num_bytes) for at in parts]
-        crew.run_all(partial(self.touch, begin, end) for begin, end in zip(parts, ends, strict=True))
+        begins = range(0, self.num_bytes, _TOUCHED_AT_ONCE)
+        ends = [min(begin + _TOUCHED_AT_ONCE, self.num_bytes) for begin in begins]
+        crew.run_all(partial(self.touch, begin, end) for begin, end in zip(begins, ends, strict=True))
 
         def pin() -> None:
             self.pin(device)  # if it is refused, copies are slower

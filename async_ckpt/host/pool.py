@@ -423,7 +423,8 @@ class SegmentPool:
         if code not in (0, UNSUPPORTED):
             warnings.warn(
                 f"the driver of {device} refused to page-lock host memory (error {code}); copies will be slower. "
-                "Memory may be short, or the container at its limit of locked memory: lower host_bytes, or raise the limit.",
+                "Memory may be short, or the container at its limit of locked memory: lower host_bytes, or raise the "
+                "limit.",
                 RuntimeWarning,
                 stacklevel=2,
             )

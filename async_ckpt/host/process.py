@@ -1,6 +1,6 @@
-"""Things that a process must not take over from the one that it was forked from.
+"""State that a forked child must not take over from its parent.
 
-In: functions that make a module's globals anew. Out: their calls, in each forked child. Knows nothing of: what they forget.
+In: functions that reset a module's globals. Out: their calls, in each forked child. Knows nothing of: the globals.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ _forgetting: list[Callable[[], None]] = []
 
 
 def in_forked_child(forget: Forget) -> Forget:
-    """Have this called in every child that is forked from now on. It takes no lock: nobody there may be left to release it."""
+    """Call `forget` in every child that is forked from now on.
+
+    It must take no lock, whose holder may be missing there.
+    """
     _forgetting.append(forget)
     return forget
 
 
 class OnceInProcess(Generic[K, V]):
-    """Objects that a process makes once for each key, when the key is first asked for. A forked child begins without any of it."""
+    """Objects that a process creates once for each key, when the key is first used. A forked child begins with none."""
 
     def __init__(self, make: Callable[[K], V]) -> None:
         self._make = make

@@ -1,6 +1,6 @@
 """Crews of plain threads.
 
-In: callables. Out: nothing; a task reports its own errors. Knows nothing of: what the tasks do.
+In: callables. Out: nothing; a task reports its own errors. Knows nothing of: the work of tasks.
 
 A crew is not an executor of Python: executors refuse work once the interpreter has begun to exit, and just then the
 last checkpoint must still be written. Its threads are not daemons, so that none dies in the middle of a write. An exit
@@ -31,7 +31,7 @@ _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_IDLE: Final = 3 << 13
 _IOPRIO_USUAL: Final = 0  # what the nice value says
-# More than the last saves of a script were seen to start at once.
+# More threads than the last saves of a script were seen to start.
 _NUM_RESERVED: Final = 64
 
 _crews: weakref.WeakSet[Crew] = weakref.WeakSet()
@@ -59,7 +59,7 @@ class LibraryThread(threading.Thread):
 
 
 class Running(Protocol):
-    """A thread, or a task that one of the reserve runs."""
+    """A thread, or a task on a thread of the reserve."""
 
     def is_alive(self) -> bool: ...
 
@@ -67,7 +67,7 @@ class Running(Protocol):
 
 
 def start_thread(name: str, run: Task, *, daemon: bool = False) -> Running:
-    """Begin to run this on a thread of its own. Raises RuntimeError when the system has none left.
+    """Begin to run this on a thread of its own. Raises RuntimeError if the system has none left.
 
     A `daemon` is not waited for when the interpreter exits.
     """
@@ -86,7 +86,7 @@ def start_thread(name: str, run: Task, *, daemon: bool = False) -> Running:
 class _Reserve:
     """Threads that are started before they are needed, for the last saves of a Python that starts none while it exits.
 
-    One per process. Threads come back to it when what they ran has ended, and end with the crews.
+    There is one per process. A thread returns to it when its task has ended, and ends with the crews.
     """
 
     def __init__(self) -> None:
@@ -94,23 +94,23 @@ class _Reserve:
         self._num_started = 0  # under _lock, like all below
         self._num_idle = 0
         self._is_over = False
-        self._tasks: queue.SimpleQueue[_Reserved | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_ReserveTask | None] = queue.SimpleQueue()
 
     def fill(self, num_threads: int) -> None:
-        """Have so many threads, as far as the system lets start them."""
+        """Start threads until there are so many, or the system has none left."""
         with self._lock, suppress(RuntimeError):
             while self._num_started < num_threads and not self._is_over:
                 LibraryThread(target=self._serve, name="async_ckpt-reserve", daemon=False).start()
                 self._num_started += 1
                 self._num_idle += 1
 
-    def run(self, name: str, run: Task) -> _Reserved | None:
+    def run(self, name: str, run: Task) -> _ReserveTask | None:
         """Run this on a thread of the reserve; None if all are in use."""
         with self._lock:
             if self._is_over or not self._num_idle:
                 return None
             self._num_idle -= 1
-        reserved = _Reserved(name, run)
+        reserved = _ReserveTask(name, run)
         self._tasks.put(reserved)
         return reserved
 
@@ -129,8 +129,8 @@ class _Reserve:
             self._tasks.put(None)
 
 
-class _Reserved:
-    """The work of a thread of the reserve, as if the thread had been started for it."""
+class _ReserveTask:
+    """A task on a thread of the reserve, with the methods of a thread that was started for it."""
 
     def __init__(self, name: str, run: Task) -> None:
         self._name, self._run = name, run
@@ -156,7 +156,7 @@ _reserve = _Reserve()
 
 
 def prepare_for_exit() -> None:
-    """Have the threads that what is under way may need while the interpreter exits.
+    """Start the threads that saves under way may need while the interpreter exits.
 
     Python 3.12.0 and 3.12.1 start none by then, not even for the hooks that run before the threads are joined.
     """
@@ -232,9 +232,8 @@ class Crew:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except (
-                BaseException
-            ):  # a task reports its own errors; if it cannot, the thread goes on all the same
+            except BaseException:
+                # Tasks report their own errors; if one cannot, the thread goes on all the same.
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
             finally:
                 with self._lock:

@@ -1,6 +1,6 @@
-"""Waits with signs of life: a wait of more than two seconds says what it is for, and how far that is.
+"""Waits with signs of life: a wait of more than two seconds tells what it is for, and the progress.
 
-In: futures, and words for what is waited for. Out: a line after two seconds, and another every thirty.
+In: futures, and a description of the progress. Out: a line after two seconds, and another every thirty.
 Knows nothing of: saves.
 
 While the program runs, a line goes to the logger `async_ckpt` as a warning, which is visible without any configuration
@@ -34,10 +34,10 @@ _log = logging.getLogger("async_ckpt")
 
 
 class Wait:
-    """One wait of one thread, from its creation on. `where` and `ctrl_c` are parts of the line."""
+    """One wait of one thread, from its creation on. `caller` and `ctrl_c` are parts of the line."""
 
-    def __init__(self, where: str, ctrl_c: str, *, say: Callable[[str], None] = _log.warning) -> None:
-        self._where, self._ctrl_c, self._say = where, ctrl_c, say
+    def __init__(self, caller: str, ctrl_c: str, *, say: Callable[[str], None] = _log.warning) -> None:
+        self._caller, self._ctrl_c, self._say = caller, ctrl_c, say
         self._begin = TIMEKEEPER.now()
         self._next = self._begin + _FIRST_SECONDS
 
@@ -47,8 +47,8 @@ class Wait:
         if now < self._next or is_library_thread():  # the user waits for no thread of the library
             return
         self._next = now + _AGAIN_SECONDS
-        where = f" {self._where}" if self._where else ""
-        line = f"async_ckpt has waited {now - self._begin:.0f} s{where} for {progress()}"
+        caller = f" {self._caller}" if self._caller else ""
+        line = f"async_ckpt has waited {now - self._begin:.0f} s{caller} for {progress()}"
         self._say(f"{line}; {self._ctrl_c}" if _ctrl_c_raises() else line)
 
 
@@ -105,11 +105,12 @@ class Completion(Future[None]):
 
     def set_result(self, result: None) -> None:
         super().set_result(result)
-        self._progress = _ended  # its object may refer to this future, and should not outlive the end
+        # The old function's object may refer to this future, and should not outlive the end.
+        self._progress = _ended_progress
 
     def set_exception(self, exception: BaseException | None) -> None:
         super().set_exception(exception)
-        self._progress = _ended
+        self._progress = _ended_progress
 
     def result(self, timeout: float | None = None) -> None:
         self._wait(timeout)
@@ -126,7 +127,7 @@ class Completion(Future[None]):
         wait_for(self, timeout, lambda: wait.goes_on(self._progress))
 
 
-def _ended() -> str:
+def _ended_progress() -> str:
     return "an operation that has just ended"
 
 
@@ -140,7 +141,7 @@ def all_of(futures: Sequence[Future[None]], progress: Callable[[], str]) -> Futu
     whole = Completion(progress)
     lock, num_left = threading.Lock(), [len(futures)]
 
-    def ended(_: Future[None]) -> None:
+    def count_down(_: Future[None]) -> None:
         with lock:
             num_left[0] -= 1
             last = num_left[0] == 0
@@ -152,7 +153,7 @@ def all_of(futures: Sequence[Future[None]], progress: Callable[[], str]) -> Futu
                 whole.set_exception(error)
 
     for future in futures:
-        future.add_done_callback(ended)
+        future.add_done_callback(count_down)
     return whole
 
 

@@ -1,4 +1,4 @@
-"""Bringing a root that was away up to date: steps are copied, whole and verified, from one that has them.
+"""Catching up a root that was unavailable: steps are copied, whole and verified, from a root that has them.
 
 In: runs. Out: the same commits at another root. Knows nothing of: tensors, saves under way.
 """
@@ -20,10 +20,10 @@ from .archives.archive import OpenArchive
 def catch_up(
     roots: Roots, run: Run, *, skip: Collection[int] = (), check: Callable[[], None] = lambda: None
 ) -> list[int]:
-    """Copy to a run what other roots hold and it lacks, the newest first, but for `skip`; the steps that were copied.
+    """Copy to a run the steps that only other roots have, the newest first, except `skip`. Returns the copied steps.
 
-    `check` is called between segments, and ends it by raising.
-    Raises StorageUnavailableError, and CorruptCheckpointError for a source that is damaged; what was copied stays.
+    `check` is called between segments, and ends the copying by raising. Raises StorageUnavailableError, and
+    CorruptCheckpointError for a damaged source; the steps that have been copied stay.
     """
     copied = []
     errors: list[CheckpointError] = []
@@ -35,7 +35,7 @@ def catch_up(
             try:
                 _copy_step(source, run, step, check)
             except (NotCommittedError, StepExistsError):
-                break  # retention was faster, or somebody else has committed the step here
+                break  # retention was faster, or another process has committed the step here
             except CorruptCheckpointError as error:
                 errors.append(error)  # another root may hold it whole
             else:
@@ -48,29 +48,34 @@ def catch_up(
     return copied
 
 
-def _copy_step(source: Run, to: Run, step: int, check: Callable[[], None]) -> None:
-    """Copy the archives of a step, then commit it. What is copied stays locked until then, so that nobody sweeps it."""
-    replaced = to.manifest_to_replace(step)
-    made = source.manifest(step)
-    for earlier in sorted({other.step for other in made.elsewhere} - {step}):
-        there = to.committed(earlier)
-        if there is None or there.attempt != source.manifest(earlier).attempt:
-            _copy_step(source, to, earlier, check)  # what it has borrowed from comes first
+def _copy_step(source: Run, target: Run, step: int, check: Callable[[], None]) -> None:
+    """Copy the archives of a step, then commit it. The copies are locked until then, so that no sweep deletes them."""
+    replaced = target.manifest_to_replace(step)
+    manifest = source.manifest(step)
+    for earlier in sorted({other.step for other in manifest.elsewhere} - {step}):
+        committed = target.committed(earlier)
+        if committed is None or committed.attempt != source.manifest(earlier).attempt:
+            _copy_step(source, target, earlier, check)  # the lender must be committed first
     with contextlib.ExitStack() as sinks:
         folder = source.folder(step)
-        for archive in (*archives_of(source.storage, folder, made), *made.beside):
-            _copy(source, to, step, archive, check, sinks)
-        for told in (made.ranks.archives, made.ranks.layout) if made.ranks else ():
-            to.storage.replace(
-                f"{to.folder(step)}/{told.name}", source.storage.read(f"{folder}/{told.name}")[0]
+        for archive in (*archives_of(source.storage, folder, manifest), *manifest.beside):
+            _copy_archive(source, target, step, archive, check, sinks)
+        for entry in (manifest.ranks.archives, manifest.ranks.layout) if manifest.ranks else ():
+            target.storage.replace(
+                f"{target.folder(step)}/{entry.name}", source.storage.read(f"{folder}/{entry.name}")[0]
             )
-        to.adopt(made, replaces=replaced)
+        target.adopt(manifest, replaces=replaced)
 
 
-def _copy(
-    source: Run, to: Run, step: int, archive: Archive, check: Callable[[], None], sinks: contextlib.ExitStack
+def _copy_archive(
+    source: Run,
+    target: Run,
+    step: int,
+    archive: Archive,
+    check: Callable[[], None],
+    sinks: contextlib.ExitStack,
 ) -> None:
-    """Copy one archive; its sink is closed with `sinks`."""
+    """Copy one archive. `sinks` closes its sink."""
     path = source.archive_path(step, archive)
     try:
         reader = source.storage.open(path)
@@ -84,7 +89,7 @@ def _copy(
         parcel = Parcel(lambda: reader, path, archive.num_bytes, opened.verify)
         copy(
             [parcel],
-            to.storage,
+            target.storage,
             background=True,
             check=check,
             finished=lambda sink: sinks.callback(sink.close),

@@ -1,4 +1,4 @@
-"""From archives into memory: what is to be read is planned, read in large pieces, and copied to where it belongs.
+"""Reads from archives into memory: planned first, then made in large pieces, and copied to the tensors.
 
 In: tensors of archives, and live tensors. Out: filled tensors. Knows nothing of: names, states, runs of bytes.
 """
@@ -28,18 +28,20 @@ from ..spec import BLOCK_BYTES, DTYPES, KIB, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
 from .archives.contents import CPU, Contents
 
-# One read: large enough for a disk's full speed, small enough that a few of them are no memory to speak of.
+# The size of a read: large enough for a disk's full speed, and small enough that a dozen take little memory.
 READ_BYTES: Final = 8 * MIB
-# What torch copies on the thread that asks; it would share more among threads of its own.
+# The most bytes that torch copies on the calling thread; it divides larger copies among threads of its own.
 _FEW_BYTES: Final = 32 * KIB - 1
-# Some read while others verify and copy.
+# More than a disk needs at a time, since some threads verify and copy while others read.
 _MIN_READERS: Final = 12
 _MAX_READERS: Final = 16
 
 
 class Wanted(NamedTuple):
-    """The memory that is to be filled, on any device, and what with: the rectangle of a tensor that begins at `offsets`
-    and has the memory's shape. None stands for the tensor as a whole. The dtypes are the same.
+    """Memory to fill, on any device, with the rectangle of a tensor that begins at `offsets` and has the memory's
+    shape.
+
+    `number` is that of the tensor, whose dtype is that of the memory. `offsets` is None for the whole tensor.
     """
 
     number: int
@@ -48,12 +50,12 @@ class Wanted(NamedTuple):
 
 
 def boxes_wanted(into: torch.Tensor, offsets: Ints | None) -> Box | None:
-    """The part of a tensor that goes to this memory; None for all of it."""
+    """The box of a tensor that fills this memory; None for the whole tensor."""
     return None if offsets is None else Box(offsets, tuple(into.shape))
 
 
 class _Stretch(NamedTuple):
-    """Bytes of a read that go to `wanted[wanted]`."""
+    """Bytes of a read that go to the memory with the number `wanted`."""
 
     wanted: int
     run: StridedCopy
@@ -61,7 +63,7 @@ class _Stretch(NamedTuple):
 
 @dataclass(slots=True)
 class Read:
-    """One read of an archive: whole digest blocks, or pages, up to a buffer's size; and where their bytes go."""
+    """One read of an archive: whole digest blocks or pages, up to a buffer's size, and the targets of their bytes."""
 
     archive: Contents
     extent: Extent
@@ -69,7 +71,7 @@ class Read:
 
 
 class Plan(NamedTuple):
-    """The bytes to be read of each file, and where to."""
+    """The bytes to read from each file, and their targets."""
 
     wanted: Sequence[Wanted]
     files: Sequence[_FilePlan]
@@ -79,27 +81,26 @@ class Plan(NamedTuple):
 
 
 def planned(wanted: Iterable[tuple[Contents, Iterable[Wanted]]]) -> Plan:
-    """Find out where all that is wanted lies; the headers of the members that it lies in are read, and compared.
+    """Plan the reads for all requests, and check the headers of the members that they touch.
 
     Raises CorruptCheckpointError.
     """
-    found: list[Wanted] = []
+    requests: list[Wanted] = []
     files: dict[int, _FilePlan] = {}
     for archive, items in wanted:
         for item in items:
-            _plan(archive, item, len(found), files)
-            found.append(item)
-    checks = [functools.partial(one.file.check_members, one.members) for one in files.values()]
+            _plan(archive, item, len(requests), files)
+            requests.append(item)
+    checks = [functools.partial(file.file.check_members, file.members) for file in files.values()]
     run_together("check", checks, max_threads=_MAX_READERS)
-    return Plan(found, list(files.values()))
+    return Plan(requests, list(files.values()))
 
 
 def fill(plan: Plan, *, copy: bool = True, pool: SegmentPool | None = None) -> None:
-    """Read everything into its memory, in parallel. With `copy=False` only verify the bytes.
+    """Read everything into its memory in parallel, through buffers that `pool` can spare.
 
-    It reads through what `pool` can spare.
-    What is on a device is filled in order with its current stream. Raises CorruptCheckpointError; tensors that were
-    filled before stay so.
+    With `copy=False` the bytes are only verified. Tensors on a device are filled in the order of its current stream.
+    Raises CorruptCheckpointError; tensors that have been filled by then stay so.
     """
     targets = [_FillTarget(item.into) for item in plan.wanted] if copy else []
     reads = plan.reads(keep_parts=copy)
@@ -126,11 +127,11 @@ def run_reads(
     pin: torch.device | None = None,
     pool: SegmentPool | None = None,
 ) -> None:
-    """Read, in parallel, into a ring of buffers; `use` is called with each, on the thread that has read it.
+    """Read in parallel into a ring of buffers, and call `use` for each read on the thread that made it.
 
-    The buffers are memory of `pool` as far as that has some to spare: it stays warm there for the next save.
+    The buffers are taken from `pool` as far as it has memory to spare, which then stays warm for the next save.
 
-    Raises CorruptCheckpointError for an archive that ends too early, and what `use` raises.
+    Raises CorruptCheckpointError for an archive that ends too early, and the errors of `use`.
     """
     if not reads:
         return
@@ -148,16 +149,17 @@ def run_reads(
             crew.stop()
 
 
-def _new_stream(device: torch.device) -> Any:
-    return backend_of(device).new_stream(device)
-
-
-# The one stream of each device that loads use: those of torch's pool may be anybody's.
-_stream_of: Final = OnceInProcess(_new_stream)
+# One stream of each device for all loads: others may use the streams of torch's pool, too.
+_stream_of: Final[OnceInProcess[torch.device, Any]] = OnceInProcess(
+    lambda device: backend_of(device).new_stream(device)
+)
 
 
 class _Ring:
-    """As many buffers as threads: parts of what a pool has to spare, and the others new."""
+    """One buffer for each thread: parts of segments that a pool can spare, and new memory for the rest.
+
+    `run_reads` creates and closes it; any of its threads may take a buffer.
+    """
 
     def __init__(self, num_buffers: int, pin: torch.device | None, pool: SegmentPool | None) -> None:
         self._pin = pin
@@ -173,7 +175,7 @@ class _Ring:
 
     @contextmanager
     def buffer(self) -> Iterator[Segment]:
-        """One of them. Nobody waits for another's."""
+        """A buffer of the ring, or a new one if none is idle, so that no thread waits for another."""
         try:
             buffer = self._idle.get_nowait()
         except queue.Empty:
@@ -209,9 +211,9 @@ def _copy_out(read: Read, segment: Segment, targets: list[_FillTarget], streams:
 
 
 def _copy_rows(run: StridedCopy, segment: Segment, target: _FillTarget) -> None:
-    """Many short pieces, a few at a time: one call for each would keep all other threads from running."""
+    """Copy many short pieces a few at a time: a call for each would hold the GIL too often."""
     per_copy = _FEW_BYTES // run.length
-    with torch.inference_mode():  # the target may have been made in it
+    with torch.inference_mode():  # the target may be an inference tensor
         for first in range(0, run.times, per_copy):
             shape = min(per_copy, run.times - first), run.length
             piece = segment.tensor[run.source + first * run.source_step :]
@@ -222,15 +224,15 @@ def _copy_rows(run: StridedCopy, segment: Segment, target: _FillTarget) -> None:
 def _enqueue(
     parts: list[_Stretch], segment: Segment, targets: list[_FillTarget], device: torch.device, stream: Any
 ) -> None:
-    """Copy parts of a read to a device, and wait for that: the buffer is read from until then."""
+    """Copy parts of a read to a device, and wait: the device reads from the buffer until then."""
     backend = backend_of(device)
-    ended = backend.waiting_event()  # for no other's copies
-    # In inference mode, because so may the caller be: its tensors take no writes outside.
+    ended = backend.waiting_event()  # for these copies only
+    # In inference mode, because inference tensors of the caller accept no writes outside of it.
     with torch.inference_mode(), backend.on_stream(device, stream):
         try:
             for wanted, run in parts:
                 shape = run.times, run.length
-                # Both may begin anywhere in their storages, from where `as_strided` counts what it is told.
+                # Slice first: `as_strided` counts an explicit offset from the begin of the storage.
                 piece = segment.tensor[run.source :].as_strided(shape, (run.source_step, 1))
                 into = targets[wanted].flat[run.target :].as_strided(shape, (run.target_step, 1))
                 into.copy_(piece, non_blocking=True)
@@ -240,11 +242,11 @@ def _enqueue(
 
 
 class _FillTarget:
-    """Memory to fill. What is not dense, or on a device without a copy engine of ours, goes through a dense copy."""
+    """Memory to fill. What is not dense, or on a device without a backend, is filled by way of a dense copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
-        # Others see by its counter that it was written to; our copies move none.
+        # Autograd detects writes by the version counter, which our copies do not change.
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
         self._final: torch.Tensor | None = None
@@ -258,7 +260,7 @@ class _FillTarget:
     def finish(self) -> None:
         if self._final is None:
             return
-        with torch.inference_mode():  # for tensors that were made in it; the others take it as well
+        with torch.inference_mode():  # required by inference tensors, and allowed for all others
             if self._final.is_conj() or self._final.is_neg():
                 self._final.copy_(self.flat.view(self._final.dtype).reshape(self._final.shape))
             else:
@@ -268,16 +270,16 @@ class _FillTarget:
 
 def _plan(archive: Contents, item: Wanted, number: int, plan: dict[int, _FilePlan]) -> None:
     """Find out where what is wanted lies."""
-    told = archive.index.tensors[item.number]
-    box = Box(item.offsets or (0,) * len(told.shape), tuple(item.into.shape))
+    tensor = archive.index.tensors[item.number]
+    box = Box(item.offsets or (0,) * len(tensor.shape), tuple(item.into.shape))
     for file, piece, held in archive.sources(item.number, box):
-        common = held if box.sizes == told.shape else held.common(box)
+        common = held if box.sizes == tensor.shape else held.common(box)
         if common is not None and piece.extent.length:
-            at = plan.setdefault(id(file), _FilePlan(file, [], set()))
-            at.members.add(piece.member)
+            file_plan = plan.setdefault(id(file), _FilePlan(file, [], set()))
+            file_plan.members.add(piece.member)
             whole = Box(piece.offsets, piece.sizes)
-            for run in strided_copies(common, whole, box, DTYPES[told.dtype][0]):
-                at.add(number, run._replace(source=piece.extent.offset + run.source))
+            for run in strided_copies(common, whole, box, DTYPES[tensor.dtype][0]):
+                file_plan.add(number, run._replace(source=piece.extent.offset + run.source))
 
 
 class _FilePlan(NamedTuple):
@@ -290,7 +292,7 @@ class _FilePlan(NamedTuple):
     def add(self, wanted: int, run: StridedCopy) -> None:
         """Bytes between two runs are read with them, unless that would be a read of its own."""
         is_far = run.source_step - run.length >= BLOCK_BYTES
-        self.stretches.extend(_Stretch(wanted, one) for one in (run.apart() if is_far else (run,)))
+        self.stretches.extend(_Stretch(wanted, copied) for copied in (run.apart() if is_far else (run,)))
 
     def reads(self, *, keep_parts: bool) -> list[Read]:
         """Whole digest blocks (or pages), neighbours together, up to a buffer's size; no byte is read twice."""
@@ -305,14 +307,14 @@ class _FilePlan(NamedTuple):
                 spans[-1][1] = max(spans[-1][1], end)
             else:
                 spans.append([begin, end])
-        found = [
+        reads = [
             Read(self.file, Extent(at, min(READ_BYTES, end - at)), [])
             for begin, end in spans
             for at in range(begin, end, READ_BYTES)
         ]
         if keep_parts:
-            self._hand_out(found)
-        return found
+            self._hand_out(reads)
+        return reads
 
     def _hand_out(self, reads: Sequence[Read]) -> None:
         """Give each read the stretches that lie in it, counted from its begin."""
@@ -324,6 +326,6 @@ class _FilePlan(NamedTuple):
                 if begin >= end:
                     break
                 read.parts += [
-                    _Stretch(wanted, one._replace(source=one.source - begin))
-                    for one in run.within(begin, read.extent.end)
+                    _Stretch(wanted, copied._replace(source=copied.source - begin))
+                    for copied in run.within(begin, read.extent.end)
                 ]

@@ -1,13 +1,11 @@
-"""A load, told once from top to bottom. No threads are started here, and nothing is logged.
+"""A load from top to bottom. No threads are started here, and nothing is logged.
 
-In: an archive that may be damaged, or may lie; and, to restore, live objects. Out: the state, or the objects filled.
-Knows nothing of: steps, manifests.
+In: an archive that may be damaged or forged. Out: the state. Knows nothing of: steps, manifests.
 
-Everything is compared before the first byte is written. Data then comes by parallel ranged reads through a small ring
-of (page-locked) buffers straight into its tensors; with `verify`, a buffer is whole digest blocks, and is looked at
-before anything leaves it. Nothing is unpickled unless the caller says `trust=True` or torch's own weights-only
-unpickler takes it, and nothing is allocated on the file's word: all tensors together are never larger than the file,
-and a pickle is looked through before it is loaded.
+Data comes by parallel ranged reads through a small ring of (page-locked) buffers into its tensors. With `verify`, a
+buffer holds whole digest blocks, and is compared before anything leaves it. Nothing is unpickled unless the caller
+passes `trust=True` or torch's own weights-only unpickler accepts it. Nothing is allocated on the word of the file: all
+tensors together are never larger than the file, and a pickle is examined before it is loaded.
 """
 
 from __future__ import annotations
@@ -36,22 +34,22 @@ def load_state(
     mmap: bool = False,
     groups: Groups = None,
 ) -> Any:
-    """Build the state that was saved, on the CPU or on the device `map_location`; tied tensors come back tied.
+    """Build the saved state on the CPU, or on the device `map_location`. Tied tensors are tied again.
 
-    With `mmap`, tensors are views of the mapped archive, and only their pages are read, when they are first touched
-    (or, verified, now).
+    With `mmap`, tensors are views of the mapped archive. Their pages are read when they are first touched, or now if
+    the archive is verified.
     """
     device = CPU if map_location is None else torch.device(map_location)
     archive.learn_names(everything=select is None and groups is None)
     value, stored = archive.tree(select=select, types=types, groups=groups)
     objects = archive.objects(stored, trust=trust)
-    wanted = {s.number for s in stored if s.kind != "object"}
-    archive.need((number, None) for number in wanted)  # then it is known which are tied
+    wanted = {leaf.number for leaf in stored if leaf.kind != "object"}
+    archive.need((number, None) for number in wanted)  # before `primary`: some ties are known only afterwards
     numbers = sorted({*map(archive.primary, wanted)})
-    on_host = {archive.primary(s.number) for s in stored if s.kind in ("ndarray", "bytes")}
+    on_host = {archive.primary(leaf.number) for leaf in stored if leaf.kind in ("ndarray", "bytes")}
     if mmap:
         mapped = archive.map()
-        tensors = {n: _mapped(archive, n, mapped) for n in numbers}
+        tensors = {n: _view(archive, n, mapped) for n in numbers}
     else:
         tensors = {n: archive.empty(n, CPU if n in on_host else device) for n in numbers}
     plan = planned([(archive, [Wanted(n, tensor) for n, tensor in tensors.items()])])
@@ -74,10 +72,7 @@ def load_state(
 
 
 def check_lent(parts: Sequence[Part], select: Select) -> None:
-    """Where a state is in several archives, each must hold the groups that the manifest names, as far as they are selected.
-
-    Raises CorruptCheckpointError.
-    """
+    """Raises CorruptCheckpointError if one of several archives lacks a selected group that the manifest says it has."""
     chosen = selector(select)
     for part in parts if len(parts) > 1 else ():
         lacking = _lacking_groups(part, chosen)
@@ -93,39 +88,39 @@ def _lacking_groups(part: Part, chosen: Selector | None) -> list[str]:
         raise part.archive.corrupt(
             "a manifest says that it is part of a state, but it is not a dict of groups"
         )
-    there = {key for key in keys if isinstance(key, str)}
+    held = {key for key in keys if isinstance(key, str)}
     return sorted(
         group
         for group in part.groups or ()
-        if group not in there and (chosen is None or chosen.reaches(group))
+        if group not in held and (chosen is None or chosen.reaches(group))
     )
 
 
 def check_select(parts: Sequence[Part], select: Select) -> None:
-    """Refuse a pattern, among several, that selects nothing: it has a typo. Raises KeyError."""
+    """Raises KeyError if one of several patterns selects nothing: it has a typo."""
     chosen = None if isinstance(select, str) else selector(select)
     if chosen is None:
         return
     for part in parts:
         part.archive.match(chosen, part.groups)
     for part in parts:
-        if chosen.unused and part.archive.learn_names():  # another rank has saved it
+        if chosen.unused and part.archive.learn_names():  # another rank may have saved it
             part.archive.match(chosen, part.groups)
     if chosen.unused:
-        there = "; ".join(f"{part.archive.path} holds {part.archive.names()}" for part in parts)
-        raise KeyError(f"of select={select!r}, {chosen.unused[0]!r} matches nothing; {there}")
+        contents = "; ".join(f"{part.archive.path} holds {part.archive.names()}" for part in parts)
+        raise KeyError(f"of select={select!r}, {chosen.unused[0]!r} matches nothing; {contents}")
 
 
 def check_verify(verify: Verify) -> None:
-    """A slip of the pen must not be taken for a check, or for none. Raises ValueError."""
+    """Raises ValueError for an invalid `verify`, which must not be taken for True or False."""
     if verify not in (True, False, "first"):
         raise ValueError(f'verify must be True, False or, for restore, "first"; got {verify!r}')
 
 
 def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:
-    """The state that is in one archive, or in several: the first has the step's own, the others what it borrows.
+    """The state of one archive or several: the first holds the step's own groups, the others those that it borrows.
 
-    Raises KeyError when `load` does for each.
+    Raises KeyError if `load` does so for all of them.
     """
     if len(parts) == 1:
         return load(parts[0])
@@ -141,7 +136,7 @@ def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:
 
 
 def raise_unless_any(errors: Sequence[KeyError], num_parts: int) -> None:
-    """Raises one KeyError when none of the archives has anything that was selected."""
+    """Raises KeyError if no archive has anything that was selected."""
     if len(errors) == num_parts:
         raise KeyError("; ".join(error.args[0] for error in errors))
 
@@ -155,7 +150,7 @@ def state_of(
     mmap: bool,
     types: Iterable[type],
 ) -> Any:
-    """Build the state, from the files themselves or from maps of them."""
+    """Build the state from the files, or from maps of them."""
     if map_location is not None:
         _check_device(map_location, is_used=not mmap)
     check_lent(parts, select)
@@ -178,31 +173,31 @@ def state_of(
 
 
 def _check_device(map_location: str | torch.device, *, is_used: bool) -> None:
-    """Raises ValueError for what is no device, and for one that is to be used and that this process does not have."""
+    """Raises ValueError for an invalid device, and for one that is used but not available in this process."""
     try:
         device = torch.device(map_location)
         if is_used:
             torch.empty(0, device=device)
-    except Exception as error:  # every kind of device has its own
+    except Exception as error:  # each kind of device raises its own errors
         why = str(error).partition("\n")[0]
         raise ValueError(
-            f'map_location={map_location!r:.100} is no device that torch can use here ({why:.200}); give "cpu", or leave '
-            "it out"
+            f'map_location={map_location!r:.100} is no device that torch can use here ({why:.200}); give "cpu", or '
+            "leave it out"
         ) from error
 
 
-def _mapped(archive: Contents, number: int, mapped: mmap_module.mmap) -> torch.Tensor:
-    told, dtype = archive.index.tensors[number], archive.dtype(number)
+def _view(archive: Contents, number: int, mapped: mmap_module.mmap) -> torch.Tensor:
+    tensor, dtype = archive.index.tensors[number], archive.dtype(number)
     sources = archive.sources(number)
     if len(sources) != 1 or sources[0].box.sizes != sources[0].piece.sizes:
         raise ValueError(
-            f"mmap=True makes views of a file, but {shown(told.path)} is in several pieces, as several ranks have saved it; leave "
-            "mmap out"
+            f"mmap=True makes views of a file, but {shown(tensor.path)} is in several pieces, as several ranks have "
+            "saved it; leave mmap out"
         )
     piece = sources[0].piece
     if not piece.extent.length:
-        return torch.empty(told.shape, dtype=dtype, device=CPU)
+        return torch.empty(tensor.shape, dtype=dtype, device=CPU)
     flat = torch.frombuffer(mapped, dtype=torch.uint8, count=piece.extent.length, offset=piece.extent.offset)
     if piece.extent.offset % dtype.itemsize:
-        flat = flat.clone()  # other programs align nothing
-    return (flat if dtype == torch.uint8 else flat.view(dtype)).view(told.shape)
+        flat = flat.clone()  # other programs may not align tensors
+    return (flat if dtype == torch.uint8 else flat.view(dtype)).view(tensor.shape)

@@ -1,9 +1,10 @@
 """Ranges of the bytes of whole tensors, wherever their slices lie.
 
-In: files, and ranges of their tensors as these are row by row. Out: host memory with these bytes. Knows nothing of: what they are for.
+In: files, and byte ranges of their tensors in row-major order. Out: host memory with these bytes.
+Knows nothing of: their use.
 
-So a file with full tensors is written from front to back out of the archives of many ranks, and never is more of it in memory
-than is being written.
+With these, a file of full tensors is written from front to back out of the archives of many ranks, and only the part
+that is being written is in memory.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from ..spec import DTYPES
 from .archives.contents import Contents
 from .fill import Wanted, fill, planned
 
-# Of the size of an item; which of them does not matter.
+# Any dtype with the size of an item.
 _ITEMS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Range(NamedTuple):
-    """`length` bytes of a tensor of a file, from its byte `begin` on, go to byte `target` of the memory."""
+    """`length` bytes of a tensor, from its byte `begin` on, which go to byte `target` of the memory."""
 
     file: Contents
     number: int
@@ -34,25 +35,24 @@ class Range(NamedTuple):
 
 
 def read_ranges(ranges: Iterable[Range], memory: torch.Tensor) -> None:
-    """Fill host memory, a dense uint8 tensor, with these. Each begins and ends with whole items.
+    """Fill host memory, a dense uint8 tensor, with ranges that begin and end at whole items.
 
     Raises CorruptCheckpointError.
     """
     by_file: dict[int, tuple[Contents, list[Wanted]]] = {}
-    for one in ranges:
-        by_file.setdefault(id(one.file), (one.file, []))[1].extend(_wanted(one, memory))
+    for range_ in ranges:
+        by_file.setdefault(id(range_.file), (range_.file, []))[1].extend(_wanted(range_, memory))
     fill(planned(by_file.values()))
 
 
-def _wanted(one: Range, memory: torch.Tensor) -> Iterator[Wanted]:
-    told = one.file.index.tensors[one.number]
-    item_bytes = DTYPES[told.dtype][0]
-    at = one.target
+def _wanted(range_: Range, memory: torch.Tensor) -> Iterator[Wanted]:
+    tensor = range_.file.index.tensors[range_.number]
+    item_bytes = DTYPES[tensor.dtype][0]
+    at = range_.target
     for offsets, sizes in flat_range(
-        told.shape, one.begin // item_bytes, (one.begin + one.length) // item_bytes
+        tensor.shape, range_.begin // item_bytes, (range_.begin + range_.length) // item_bytes
     ):
         num_bytes = prod(sizes) * item_bytes
-        # Where an archive of ours has the tensor, items are aligned; where another program does, they need not be.
         into = memory[at : at + num_bytes]
-        yield Wanted(one.number, into.view(_ITEMS[item_bytes]).view(sizes), offsets)
+        yield Wanted(range_.number, into.view(_ITEMS[item_bytes]).view(sizes), offsets)
         at += num_bytes

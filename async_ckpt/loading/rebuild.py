@@ -1,6 +1,7 @@
-"""The layout of a step, made again from the indices of all its archives.
+"""The layout of a step, rebuilt from the indices of all its archives.
 
-In: a run, and a step that several ranks have saved. Out: `layout.<attempt>.rebuilt.json` in its folder. Knows nothing of: bytes of tensors.
+In: a run, and a step that several ranks have saved. Out: `layout.<attempt>.rebuilt.json` in its folder.
+Knows nothing of: bytes of tensors.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from .archives.find import committed_step
 from .archives.step_archives import NamedArchives, open_archive
 
 _MAX_OPENERS: Final = 16
-_in_short: Final = json.JSONEncoder(separators=(",", ":")).encode
+_compact_json: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class ArchiveAccount(NamedTuple):
-    """One archive's account of its rank: the structure of its state, and what it has written."""
+    """An archive's account of its rank: the structure of the rank's state, and the boxes that it has written."""
 
     structure: str
     written: Mapping[str, set[Box]]
@@ -37,98 +38,109 @@ class ArchiveAccount(NamedTuple):
 
 
 def rebuild_layout(run: Anywhere, step: int) -> str:
-    """Make the layout of a step that several ranks have saved again, from the indices of all its archives.
+    """Rebuild the layout of a step that several ranks have saved, from the indices of all its archives.
 
         async_ckpt.files.rebuild_layout("runs/a", 500)
 
-    Loading needs this only if its error says so: if hundreds of ranks have saved the step, and what tells a reader whose archives
-    it needs is missing or damaged. The new layout is written beside the old one, and its path or URL is returned. Nothing else
-    is changed.
+    Loading needs this only if its error says so: hundreds of ranks have saved the step, and the layout that tells a
+    reader which archives it needs is missing or damaged. The new layout is written beside the old one, and its path or
+    URL is returned. Nothing else is changed.
 
     Args:
         run: the root of the run, or the folder of the step; a path, a URL or a Place.
         step: a committed step.
 
-    Raises NotCommittedError if the step is not committed there, ValueError for a step of one rank or of TarStorageWriter, which
-    need no layout, CorruptCheckpointError if an archive is missing or damaged, and StorageUnavailableError.
+    Raises NotCommittedError if the step is not committed there, ValueError for a step of one rank or of
+    TarStorageWriter, which need no layout, CorruptCheckpointError if an archive is missing or damaged, and
+    StorageUnavailableError.
     """
-    there = committed_step(run, step)
-    storage = there.storage
-    made = there.read()
-    if made.ranks is None:
-        who = "one rank" if len(made.archives) == 1 else "torch.distributed.checkpoint"
-        raise ValueError(f"step {step} was saved by {who}, so it has no layout, and needs none")
-    named = there.named(made)[0]
-    looks = _looks(named)
+    committed = committed_step(run, step)
+    storage = committed.storage
+    manifest = committed.read()
+    if manifest.ranks is None:
+        saver = "one rank" if len(manifest.archives) == 1 else "torch.distributed.checkpoint"
+        raise ValueError(f"step {step} was saved by {saver}, so it has no layout, and needs none")
+    named = committed.archives(manifest)[0]
+    accounts = _read_accounts(named)
     known = layouts.read(storage, named.folder, named.attempt)
-    layout = layout_of(looks, known and known.root)
+    layout = layout_of(accounts, known and known.root)
     name = layouts.rebuilt_name(named.attempt)
     path = f"{named.folder}/{name}" if named.folder else name
     storage.replace(path, layouts.dump(layout, Table(layout.classes, tuple(named.per_rank))))
     return storage.locate(path)
 
 
-def _looks(named: NamedArchives) -> list[ArchiveAccount]:
-    looks: dict[int, ArchiveAccount] = {}
+def _read_accounts(named: NamedArchives) -> list[ArchiveAccount]:
+    accounts: dict[int, ArchiveAccount] = {}
 
-    def look(rank: int) -> None:
+    def read_account(rank: int) -> None:
         with contextlib.ExitStack() as stack:
             archive = open_archive(named.storage, *named.archives[rank], True, stack, named.named_by)
-            looks[rank] = look_at(archive.index, named.per_rank)
+            accounts[rank] = account_of(archive.index, named.per_rank)
 
     everybody = range(len(named.archives))
-    run_together("open", [functools.partial(look, rank) for rank in everybody], max_threads=_MAX_OPENERS)
-    return [looks[rank] for rank in everybody]
+    run_together(
+        "open", [functools.partial(read_account, rank) for rank in everybody], max_threads=_MAX_OPENERS
+    )
+    return [accounts[rank] for rank in everybody]
 
 
-def look_at(index: Index, per_rank: Sequence[str] | Any = ()) -> ArchiveAccount:
-    """`per_rank` are the dotted names of what each rank has for itself, which is no part of a structure."""
-    own, lines, written, aliases = frozenset(per_rank), [], dict[str, set[Box]](), set[str]()
-    for told in index.tensors:
-        if is_within(dotted(told.path), own):
+def account_of(index: Index, per_rank: Sequence[str] | Any = ()) -> ArchiveAccount:
+    """The account that an index gives of its rank.
+
+    `per_rank` are the dotted names of values that each rank has separately, which are not part of a structure.
+    """
+    per_rank_names, lines, written, aliases = frozenset(per_rank), [], dict[str, set[Box]](), set[str]()
+    for tensor in index.tensors:
+        if is_within(dotted(tensor.path), per_rank_names):
             continue
-        name, spread = name_of(told.path), cast(Any, None)
-        if told.spread is not None and told.spread.cuts is None:
-            spread = {"held": told.spread.held}
-        elif told.spread is not None:
+        name, spread = name_of(tensor.path), cast(Any, None)
+        if tensor.spread is not None and tensor.spread.cuts is None:
+            spread = {"held": tensor.spread.held}
+        elif tensor.spread is not None:
             assert index.ranks is not None
-            mesh = Mesh(*index.ranks.meshes[told.spread.mesh])
+            mesh = Mesh(*index.ranks.meshes[tensor.spread.mesh])
             is_inside = index.ranks.rank in mesh.all_ranks()
-            spread = [told.spread.cuts, mesh.shape, mesh.stride, mesh.ranks, is_inside]
-        tied = [] if told.alias_of is None else [name_of(index.tensors[told.alias_of].path)]
-        lines.append(_in_short([name, told.dtype, told.shape, spread, *tied]))
-        if told.alias_of is not None:
+            spread = [tensor.spread.cuts, mesh.shape, mesh.stride, mesh.ranks, is_inside]
+        tied = [] if tensor.alias_of is None else [name_of(index.tensors[tensor.alias_of].path)]
+        lines.append(_compact_json([name, tensor.dtype, tensor.shape, spread, *tied]))
+        if tensor.alias_of is not None:
             aliases.add(name)
         else:
-            written[name] = {Box(one.offsets, one.sizes) for one in told.slices if one.extent.length}
+            written[name] = {
+                Box(piece.offsets, piece.sizes) for piece in tensor.slices if piece.extent.length
+            }
     return ArchiveAccount("\n".join(sorted(lines)), written, aliases)
 
 
-def layout_of(looks: Sequence[ArchiveAccount], root: Mesh | None = None) -> StepLayout:
-    """The layout that these make together, in the order of ranks: that which follows from arithmetic in its words, and the rest as it is."""
+def layout_of(accounts: Sequence[ArchiveAccount], root: Mesh | None = None) -> StepLayout:
+    """The layout of a step, given the accounts in the order of ranks.
+
+    Boxes that follow from arithmetic are left to it; the others are listed.
+    """
     classes: dict[str, list[int]] = {}
     structures: dict[str, str] = {}
-    for rank, look in enumerate(looks):
-        digest = hashlib.blake2b(look.structure.encode(), digest_size=8).hexdigest()
-        structures[digest] = look.structure
+    for rank, account in enumerate(accounts):
+        digest = hashlib.blake2b(account.structure.encode(), digest_size=8).hexdigest()
+        structures[digest] = account.structure
         classes.setdefault(digest, []).append(rank)
-    aliases = {name for look in looks for name in look.aliases}
-    odd_shared = _odd(StepLayout(classes, structures, classes, root), looks, aliases)
-    odd_alone = _odd(StepLayout(classes, structures), looks, aliases)
+    aliases = {name for account in accounts for name in account.aliases}
+    irregular_shared = _irregular(StepLayout(classes, structures, classes, root), accounts, aliases)
+    irregular_alone = _irregular(StepLayout(classes, structures), accounts, aliases)
     shared: dict[str, Sequence[int]] = {}
-    odd: set[int] = set()
+    irregular: set[int] = set()
     for digest, ranks in classes.items():
-        if len(odd_shared.intersection(ranks)) < len(odd_alone.intersection(ranks)):
+        if len(irregular_shared.intersection(ranks)) < len(irregular_alone.intersection(ranks)):
             shared[digest] = ranks
-        odd |= (odd_shared if digest in shared else odd_alone).intersection(ranks)
-    apart = {
-        rank: {name: sorted(boxes) for name, boxes in looks[rank].written.items() if boxes}
-        for rank in sorted(odd)
+        irregular |= (irregular_shared if digest in shared else irregular_alone).intersection(ranks)
+    boxes_of_irregular = {
+        rank: {name: sorted(boxes) for name, boxes in accounts[rank].written.items() if boxes}
+        for rank in sorted(irregular)
     }
-    return StepLayout(classes, structures, shared, root, apart)
+    return StepLayout(classes, structures, shared, root, boxes_of_irregular)
 
 
-def _odd(layout: StepLayout, looks: Sequence[ArchiveAccount], aliases: set[str]) -> set[int]:
-    """The ranks that have written something else than follows from a layout."""
+def _irregular(layout: StepLayout, accounts: Sequence[ArchiveAccount], aliases: set[str]) -> set[int]:
+    """The ranks that have written other boxes than follow from a layout."""
     writers = ShardLocator(layout, aliases)
-    return {rank for rank, look in enumerate(looks) if writers.boxes_of(rank) != look.written}
+    return {rank for rank, account in enumerate(accounts) if writers.boxes_of(rank) != account.written}

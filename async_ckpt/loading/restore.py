@@ -2,8 +2,8 @@
 
 In: live objects and open archives. Out: the objects as they were saved. Knows nothing of: files, steps.
 
-All of it is compared first; names that are missing or unexpected, and wrong shapes and dtypes, are listed together in
-one error, before the first byte is written. Then tensors are filled, and last what is no tensor is set.
+Everything is compared first: one error lists all missing and unexpected names, and wrong shapes and dtypes, before the
+first byte is written. Then tensors are filled, and finally other values are set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .sharing import Item, Sharing
 
 
 class RestoreOptions(NamedTuple):
-    """The options of `AsyncCheckpointer.restore` that are about what fits, and how it is read."""
+    """The options of `AsyncCheckpointer.restore` for the comparison and the reading."""
 
     select: Select = None
     strict: bool = True
@@ -47,13 +47,16 @@ def restore_state(
     sharing: Sharing | None = None,
     state_dicts: LiveStateDicts | None = None,
 ) -> None:
-    """Fill live objects from one archive or several: the first has the step's own, the others what it borrows.
+    """Fill live objects from one archive or several: the first holds the step's own groups, the others those it
+    borrows.
 
-    Top-level entries of the archives that `live` lacks are left alone. `verify="first"` reads everything twice and never
-    half-writes. It is read through what `pool` can spare. With `sharing`, what other ranks hold, too, is read in part, and the rest
-    is left to that. With `strict=False`, missing and unexpected names are passed over, as long as some name is in both; shapes
-    and dtypes must match all the same. Raises StateMismatchError before anything is written, CorruptCheckpointError with
-    `partly_overwritten`.
+    Top-level entries of the archives that `live` lacks are ignored. `verify="first"` reads everything twice and never
+    writes half of it. Buffers are taken from `pool` as far as it can spare them. With `sharing`, this rank reads a
+    part of what other ranks hold, too, and receives the rest from them. With `strict=False`, missing and unexpected
+    names are ignored if at least one name is on both sides; shapes and dtypes must match all the same.
+
+    Raises StateMismatchError before anything is written, and CorruptCheckpointError, with `partly_overwritten` if
+    something was written.
     """
     _check_root(live)
     state_dicts = state_dicts or LiveStateDicts()
@@ -64,8 +67,8 @@ def restore_state(
     errors: list[KeyError] = []
     for part, share in shares:
         try:
-            matches.append((_matched(part, share, live, state_dicts, options), share))
-        except KeyError as error:  # nothing that was selected is in this one
+            matches.append((_match(part, share, live, state_dicts, options), share))
+        except KeyError as error:  # this archive has nothing that was selected
             errors.append(error)
     raise_unless_any(errors, len(shares))
     nothing_fits = not any(match.fits for match, _ in matches)
@@ -73,7 +76,7 @@ def restore_state(
         try:
             match.raise_problems(options.strict or nothing_fits)
         except StateMismatchError:
-            match.archive.check_headers()  # it may be the index that is wrong
+            match.archive.check_headers()  # if the index is damaged, raise that error instead
             raise
     wanted = [(match.archive, [*match.wanted.values()]) for match, _ in matches]
     if sharing is not None:
@@ -95,11 +98,11 @@ def restore_state(
                 action()
 
 
-def _matched(
-    part: Part, share: Any, live: Any, state_dicts: LiveStateDicts, options: RestoreOptions
-) -> Match:
-    """The live objects beside one archive, or beside those of several ranks: first beside those that most readers need, and if something
-    has no counterpart there, beside those that know all names. Raises KeyError where nothing in it was selected.
+def _match(part: Part, share: Any, live: Any, state_dicts: LiveStateDicts, options: RestoreOptions) -> Match:
+    """The match of live objects with one archive, or with the archives of several ranks.
+
+    If something has no counterpart in the open archives, those that know all names are opened, and matched again.
+    Raises KeyError if nothing in them was selected.
     """
     archive = part.archive
     while True:
@@ -123,7 +126,7 @@ def _matched(
 def _own(
     wanted: Sequence[tuple[Contents, list[Wanted]]], sharing: Sharing
 ) -> list[tuple[Contents, list[Wanted]]]:
-    """The tensors that this rank is to read: its part of what others want, too, and all that ranks have for themselves."""
+    """The tensors that this rank reads: its part of the shared ones, and all that each rank has separately."""
     shared: list[Item] = []
     of_file: dict[int, Contents] = {}
     kept: list[tuple[Contents, list[Wanted]]] = []
@@ -138,13 +141,14 @@ def _own(
 
 
 def _shares(parts: Sequence[Part], live: Any) -> Iterator[tuple[Part, Any]]:
-    """The live objects that each archive is to fill."""
+    """Each archive, and the live objects that it fills."""
     if len(parts) == 1:
         yield parts[0], live
         return
     if not isinstance(live, MutableMapping):
         raise TypeError(
-            f"this step has borrowed groups from an earlier one; restore them into a dict of groups, not {with_article(type(live).__qualname__)}"
+            "this step has borrowed groups from an earlier one; restore them into a dict of groups, not "
+            f"{with_article(type(live).__qualname__)}"
         )
     borrowed = {group for part in parts[1:] for group in part.groups or ()}
     yield parts[0], {key: value for key, value in live.items() if key not in borrowed}

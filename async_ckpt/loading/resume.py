@@ -1,9 +1,10 @@
-"""From which step a run goes on: the newest, the one that was asked for, or with several ranks the one that rank 0 names.
+"""The step that a run continues from: the newest, or with several ranks the one that rank 0 names.
 
-In: runs, and what is to be made of a step's archives. Out: the step, and what was made. Knows nothing of: live objects.
+In: runs, and a function for a step's archives. Out: the step, and the function's result. Knows nothing of: live
+objects.
 
-Several ranks must not start from different steps, whatever each of them sees or can read. So without a step of the user's
-rank 0 names one, and nobody falls back to an older one alone.
+Several ranks must not start from different steps, whatever each of them sees or can read. So if the user gives no step,
+rank 0 names one, and no rank falls back to an older one alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .archives.step_archives import Readers
 
 T = TypeVar("T")
 
-# How long a root may hide from one rank what another sees there: NFS does so for a minute.
+# How long a rank may not see a step that another rank sees: NFS hides it for up to a minute.
 SEEN_SECONDS: Final = 120.0
 _LOOK_SECONDS: Final = 0.2
 _FINE: Final = "fine"
@@ -31,7 +32,7 @@ _CORRUPT: Final = "corrupt"
 
 
 class SeeOwnSaves(Protocol):
-    """Returns when the saves that this rank has under way are decided; `meanwhile` is called now and then."""
+    """A function that returns when the saves of this rank are decided. `meanwhile` is called now and then."""
 
     def __call__(self, *, meanwhile: Callable[[], None] = ...) -> None: ...
 
@@ -45,69 +46,69 @@ def resume(
     talk: Talk | None,
     see_own_saves: SeeOwnSaves,
     fallback: bool,
-    passed_over: Callable[[int, CorruptCheckpointError], None],
+    on_corrupt: Callable[[int, CorruptCheckpointError], None],
 ) -> tuple[int, T] | None:
-    """The newest committed step that can be read, and what `use` makes of it; None where nothing is committed.
+    """The newest committed step that can be read, and the result of `use` for it; None if nothing is committed.
 
-    The saves that each rank has under way are decided first: on rank 0 before it names a step.
+    Each rank first waits for its own saves under way; rank 0 does so before it names a step.
 
-    With `talk`, all ranks take the step that rank 0 names. One that finds it corrupt raises; with `fallback` it says so, and
-    rank 0 names an older one to all. What else one raises then is PeerFailedError on the others.
-    Raises CorruptCheckpointError, NotCommittedError, StorageUnavailableError, PeerFailedError.
+    With `talk`, all ranks take the step that rank 0 names. A rank that finds it corrupt raises; with `fallback` it
+    tells the others, and rank 0 names an older step. Any other error of a rank is then a PeerFailedError on the
+    others. Raises CorruptCheckpointError, NotCommittedError, StorageUnavailableError, PeerFailedError.
     """
     if talk is None or talk.rank:
         see_own_saves()
     if talk is None:
-        return from_newest(roots, use, verify=verify, readers=readers, passed_over=passed_over)
+        return from_newest(roots, use, verify=verify, readers=readers, on_corrupt=on_corrupt)
     corrupt: dict[int, CorruptCheckpointError] = {}
-    while (step := _named(roots, talk, corrupt, see_own_saves)) is not None:
+    while (step := _agreed_step(roots, talk, corrupt, see_own_saves)) is not None:
         try:
-            made = from_step(roots, step, use, verify=verify, readers=readers)
+            result = from_step(roots, step, use, verify=verify, readers=readers)
         except CorruptCheckpointError as error:
             if not fallback:
                 raise
             corrupt[step] = error
             _is_fine_everywhere(talk, step, is_fine=False)
-            passed_over(step, error)
+            on_corrupt(step, error)
             continue
         except BaseException as error:
-            if fallback:  # the others wait for a word of this rank's
+            if fallback:  # the others wait for the answer of this rank
                 _say_failure(talk, step, error)
             raise
         if not fallback or _is_fine_everywhere(talk, step, is_fine=True):
-            return step, made
+            return step, result
         corrupt[step] = CorruptCheckpointError(
             f"step {step} is corrupt as another rank reads it", path=repr(roots)
         )
-        passed_over(step, corrupt[step])
+        on_corrupt(step, corrupt[step])
     if corrupt:
         raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
     return None
 
 
-def _named(
+def _agreed_step(
     roots: Roots, talk: Talk, corrupt: dict[int, CorruptCheckpointError], see_own_saves: SeeOwnSaves
 ) -> int | None:
-    """The step that rank 0 names after these were found corrupt, once this rank sees it, too."""
+    """The step that rank 0 names, other than the corrupt ones. Returns once this rank sees it, too."""
     key = f"{len(corrupt)}/step"
     if talk.rank == 0:
         try:
             see_own_saves(meanwhile=talk.take_time)
-            found = _newest_but(roots, corrupt)
+            newest = _newest_but(roots, corrupt)
         except BaseException as error:
             talk.say(key, json.dumps({"error": in_words(error)}))
             raise
-        talk.say(key, json.dumps({"found": found}))
-        return found[0] if found else None
+        talk.say(key, json.dumps({"found": newest}))
+        return newest[0] if newest else None
     (text,) = talk.hear([key], "the step that rank 0 restores")
-    told: dict[str, Any] = json.loads(text)
-    if "error" in told:
+    answer: dict[str, Any] = json.loads(text)
+    if "error" in answer:
         raise PeerFailedError(
-            f"rank 0 could not say which step to restore: {told['error']}", rank=0, undecided=False
+            f"rank 0 could not say which step to restore: {answer['error']}", rank=0, undecided=False
         )
-    if told["found"] is None:
+    if answer["found"] is None:
         return None
-    step, attempt = told["found"]
+    step, attempt = answer["found"]
     _wait_until_seen(roots, int(step), str(attempt), talk.rank)
     return int(step)
 
@@ -117,8 +118,8 @@ def _newest_but(roots: Roots, corrupt: dict[int, CorruptCheckpointError]) -> tup
     step = max((step for step in roots.steps() if step not in corrupt), default=None)
     if step is None:
         return None
-    made = next((made for run in roots.holding(step) if (made := run.committed(step))), None)
-    return step, "" if made is None else made.attempt
+    manifest = next((manifest for run in roots.holding(step) if (manifest := run.committed(step))), None)
+    return step, "" if manifest is None else manifest.attempt
 
 
 def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
@@ -126,15 +127,16 @@ def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
     while True:
         try:
             if any(
-                not attempt or (made is not None and attempt in (made.attempt, *made.replaces))
-                for made in (run.committed(step) for run in roots.holding(step))
+                not attempt or (manifest is not None and attempt in (manifest.attempt, *manifest.replaces))
+                for manifest in (run.committed(step) for run in roots.holding(step))
             ):
                 return
         except NotCommittedError:
             pass
         if monotonic() > deadline:
             raise PeerFailedError(
-                f"{roots!r}: rank 0 restores step {step}, which rank {rank} does not see there; give a root that all ranks share",
+                f"{roots!r}: rank 0 restores step {step}, which rank {rank} does not see there; give a root that all "
+                "ranks share",
                 rank=0,
                 undecided=False,
             )
@@ -142,7 +144,7 @@ def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
 
 
 def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
-    """Whether all ranks could read a step. Waits until each has said so. Raises PeerFailedError where one has failed."""
+    """True if all ranks could read a step. Waits for the answer of each. Raises PeerFailedError if one has failed."""
     talk.say(f"{step}/{talk.rank}", _FINE if is_fine else _CORRUPT)
     if talk.rank == 0:
         words = talk.hear([f"{step}/{rank}" for rank in range(talk.size)], "what the other ranks read")
@@ -150,17 +152,17 @@ def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
         talk.say(f"{step}/all", failed or (_FINE if {*words} == {_FINE} else _CORRUPT))
     (word,) = talk.hear([f"{step}/all"], "what the other ranks read")
     if word not in (_FINE, _CORRUPT):
-        told = json.loads(word)
+        failure = json.loads(word)
         raise PeerFailedError(
-            f"rank {told['rank']} could not restore step {step}: {told['error']}",
-            rank=told["rank"],
+            f"rank {failure['rank']} could not restore step {step}: {failure['error']}",
+            rank=failure["rank"],
             undecided=False,
         )
     return word == _FINE
 
 
 def _say_failure(talk: Talk, step: int, error: BaseException) -> None:
-    """Have all ranks fail: the error is no damage, so an older step would not do. Does not wait."""
+    """Tell all ranks to fail: an older step would not help, as the error is not damage. Does not wait."""
     word = json.dumps({"rank": talk.rank, "error": in_words(error)})
     talk.say(f"{step}/{talk.rank}", word)
     if talk.rank == 0:

@@ -1,11 +1,12 @@
-"""Reading of a run and of its steps, as far as no live object is needed.
+"""The reading of a run and its steps without live objects.
 
 In: the roots of a run. Out: steps, records, states. Knows nothing of: saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,6 @@ from ..errors import NotCommittedError
 from ..runs.retention import best_of, describe_missing_metric
 from ..runs.roots import Roots
 from ..state.names import Select
-from .archives.contents import Part
 from .archives.find import from_newest, from_step
 from .archives.step_archives import Readers
 from .load import check_verify, state_of
@@ -23,18 +23,18 @@ from .load import check_verify, state_of
 class RunReader:
     """The reading side of a checkpointer. It changes nothing on storage.
 
-    Each call but `steps` first waits for the saves that this checkpointer has under way, so that it sees what they commit. It
-    goes on without one that fails, with a warning. On a thread of the library it raises RuntimeError instead of waiting.
+    Every method except `steps` first waits for the saves that this checkpointer has under way, so that it sees their
+    commits. A save that fails is ignored, with a warning. On a thread of the library, they raise RuntimeError instead.
     """
 
     root: str
     _roots: Roots
 
     def _see_own_saves(self, reader: str) -> None:
-        """Return when what this object writes itself can be seen by `reader`."""
+        """Return when the saves of this object are decided, so that `reader` sees them."""
 
     def steps(self) -> list[int]:
-        """The steps that are committed by now, ascending. Unlike all other calls that read, it never waits for a save.
+        """The steps that are committed by now, ascending. Unlike the other readers, it never waits for a save.
 
         ckpt.steps()  # [100, 200, 300]
         """
@@ -54,7 +54,9 @@ class RunReader:
         ckpt.records()  # {100: {"loss": 0.7}, 200: {"loss": 0.5}, 300: {}}
         """
         self._see_own_saves("records()")
-        return {step: dict(made.record) if made else {} for step, made in self._roots.view().items()}
+        return {
+            step: dict(manifest.record) if manifest else {} for step, manifest in self._roots.view().items()
+        }
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
         """The committed step whose record has the best value of a metric. If two are equal, the newer one.
@@ -68,11 +70,11 @@ class RunReader:
             raise ValueError(f'mode must be "min" or "max", got {mode!r}')
         self._see_own_saves("best()")
         commits = self._roots.view()
-        found = best_of(list(commits), commits, (metric, mode, 1))
-        if not found:
+        best_steps = best_of(list(commits), commits, (metric, mode, 1))
+        if not best_steps:
             why = f"no record of a committed step has the metric {describe_missing_metric(metric, commits)}"
             raise NotCommittedError(f"{self.root}: {why}", path=self.root, step=None)
-        return found[0]
+        return best_steps[0]
 
     def load(
         self,
@@ -86,26 +88,24 @@ class RunReader:
         types: Iterable[type] = (),
         from_ranks: Mapping[str, int] | None = None,
     ) -> Any:
-        """Read the state of a step, by default the newest. Waits for saves that are under way, as `restore` does; everything else is
-        as for `async_ckpt.load`.
+        """Read the state of a step, by default the newest. Waits for saves that are under way, as `restore` does.
+
+        Everything else is as for `async_ckpt.load`.
 
             weights = ckpt.load(100, select="model")["model"]
 
         Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`.
         """
-
-        def build(parts: Sequence[Part]) -> Any:
-            return state_of(
-                parts, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
-            )
-
         check_verify(verify)
+        build = partial(
+            state_of, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
+        )
         readers = Readers(None, from_ranks)
         self._see_own_saves("load()")
         if step is not None:
             return from_step(self._roots, step, build, verify=verify, readers=readers)
-        found = from_newest(self._roots, build, verify=verify, readers=readers)
-        if found is None:
-            told = "; ".join(self._roots.foreign_notes()) or f"{self.root}: nothing is committed yet"
-            raise NotCommittedError(told, path=self.root, step=None)
-        return found[1]
+        loaded = from_newest(self._roots, build, verify=verify, readers=readers)
+        if loaded is None:
+            reason = "; ".join(self._roots.foreign_notes()) or f"{self.root}: nothing is committed yet"
+            raise NotCommittedError(reason, path=self.root, step=None)
+        return loaded[1]

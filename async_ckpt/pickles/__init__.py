@@ -1,8 +1,9 @@
-"""Pickles that may be anybody's: their programs are followed, and nothing that they name is made or called.
+"""Untrusted pickles: their programs are interpreted, and nothing that they name is created or called.
 
-Open `machine` for the stack that a program works on, and which instructions there are; `saved_objects` for reading back
-what `torch.save` wrote, or refusing it; `object_digests` for comparing objects of several ranks. `format.dcp` reads the
-metadata of torch.distributed.checkpoint by the same machine.
+- `machine` has the stack that a program works on, and the instructions.
+- `saved_objects` loads the output of `torch.save`, or refuses it; `object_digests` compares objects of several ranks.
+
+`format.dcp_metadata` reads the metadata of torch.distributed.checkpoint by the same machine.
 
 Knows nothing of: archives, files, checkpoints.
 """

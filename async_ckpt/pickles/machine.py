@@ -1,12 +1,13 @@
-"""The machine that a pickle is a program for: a stack, marks in it, and a memo. Nothing that a program names is made.
+"""The machine that runs pickles: a stack with marks, and a memo. Nothing that a program names is created.
 
-In: a program. Out: what its last instruction leaves on the stack. Knows nothing of: what the objects are.
+In: a program. Out: the object that its last instruction leaves on the stack. Knows nothing of: the classes of objects.
 
-Numbers, texts, lists and tuples are themselves. For everything else subclasses decide what stands on the stack: for a name,
-a call, a dict. The time is linear in the program: one Python call for an instruction, whose argument is read in place
-(`pickletools.genops`, which the table is checked against in the tests, takes ten times as long).
+Numbers, texts, lists and tuples stand for themselves. Subclasses decide what stands on the stack for everything else:
+a name, a call, a dict. The time is linear in the program, with one Python call for each instruction, which reads its
+argument in place (`pickletools.genops`, with which the tests compare the table, takes ten times as long).
+
 The instructions are those of https://docs.python.org/3/library/pickletools.html that `torch.save` and
-torch.distributed.checkpoint write, of protocols 2 to 5.
+torch.distributed.checkpoint write, in protocols 2 to 5.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _NAMES: Final = {code: name for name, code in _CODES.items()}
 
 
 class PickleMachine:
-    """The base of those that follow a program. One is made for one program, which its maker has it follow once."""
+    """The base of the interpreters. One is created for each program, and follows it once."""
 
-    accepted: ClassVar[frozenset[str]]  # the names of the instructions that a program may have
+    accepted: ClassVar[frozenset[str]]  # the names of the allowed instructions
     protocols: ClassVar[range]
 
     def __init__(self) -> None:
@@ -34,14 +35,14 @@ class PickleMachine:
         self._memo: dict[int, Any] = {}
 
     def __init_subclass__(cls) -> None:
-        cls._steps = [_refused] * 256
+        cls._steps = [_refuse] * 256
         for name in cls.accepted:
             cls._steps[_CODES[name]] = _STEPS[name]
 
     _steps: ClassVar[list[Callable[[PickleMachine, bytes, int], int]]]
 
     def follow(self, program: bytes) -> Any:
-        """The last thing on the stack when the program ends. Raises ValueError for what is no program."""
+        """The top of the stack when the program ends. Raises ValueError for a malformed program."""
         steps, at, end = self._steps, 0, len(program)
         try:
             while at < end:
@@ -49,33 +50,30 @@ class PickleMachine:
                 if code == _STOP:
                     return self.stack.pop()
                 at = steps[code](self, program, at + 1)
-        except (
-            LookupError,
-            struct.error,
-        ) as error:  # the stack or the memo has not what an instruction takes
+        except (LookupError, struct.error) as error:  # the stack or the memo lacks an operand
             raise ValueError(f"it is malformed ({type(error).__name__}: {error!s:.200})") from error
         raise ValueError("it does not end")
 
-    # --- what subclasses decide -------------------------------------------------------------------------------
+    # --- for subclasses ---------------------------------------------------------------------------------------
 
     def refuse(self, instruction: str) -> NoReturn:
-        """For an instruction that is not accepted; where there is none of that code, its number."""
+        """Raise an error for an instruction that is not accepted, by its name or an unknown code."""
         raise ValueError(f"it has the instruction {instruction}")
 
-    def named(self, module: str, name: str) -> Any:
-        """A class or function."""
+    def find_global(self, module: str, name: str) -> Any:
+        """The value that stands for a class or function."""
         raise NotImplementedError
 
-    def called(self, function: Any, arguments: Any) -> Any:
-        """The result of a call, or of a class made from these arguments."""
+    def call(self, function: Any, arguments: Any) -> Any:
+        """The value that stands for the result of a call, or for an instance of a class."""
         raise NotImplementedError
 
-    def given_state(self, made: Any, state: Any) -> None:
-        """Attributes for an object, which stays on the stack."""
+    def set_state(self, target: Any, state: Any) -> None:
+        """Set the attributes of an object, which stays on the stack."""
         raise NotImplementedError
 
-    def persistent(self, key: Any) -> Any:
-        """Something that is kept outside of the pickle."""
+    def persistent_load(self, key: Any) -> Any:
+        """The value that stands for an object outside of the pickle."""
         raise NotImplementedError
 
     def empty_dict(self) -> Any:
@@ -85,10 +83,10 @@ class PickleMachine:
         raise NotImplementedError
 
     def set_items(self, into: Any, items: list[Any]) -> None:
-        """Keys and values in turn."""
+        """Add keys and values, which alternate, to a dict."""
         raise NotImplementedError
 
-    def tuple_of(self, items: Iterable[Any]) -> Any:
+    def make_tuple(self, items: Iterable[Any]) -> Any:
         return tuple(items)
 
     def append(self, into: Any, items: list[Any]) -> None:
@@ -98,14 +96,14 @@ class PickleMachine:
 
     # --- the stack --------------------------------------------------------------------------------------------
 
-    def last(self, num: int) -> list[Any]:
+    def pop(self, num: int) -> list[Any]:
         items = self.stack[-num:]
         if len(items) < num:
             raise ValueError("its stack is empty")
         del self.stack[-num:]
         return items
 
-    def to_mark(self) -> list[Any]:
+    def pop_mark(self) -> list[Any]:
         items, self.stack = self.stack, self._below.pop()
         return items
 
@@ -120,13 +118,13 @@ class PickleMachine:
         self.stack = []
 
 
-# --- the instructions: each reads its argument at `at`, and tells where the next instruction is ---------------------
+# --- instructions: each reads its argument at `at`, and returns the offset of the next instruction ------------------
 
 _Step = Callable[[PickleMachine, bytes, int], int]
 _STOP: Final = _CODES["STOP"]
 
 
-def _refused(machine: PickleMachine, program: bytes, at: int) -> int:
+def _refuse(machine: PickleMachine, program: bytes, at: int) -> int:
     code = program[at - 1]
     machine.refuse(_NAMES.get(code, f"{code:#x}"))
 
@@ -147,8 +145,8 @@ def _unsigned(size: int, act: Callable[[PickleMachine, int], None]) -> _Step:
     return step
 
 
-def _counted(size: int, value_of: Callable[[bytes], Any]) -> _Step:
-    """A value in so many bytes as a number of `size` bytes says."""
+def _sized(size: int, value_of: Callable[[bytes], Any]) -> _Step:
+    """Push a value whose length comes first, as a number of `size` bytes."""
 
     def step(machine: PickleMachine, program: bytes, at: int) -> int:
         begin = at + size
@@ -161,7 +159,7 @@ def _counted(size: int, value_of: Callable[[bytes], Any]) -> _Step:
     return step
 
 
-def _act(act: Callable[[PickleMachine], None]) -> _Step:
+def _effect(act: Callable[[PickleMachine], None]) -> _Step:
     def step(machine: PickleMachine, program: bytes, at: int) -> int:  # noqa: ARG001
         act(machine)
         return at
@@ -171,16 +169,11 @@ def _act(act: Callable[[PickleMachine], None]) -> _Step:
 
 def _result(make: Callable[[PickleMachine], Any]) -> _Step:
     def step(machine: PickleMachine, program: bytes, at: int) -> int:  # noqa: ARG001
-        made = make(machine)  # which may take a stack off
-        machine.stack.append(made)
+        value = make(machine)  # first: it may replace the stack
+        machine.stack.append(value)
         return at
 
     return step
-
-
-def _empty_list(machine: PickleMachine, program: bytes, at: int) -> int:  # noqa: ARG001
-    machine.stack.append([])
-    return at
 
 
 def _byte(machine: PickleMachine, program: bytes, at: int) -> int:
@@ -210,45 +203,33 @@ def _protocol(machine: PickleMachine, program: bytes, at: int) -> int:
 
 
 def _global(machine: PickleMachine, program: bytes, at: int) -> int:
-    """Two lines of text."""
+    """Push a class or function, which is named by two lines of text."""
     middle = program.index(b"\n", at)
     end = program.index(b"\n", middle + 1)
     machine.stack.append(
-        machine.named(program[at:middle].decode("ascii"), program[middle + 1 : end].decode("ascii"))
+        machine.find_global(program[at:middle].decode("ascii"), program[middle + 1 : end].decode("ascii"))
     )
     return end + 1
 
 
 def _stack_global(machine: PickleMachine) -> Any:
-    module, name = machine.last(2)
+    module, name = machine.pop(2)
     if type(module) is not str or type(name) is not str:
         raise ValueError("it names what has no name")
-    return machine.named(module, name)
+    return machine.find_global(module, name)
+
+
+def _append(machine: PickleMachine, items: list[Any]) -> None:
+    machine.append(machine.stack[-1], items)
+
+
+def _set_items(machine: PickleMachine, items: list[Any]) -> None:
+    machine.set_items(machine.stack[-1], items)
 
 
 def _build(machine: PickleMachine) -> None:
-    (state,) = machine.last(1)
-    machine.given_state(machine.stack[-1], state)
-
-
-def _append_one(machine: PickleMachine) -> None:
-    items = machine.last(1)
-    machine.append(machine.stack[-1], items)
-
-
-def _append_marked(machine: PickleMachine) -> None:
-    items = machine.to_mark()
-    machine.append(machine.stack[-1], items)
-
-
-def _set_one(machine: PickleMachine) -> None:
-    items = machine.last(2)
-    machine.set_items(machine.stack[-1], items)
-
-
-def _set_marked(machine: PickleMachine) -> None:
-    items = machine.to_mark()
-    machine.set_items(machine.stack[-1], items)
+    (state,) = machine.pop(1)
+    machine.set_state(machine.stack[-1], state)
 
 
 def _text(data: bytes) -> str:
@@ -270,44 +251,44 @@ _STEPS: Final[dict[str, _Step]] = {
     "BININT": _int32,
     "BININT1": _byte,
     "BININT2": _unsigned(2, _push),
-    "LONG1": _counted(1, _signed),
+    "LONG1": _sized(1, _signed),
     "BINFLOAT": _double,
-    "BINUNICODE": _counted(4, _text),
-    "SHORT_BINUNICODE": _counted(1, _text),
-    "BINUNICODE8": _counted(8, _text),
-    "SHORT_BINSTRING": _counted(1, lambda data: data.decode("latin-1")),
-    "BINBYTES": _counted(4, bytes),
-    "SHORT_BINBYTES": _counted(1, bytes),
-    "EMPTY_LIST": _empty_list,
+    "BINUNICODE": _sized(4, _text),
+    "SHORT_BINUNICODE": _sized(1, _text),
+    "BINUNICODE8": _sized(8, _text),
+    "SHORT_BINSTRING": _sized(1, lambda data: data.decode("latin-1")),
+    "BINBYTES": _sized(4, bytes),
+    "SHORT_BINBYTES": _sized(1, bytes),
+    "EMPTY_LIST": _result(lambda _machine: []),
     "EMPTY_DICT": _result(lambda machine: machine.empty_dict()),
     "EMPTY_SET": _result(lambda machine: machine.empty_set()),
     "EMPTY_TUPLE": _constant(()),
-    "TUPLE": _result(lambda machine: machine.tuple_of(machine.to_mark())),
-    "TUPLE1": _result(lambda machine: machine.tuple_of(machine.last(1))),
-    "TUPLE2": _result(lambda machine: machine.tuple_of(machine.last(2))),
-    "TUPLE3": _result(lambda machine: machine.tuple_of(machine.last(3))),
-    "APPEND": _act(_append_one),
-    "APPENDS": _act(_append_marked),
-    "SETITEM": _act(_set_one),
-    "SETITEMS": _act(_set_marked),
-    "MARK": _act(PickleMachine.mark),
-    "MEMOIZE": _act(PickleMachine.memoize),
+    "TUPLE": _result(lambda machine: machine.make_tuple(machine.pop_mark())),
+    "TUPLE1": _result(lambda machine: machine.make_tuple(machine.pop(1))),
+    "TUPLE2": _result(lambda machine: machine.make_tuple(machine.pop(2))),
+    "TUPLE3": _result(lambda machine: machine.make_tuple(machine.pop(3))),
+    "APPEND": _effect(lambda machine: _append(machine, machine.pop(1))),
+    "APPENDS": _effect(lambda machine: _append(machine, machine.pop_mark())),
+    "SETITEM": _effect(lambda machine: _set_items(machine, machine.pop(2))),
+    "SETITEMS": _effect(lambda machine: _set_items(machine, machine.pop_mark())),
+    "MARK": _effect(PickleMachine.mark),
+    "MEMOIZE": _effect(PickleMachine.memoize),
     "BINPUT": _put_byte,
     "LONG_BINPUT": _unsigned(4, PickleMachine.memoize),
     "BINGET": _unsigned(1, PickleMachine.recall),
     "LONG_BINGET": _unsigned(4, PickleMachine.recall),
     "GLOBAL": _global,
     "STACK_GLOBAL": _result(_stack_global),
-    "REDUCE": _result(lambda machine: machine.called(*machine.last(2))),
-    "NEWOBJ": _result(lambda machine: machine.called(*machine.last(2))),
-    "BUILD": _act(_build),
-    "BINPERSID": _result(lambda machine: machine.persistent(*machine.last(1))),
+    "REDUCE": _result(lambda machine: machine.call(*machine.pop(2))),
+    "NEWOBJ": _result(lambda machine: machine.call(*machine.pop(2))),
+    "BUILD": _effect(_build),
+    "BINPERSID": _result(lambda machine: machine.persistent_load(*machine.pop(1))),
     "PROTO": _protocol,
     "FRAME": lambda _machine, _program, at: at + 8,
-    "STOP": lambda _machine, _program, at: at,  # the loop ends before it
+    "STOP": lambda _machine, _program, at: at,  # never called: the loop ends before it
 }
 ALL: Final = frozenset(_STEPS)
-# Those that `torch.save` writes by default, which are all that its weights-only reader takes.
+# The instructions that `torch.save` writes by default, and the only ones that its weights-only reader accepts.
 PROTOCOL_2: Final = ALL - {
     "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "MEMOIZE", "STACK_GLOBAL", "FRAME"
 }  # fmt: skip

@@ -1,8 +1,8 @@
-"""Digests of pickled objects, which are equal for equal objects of several ranks though their pickles may differ.
+"""Digests of pickled objects, which are equal for equal objects of several ranks even if their pickles differ.
 
-In: what `torch.save` made of a list of objects. Out: digests. Knows nothing of: what the objects are; none of them is made.
+In: the output of `torch.save` for a list of objects. Out: digests. Knows nothing of: the classes of the objects.
 
-The order of a set does not count, nor which parts of an object were one in memory.
+The order of a set does not count, and neither does the sharing of parts in memory. No object is created.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from ..spec import MIB
 from .machine import ALL, PickleMachine
 from .saved_objects import records
 
-# Named as Python 2 had them, too: `torch.save` pickles by protocol 2.
+# With the names of Python 2, too, since `torch.save` pickles by protocol 2.
 _SETS: Final = {f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")}
-_MAX_BYTES: Final = MIB  # it takes a microsecond for each
+_MAX_BYTES: Final = MIB  # it takes a microsecond for each byte
 
 
 def object_digests(data: bytes) -> Callable[[int], str]:
-    """That of each object of the list, by its number. Raises ValueError for what `torch.save` never makes of a list.
+    """The digest of each object in a list, by its number. Raises ValueError for bytes that `torch.save` never writes.
 
-    Of large or very deep pickles, which would take long to follow, only all of the bytes are compared.
+    Large or very deep pickles take too long to interpret, so their objects all have the digest of the whole pickle.
     """
-    found = records(data)
-    if len(found.get("data.pkl", b"")) > _MAX_BYTES:
-        return lambda _: _digested([data]).hex()
+    contents = records(data)
+    if len(contents.get("data.pkl", b"")) > _MAX_BYTES:
+        return lambda _: _digest([data]).hex()
     try:
-        objects = _Operations().follow(found["data.pkl"])
+        objects = _Operations().follow(contents["data.pkl"])
         if type(objects) is not list:
             raise ValueError("it is no list of objects")
-        digests = _Digests(found)
-        return [digests.of(one).hex() for one in objects].__getitem__
-    except (RecursionError, _NotFollowedError):
-        return lambda _: _digested([data]).hex()
+        digests = _Digests(contents)
+        return [digests.of(value).hex() for value in objects].__getitem__
+    except (RecursionError, _UnknownInstructionError):
+        return lambda _: _digest([data]).hex()
     except LookupError as error:
         raise ValueError(f"it is no pickle: {error!r}") from error
 
 
-class _NotFollowedError(Exception):
-    """For an instruction that the machine does not know."""
+class _UnknownInstructionError(Exception):
+    """An instruction is not known to the machine."""
 
 
 class _Result:
-    """The result of an operation on values from the stack; and the items that others have put into it since."""
+    """The result of an operation on values of the stack, with the items that were added to it later."""
 
     __slots__ = ("operation", "parts")
 
@@ -54,24 +54,24 @@ class _Result:
 
 
 class _Operations(PickleMachine):
-    """Follows a pickle, and keeps of each object how it would be made."""
+    """Interprets a pickle, and records for each object the operations that would create it."""
 
     accepted: ClassVar = ALL
     protocols: ClassVar = range(2, 6)
 
     def refuse(self, instruction: str) -> NoReturn:
-        raise _NotFollowedError(instruction)
+        raise _UnknownInstructionError(instruction)
 
-    def named(self, module: str, name: str) -> _Result:
+    def find_global(self, module: str, name: str) -> _Result:
         return _Result("name", [f"{module}.{name}"])
 
-    def called(self, function: Any, arguments: Any) -> _Result:
+    def call(self, function: Any, arguments: Any) -> _Result:
         return _Result("call", [function, arguments])
 
-    def given_state(self, made: Any, state: Any) -> None:
-        made.parts += [_Result("state"), state]
+    def set_state(self, target: Any, state: Any) -> None:
+        target.parts += [_Result("state"), state]
 
-    def persistent(self, key: Any) -> _Result:
+    def persistent_load(self, key: Any) -> _Result:
         return _Result("storage", key)
 
     def empty_dict(self) -> _Result:
@@ -88,20 +88,18 @@ class _Operations(PickleMachine):
 
 
 class _Digests:
-    """The digests of values that a program has left, each made once."""
+    """The digests of the values of one pickle, each computed once."""
 
     def __init__(self, records: Mapping[str, bytes]) -> None:
         self._records = records
-        self._known: dict[
-            int, bytes
-        ] = {}  # by the identity of lists, tuples and results, which all live as long
+        self._known: dict[int, bytes] = {}  # by the id of lists, tuples and results, which all live as long
 
     def of(self, value: Any) -> bytes:
         if not isinstance(value, list | tuple | _Result):
-            return _digested([f"{type(value).__name__} {value!r}".encode(errors="surrogatepass")])
+            return _digest([f"{type(value).__name__} {value!r}".encode(errors="surrogatepass")])
         if id(value) not in self._known:
-            self._known[id(value)] = b"itself"  # for what holds itself
-            self._known[id(value)] = _digested(self._parts_of(value))
+            self._known[id(value)] = b"itself"  # for an object that contains itself
+            self._known[id(value)] = _digest(self._parts_of(value))
         return self._known[id(value)]
 
     def _parts_of(self, value: Any) -> list[bytes]:
@@ -109,7 +107,7 @@ class _Digests:
             return [type(value).__name__.encode(), *map(self.of, value)]
         parts = value.parts
         if value.operation == "storage":
-            word, kind, key, _, size = parts  # where it was does not count
+            word, kind, key, _, size = parts  # the device does not count
             return [b"storage", *map(self.of, (word, kind, size)), self._records[f"data/{key}"]]
         digests = [*map(self.of, parts)]
         if value.operation == "call" and isinstance(parts[0], _Result) and parts[0].parts[0] in _SETS:
@@ -117,9 +115,9 @@ class _Digests:
         return [value.operation.encode(), *digests]
 
 
-def _digested(parts: Iterable[bytes]) -> bytes:
-    made = hashlib.blake2b(digest_size=8)
+def _digest(parts: Iterable[bytes]) -> bytes:
+    hasher = hashlib.blake2b(digest_size=8)
     for part in parts:
-        made.update(len(part).to_bytes(8, "little"))
-        made.update(part)
-    return made.digest()
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.digest()

@@ -1,12 +1,12 @@
-"""Leaves that are not plain data, read back from what `torch.save` made of them, or from what pretends to be that.
+"""Objects that are not plain data, loaded from the output of `torch.save`, which may be forged.
 
-In: bytes that may be anybody's. Out: the objects, or a refusal before they take more memory than those bytes justify.
+In: untrusted bytes. Out: the objects, or a refusal before they take more memory than the bytes justify.
 Knows nothing of: archives, files.
 
-torch's weights-only unpickler calls only functions that it knows, but those allocate what the file says:
-`bytearray(2**40)` is thirty bytes of pickle, and one more copy of something large is five. So each pickle is first
-interpreted on a stack like that unpickler's, where a call is judged by its arguments instead of being made. The records
-that were checked are then written to a new zip, so that torch reads exactly those.
+torch's weights-only unpickler calls only functions that it knows, but those allocate as much as the file says:
+`bytearray(2**40)` is thirty bytes of pickle, and another copy of a large object is five. So each pickle is first
+interpreted on a stack like that of the unpickler, where a call is judged by its arguments and not made. The checked
+records are then written to a new zip, so that torch reads exactly those.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..collector import no_collection
 from ..spec import DTYPES, with_article
 from .machine import PROTOCOL_2, PickleMachine
 
-# What may be copied, in items and characters: so many for each byte of the pickle, and some besides. `torch.save` writes
-# out all that loading copies, so an honest pickle needs one for each byte at most.
+# The limit of items and characters that loading may copy: a number for each byte of the pickle, and a constant.
+# `torch.save` writes out everything that loading copies, so a genuine pickle needs at most one for each byte.
 _ITEMS_PER_BYTE: Final = 4
 _FREE_ITEMS: Final = 1 << 16
-# Python hashes nested tuples by recursion, and crashes when they are nested too deeply. It does not pickle deeper ones.
+# Python hashes nested tuples by recursion, and crashes if they are nested too deeply. It does not pickle deeper ones.
 _MAX_DEPTH: Final = 1000
 _MAX_DIMS: Final = 64
 
@@ -50,36 +50,39 @@ _ITEM_BYTES: Final = {
 }
 
 
-def load(data: bytes) -> Any:
-    """The object that `torch.save` made these bytes of.
+def load(data: bytes, *, trust: bool) -> Any:
+    """The object that `torch.save` wrote as these bytes. With `trust`, any pickle is run.
 
-    Raises pickle.UnpicklingError for what takes trust, naming it, and other errors for what `torch.save` never writes.
+    Without it, raises pickle.UnpicklingError for an object that requires trust, naming it, and other errors for bytes
+    that `torch.save` never writes.
     """
-    found = records(data)
+    if trust:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    contents = records(data)
     with no_collection():
-        _Survey(found).run()
-        return torch.load(io.BytesIO(_zipped(found)), map_location="cpu", weights_only=True)
+        _Survey(contents).run()
+        return torch.load(io.BytesIO(_zip(contents)), map_location="cpu", weights_only=True)
 
 
 def records(data: bytes) -> dict[str, bytes]:
-    """The records that loading takes, by their names within their folder."""
+    """The records that loading reads, by their names within their folder."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         infos = archive.infolist()
         if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
             raise ValueError("a record is compressed")
         if sum(info.file_size for info in infos) > len(data):
             raise ValueError("its records are larger than all of it")
-        found = {info.filename.partition("/")[2]: info for info in infos}
-        if len(found) < len(infos):
+        infos_by_name = {info.filename.partition("/")[2]: info for info in infos}
+        if len(infos_by_name) < len(infos):
             raise ValueError("two records have one name")
-        return {name: archive.read(info) for name, info in found.items() if _is_read(name)}
+        return {name: archive.read(info) for name, info in infos_by_name.items() if _is_read(name)}
 
 
 def _is_read(name: str) -> bool:
     return name in ("data.pkl", "version", "byteorder") or name.startswith("data/")
 
 
-def _zipped(records: Mapping[str, bytes]) -> bytes:
+def _zip(records: Mapping[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in records.items():
@@ -87,12 +90,12 @@ def _zipped(records: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-# --- what stands on the stack for what would be made ---------------------------------------------------------------
+# --- the values on the stack, which stand for the objects that torch would create -----------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Global:
-    """A class or function, by the name that Python 3 has for it."""
+    """A class or function, by its name in Python 3."""
 
     name: str
 
@@ -114,21 +117,21 @@ class _Bytes:
     num_items: int
 
 
-class _Made:
-    """Anything else."""
+class _Opaque:
+    """Any other object, of which nothing needs to be known."""
 
 
-_MADE: Final = _Made()
+_OPAQUE: Final = _Opaque()
 
 
 class _Dict(list[Any]):
-    """The keys of a dict, of which none is hashed."""
+    """The keys of a dict, in a list, since they must not be hashed."""
 
     __slots__ = ()
 
 
 class _NestedTuple(tuple[Any, ...]):
-    """A tuple that holds tuples, and knows what hashing it takes: all that it holds is gone through, as often as it is there."""
+    """A tuple of tuples, with the cost of hashing it: each contained tuple is hashed as often as it occurs."""
 
     depth: int
     num_hashed: int
@@ -143,7 +146,7 @@ def _num_hashed(items: tuple[Any, ...]) -> int:
 
 
 class _Survey(PickleMachine):
-    """Follows a pickle as torch's weights-only unpickler does, and judges each call by its arguments instead of making it."""
+    """Interprets a pickle like torch's weights-only unpickler, but judges calls by their arguments and makes none."""
 
     accepted: ClassVar = PROTOCOL_2
     protocols: ClassVar = range(2, 3)
@@ -151,29 +154,29 @@ class _Survey(PickleMachine):
     def __init__(self, records: Mapping[str, bytes]) -> None:
         super().__init__()
         self._records = records
-        self._left = _FREE_ITEMS + _ITEMS_PER_BYTE * len(records["data.pkl"])
-        self._left_of_tensors = sum(map(len, records.values()))
-        self._known = _registered()
+        self._items_left = _FREE_ITEMS + _ITEMS_PER_BYTE * len(records["data.pkl"])
+        self._tensor_items_left = sum(map(len, records.values()))
+        self._known = _safe_globals()
 
     def run(self) -> None:
         self.follow(self._records["data.pkl"])
 
     def spend(self, num_items: int) -> None:
-        self._left -= num_items
-        if self._left < 0:
+        self._items_left -= num_items
+        if self._items_left < 0:
             raise ValueError("it makes far more than it holds")
 
     def spend_on_tensor(self, num_items: int) -> None:
-        self._left_of_tensors -= num_items
-        if self._left_of_tensors < 0:
+        self._tensor_items_left -= num_items
+        if self._tensor_items_left < 0:
             raise ValueError("it copies tensors again and again")
 
-    # --- what is made -----------------------------------------------------------------------------------------
+    # --- instructions -----------------------------------------------------------------------------------------
 
     def refuse(self, instruction: str) -> NoReturn:
         raise pickle.UnpicklingError(f"Unsupported operand {instruction}")
 
-    def named(self, module: str, name: str) -> _Global:
+    def find_global(self, module: str, name: str) -> _Global:
         if (module, name) in NAME_MAPPING:
             module, name = NAME_MAPPING[module, name]
         else:
@@ -183,8 +186,8 @@ class _Survey(PickleMachine):
     def empty_dict(self) -> _Dict:
         return _Dict()
 
-    def empty_set(self) -> _Made:
-        return _MADE
+    def empty_set(self) -> _Opaque:
+        return _OPAQUE
 
     def set_items(self, into: Any, items: list[Any]) -> None:
         if not isinstance(into, _Dict):
@@ -193,23 +196,23 @@ class _Survey(PickleMachine):
             self.hash(key)
         into += items[::2]
 
-    def tuple_of(self, items: Iterable[Any]) -> tuple[Any, ...]:
+    def make_tuple(self, items: Iterable[Any]) -> tuple[Any, ...]:
         inner = [item for item in items if isinstance(item, tuple)]
         if not inner:
             return tuple(items)
-        made = _NestedTuple(items)
-        made.depth = 1 + max(map(_depth, inner))
-        if made.depth > _MAX_DEPTH:
+        nested = _NestedTuple(items)
+        nested.depth = 1 + max(map(_depth, inner))
+        if nested.depth > _MAX_DEPTH:
             raise ValueError("a tuple is nested too deeply")
-        # Not beyond what is refused: twice the same tuple, twice that, and so on, is a number of any length.
-        made.num_hashed = min(1 + len(made) + sum(map(_num_hashed, inner)), self._left + 1)
-        return made
+        # Limited to a number that is refused: a tuple doubled again and again has an integer of any length.
+        nested.num_hashed = min(1 + len(nested) + sum(map(_num_hashed, inner)), self._items_left + 1)
+        return nested
 
     def hash(self, key: Any) -> None:
         if isinstance(key, tuple):
             self.spend(_num_hashed(key))
 
-    def persistent(self, key: Any) -> _PickledStorage:
+    def persistent_load(self, key: Any) -> _PickledStorage:
         word, kind, name, _, num_items = key
         item_bytes = _ITEM_BYTES[kind.name]
         if (
@@ -224,9 +227,9 @@ class _Survey(PickleMachine):
             raise ValueError(f"a storage of {num_items} items of {item_bytes} bytes has {num_bytes} bytes")
         return _PickledStorage(num_bytes, item_bytes)
 
-    def given_state(self, made: Any, state: Any) -> None:
-        """A dict of attributes, which is copied, or that and another one."""
-        if isinstance(made, _Tensor | _PickledStorage):
+    def set_state(self, target: Any, state: Any) -> None:
+        """Count a dict of attributes, or a pair of dicts, which loading copies."""
+        if isinstance(target, _Tensor | _PickledStorage):
             raise ValueError("it gives a tensor a state")
         self.spend_on_dicts(state)
 
@@ -234,7 +237,7 @@ class _Survey(PickleMachine):
         for part in state if isinstance(state, tuple) else [state]:
             self.spend(len(part) if isinstance(part, _Dict) else 1)
 
-    def called(self, function: Any, arguments: Any) -> Any:
+    def call(self, function: Any, arguments: Any) -> Any:
         if not isinstance(function, _Global) or not isinstance(arguments, tuple):
             raise ValueError("it calls what cannot be called")
         self.spend(len(arguments))
@@ -243,20 +246,23 @@ class _Survey(PickleMachine):
             return rule(self, *arguments)
         if function.name not in self._known:
             raise pickle.UnpicklingError(f"GLOBAL {function.name.removeprefix('builtins.')} is called")
-        return _MADE
+        return _OPAQUE
 
 
-def _registered() -> set[str]:
-    """The functions that the user has told torch to call; their arguments are then the user's to judge."""
-    found = torch.serialization.get_safe_globals()
-    return {f[1] if isinstance(f, tuple) else f"{f.__module__}.{f.__qualname__}" for f in found}
+def _safe_globals() -> set[str]:
+    """The functions that the user has allowed torch to call, with any arguments."""
+    functions = torch.serialization.get_safe_globals()
+    return {
+        function[1] if isinstance(function, tuple) else f"{function.__module__}.{function.__qualname__}"
+        for function in functions
+    }
 
 
-# --- what torch calls without being told to: the rules for arguments ---------------------------------------------
+# --- rules for the arguments of the functions that torch always allows ---------------------------------------------
 
 
 def _spend_on_items(survey: _Survey, arguments: Iterable[Any]) -> None:
-    """The arguments that a container is made from: plain ones, all of whose items are copied, and may be hashed."""
+    """Count the arguments of a container: they must be plain, and all their items are copied, and perhaps hashed."""
     for argument in arguments:
         if isinstance(argument, str):
             survey.spend(len(argument))
@@ -268,9 +274,9 @@ def _spend_on_items(survey: _Survey, arguments: Iterable[Any]) -> None:
             raise ValueError(f"it makes a container of {with_article(type(argument).__name__.strip('_'))}")
 
 
-def _set(survey: _Survey, *arguments: Any) -> _Made:
+def _set(survey: _Survey, *arguments: Any) -> _Opaque:
     _spend_on_items(survey, arguments)
-    return _MADE
+    return _OPAQUE
 
 
 def _dict(survey: _Survey, *arguments: Any) -> _Dict:
@@ -282,34 +288,34 @@ def _size(survey: _Survey, sizes: Any = ()) -> tuple[Any, ...]:
     if not isinstance(sizes, list | tuple):
         raise ValueError("it makes a size of what is not a sequence")
     survey.spend(len(sizes))
-    return survey.tuple_of(sizes)
+    return survey.make_tuple(sizes)
 
 
-def _value(survey: _Survey, *arguments: Any) -> _Made:
-    """A complex number, a device, a layout."""
+def _value(survey: _Survey, *arguments: Any) -> _Opaque:
+    """Allow a complex number, a device or a layout."""
     _spend_on_items(survey, arguments)
-    return _MADE
+    return _OPAQUE
 
 
-def _encoded(survey: _Survey, text: Any, codec: Any) -> _Bytes:
-    """Bytes, as pickles of protocol 2 write them. Other codecs are programs of their own, and some make much of little."""
+def _encode(survey: _Survey, text: Any, codec: Any) -> _Bytes:
+    """Allow bytes as protocol 2 writes them. Other codecs run code of their own, and some expand their input."""
     if not isinstance(text, str) or codec not in ("latin1", "latin-1"):
         raise ValueError("it encodes text in another way than pickle does")
     survey.spend(len(text))
     return _Bytes(len(text))
 
 
-def _bytearray(survey: _Survey, *arguments: Any) -> _Made:
+def _bytearray(survey: _Survey, *arguments: Any) -> _Opaque:
     if len(arguments) == 2:
-        arguments = (_encoded(survey, *arguments),)
+        arguments = (_encode(survey, *arguments),)
     if not all(isinstance(argument, _Bytes) for argument in arguments):
         raise ValueError("it makes a bytearray of something else than bytes")
     survey.spend(sum(argument.num_items for argument in arguments))
-    return _MADE
+    return _OPAQUE
 
 
 def _tensor(survey: _Survey, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> _Tensor:  # noqa: ARG001
-    return _within(storage, storage.item_bytes, offset, size, stride)
+    return _tensor_within(storage, storage.item_bytes, offset, size, stride)
 
 
 def _tensor_of_dtype(
@@ -323,30 +329,34 @@ def _tensor_of_dtype(
     dtype: Any,
     *_: Any,
 ) -> _Tensor:
-    return _within(storage, DTYPES[dtype.name.removeprefix("torch.")][0], offset, size, stride)
+    return _tensor_within(storage, DTYPES[dtype.name.removeprefix("torch.")][0], offset, size, stride)
 
 
-def _within(storage: Any, item_bytes: int, offset: Any, size: Any, stride: Any) -> _Tensor:
-    """A tensor that lies within its storage: torch may enlarge one that is too small."""
+def _tensor_within(storage: Any, item_bytes: int, offset: Any, size: Any, stride: Any) -> _Tensor:
+    """Allow a tensor that lies within its storage: torch would enlarge one that is too small."""
     if not isinstance(storage, _PickledStorage) or len(size) != len(stride) or len(size) > _MAX_DIMS:
         raise ValueError("it makes a tensor of something else")
-    if not all(type(n) is int and 0 <= n < 2**63 for n in (offset, *size, *stride)):
+    if not all(type(number) is int and 0 <= number < 2**63 for number in (offset, *size, *stride)):
         raise ValueError("a tensor has an absurd shape")
     num_items = math.prod(size)
-    end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if num_items else 0
+    end = (
+        offset + 1 + sum((number - 1) * step for number, step in zip(size, stride, strict=True))
+        if num_items
+        else 0
+    )
     if end * item_bytes > storage.num_bytes or num_items >= 2**63:
         raise ValueError("a tensor is larger than its storage")
     return _Tensor(num_items, num_items * item_bytes > storage.num_bytes)
 
 
-def _quantised(
+def _quantised_tensor(
     survey: _Survey, storage: Any, offset: Any, size: Any, stride: Any, how: Any, *_: Any
-) -> _Made:
-    return _converted(survey, _tensor(survey, storage, offset, size, stride), *how)
+) -> _Opaque:
+    return _tensor_conversion(survey, _tensor(survey, storage, offset, size, stride), *how)
 
 
-def _converted(survey: _Survey, *arguments: Any) -> _Made:
-    """Something made from tensors, which may be copied as a whole."""
+def _tensor_conversion(survey: _Survey, *arguments: Any) -> _Opaque:
+    """Allow an object made from tensors, which may be copied as a whole."""
     for argument in arguments:
         parts = argument if isinstance(argument, tuple) else [argument]
         survey.spend(len(parts))
@@ -357,11 +367,11 @@ def _converted(survey: _Survey, *arguments: Any) -> _Made:
                 survey.spend_on_tensor(part.num_items)
             elif isinstance(part, str | list | tuple):
                 survey.spend(len(part))
-    return _MADE
+    return _OPAQUE
 
 
 def _parameter(survey: _Survey, data: Any, *more: Any) -> Any:
-    if not isinstance(data, _Tensor | _Made):
+    if not isinstance(data, _Tensor | _Opaque):
         raise ValueError("it makes a parameter of something else than a tensor")
     for state in more:
         survey.spend_on_dicts(state)
@@ -369,9 +379,9 @@ def _parameter(survey: _Survey, data: Any, *more: Any) -> Any:
 
 
 def _subclass(survey: _Survey, function: Any, _type: Any, arguments: Any, state: Any) -> Any:
-    """A function's result, as another type, with attributes."""
+    """Allow the result of a function as another type, with attributes."""
     survey.spend_on_dicts(state)
-    return survey.called(function, arguments)
+    return survey.call(function, arguments)
 
 
 _RULES: Final[dict[str, Callable[..., Any]]] = {
@@ -382,17 +392,17 @@ _RULES: Final[dict[str, Callable[..., Any]]] = {
     "builtins.complex": _value,
     "torch.device": _value,
     "torch.serialization._get_layout": _value,
-    "_codecs.encode": _encoded,
+    "_codecs.encode": _encode,
     "builtins.bytearray": _bytearray,
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
-    "torch._utils._rebuild_qtensor": _quantised,
-    "torch._utils._rebuild_sparse_tensor": _converted,
-    "torch._utils._rebuild_nested_tensor": _converted,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _converted,
-    "torch._utils._rebuild_meta_tensor_no_storage": _converted,
-    "torch._utils._rebuild_wrapper_subclass": _converted,
+    "torch._utils._rebuild_qtensor": _quantised_tensor,
+    "torch._utils._rebuild_sparse_tensor": _tensor_conversion,
+    "torch._utils._rebuild_nested_tensor": _tensor_conversion,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _tensor_conversion,
+    "torch._utils._rebuild_meta_tensor_no_storage": _tensor_conversion,
+    "torch._utils._rebuild_wrapper_subclass": _tensor_conversion,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch.nn.parameter.Parameter": _parameter,

@@ -1,7 +1,7 @@
 """The agreement of all ranks that one save is committed at one root.
 
-In: an archive of this rank that is durable, and receipts of the others. Out: what the manifest is to name; or the decision of
-rank 0, which alone makes one. Knows nothing of: what is in the archives.
+In: an archive of this rank that is durable, and receipts of the others. Out: what the manifest is to name; or the
+decision of rank 0, which alone makes one. Knows nothing of: what is in the archives.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..errors import (
     StorageUnavailableError,
 )
 from ..format.digests import block_digest
+from ..host.deadlines import DECISION_SECONDS, PEER_SECONDS, SHARED_SECONDS
 from ..host.loop import Loop, OffLoop
 from ..runs.manifest import Archive, Manifest, RankFiles
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, table_of
@@ -33,17 +34,13 @@ from .comparison import Comparison
 from .meeting import NOT_ALONE
 from .peers import Ranks
 
-# How long rank 0, whose own archive is durable, waits for the receipts of others; they wait longer for its decision.
-PEER_SECONDS: Final = 1800.0
-_MORE_SECONDS: Final = 600.0
-# How long a root that all ranks share may hide what rank 0 has said that it has written: NFS does so for a minute.
-SHARED_SECONDS: Final = 120.0
 # Between looks at a root: it grows from the one to the other, and no two ranks look at the same time.
 _FIRST_LOOK_SECONDS: Final = 0.02
 _LOOK_SECONDS: Final = {False: 0.5, True: 2.0}  # at a folder, and at a store
 # Of all ranks that wait for the same: S3 answers so many requests a second below one prefix.
 _MAX_LOOKS_PER_SECOND: Final = 5500
-# A failure may be heard of later than a commit, so that most looks at a store are one request, and few ask the group's store.
+# A failure may be heard of later than a commit, so that most looks at a store are one request, and few ask the
+# group's store.
 _LOOKS_PER_VERDICT: Final = 4
 _LOOKS_BEFORE_GROUP: Final = 12
 
@@ -79,8 +76,8 @@ class Alone:
 
 
 class Agreement:
-    """One rank's part in the agreement on one save at one root. `saving.targets` creates one for each root. On the loop, but for
-    `refuse`.
+    """One rank's part in the agreement on one save at one root. `saving.targets` creates one for each root. On the
+    loop, but for `refuse`.
     """
 
     has_others = True
@@ -116,8 +113,8 @@ class Agreement:
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> RankFiles | None:
         """This rank's archive is durable: say so. On rank 0, go on once all ranks have.
 
-        `check` is called in between, and raises when nobody waits for it any more. Raises PeerFailedError; and where one of
-        several roots is enough, StorageUnavailableError for one at which not all ranks can be.
+        `check` is called in between, and raises when nobody waits for it any more. Raises PeerFailedError; and where
+        one of several roots is enough, StorageUnavailableError for one at which not all ranks can be.
         """
         joint = self._joint
         if self._root.is_apart:
@@ -142,14 +139,15 @@ class Agreement:
         return await self._all_receipts(off_loop, check) if self.decides else None
 
     def claim(self) -> None:
-        """Before anything is written: see that nothing of this attempt was written by an earlier start of this rank, which may
-        be committed. Raises CheckpointError.
+        """Before anything is written: see that nothing of this attempt was written by an earlier start of this rank,
+        which may be committed. Raises CheckpointError.
         """
         self._root.claim()
         path = self._run.attempt_path(self._joint.step, self._joint.attempt, self.rank)
         if self._run.storage.exists(path):
             raise CheckpointError(
-                f"{self._run.storage.locate(path)} is there already: an earlier start of rank {self.rank} has written it; it is "
+                f"{self._run.storage.locate(path)} is there already: an earlier start of rank {self.rank} "
+                "has written it; it is "
                 "kept. Start all ranks together, without a process group with a new run_id="
             )
 
@@ -177,14 +175,17 @@ class Agreement:
         if self._joint.is_any:
             raise StorageUnavailableError(reason, path=where)
         raise PeerFailedError(
-            f"step {self._joint.step} is not committed: {reason}, as far as this rank sees. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}; and "
+            f"step {self._joint.step} is not committed: {reason}, as far as this rank sees. "
+            f"{NOT_ALONE[0].upper()}{NOT_ALONE[1:]}; and "
             "give a root that all ranks share",
             rank=0,
             undecided=False,
         )
 
     def _more(self, structure: Structure) -> dict[str, Any]:
-        """The rest of a receipt, which rank 0 reads if it needs to: the structure, from its first rank, and the digests of copies."""
+        """The rest of a receipt, which rank 0 reads if it needs to: the structure, from its first rank, and the
+        digests of copies.
+        """
         mates = self._joint.table.classes.get(structure.digest, ())
         is_first = not mates or mates[0] == self.rank
         more: dict[str, Any] = {"rank": self.rank, **({"structure": structure.text} if is_first else {})}
@@ -233,7 +234,8 @@ class Agreement:
             raise StorageUnavailableError(f"{where} is not shared by all ranks: {reason}", path=where)
         self._joint.causes.append(Cause(who, f"{where} is another folder there"))
         raise PeerFailedError(
-            f"step {self._joint.step} is not committed: {where} must be shared by all ranks, but {reason}. Give a root that all "
+            f"step {self._joint.step} is not committed: {where} must be shared by all ranks, but {reason}. "
+            "Give a root that all "
             "ranks share: a folder on a shared file system, or an object store",
             rank=who if self.decides else 0,
             undecided=False,
@@ -258,7 +260,8 @@ class Agreement:
         where = self._run.storage.locate("")
         if self._joint.is_any:
             raise StorageUnavailableError(
-                f"{where}: after {PEER_SECONDS:.0f} s nothing was heard there of rank{'s' if len(missing) > 1 else ''} {who}",
+                f"{where}: after {PEER_SECONDS:.0f} s nothing was heard there of "
+                f"rank{'s' if len(missing) > 1 else ''} {who}",
                 path=where,
             )
         shared = "" if self._root.is_shared else f"; {where} must be shared by all ranks"
@@ -270,11 +273,12 @@ class Agreement:
         )
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest | None:
-        """The manifest that rank 0 has committed, on the others. Raises PeerFailedError for its verdict, and where there is none in time.
+        """The manifest that rank 0 has committed, on the others. Raises PeerFailedError for its verdict, and where
+        there is none in time.
 
         Where one of several roots is enough, StorageUnavailableError if it is committed at another one, and never here.
         """
-        in_time = PEER_SECONDS + _MORE_SECONDS
+        in_time = DECISION_SECONDS
         return None if self.decides else await self._heard(off_loop, check, in_time)
 
     async def _heard(self, off_loop: OffLoop, check: Callable[[], None], in_time: float) -> Manifest:
@@ -358,15 +362,17 @@ class Agreement:
         self._is_committed(self._table)
 
     def afterwards(self) -> None:
-        """On rank 0, when nobody waits any more: delete what each rank has said, which takes time where they are many."""
+        """On rank 0, when nobody waits any more: delete what each rank has said, which takes time where they are
+        many.
+        """
         with suppress(CheckpointError, OSError):  # they go with the step
             self._exchange.forget(self._refused)
 
     def refuse(self, error: BaseException, *, is_followed: bool = False) -> bool:
         """Give the save up on this rank, at all roots; or only at this root, if it is committed at another one.
 
-        Whether the archive here may be deleted: nobody can commit it any more. What is committed elsewhere is copied here
-        under the same names, at any time, so then it may not.
+        Whether the archive here may be deleted: nobody can commit it any more. What is committed elsewhere is copied
+        here under the same names, at any time, so then it may not.
         """
         joint = self._joint
         joint.goes(JointState.BEGUN if is_followed else JointState.LEFT)  # until `follow`
@@ -399,7 +405,7 @@ class Agreement:
             if not self._root.say_refusal(self._joint.attempt, Cause(rank, why)):
                 raise
 
-    async def follow(self, off_loop: OffLoop, seconds: float = PEER_SECONDS + _MORE_SECONDS) -> None:
+    async def follow(self, off_loop: OffLoop, seconds: float = DECISION_SECONDS) -> None:
         """This rank has no part in it any more: learn what is decided all the same."""
         if not self._joint.is_decided:
             self._joint.goes(JointState.BEGUN)
@@ -443,7 +449,9 @@ def _peers_failed(step: int, causes: Sequence[Cause]) -> PeerFailedError:
 def tell_of_failure(
     ranks: Ranks, joint: JointSave, runs: Sequence[Run], error: BaseException, loop: Loop
 ) -> None:
-    """The call of `save` has raised on this rank: tell the others, and learn what they decide. Does not wait for that."""
+    """The call of `save` has raised on this rank: tell the others, and learn what they decide. Does not wait for
+    that.
+    """
     ranks.failed(joint, error)
     if joint.is_decided:
         return  # it is none on the other ranks

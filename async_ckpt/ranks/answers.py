@@ -2,8 +2,8 @@
 
 In: questions, asked on every rank. Out: the same answers on all of them. Knows nothing of: what is asked.
 
-A question is known by what it is about, and by how often that was asked before: ranks go on to understand each other though
-one of them has failed before it could ask. An error on rank 0 is an answer, too.
+A question is known by what it is about, and by how often that was asked before: ranks go on to understand each other
+though one of them has failed before it could ask. An error on rank 0 is an answer, too.
 """
 
 from __future__ import annotations

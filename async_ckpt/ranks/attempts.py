@@ -2,8 +2,9 @@
 
 In: saves, called alike on every rank. Out: attempts that are decided once, for all ranks. Knows nothing of: archives.
 
-There is no collective, and no plan that one rank makes for all. The name of an attempt follows from the token of this start of the
-ranks, the step and what was decided there before, and all else goes through the folder of the step (`runs.receipts`).
+There is no collective, and no plan that one rank makes for all. The name of an attempt follows from the token of this
+start of the ranks, the step and what was decided there before, and all else goes through the folder of the step
+(`runs.receipts`).
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class OwnPart:
 
 @dataclass(slots=True)
 class JointSave:
-    """One save of all ranks, as this rank sees it. Created by `save`; its state changes on the thread that saves, and on the loop's
-    once it has begun.
+    """One save of all ranks, as this rank sees it. Created by `save`; its state changes on the thread that saves, and
+    on the loop's once it has begun.
     """
 
     step: int
@@ -112,7 +113,9 @@ class JointSave:
 
 
 class Attempts:
-    """The joint saves of one checkpointer, as all of its ranks count them. From the thread that saves; `decide` from the loop's."""
+    """The joint saves of one checkpointer, as all of its ranks count them. From the thread that saves; `decide` from
+    the loop's.
+    """
 
     def __init__(self, meeting: Meeting, max_in_flight: int) -> None:
         self._meeting, self._max_in_flight = meeting, max_in_flight
@@ -161,7 +164,8 @@ class Attempts:
         while begun is not None and not begun.is_decided:
             if begun.is_left:
                 raise PeerFailedError(
-                    f"step {step} was saved before, and this rank does not know whether it is committed, since rank 0 has not "
+                    f"step {step} was saved before, and this rank does not know whether it is committed, "
+                    "since rank 0 has not "
                     "said so in time; save another step",
                     rank=0,
                     undecided=True,
@@ -172,8 +176,8 @@ class Attempts:
     # --- a save that has failed before it had a name --------------------------------------------------------
 
     def fail(self, joint: JointSave, cause: Cause) -> None:
-        """The call has raised on this rank: the others have begun it, or are about to. It gets the name that it has there at once, or by
-        `is_named`.
+        """The call has raised on this rank: the others have begun it, or are about to. It gets the name that it has
+        there at once, or by `is_named`.
         """
         if joint.number < 0:
             self._count(joint)
@@ -188,8 +192,8 @@ class Attempts:
             self._name(joint)
 
     def is_named(self, joint: JointSave) -> bool:
-        """True if a save that has failed has its name by now: this rank knows the token, and the attempt before it at its step
-        is decided. Asks the store, and does not wait.
+        """True if a save that has failed has its name by now: this rank knows the token, and the attempt before it at
+        its step is decided. Asks the store, and does not wait.
         """
         self._meeting.look_for_token()
         if not joint.attempt:

@@ -55,7 +55,8 @@ class Comparison:
         tables = {receipt.table for receipt in receipts} - {NO_TABLE}
         if tables - {self._joint.table.digest}:
             raise PeerFailedError(
-                f"step {self._joint.step} is not committed: its ranks do not agree on who writes what, as after saves that "
+                f"step {self._joint.step} is not committed: its ranks do not agree on who writes what, as "
+                "after saves that "
                 "only some of them have called; call save alike on every rank",
                 rank=0,
                 undecided=False,
@@ -100,26 +101,31 @@ class Comparison:
                 if gone:
                     name = json.loads(min(gone))[0].replace("\x1f", ".")
                     raise UnsupportedStateError(
-                        f"rank {rank} no longer has {name} as other ranks have it, which counted on that; have every rank change what "
+                        f"rank {rank} no longer has {name} as other ranks have it, which counted on that; "
+                        "have every rank change what "
                         "it saves at the same step, and save again",
                         path=name,
                     )
 
     def _check_balances(self, receipts: Sequence[Receipt]) -> None:
-        """Ranks that share must have written all of it between them. By the way in which they do, this is always so: whatever
-        has gone wrong there, a step with holes is not committed. Raises CheckpointError.
+        """Ranks that share must have written all of it between them. By the way in which they do, this is always so:
+        whatever has gone wrong there, a step with holes is not committed. Raises CheckpointError.
         """
         for structure, mates in self._joint.table.classes.items():
             theirs = [receipts[rank] for rank in mates]
             are_all = all(one.structure == structure and one.table != NO_TABLE for one in theirs)
             if are_all and sum(one.balance for one in theirs) % MODULUS:
                 raise CheckpointError(
-                    f"step {self._joint.step}: {len(mates)} ranks, the first of them {mates[0]}, disagree on how to split replicated tensors, "
-                    "so that some bytes would be missing; please report this, with what is different in their calls and states"
+                    f"step {self._joint.step}: {len(mates)} ranks, the first of them {mates[0]}, disagree "
+                    "on how to split replicated tensors, "
+                    "so that some bytes would be missing; please report this, with what is different in "
+                    "their calls and states"
                 )
 
     def _compare_copies(self, receipts: Sequence[Receipt]) -> None:
-        """Check that replicas of a tensor are the same on all ranks. Raises UnsupportedStateError, naming one that is not."""
+        """Check that replicas of a tensor are the same on all ranks. Raises UnsupportedStateError, naming one that is
+        not.
+        """
         first: dict[tuple[str, str], tuple[int, str]] = {}
         copies: dict[int, Any] = {}
         distinct: dict[str, Receipt] = {}  # of ranks that say the same, the lowest
@@ -136,14 +142,17 @@ class Comparison:
                     other, there = first.setdefault((what, name), (rank, digest))
                     if there != digest:
                         raise UnsupportedStateError(
-                            f"{name} should be the same on ranks {other} and {rank}, and is not: ranks that have the same part of a tensor, "
-                            "as all have of a plain one, must have the same values. Give its group in per_rank=, if each has its own",
+                            f"{name} should be the same on ranks {other} and {rank}, and is not: ranks that "
+                            "have the same part of a tensor, "
+                            "as all have of a plain one, must have the same values. Give its group in "
+                            "per_rank=, if each has its own",
                             path=name,
                         )
 
     def _compare_values(self, receipts: Sequence[Receipt], classes: Classes) -> Table:
-        """The table that follows from the values and small tensors of the ranks: the names that differ, of which there is one warning, and those that
-        only ranks of some structures have. Archives are looked into only where something has changed in that.
+        """The table that follows from the values and small tensors of the ranks: the names that differ, of which
+        there is one warning, and those that only ranks of some structures have. Archives are looked into only where
+        something has changed in that.
 
         Raises UnsupportedStateError where that is not allowed, and where ranks with the same tensors have other values.
         """
@@ -173,7 +182,8 @@ class Comparison:
             )
             if alone:
                 raise UnsupportedStateError(
-                    f"only some ranks have {', '.join(alone[:5])}; have all of them save the same entries, or name what each has for "
+                    f"only some ranks have {', '.join(alone[:5])}; have all of them save the same entries, "
+                    "or name what each has for "
                     "itself in per_rank=",
                     path=alone[0],
                 )
@@ -190,14 +200,16 @@ class Comparison:
         exchange = self._exchange
         if names and not self._ranks.may_differ:
             raise UnsupportedStateError(
-                f"not the same on all ranks: {', '.join(names[:5])}; name what each rank has for itself in per_rank=, or allow "
+                f"not the same on all ranks: {', '.join(names[:5])}; name what each rank has for itself in "
+                "per_rank=, or allow "
                 'it with differing="keep"',
                 path=names[0],
             )
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             _log.warning(
-                "%s: not the same on all ranks, and so kept for each of them: %s%s. Name them in per_rank= if that is meant",
+                "%s: not the same on all ranks, and so kept for each of them: %s%s. Name them in per_rank= "
+                "if that is meant",
                 exchange.storage.locate(exchange.folder),
                 ", ".join(names[:5]),
                 more,

@@ -1,6 +1,7 @@
 """The part of a state that this rank writes, where several hold it together.
 
-In: captured states. Out: captured states with the part to write, and what the other ranks are told of it. Knows nothing of: archives.
+In: captured states. Out: captured states with the part to write, and what the other ranks are told of it. Knows
+nothing of: archives.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .shared_values import SharedValues
 class Divider:
     """Divides the states of one checkpointer. On the thread that saves.
 
-    `compared` are structures in which what ranks hold alike was compared before; with `check_replicas` it is at each save.
+    `compared` are structures in which what ranks hold alike was compared before; with `check_replicas` it is at each
+    save.
     """
 
     def __init__(
@@ -57,7 +59,8 @@ class Divider:
             meeting.meet(states.structure(captured, self._own_in(captured)).digest, "prewarm()")
 
     def divided(self, captured: Capture, joint: JointSave | None) -> tuple[Capture, RankFacts | None]:
-        """The part of a state that this rank writes. The first save waits until rank 0 knows the structures of all ranks.
+        """The part of a state that this rank writes. The first save waits until rank 0 knows the structures of all
+        ranks.
 
         Without `joint`, nothing is written yet: the part that would be.
         """

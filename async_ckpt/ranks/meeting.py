@@ -2,9 +2,10 @@
 
 In: words, by what they are about. Out: the words of other ranks. Knows nothing of: saves, archives.
 
-Before its first save rank 0 says what this start of the ranks is called (the token), and which ranks have states alike. A word is said
-once; a rank waits for the words of others until a deadline, and takes a rank that says nothing for dead. So a rank that has to wait for
-something of its own before it can say a word says meanwhile that this takes time.
+Before its first save rank 0 says what this start of the ranks is called (the token), and which ranks have states
+alike. A word is said once; a rank waits for the words of others until a deadline, and takes a rank that says nothing
+for dead. So a rank that has to wait for something of its own before it can say a word says meanwhile that this takes
+time.
 """
 
 from __future__ import annotations
@@ -18,16 +19,13 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 from ..errors import PeerFailedError
+from ..host.deadlines import MEETING_SECONDS, SIGN_SECONDS
 from ..host.waits import ENDS_THE_CALL, Wait
 from ..runs.receipts import EMPTY, Table
 from ..slicing.locator import Classes
 from ..spans import TIMEKEEPER, monotonic
 from .world import Words, World, refuse_if_changed, world_of
 
-# How long a rank waits for the first save, export or publication of another rank.
-MEETING_SECONDS: Final = 600.0
-# From one sign that something takes time to the next: much less than a rank waits for a word.
-SIGN_SECONDS: Final = 60.0
 # Seconds between two calls of `look_around`.
 _LOOK_AROUND_SECONDS: Final = 5.0
 NOT_ALONE: Final = (
@@ -43,10 +41,11 @@ def hear(
     late: Callable[[], PeerFailedError],
     look_around: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """Return the words of these keys once all of them are said. Raises the error that `late` makes, after MEETING_SECONDS.
+    """Return the words of these keys once all of them are said. Raises the error that `late` makes, after
+    MEETING_SECONDS.
 
-    `check` is called between looks and may raise. `look_around` is called every few seconds, and the deadline begins anew
-    when it returns True.
+    `check` is called between looks and may raise. `look_around` is called every few seconds, and the deadline begins
+    anew when it returns True.
     """
     begin = looked = monotonic()
 
@@ -93,7 +92,9 @@ class RankZeroWord:
 
 
 class Hear(Protocol):
-    """Waits for the words of these keys: what they are, where it is waited, and whether there was a sign since the last call."""
+    """Waits for the words of these keys: what they are, where it is waited, and whether there was a sign since the
+    last call.
+    """
 
     def __call__(
         self, keys: Sequence[str], what: str, where: str, takes_time: Callable[[], bool]
@@ -138,7 +139,8 @@ class Meeting:
     """The words of one checkpointer. On the thread that saves or restores, but for `token_if_said`.
 
     Args:
-        given: the number of this rank and how many there are, as the user gave them; None for those of the process group.
+        given: the number of this rank and how many there are, as the user gave them; None for those of the process
+            group.
         run_id: a name of this start of the ranks, for ranks without a process group.
         needs_group: of arguments that can do nothing where ranks have no store, whether they were given.
     """
@@ -155,7 +157,8 @@ class Meeting:
             given_all_the_same = [argument for argument, is_given in needs_group.items() if is_given]
             if given_all_the_same and not self._world.is_one:
                 raise ValueError(
-                    f"{given_all_the_same[0]} needs a process group, by which ranks agree on what they do; with ranks= there is none, so "
+                    f"{given_all_the_same[0]} needs a process group, by which ranks agree on what they do; "
+                    "with ranks= there is none, so "
                     "leave it out"
                 )
         self._words: Words | None = None
@@ -230,7 +233,9 @@ class Meeting:
         return Table.unpacked(json.loads(text)).classes
 
     def does_not_meet(self) -> None:
-        """Tell rank 0 not to wait for the structure of this rank's state, since the call has raised before it was known."""
+        """Tell rank 0 not to wait for the structure of this rank's state, since the call has raised before it was
+        known.
+        """
         if not self.has_met and self.world.store is not None:
             self.has_met = True
             self.words().say(f"structure/{self.world.rank}", _NO_STRUCTURE)
@@ -257,8 +262,8 @@ class Meeting:
         where: str = "save()",
         takes_time: Callable[[], bool] = lambda: False,
     ) -> list[str]:
-        """The words of these keys, once all of them are said. `takes_time`: the rank that is to say them has told just now that this takes
-        longer.
+        """The words of these keys, once all of them are said. `takes_time`: the rank that is to say them has told
+        just now that this takes longer.
         """
         wait = Wait(f"in {where}", ENDS_THE_CALL)
 
@@ -275,7 +280,8 @@ class Meeting:
             goes_on = takes_time()
             if self.world.is_over():
                 raise PeerFailedError(
-                    f"waited for {what}, but rank 0 is at a later start of the ranks than this one; start all of them again",
+                    f"waited for {what}, but rank 0 is at a later start of the ranks than this one; start "
+                    "all of them again",
                     rank=0,
                     undecided=False,
                 )

@@ -1,6 +1,7 @@
 """The other ranks, as one checkpointer knows them.
 
-In: calls of `save` and `restore`, alike on every rank. Out: joint saves with their names, divided states. Knows nothing of: archives.
+In: calls of `save` and `restore`, alike on every rank. Out: joint saves with their names, divided states. Knows
+nothing of: archives.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class KnownStates:
 class Ranks:
     """The other ranks of one checkpointer, which creates it. From the thread that saves or restores.
 
-    `meeting` has their words, `attempts` their joint saves, `divider` the part that this rank writes, `known` what commits have taught.
+    `meeting` has their words, `attempts` their joint saves, `divider` the part that this rank writes, `known` what
+    commits have taught.
     """
 
     def __init__(
@@ -54,8 +56,8 @@ class Ranks:
         skips: bool = False,
         needs_group: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
-        """`skips`: whether overlapping saves are skipped. `needs_group` says of arguments that can do nothing where ranks
-        have no store whether they were given.
+        """`skips`: whether overlapping saves are skipped. `needs_group` says of arguments that can do nothing where
+        ranks have no store whether they were given.
         """
         if differing not in ("keep", "fail"):
             raise ValueError(f'differing must be "keep" or "fail", got {differing!r}')
@@ -80,14 +82,18 @@ class Ranks:
         return self.world.is_one
 
     def called(self, step: int) -> JointSave | None:
-        """`save` was called; None where there is one rank. Raises ValueError where the process group is another one by now."""
+        """`save` was called; None where there is one rank. Raises ValueError where the process group is another one
+        by now.
+        """
         self.meeting.refuse_if_changed()
         if self.is_alone:
             return None
         return JointSave(step, self._answers.question("save()", step) if self._skips else "")
 
     def enters(self, joint: JointSave, ask: Callable[[], bool]) -> bool:
-        """True if a save is made, and not skipped, on all ranks; `ask` says so on rank 0. Raises its errors, PeerFailedError."""
+        """True if a save is made, and not skipped, on all ranks; `ask` says so on rank 0. Raises its errors,
+        PeerFailedError.
+        """
         question, joint.question = joint.question, ""
         (enters,) = self._answers.of_rank_0(question, (lambda: (ask(),)) if self.world.rank == 0 else None)
         return enters
@@ -113,8 +119,8 @@ class Ranks:
 
     @contextmanager
     def meeting_ahead(self, per_rank: Collection[str]) -> Iterator[Callable[[Capture], None]]:
-        """Ahead of the first save; to be called with the captured state: waits until rank 0 knows how the states of all ranks
-        look, so that no save has to.
+        """Ahead of the first save; to be called with the captured state: waits until rank 0 knows how the states of
+        all ranks look, so that no save has to.
         """
         self.meeting.refuse_if_changed()
         try:

@@ -3,11 +3,12 @@
 In: a run at a root, on each rank. Out: what is known of that. Knows nothing of: saves.
 
 Rank 0 puts a file there ahead of its first archive, and then says by the store of the process group that it has. A rank
-that does not find the file, though rank 0 has said so, tries to put one of the same name: a place refuses that at once if
-there is one already, whatever its listings still hide. If it does not refuse, the root is not the one that rank 0 has.
+that does not find the file, though rank 0 has said so, tries to put one of the same name: a place refuses that at
+once if there is one already, whatever its listings still hide. If it does not refuse, the root is not the one that
+rank 0 has.
 
-Ranks without a process group know of each other nothing but the `run_id`, which may have been given before, or to a rank
-that was started again alone. Each of them puts such a file of its own, which only the first can.
+Ranks without a process group know of each other nothing but the `run_id`, which may have been given before, or to a
+rank that was started again alone. Each of them puts such a file of its own, which only the first can.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class SharedRoot:
         return self._claim if rank == 0 else f"world.{self._token()}.{rank:05d}.json"
 
     def claim(self) -> None:
-        """Before anything is written: say that this start of the ranks writes here. Ranks other than 0 that have a process
-        group have no need of that.
+        """Before anything is written: say that this start of the ranks writes here. Ranks other than 0 that have a
+        process group have no need of that.
 
         Raises CheckpointError for a run_id that was used before.
         """
@@ -70,7 +71,8 @@ class SharedRoot:
             # Saves that are begun at once both come here, and a put may arrive though it was answered with an error.
             if self._read_claim(self._own_claim)["nonce"] != self._nonce:
                 raise CheckpointError(
-                    f"{self._run.storage.locate('')}: run_id={world.run_id!r} was used by an earlier start of rank {world.rank}; "
+                    f"{self._run.storage.locate('')}: run_id={world.run_id!r} was used by an earlier start "
+                    f"of rank {world.rank}; "
                     "start all ranks together, and give a new one at every start"
                 ) from error
         self._is_claimed = True
@@ -108,7 +110,8 @@ class SharedRoot:
         world = self._world
         if of_rank_0 != world.size:
             raise CheckpointError(
-                f"{self._run.storage.locate('')}: rank 0 counts {of_rank_0} ranks and rank {world.rank} {world.size}; give ranks= the "
+                f"{self._run.storage.locate('')}: rank 0 counts {of_rank_0} ranks and rank {world.rank} "
+                f"{world.size}; give ranks= the "
                 "same number on every rank, and a new run_id"
             )
 
@@ -121,7 +124,7 @@ class SharedRoot:
     # --- what cannot be said at the root ----------------------------------------------------------------------
 
     def say_refusal(self, attempt: str, cause: Cause) -> bool:
-        """This rank can write nothing here: tell rank 0 by the store of the process group. False where there is none."""
+        """This rank can write nothing here: tell rank 0 by the store of the process group. False without one."""
         return self._say(f"refusal/{attempt}", json.dumps(cause))
 
     def refusal(self, attempt: str) -> Cause | None:

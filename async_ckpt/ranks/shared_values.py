@@ -1,10 +1,10 @@
 """The values that several ranks should have alike besides their large tensors: plain values and small tensors.
 
-In: the skeleton of one rank, and its archive's blocks as they are digested; archives of others on storage. Out: one digest,
-and the names of what differs. Knows nothing of: receipts, who is asked.
+In: the skeleton of one rank, and its archive's blocks as they are digested; archives of others on storage. Out: one
+digest, and the names of what differs. Knows nothing of: receipts, who is asked.
 
-Every rank has its small tensors in its own archive, so what turns out to differ (timers, running statistics) is there for
-each of them.
+Every rank has its small tensors in its own archive, so what turns out to differ (timers, running statistics) is there
+for each of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _GAP_BYTES: Final = MIB  # between small tensors that are read at once
 
 
 class SharedValues:
-    """The shared values in one save of this rank. `note` is called from any thread, once for each block of the archive."""
+    """The shared values in one save of this rank. `note` is called from any thread, once for each block of the
+    archive.
+    """
 
     def __init__(
         self,
@@ -38,8 +40,8 @@ class SharedValues:
         per_rank: Collection[str],
         of_some: Collection[str] = (),
     ) -> None:
-        """`small` are the numbers of the specs of small tensors, by their names; what is `per_rank` does not count. It is known
-        that not all ranks have what is `of_some`.
+        """`small` are the numbers of the specs of small tensors, by their names; what is `per_rank` does not count.
+        It is known that not all ranks have what is `of_some`.
         """
         self._skeleton, self._objects, self._per_rank = skeleton, objects, tuple(sorted(per_rank))
         self._excluded, self._of_some = frozenset(per_rank), frozenset(of_some)
@@ -73,8 +75,8 @@ class SharedValues:
             self._data[at][begin - extent.offset : end - extent.offset] = block[begin - offset : end - offset]
 
     def digest(self) -> str:
-        """The digest of all values, when every block was noted: of those that all ranks have, and of those `of_some`, 16 characters each.
-        Takes time for each value; not on the caller's thread.
+        """The digest of all values, when every block was noted: of those that all ranks have, and of those `of_some`,
+        16 characters each. Takes time for each value; not on the caller's thread.
         """
         leaves: list[tuple[str, str | bytearray]] = sorted(
             plain_leaves(json.loads(self._skeleton), _digests(self._objects)).items()

@@ -51,7 +51,9 @@ class World:
         return Words(self.store, f"{start.prefix}/{next(start.openings)}")
 
     def is_over(self) -> bool:
-        """True if rank 0 is at a later start than this rank, of which it knows nothing. The next one is the same for both."""
+        """True if rank 0 is at a later start than this rank, of which it knows nothing. The next one is the same for
+        both.
+        """
         start = _start_of(self)
         start.is_over = start.is_over or start.missed(self.store)
         return start.is_over
@@ -68,7 +70,8 @@ def world_of(given: tuple[int, int] | None, run_id: str | None) -> World:
         rank, size = _checked(given)
         if size > 1 and not run_id:
             raise ValueError(
-                f"ranks=({rank}, {size}) needs run_id=: a text that is the same on all ranks, and new at every start of them"
+                f"ranks=({rank}, {size}) needs run_id=: a text that is the same on all ranks, and new at "
+                "every start of them"
             )
         return World(rank, size, run_id, is_given=True)
     if run_id is not None:
@@ -92,7 +95,8 @@ def refuse_if_changed(world: World) -> None:
         return
     rank, size = group
     raise ValueError(
-        f"there were {world.size} ranks, of which this was {world.rank}, and the process group now has {size}, of which this "
+        f"there were {world.size} ranks, of which this was {world.rank}, and the process group now has "
+        f"{size}, of which this "
         f"is {rank}; make a new AsyncCheckpointer for each process group"
     )
 
@@ -126,10 +130,11 @@ def _check_environment() -> None:
 class _WorldStart:
     """One start of a world, as this rank counts them by its store.
 
-    A store may outlive the ranks: torchrun keeps its own, and starts all of them again. So each rank counts its starts in
-    worlds of this size, which may grow and shrink. One that ended before this rank could count it is known by rank 0's count,
-    which is ahead then; and where one agent has started all ranks, by the number of restarts, which agents of several nodes
-    count each for itself. A rank that starts again alone is ahead of rank 0, and hears nothing.
+    A store may outlive the ranks: torchrun keeps its own, and starts all of them again. So each rank counts its
+    starts in worlds of this size, which may grow and shrink. One that ended before this rank could count it is known
+    by rank 0's count, which is ahead then; and where one agent has started all ranks, by the number of restarts,
+    which agents of several nodes count each for itself. A rank that starts again alone is ahead of rank 0, and hears
+    nothing.
     """
 
     def __init__(self, world: World) -> None:
@@ -203,7 +208,9 @@ class Words:
 
 
 def warn_of_ranks(*, stacklevel: int) -> None:
-    """Warn that a file which every rank writes is that of the last one. The text is always the same, so Python shows it once."""
+    """Warn that a file which every rank writes is that of the last one. The text is always the same, so Python shows
+    it once.
+    """
     rank, world_size = ranks()
     if rank:
         warnings.warn(

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 
 from ..errors import CheckpointError, StorageUnavailableError
+from ..host.deadlines import AGAIN_SECONDS, END_SECONDS, LAG_SECONDS
 from ..host.loop import OffLoop
 from ..host.threads import running_future
 from ..report import Destination
@@ -34,14 +35,8 @@ from ..spans import Spans
 from ..storage.interface import Sink, Storage
 from .drain import Drain, Lane
 
-# With `commit="any"`, a place that lags behind a committed one goes on for so long. Then it is left to be caught up.
-_LAG_SECONDS: Final = 900.0
-# A place that was away is tried again for so long, since other ranks may wait for its object; the pauses between tries.
-_AGAIN_SECONDS: Final = 1800.0
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 5.0
-# The wait for calls at a place whose part is in vain.
-_END_SECONDS: Final = 10.0
 
 Verify: TypeAlias = Callable[[int, memoryview], None]
 
@@ -163,7 +158,7 @@ class RankPart:
         """Wait a while for its end, since nobody waits for its outcome any more."""
         if self.task is not None:
             self.is_in_vain(error)
-            await asyncio.wait([self.task], timeout=_END_SECONDS)
+            await asyncio.wait([self.task], timeout=END_SECONDS)
 
     async def refuse(self, error: BaseException) -> None:
         """Tell the other ranks that there will be no commit, if there are any."""
@@ -292,7 +287,7 @@ class Delivery:
         copy = partial(
             self.target.copy_of, source.target, archive.num_bytes, self._drain.digests.compare, self._check
         )
-        deadline, pause = self._spans.total() + _AGAIN_SECONDS, _FIRST_PAUSE_SECONDS
+        deadline, pause = self._spans.total() + AGAIN_SECONDS, _FIRST_PAUSE_SECONDS
         while True:
             try:
                 self.sink = await self._off_loop(copy)
@@ -316,7 +311,7 @@ class Delivery:
         part = self.part.task
         if part is None or self.left_behind is not None:
             return
-        await asyncio.wait([part], timeout=_LAG_SECONDS)
+        await asyncio.wait([part], timeout=LAG_SECONDS)
         if self.task is not None and not self.task.done():
             self.error = self.lagging("did not arrive in time")
             self.part.is_in_vain(self.error)
@@ -339,7 +334,7 @@ class Delivery:
 
     async def _commit_late(self, archives: tuple[Archive, ...]) -> None:
         """Commit; a place that is away at that moment is tried again if other ranks wait for it."""
-        deadline, pause = self._spans.total() + _LAG_SECONDS, _FIRST_PAUSE_SECONDS
+        deadline, pause = self._spans.total() + LAG_SECONDS, _FIRST_PAUSE_SECONDS
         while True:
             try:
                 return await self.commit(archives, late=True)
@@ -366,7 +361,9 @@ class Delivery:
         self.target.hangs(quiet)
 
     async def take_back(self, *, for_ever: bool = False) -> None:
-        """End the delivery, and remove an object that is not committed. Waits for its writes, `for_ever` or some time."""
+        """End the delivery, and remove an object that is not committed. Waits for its writes, `for_ever` or some
+        time.
+        """
         if self.task is not None:
             await asyncio.wait([self.task])
             ask_for_exception(self.task)
@@ -382,7 +379,7 @@ class Delivery:
         """Abort the sink once its writes have returned. False if they do not return: then the sink is left alone."""
         if self.lane is not None:
             quiet = asyncio.wrap_future(self.lane.quiet)
-            await asyncio.wait([quiet], timeout=None if for_ever else _LAG_SECONDS)
+            await asyncio.wait([quiet], timeout=None if for_ever else LAG_SECONDS)
             if not quiet.done():
                 return False
         await self._off_loop(sink.abort)

@@ -14,10 +14,10 @@ from contextlib import suppress
 from math import inf
 from typing import Any, Final, NoReturn
 
+from ..host import deadlines
 from ..host.loop import Loop, existing_loop
 from ..host.waits import GIVES_UP, LIVENESS_SECONDS, Wait, wait_for
 from ..spans import monotonic
-from . import ledger
 from .handle import SaveHandle, name_of, progress_of
 from .ledger import abandon, all_saves
 from .save import Save
@@ -79,7 +79,7 @@ def _wait_for_all(loop: Loop) -> int:
 
 def _is_quiet(loop: Loop) -> bool:
     try:
-        return loop.is_quiet(ledger.LEAST_ABANDON_SECONDS)
+        return loop.is_quiet(deadlines.LEAST_ABANDON_SECONDS)
     except KeyboardInterrupt:
         return False
 

@@ -91,7 +91,8 @@ class SaveHandle(Future[SaveReport]):
         return self._progress()
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the checkpoint is durable and committed, and return its report. Raises the error if the save failed.
+        """Wait until the checkpoint is durable and committed, and return its report. Raises the error if the save
+        failed.
 
         report = handle.result(timeout=600)  # seconds; TimeoutError when it has passed
         """

@@ -20,6 +20,7 @@ from math import nan
 from typing import Final
 
 from ..errors import ClosedError, SaveAbandonedError
+from ..host import deadlines
 from ..host.loop import get_loop
 from ..host.process import in_forked_child
 from ..host.threads import is_library_thread
@@ -30,10 +31,6 @@ from .handle import Bars, SaveHandle, name_of, progress_of
 from .save import Save, wait_for_decisions
 
 _LAST: Final = tuple(SaveReport("committed", None, "").as_dict("last_"))
-# The wait for the last writes of abandoned saves. An exit with a timeout waits only for a tenth of that timeout more,
-# but at least as long as a healthy disk may need.
-_ABANDON_SECONDS: Final = 10.0
-LEAST_ABANDON_SECONDS: Final = 1.0
 # A stopped terminal takes nothing, and no save waits for it.
 _LAST_DRAWING_SECONDS: Final = 1.0
 
@@ -148,7 +145,8 @@ class Ledger:
         undecided = [save for save in begun if not (save.handle.done() or save.given_up)]
         if undecided and is_library_thread():
             raise RuntimeError(
-                f"{reader} would have to wait for {name_of(undecided[0].handle)}, and a thread of async_ckpt must not: it "
+                f"{reader} would have to wait for {name_of(undecided[0].handle)}, and a thread of "
+                "async_ckpt must not: it "
                 "would wait for itself. Call it on another thread, or when no save is under way"
             )
         for save in begun if overwrites else ():
@@ -218,8 +216,8 @@ def abandon(saves: list[Save], why: str) -> None:
 def _abandon_seconds(save: Save) -> float:
     """The time that an abandoned save is waited for."""
     if save.exit_timeout is None:
-        return _ABANDON_SECONDS
-    return min(_ABANDON_SECONDS, max(LEAST_ABANDON_SECONDS, save.exit_timeout / 10))
+        return deadlines.ABANDON_SECONDS
+    return min(deadlines.ABANDON_SECONDS, max(deadlines.LEAST_ABANDON_SECONDS, save.exit_timeout / 10))
 
 
 def _user_stacklevel() -> int:

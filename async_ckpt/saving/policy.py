@@ -54,10 +54,10 @@ class Due:
             or None if that is not known.
         margin_seconds: how many seconds to leave between the commit of that last save and the deadline.
         signals: one save is due at the next step after a signal that announces the end of the job. True means SIGTERM
-            and SIGUSR1; otherwise give several names or numbers, such as ("SIGTERM", "SIGUSR2"). If the signal would end
-            the process, the first one no longer does, but a second one of the same kind does. Handlers that were
-            installed from Python are called as well, and an ignored signal stays ignored. SIGINT is handled only if it
-            is named, and still raises KeyboardInterrupt.
+            and SIGUSR1; otherwise give several names or numbers, such as ("SIGTERM", "SIGUSR2"). If the signal would
+            end the process, the first one no longer does, but a second one of the same kind does. Handlers that were
+            installed from Python are called as well, and an ignored signal stays ignored. SIGINT is handled only if
+            it is named, and still raises KeyboardInterrupt.
 
     Raises ValueError if a rule is not valid, and TypeError if the deadline is not a time or a signal is not a signal.
     """

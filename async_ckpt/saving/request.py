@@ -22,7 +22,7 @@ from .targets import step_targets
 
 
 class SaveRequest(ABC):
-    """The state that a caller wants to save, and its targets. A saver calls it on the caller's thread, from top down."""
+    """The state that a caller wants to save, and its targets. A saver calls it on the caller's thread, top down."""
 
     step: int | None = None
     guard: Any = None
@@ -59,7 +59,9 @@ class SaveRequest(ABC):
 
 
 def check_driver(driver: Mapping[str, Any], state: Any) -> None:
-    """Raises TypeError unless it is a mapping, and ValueError for entries without a name, or with a name of the state."""
+    """Raises TypeError unless it is a mapping, and ValueError for entries without a name, or with a name of the
+    state.
+    """
     if not isinstance(driver, Mapping):
         raise TypeError(f'driver must be a mapping such as {{"loader": state}}, got {driver!r:.100}')
     for name in driver:

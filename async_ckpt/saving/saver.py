@@ -29,7 +29,7 @@ from ..ranks.peers import Ranks
 from ..spans import NO_TRACE, Spans, monotonic
 from ..spec import RankFacts
 from ..staging.device import first_device, warm_up
-from ..staging.files import FileFill, FilesImage
+from ..staging.file_segments import FileFill, FilesImage
 from ..staging.filler import StagingHost
 from ..staging.guard import Optimizers, deferrable, unwrapped
 from ..staging.snapshot import Snapshot, interrupted
@@ -237,7 +237,9 @@ class Saver:
         return save.handle
 
     def files_attempt(self, files: FilesImage, target: Target, spans: Spans) -> tuple[Attempt, FileFill]:
-        """An attempt that streams files to a target, and the fill to begin before it. Takes seconds for 100,000 files."""
+        """An attempt that streams files to a target, and the fill to begin before it. Takes seconds for 100,000
+        files.
+        """
         loop, size = get_loop(), self.pool.segment_bytes
         drain = Drain(files.image, size, self._planner.admit(files.image, [target]), loop.background.submit)
         fill = FileFill(

@@ -13,9 +13,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Final, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 from ..errors import PeerFailedError, StorageUnavailableError
+from ..host.deadlines import OPEN_SECONDS
 from ..host.life import Life
 from ..host.loop import OffLoop
 from ..host.threads import running_future
@@ -30,9 +31,6 @@ from .save import Save, SaveState
 
 CommitRule = Literal["all", "any"]
 UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
-
-# The wait for a place that does not even open, once the save could go on without it, or has failed.
-_OPEN_SECONDS: Final = 10.0
 
 
 class Staging(Protocol):
@@ -120,7 +118,7 @@ class Attempt:
                 await delivery.take_back()
         left_behind = [d.left_behind for d in self._deliveries if d.left_behind is not None]
         if left_behind:
-            await asyncio.wait(left_behind, timeout=_OPEN_SECONDS)
+            await asyncio.wait(left_behind, timeout=OPEN_SECONDS)
 
     async def open(self, off_loop: OffLoop) -> None:
         """Begin the object everywhere, or under "any" wherever that is possible, and let the drain write to them.
@@ -151,7 +149,9 @@ class Attempt:
             delivery.begin(lane)
 
     async def _begin_objects(self) -> None:
-        """Open every delivery. Those that do not answer are left behind once the save can do without them, or has failed."""
+        """Open every delivery. Those that do not answer are left behind once the save can do without them, or has
+        failed.
+        """
         tasks = {asyncio.create_task(delivery.open()): delivery for delivery in self._deliveries}
         # While nothing is open, the drain is idle only after a failure.
         failed = asyncio.wrap_future(self.drain.idle)
@@ -164,7 +164,7 @@ class Attempt:
             enough = self._rule == "any" and any(d.sink is not None for d in self._deliveries)
             done, _ = await asyncio.wait(
                 [*opening, failed],
-                timeout=_OPEN_SECONDS if enough else None,
+                timeout=OPEN_SECONDS if enough else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not done:

@@ -91,7 +91,9 @@ class FileTarget(Target):
 
 
 class StepTarget(Target):
-    """One attempt at one step, at one root. The request creates it on the caller's thread; a delivery calls it elsewhere."""
+    """One attempt at one step, at one root. The request creates it on the caller's thread; a delivery calls it
+    elsewhere.
+    """
 
     def __init__(
         self,

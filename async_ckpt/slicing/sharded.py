@@ -148,8 +148,10 @@ class Slicer:
         if shape is not None and local.shape != shape and (local.numel() or prod(shape)):
             raise _refused(
                 name,
-                f"this rank holds a local tensor of shape {tuple(local.shape)}, but {list(spec.placements)} on a mesh of "
-                f"{slices.mesh and slices.mesh.shape} puts {shape} of {slices.global_shape} here; redistribute() it to Shard "
+                f"this rank holds a local tensor of shape {tuple(local.shape)}, but {list(spec.placements)} "
+                "on a mesh of "
+                f"{slices.mesh and slices.mesh.shape} puts {shape} of {slices.global_shape} here; "
+                "redistribute() it to Shard "
                 "or Replicate, or declare its slices as torch's CheckpointableTensor does",
             )
         return LocalShards(slices, _parts(local, slices.rectangles))
@@ -208,7 +210,8 @@ def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
         if first.dim == second.dim and strided.runs > 1 and not _counts_strided(spec, mesh, first.dim):
             raise _refused(
                 name,
-                f"with this version of torch {list(spec.placements)} may have been cut from either end of the mesh, and "
+                f"with this version of torch {list(spec.placements)} may have been cut from either end of "
+                "the mesh, and "
                 "nothing says from which; install torch 2.12 or newer",
             )
     return cuts

@@ -3,5 +3,6 @@
 `snapshot.py`: the staging of one save, from beginning to end; `tensors.py`: where its tensors lie; `filler.py`: which
 bytes are copied at once and which later, and by which threads. `device.py`: streams and events of one accelerator, and
 raw copies. `guard.py`: optimizers that wait for deferred copies; `tripwires.py`: tensors that changed in spite of that.
-`files.py`: segments from files. `host_copy.py`: whole tensors on the host; `held_snapshot.py`: `async_ckpt.snapshot`.
+`file_segments.py`: segments from files. `host_copy.py`: whole tensors on the host; `held_snapshot.py`:
+`async_ckpt.snapshot`.
 """

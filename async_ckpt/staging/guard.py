@@ -129,8 +129,9 @@ class StepBarrier:
 
 
 def unwrapped(guard: Any) -> Optimizers:
-    """The torch optimizers that the user has passed as `guard`: one, several, containers of several, or wrappers such as
-    accelerate's. Of a container these are the optimizers that it steps, and itself if it has hooks: whichever is stepped, it waits.
+    """The torch optimizers that the user has passed as `guard`: one, several, containers of several, or wrappers such
+    as accelerate's. Of a container these are the optimizers that it steps, and itself if it has hooks: whichever is
+    stepped, it waits.
 
     Raises TypeError for anything else.
     """
@@ -173,9 +174,10 @@ def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[
     """The tensors that may be copied after `save` has returned: large, dense ones in an optimizer's params and state.
 
     By the number of each, the result has the optimizer's own tensor of the same memory, which may be another object.
-    The result is empty while a stream is captured into a graph, and has no tensor of an optimizer with `capturable` groups:
-    replaying a graph runs no hooks; nor has it one of a container that holds such an optimizer. A CPU tensor in the state of an optimizer for a device (AdamW's `step`) is never
-    deferred, nor is a tensor on a device without streams.
+    The result is empty while a stream is captured into a graph, and has no tensor of an optimizer with `capturable`
+    groups: replaying a graph runs no hooks; nor has it one of a container that holds such an optimizer. A CPU tensor
+    in the state of an optimizer for a device (AdamW's `step`) is never deferred, nor is a tensor on a device without
+    streams.
     """
     if not optimizers or is_capturing():
         return {}

@@ -234,7 +234,8 @@ def module_of(view: SnapshotView) -> torch.nn.Module | None:
     module = None if known is None else known()
     if known is not None and module is None:
         raise ReferenceError(
-            f"the module that {shown(view._path)} is a snapshot of was deleted; keep it, or use the state_dict() of this part"
+            f"the module that {shown(view._path)} is a snapshot of was deleted; keep it, or use the "
+            "state_dict() of this part"
         )
     return module
 

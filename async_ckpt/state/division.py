@@ -279,7 +279,8 @@ def _taken_of(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) -
     if len(set(names)) < len(names):
         shown = _shown(next(name for name, count in Counter(names).items() if count > 1))
         raise UnsupportedStateError(
-            f"{shown}: two tensors have this name, as by the keys 1 and '1' of one dict; ranks tell tensors apart by their names, so "
+            f"{shown}: two tensors have this name, as by the keys 1 and '1' of one dict; ranks tell tensors "
+            "apart by their names, so "
             "give them different ones",
             path=shown,
         )

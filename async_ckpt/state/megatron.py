@@ -48,7 +48,8 @@ class MegatronTensors:
             if self._slicer is None:
                 raise _refused(
                     path,
-                    "a ShardedTensor is spread over ranks, each of which has a part of it; save it on every rank with an "
+                    "a ShardedTensor is spread over ranks, each of which has a part of it; save it on every "
+                    "rank with an "
                     "AsyncCheckpointer, in a process group",
                 )
             self._tensors.setdefault(name_of(value, path), {})[path] = value
@@ -122,7 +123,7 @@ def _items_of(node: Json, name: Path) -> Any:
 def _why_not(value: Any) -> str | None:
     """The reason why one of Megatron's other objects cannot be stored, and a remedy; None for any other value."""
     if all(hasattr(value, name) for name in ("key", "data", "build_fn", "merge_fn", "replica_id")):
-        return "makes ShardedTensors, and is none; replace it by its build(), as apply_factories() does for a whole state"
+        return "makes ShardedTensors, and is none; replace it by its build(), as apply_factories() does for a state"
     if all(hasattr(value, name) for name in ("key", "data", "global_shape", "global_offset", "replica_id")):
         return "holds any kind of object; save its data instead, with its group in per_rank= if each rank has its own"
     if type(value).__name__ == "LocalNonpersistentObject":

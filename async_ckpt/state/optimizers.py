@@ -1,10 +1,10 @@
 """Optimizers that consist of others, and optimizers with a state dict of their own.
 
-In: optimizers. Out: the parts of one, its groups of parameters and their names, whose methods it uses. Knows nothing of: what was
-saved, steps.
+In: optimizers. Out: the parts of one, its groups of parameters and their names, whose methods it uses. Knows nothing
+of: what was saved, steps.
 
-torchtitan has one container for the optimizers of all model parts, ZeroRedundancyOptimizer one for the part of this rank; accelerate
-wraps one. They are known by what they hold, not by what their attributes are called.
+torchtitan has one container for the optimizers of all model parts, ZeroRedundancyOptimizer one for the part of this
+rank; accelerate wraps one. They are known by what they hold, not by what their attributes are called.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def _parts_held_by(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _is_part(inner: Optimizer, outer: Optimizer) -> bool:
-    """Whether one holds the other because it steps it: they have parameters in common, or the outer one has none itself."""
+    """Whether one holds the other because it steps it: they have parameters in common, or the outer one has none
+    itself.
+    """
     if inner is outer:
         return False
     groups = _own_groups(outer)

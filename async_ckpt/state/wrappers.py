@@ -179,7 +179,9 @@ class StateDicts:
 
 
 def names_of_parameters(state: Any) -> dict[int, set[str]]:
-    """The plain names that each parameter, by its id, has in the modules of a state, and in those that objects with a state dict hold."""
+    """The plain names that each parameter, by its id, has in the modules of a state, and in those that objects with a
+    state dict hold.
+    """
     names: dict[int, set[str]] = {}
     for module in _modules_in(state, set()):
         plain = PlainNames(module)

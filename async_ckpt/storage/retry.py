@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# How long a store may be away before a save gives up: enough for a reboot of its front end or a new network lease.
-OBJECT_SECONDS: Final = 900.0
-# The same for a manifest, a listing or a read, which people wait for.
-REQUEST_SECONDS: Final = 120.0
 _FIRST_WAIT_SECONDS: Final = 0.2
 _LONGEST_WAIT_SECONDS: Final = 30.0
 

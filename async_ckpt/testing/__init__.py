@@ -1,7 +1,8 @@
 """Tests for storages: the contract, real S3 servers on loopback, and a proxy that breaks connections by a script.
 
-`contract.py` is the contract, in parts: `archives.py` and `objects.py`, with memory from `lending.py`. `servers.py`
-runs S3 servers, by `_child.py`. `proxy.py` is the proxy, `requests.py` a request in it. No other room imports this one.
+`contract.py` is the contract, in parts: `archive_contract.py` and `objects.py`, with memory from `lending.py`.
+`servers.py` runs S3 servers, by `_child.py`. `proxy.py` is the proxy, `requests.py` a request in it. No other
+room imports this one.
 pytest, moto, boto3 and rclone's binary are needed on use: `pip install "async_ckpt[test]"`.
 """
 

@@ -9,7 +9,7 @@ memory of the pool: a storage that releases it too early writes other bytes.
 
 from __future__ import annotations
 
-from .archives import ArchiveContract
+from .archive_contract import ArchiveContract
 from .objects import ObjectContract
 
 

@@ -38,7 +38,7 @@ from async_ckpt.format.tarball import Tarball, TarEntry, WholeFile, stays_inside
 from async_ckpt.host.pool import Lease, SegmentPool
 from async_ckpt.host.threads import Crew
 from async_ckpt.spans import monotonic
-from async_ckpt.staging.files import FileFill, FilesImage, FileSource, scan
+from async_ckpt.staging.file_segments import FileFill, FilesImage, FileSource, scan
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links, modes and tar as POSIX has them")
 GIB = 1 << 30
@@ -192,7 +192,7 @@ def test_holes_take_no_room_in_the_archive(tmp_path, case):
 
 
 def test_a_file_of_more_holes_than_a_map_may_tell_of_is_packed_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("async_ckpt.staging.files._MAX_RUNS", 8)
+    monkeypatch.setattr("async_ckpt.staging.file_segments._MAX_RUNS", 8)
     (tmp_path / "few").mkdir()
     with_holes(tmp_path / "few/holes", 8)
     with_holes(tmp_path / "few/more holes", 9)
@@ -656,7 +656,7 @@ def test_a_file_that_may_not_be_read_is_said_so(big, monkeypatch):
         raise PermissionError(13, "Permission denied", path)
 
     with filling(big) as fill:
-        monkeypatch.setattr("async_ckpt.staging.files.open", refuse, raising=False)
+        monkeypatch.setattr("async_ckpt.staging.file_segments.open", refuse, raising=False)
         fill.begin()
         with pytest.raises(StorageUnavailableError, match="Permission denied; make sure that it can be read"):
             fill.completion.result(PATIENCE)

@@ -29,10 +29,10 @@ class Plain(PickleMachine):
     def set_items(self, into: Any, items: list[Any]) -> None:
         into.update(zip(items[::2], items[1::2], strict=True))
 
-    def named(self, module: str, name: str) -> str:
+    def find_global(self, module: str, name: str) -> str:
         return f"{module}.{name}"
 
-    def called(self, function: Any, arguments: Any) -> Any:
+    def call(self, function: Any, arguments: Any) -> Any:
         if function == "_codecs.encode":  # as bytes are in protocol 2
             return arguments[0].encode(arguments[1])
         assert (function, arguments) == ("__builtin__.bytes", ())
@@ -98,9 +98,9 @@ def test_each_instruction_is_read_to_its_end() -> None:
 
             return at
 
-        for hook in ("named", "called", "persistent", "empty_dict", "empty_set"):
+        for hook in ("find_global", "call", "persistent_load", "empty_dict", "empty_set"):
             setattr(Placed, hook, lambda *_: [])
-        for hook in ("set_items", "given_state", "append"):
+        for hook in ("set_items", "set_state", "append"):
             setattr(Placed, hook, lambda *_: None)
         Placed._steps = [noted(step) for step in Placed._steps]
         Placed().follow(program)

@@ -117,7 +117,7 @@ here.tell(ckpt.metrics()["destinations_missed"])
 
 def test_ranks_that_reach_no_root_together_commit_nothing(worlds, roots):
     script = """
-delivery._AGAIN_SECONDS = 0.0
+delivery.AGAIN_SECONDS = 0.0
 where = ("/near/", "/far/")[here.rank]
 at("create", where, away)
 at("replace", where, away)
@@ -138,7 +138,7 @@ here.save(ckpt, state, 1)
 
 def test_a_root_where_a_rank_is_too_late_is_caught_up_by_the_next_save(worlds, roots):
     script = """
-delivery._LAG_SECONDS = 0.0 if here.rank == 0 else 900.0
+delivery.LAG_SECONDS = 0.0 if here.rank == 0 else 900.0
 if here.rank == 1:
     at("write", "/far/", lambda: here.hear("given up"), times=1)
 here.save(ckpt, small(1), 1)

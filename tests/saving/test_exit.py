@@ -322,7 +322,7 @@ def test_ctrl_c_during_a_save_call_leaves_a_checkpointer_that_can_be_left(tmp_pa
 def test_a_write_that_never_returns_does_not_keep_the_process_after_the_second_ctrl_c(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
-    async_ckpt.saving.ledger._ABANDON_SECONDS = 0.1
+    async_ckpt.host.deadlines.ABANDON_SECONDS = 0.1
     ckpt = open_run(root)
     ckpt.save(state_at(1, 5), step=1).result()
     slow_disk()
@@ -340,7 +340,7 @@ def test_a_write_that_never_returns_does_not_keep_the_process_after_the_second_c
 def test_after_the_exit_timeout_the_save_is_given_up_and_told(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
-    async_ckpt.saving.ledger.LEAST_ABANDON_SECONDS = 10.0  # for any machine
+    async_ckpt.host.deadlines.LEAST_ABANDON_SECONDS = 10.0  # for any machine
     ckpt = open_run(root, exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1).result()
     slow_disk()
@@ -405,7 +405,7 @@ def test_a_root_that_does_not_even_open_keeps_no_process_that_is_committed_elsew
 ):
     root = tmp_path / "run"
     body = (
-        f"save_story._OPEN_SECONDS = 0.0\n{HANG_OPEN}{TWO_ROOTS}handle = ckpt.save(state_at(1, 5), step=1)\n"
+        f"save_story.OPEN_SECONDS = 0.0\n{HANG_OPEN}{TWO_ROOTS}handle = ckpt.save(state_at(1, 5), step=1)\n"
     )
     ended = nursery.run(hanging(body + end), root)
 
@@ -423,7 +423,7 @@ def test_a_save_whose_root_does_not_open_is_given_up_after_the_exit_timeout(tmp_
     root = tmp_path / "run"
     body = f"""
     {HANG_OPEN}
-    async_ckpt.saving.ledger.LEAST_ABANDON_SECONDS = 3.0  # that the other root is cleaned up in, on any machine
+    async_ckpt.host.deadlines.LEAST_ABANDON_SECONDS = 3.0  # that the other root is cleaned up in, on any machine
     ckpt = open_run({roots}, commit="any", exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1)
     hung.wait()
@@ -442,7 +442,7 @@ def test_a_root_where_an_archive_is_never_finished_keeps_no_process_that_is_comm
     tmp_path, nursery
 ):
     root = tmp_path / "run"
-    body = f"save_delivery._LAG_SECONDS = 0.0\n{HANG_FINISH}{TWO_ROOTS}ckpt.save(state_at(1, 5), step=1)\n"
+    body = f"save_delivery.LAG_SECONDS = 0.0\n{HANG_FINISH}{TWO_ROOTS}ckpt.save(state_at(1, 5), step=1)\n"
     ended = nursery.run(hanging(body), root)
 
     assert (ended.status, ended.err) == (0, "")
@@ -469,7 +469,7 @@ def test_a_call_that_a_failed_save_has_left_behind_keeps_no_process(tmp_path, nu
 def test_the_grace_for_a_write_that_does_not_return_is_small_against_the_exit_timeout(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
-    async_ckpt.saving.ledger._ABANDON_SECONDS = 1000.0  # longer than this test waits
+    async_ckpt.host.deadlines.ABANDON_SECONDS = 1000.0  # longer than this test waits
     ckpt = open_run(root, exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1).result()
     hold_writes()
@@ -485,7 +485,7 @@ def test_the_grace_for_a_write_that_does_not_return_is_small_against_the_exit_ti
 
 def test_a_save_without_an_exit_timeout_is_drained_though_that_of_another_has_passed(tmp_path, nursery):
     body = """
-    async_ckpt.saving.ledger.LEAST_ABANDON_SECONDS = 10.0  # for any machine
+    async_ckpt.host.deadlines.LEAST_ABANDON_SECONDS = 10.0  # for any machine
     slow_disk()
     patient, hasty = open_run(root + "/patient"), open_run(root + "/hasty", exit_timeout=0.0)
     patient.save(state_at(1, 5), step=1)

@@ -409,7 +409,7 @@ def test_a_root_that_hangs_when_it_is_opened_is_not_asked_again_until_it_has_ans
         with scripted(ckpt, 1) as disk:
             stop = disk.stop("create")
             for step, seconds in ((1, 0.0), (2, PATIENCE)):
-                monkeypatch.setattr(save_story, "_OPEN_SECONDS", seconds)
+                monkeypatch.setattr(save_story, "OPEN_SECONDS", seconds)
                 report = ckpt.save(state_at(step), step=step).result()
                 stop.wait_reached()
                 assert report.destinations[0].error is None
@@ -428,7 +428,7 @@ def test_a_root_that_hangs_when_it_is_opened_is_not_asked_again_until_it_has_ans
 
 
 def test_an_archive_that_is_finished_when_nobody_waits_for_it_any_more_is_taken_back(roots, monkeypatch):
-    monkeypatch.setattr(delivery, "_LAG_SECONDS", 0.0)
+    monkeypatch.setattr(delivery, "LAG_SECONDS", 0.0)
     with open_run(roots, commit="any") as ckpt:
         with scripted(ckpt, 0) as near, scripted(ckpt, 1) as disk:
             commit, stop = near.stop("put_new", "manifest.json"), disk.stop("finish")
@@ -449,7 +449,7 @@ def test_an_archive_that_is_finished_when_nobody_waits_for_it_any_more_is_taken_
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_all_does_not_wait_for_a_root_that_hangs_when_another_has_refused_the_save(roots, place, monkeypatch):
-    monkeypatch.setattr(save_story, "_OPEN_SECONDS", 0.0)
+    monkeypatch.setattr(save_story, "OPEN_SECONDS", 0.0)
     with open_run(roots) as ckpt, scripted(ckpt, place) as full, scripted(ckpt, 1 - place) as hanging:
         full.fail("create", error=async_ckpt.StorageFullError("full", path="", needed_bytes=1, free_bytes=0))
         stop = hanging.stop("create")

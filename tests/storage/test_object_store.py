@@ -316,7 +316,7 @@ def test_a_store_in_trouble_is_given_time_between_two_tries(s3, bucket, proxy):
 
 
 def test_a_store_that_is_away_for_the_whole_deadline_is_an_error(s3, bucket, proxy, monkeypatch):
-    monkeypatch.setattr(client, "_ABORT_SECONDS", 0.5)
+    monkeypatch.setattr(client, "ABORT_SECONDS", 0.5)
     far = behind(proxy, s3, bucket, deadline_seconds=1.0)
     fault = proxy.refuse()
     archive = Archive(2 * SEGMENT)

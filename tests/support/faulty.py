@@ -90,7 +90,7 @@ def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     failed attempts are aborted by and which has a clock of its own, gives up soon.
     """
     monkeypatch.setattr(store, "ObjectStorage", partial(store.ObjectStorage, timer=Skipping()))
-    monkeypatch.setattr(client, "_ABORT_SECONDS", 2.0)
+    monkeypatch.setattr(client, "ABORT_SECONDS", 2.0)
 
 
 def failure(call: Callable[[], Any], message: str) -> StorageUnavailableError:

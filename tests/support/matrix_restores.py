@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from async_ckpt.loading.archives.find import Committed, from_committed
+from async_ckpt.loading.archives.find import CommittedStep, from_committed
 from async_ckpt.loading.archives.step_archives import Readers
 from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.slicing.sharded import local_part
@@ -151,7 +151,9 @@ def restore(folder: Path, rank: int, world: int, live: Any, *, verify: bool = Tr
     storage = LocalStorage(folder.parent)
     readers = Readers((rank, world), how.pop("from_ranks", None))
     use: Callable[[Any], None] = lambda parts: restore_state(parts, live, RestoreOptions(**how))  # noqa: E731
-    from_committed(Committed.at(storage, folder.name, lambda: storage), use, verify=verify, readers=readers)
+    from_committed(
+        CommittedStep.at(storage, folder.name, lambda: storage), use, verify=verify, readers=readers
+    )
 
 
 def wrong_at(rank: int, world: int, build: Build, folder: Path) -> list[str]:

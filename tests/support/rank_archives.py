@@ -17,7 +17,7 @@ from async_ckpt.loading.archives.archive import OpenArchive
 from async_ckpt.loading.archives.contents import Part
 from async_ckpt.loading.archives.merged_archives import MergedArchives
 from async_ckpt.loading.load import state_of
-from async_ckpt.loading.rebuild import layout_of, look_at
+from async_ckpt.loading.rebuild import account_of, layout_of
 from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.runs import layouts
 from async_ckpt.runs.manifest import GroupLocation, Manifest, RankFiles, parse
@@ -85,7 +85,7 @@ def commit(
         Receipt(rank, digest=parsed_digest(path), num_bytes=path.stat().st_size)
         for rank, path in enumerate(paths)
     ]
-    layout = layout_of([look_at(_index_of(path), per_rank) for path in paths])
+    layout = layout_of([account_of(_index_of(path), per_rank) for path in paths])
     of_ranks = RankFiles(
         exchange.put_archives(receipts),
         exchange.put_layout(layouts.dump(layout, Table(layout.classes, per_rank))),

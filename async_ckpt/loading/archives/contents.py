@@ -1,7 +1,7 @@
-"""The content of a file by name, once its index is known.
+"""The content of a file by name, given its index.
 
-In: an index that holds together, and a reader. Out: the tree of names, tensors and leaves for it, bytes as they are.
-Knows nothing of: how the index was found, digests, runs of bytes, live objects.
+In: a consistent index, and a reader. Out: the tree of names, tensors and leaves for it, bytes as they are.
+Knows nothing of: the origin of the index, digests, runs of bytes, live objects.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ...storage.interface import Reader
 from ...storage.local import LocalReader
 
 Groups = Collection[str] | None
-CPU: Final = torch.device("cpu")  # said everywhere, because a caller may have set another default
+CPU: Final = torch.device("cpu")  # passed explicitly, because a caller may have set another default
 
 
 class Source(NamedTuple):
-    """Where some of a tensor lies: `box` of it is to be read from this piece of this file."""
+    """The place of a part of a tensor: `box` of it is read from this piece of this file."""
 
     file: Contents
     piece: Slice
@@ -40,10 +40,14 @@ class Source(NamedTuple):
 
 
 class Contents:
-    """A file with an index; tensors by number on request. What its bytes are compared with is its kind's to say."""
+    """A file with an index, whose tensors are read by number. Subclasses say what its bytes are compared with.
+
+    Whoever opens the file creates it, and closes its reader. It belongs to the thread that loads, except for
+    `read_into`, which any thread may call.
+    """
 
     index: Index
-    # What to do about damage.
+    # The advice in an error about damage.
     _advice: ClassVar[str] = "load an earlier checkpoint"
 
     def __init__(self, reader: Reader, *, path: str) -> None:
@@ -53,116 +57,122 @@ class Contents:
     def corrupt(self, why: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.path}: {why}; {self._advice}", path=self.path)
 
-    # --- what a kind of file may have -------------------------------------------------------------------------
+    # --- for subclasses ---------------------------------------------------------------------------------------
 
     @property
     def is_verified(self) -> bool:
-        """Whether what is read is compared with digests; then it is read in whole blocks."""
+        """True if the data is compared with digests; it is then read in whole blocks."""
         return False
 
     def verify(self, offset: int, data: memoryview) -> None:
         """Compare whole blocks that begin at `offset` with their digests. Raises CorruptCheckpointError."""
 
     def headers(self, members: Iterable[int]) -> list[Extent]:  # noqa: ARG002
-        """Where the headers of these members lie, to be verified with what is read of them."""
+        """The extents of the headers of these members, to be verified with the data that is read of them."""
         return []
 
     def check_members(self, members: Iterable[int]) -> None:
-        """Compare everything else that the file says of these members with its index. Raises CorruptCheckpointError."""
+        """Compare the headers of these members with the index. Raises CorruptCheckpointError."""
 
     def check_headers(self) -> None:
-        """Compare everything that all files say of their members with their indices. Raises CorruptCheckpointError."""
+        """Compare the headers of all members of all files with their indices. Raises CorruptCheckpointError."""
         for file in self.files:
-            file.check_members({piece.member for told in file.index.tensors for piece in told.slices})
+            file.check_members({piece.member for tensor in file.index.tensors for piece in tensor.slices})
 
     @property
     def files(self) -> Sequence[Contents]:
-        """The files that it is in."""
+        """The files that hold the content."""
         return (self,)
 
     def is_of_some(self, path: Path) -> bool:  # noqa: ARG002
-        """Whether only some of the ranks that have saved it had this entry."""
+        """True if only some of the ranks that saved the step had this entry."""
         return False
 
     def is_of_each(self, number: int) -> bool:  # noqa: ARG002
-        """Whether it is a tensor that each rank has its own of."""
+        """True for a tensor of which each rank has its own value."""
         return False
 
     def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:  # noqa: ARG002
-        """The pickled leaves; none are opened unless one of them is asked for."""
+        """The pickled leaves; nothing is unpickled unless one of them is wanted."""
         return []
 
     def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
-        """Say what of which tensors is wanted, None for all of one, before any of it is asked for: it may have to be looked for."""
+        """Announce the parts of tensors that will be read, so that they are located together; None is a whole one."""
 
     @property
     def has_all_names(self) -> bool:
-        """Whether what it has no name for is not in the checkpoint."""
+        """True if every name of the checkpoint is known, so that a name not found here does not exist."""
         return True
 
     def learn_names(self, *, everything: bool = False) -> bool:  # noqa: ARG002
-        """Have all names, before one is said to be missing, or because `everything` is wanted. Returns whether there may be new ones: then trees and numbers that were taken
-        before mean nothing any more.
+        """Open archives until all names are known: before one is reported missing, or because `everything` is wanted.
+
+        Returns True if there may be new names. Trees and numbers that were taken before are then invalid.
         """
         return False
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
     def read(self, extent: Extent) -> bytes:
-        """A small extent; verified where the file is."""
+        """The bytes of a small extent, compared with their digests if the file is verified."""
         data = bytearray(extent.length)
         self.read_into(extent.offset, memoryview(data))
         return bytes(data)
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target`, not verified; from any thread. Raises CorruptCheckpointError where the file ends too early."""
+        """Fill `target`, without verification, on any thread.
+
+        Raises CorruptCheckpointError if the file ends too early.
+        """
         try:
             self._reader.read_into(offset, target)
         except EOFError as error:
             raise self.corrupt(f"truncated: {error}") from error
 
     def share(self) -> None:
-        """Other processes of this machine are about to read the same: from the disk it is to come once."""
+        """Keep what is read in the page cache: other processes of this machine are about to read the same."""
         if isinstance(self._reader, LocalReader):
             self._reader.share()
 
     def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:  # noqa: ARG002
-        """Where a tensor is to be read from, each element once; nobody wants more of it than `within`, None for all.
+        """The places to read a tensor from, each element once; only `within` will be read of it, None for all.
 
-        Raises ValueError if this file is one rank's, which has only a part of it.
+        Raises ValueError if this is the file of one rank, and has only a part of the tensor.
         """
-        told = self.index.tensors[number]
+        tensor = self.index.tensors[number]
         ranks = self.index.ranks
-        pieces = [(self, piece) for piece in told.slices]
-        found, missing = sources_in(pieces, told.shape)
+        pieces = [(self, piece) for piece in tensor.slices]
+        sources, missing = sources_in(pieces, tensor.shape)
         if missing:
-            of = "one rank" if ranks is None else f"rank {ranks.rank} of {ranks.world_size} ranks"
+            savers = "one rank" if ranks is None else f"rank {ranks.rank} of {ranks.world_size} ranks"
             raise ValueError(
-                f"{self.path}: it is what {of} has saved, and has not all of {shown(told.path)}; load the folder of the step, "
-                f"{self.path.rpartition('/')[0] or '.'}, or with select= only what is whole in this file"
+                f"{self.path}: it is what {savers} has saved, and has not all of {shown(tensor.path)}; load the "
+                f"folder of the step, {self.path.rpartition('/')[0] or '.'}, or with select= only what is whole in "
+                "this file"
             )
-        return found
+        return sources
 
     def content(self, number: int) -> bytes:
-        """The bytes of a small tensor, verified where its files are."""
-        told = self.index.tensors[number]
-        sources = self.sources(number)  # before any memory is taken
-        item_bytes = DTYPES[told.dtype][0]
-        found = bytearray(math.prod(told.shape) * item_bytes)
+        """The bytes of a small tensor, compared with their digests if its files are verified."""
+        tensor = self.index.tensors[number]
+        sources = self.sources(number)  # before any memory is allocated
+        item_bytes = DTYPES[tensor.dtype][0]
+        content = bytearray(math.prod(tensor.shape) * item_bytes)
         for file, piece, box in sources:
             file.check_members([piece.member])
             held = Box(piece.offsets, piece.sizes)
-            for many in strided_copies(box, held, Box.whole(told.shape), item_bytes):
-                for run in many.apart():
+            for strided in strided_copies(box, held, Box.whole(tensor.shape), item_bytes):
+                for run in strided.apart():
                     data = file.read(Extent(piece.extent.offset + run.source, run.length))
-                    found[run.target : run.target + run.length] = data
-        return bytes(found)
+                    content[run.target : run.target + run.length] = data
+        return bytes(content)
 
     def map(self) -> mmap_module.mmap:
-        """The file that was opened, whatever is at its path by now; writes to it are seen by this process alone."""
+        """A map of the opened file, even if its path now names another; only this process sees writes to it."""
         if not isinstance(self._reader, LocalReader):
             raise ValueError(
-                f"mmap=True maps a local file as it is, but {self.path} is remote, compressed or extracted; leave mmap out"
+                f"mmap=True maps a local file as it is, but {self.path} is remote, compressed or extracted; "
+                "leave mmap out"
             )
         mapped = mmap_module.mmap(self._reader._fd, 0, access=mmap_module.ACCESS_COPY)
         if len(mapped) != self._reader.num_bytes:
@@ -174,12 +184,15 @@ class Contents:
     def tree(
         self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
     ) -> tuple[Any, list[StoredLeaf]]:
-        """The saved structure with a `StoredLeaf` for each leaf that is not in the index itself, and a list of these.
+        """The saved structure, with a `StoredLeaf` for each leaf that the index does not hold itself, and a list of
+        these.
 
-        With `groups`, only of these top-level entries.
+        With `groups`, only these top-level entries are included.
         """
         try:
-            value, stored = decode(self.index.skeleton, types=types, keep=_within(groups, selector(select)))
+            value, stored = decode(
+                self.index.skeleton, types=types, keep=_path_filter(groups, selector(select))
+            )
             self._check_stored(stored)
         except ValueError as error:
             raise self._unreadable(error) from error
@@ -195,7 +208,7 @@ class Contents:
             raise self._unreadable(error) from error
 
     def names(self) -> str:
-        """The content at the top level, for people."""
+        """The names at the top level, as text for a message."""
         keys = self.entries()
         names = {t.path[0] for t in self.index.tensors if t.path} if keys is None else keys
         return ", ".join(sorted(shown((name,)) for name in names)) or "no named tensors"
@@ -207,83 +220,86 @@ class Contents:
         return self.corrupt(f"its skeleton cannot be read ({error})")
 
     def match(self, chosen: Selector, groups: Groups) -> None:
-        """Show the selector every path of these top-level entries."""
+        """Pass every path of these top-level entries to the selector, which notes the patterns that match."""
         try:
-            decode(self.index.skeleton, keep=_within(groups, chosen))
+            decode(self.index.skeleton, keep=_path_filter(groups, chosen))
         except ValueError as error:
             raise self._unreadable(error) from error
 
     def _check_stored(self, stored: Iterable[StoredLeaf]) -> None:
-        """Every leaf has its entry, and one of raw bytes is nothing else. Raises ValueError."""
+        """Raises ValueError unless every leaf has a tensor, and raw bytes belong to a single leaf."""
         leaves = [leaf for leaf in stored if leaf.kind != "object"]
         if any(leaf.number >= len(self.index.tensors) for leaf in leaves):
             raise ValueError("it refers to a tensor that does not exist")
         num_users = Counter(self.primary(leaf.number) for leaf in leaves)
         for leaf in leaves:
-            told = self.index.tensors[leaf.number]
-            # Tied tensors share their memory. Raw bytes are copied for each leaf, so a small file could ask for any amount.
+            tensor = self.index.tensors[leaf.number]
+            # Tied tensors share their memory. Raw bytes are copied for each leaf: a small file could demand any amount.
             if leaf.kind != "tensor" and num_users[self.primary(leaf.number)] > 1:
-                raise ValueError(f"{told.dotted!r:.200} is several things at once")
-            if (leaf.kind == "bytes" or leaf.descr is not None) and (told.dtype, len(told.shape)) != (
+                raise ValueError(f"{tensor.dotted!r:.200} is several things at once")
+            if (leaf.kind == "bytes" or leaf.descr is not None) and (tensor.dtype, len(tensor.shape)) != (
                 "uint8",
                 1,
             ):
-                raise ValueError(f"{told.dotted!r:.200} is a tensor, not the bytes of something else")
+                raise ValueError(f"{tensor.dotted!r:.200} is a tensor, not the bytes of something else")
 
     def primary(self, number: int) -> int:
-        """The tensor whose bytes these are: itself, or the one that it is tied to."""
+        """The number of the tensor that stores the bytes: this one, or the one that it is tied to."""
         alias = self.index.tensors[number].alias_of
         return number if alias is None else alias
 
     def leaf(self, leaf: StoredLeaf, tensor: torch.Tensor, device: torch.device) -> Any:
-        """The value of a stored leaf, given the tensor with its bytes, which may be filled later; for "bytes", not."""
+        """The value of a stored leaf, given the tensor with its bytes.
+
+        Except for "bytes", it may be filled afterwards.
+        """
         if leaf.kind == "tensor":
             return tensor if is_at(tensor, device) else tensor.to(device)
         if leaf.kind == "bytes":
             return bytes(tensor.numpy())
         try:
             return leaf.as_array(tensor)
-        except Exception as error:  # the dtype's description may be anybody's
+        except Exception as error:  # the description of the dtype is untrusted
             raise self.corrupt(f"a numpy array in it cannot be built ({error})") from error
 
     def dtype(self, number: int) -> torch.dtype:
-        """Raises FormatVersionError when this torch is too old to have it."""
+        """The dtype of a tensor. Raises FormatVersionError if this version of torch does not have it."""
         try:
             return dtype_named(self.index.tensors[number].dtype)
         except ValueError as error:
             raise FormatVersionError(f"{self.path}: {error}", path=self.path, version=VERSION) from error
 
     def empty(self, number: int, device: torch.device) -> torch.Tensor:
-        """New memory for a tensor of the archive, all of which is there."""
+        """New memory for a tensor, once all of its elements have been located."""
         self.sources(number)
-        told = self.index.tensors[number]
-        tensor = torch.empty(told.shape, dtype=self.dtype(number), device=device)
+        indexed = self.index.tensors[number]
+        tensor = torch.empty(indexed.shape, dtype=self.dtype(number), device=device)
         if is_host(device):
             _ask_for_huge_pages(tensor)
         return tensor
 
 
-# By the shape of a tensor and the boxes that it is in: the layers of a model are alike.
+# Covers by the shape of a tensor and its boxes: the layers of a model are alike.
 Covers: TypeAlias = dict[tuple[tuple[int, ...], tuple[Box, ...]], Cover]
 
 
 def sources_in(
     pieces: Sequence[tuple[Contents, Slice]], shape: tuple[int, ...], known: Covers | None = None
 ) -> tuple[list[Source], list[Box]]:
-    """Where to read each element of a tensor, from the first of the pieces that has it; and what none of them has."""
+    """The places to read each element of a tensor from, in the first piece that has it, and the boxes that none has."""
     if pieces and pieces[0][1].sizes == shape:
         return [Source(*pieces[0], Box.whole(shape))], []
     boxes = tuple(Box(piece.offsets, piece.sizes) for _, piece in pieces)
-    found = None if known is None else known.get((shape, boxes))
-    if found is None:
-        found = cover(shape, boxes)
+    covering = None if known is None else known.get((shape, boxes))
+    if covering is None:
+        covering = cover(shape, boxes)
         if known is not None:
-            known[shape, boxes] = found
-    return [Source(*pieces[i], box) for i, box in found.taken], found.missing
+            known[shape, boxes] = covering
+    return [Source(*pieces[i], box) for i, box in covering.taken], covering.missing
 
 
 class Part(NamedTuple):
-    """One file of those that a state is in, and which of its top-level entries count; None: all that it has."""
+    """One file of a state, and the top-level entries to take from it, None for all. `from_committed` creates it."""
 
     archive: Contents
     groups: Groups = None
@@ -292,14 +308,14 @@ class Part(NamedTuple):
 
 
 def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    """Fresh memory is filled once: with small pages the kernel would spend longer giving it than we filling it."""
+    """Request huge pages for new memory: the kernel would take longer to provide small pages than we to fill them."""
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes >= BLOCK_BYTES:
         advise_huge_pages(tensor.data_ptr(), num_bytes)
 
 
-def _within(groups: Groups, chosen: Selector | None) -> Callable[[Path], bool] | None:
-    """Whether a path is selected, and in one of these top-level entries."""
+def _path_filter(groups: Groups, chosen: Selector | None) -> Callable[[Path], bool] | None:
+    """A test for paths that are selected and in one of these top-level entries."""
     if groups is None:
         return chosen
     return lambda path: bool(path) and path[0] in groups and (chosen is None or chosen(path))

@@ -1,17 +1,16 @@
-"""The folder of a checkpoint that torch.distributed.checkpoint has written, read as an archive is.
+"""The folder of a checkpoint of torch.distributed.checkpoint, read like an archive.
 
-In: a storage with such a folder. Out: contents as those of an archive. Knows nothing of: torch's engine.
+In: a storage with such a folder. Out: contents like those of an archive. Knows nothing of: torch's engine.
 
-The metadata tells which rectangles of a tensor are in which part of which file; each part is what torch.save made of it.
-Where in that the bytes lie is looked up when they are wanted, for all that are wanted at once; then they are read by
-ranges, as any others. There are no digests: damage to what is no header cannot be noticed.
+The metadata tells which rectangles of a tensor are in which part of which file. Each part is the output of torch.save,
+and the place of the bytes in it is looked up when they are wanted, for many parts at once; then they are read by
+ranges, like those of an archive. There are no digests, so only damage to headers can be noticed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +19,8 @@ from typing import Any, ClassVar, Final
 import torch
 
 from ...errors import CorruptCheckpointError, UntrustedObjectError
-from ...format import dcp, digests
-from ...format.dcp import Blob, Lying, StoredTensor
+from ...format import dcp_metadata, digests
+from ...format.dcp_metadata import Blob, StoredTensor, TensorExtent
 from ...format.index import Index, IndexedTensor, Member, Slice
 from ...host.threads import run_together
 from ...pickles import saved_objects
@@ -40,7 +39,7 @@ _NOWHERE: Final = Member(digests.MEMBER, Extent(0, 0))
 
 
 class _TensorFile(Contents):
-    """A file with some of the tensors, or the bytes of one that had to be put in order."""
+    """A file with some of the tensors, or the reordered bytes of one tensor in memory."""
 
     _advice: ClassVar[str] = "fetch it again"
 
@@ -54,9 +53,9 @@ class _TensorFile(Contents):
 
 
 class OpenDcp(Contents):
-    """The folder, its metadata read and checked. What is opened is closed with `stack`.
+    """The folder of a checkpoint with valid metadata. `stack` closes the opened files.
 
-    Raises CorruptCheckpointError for metadata that is none, that is hostile, or that needs what only torch has.
+    Raises CorruptCheckpointError for metadata that is malformed or hostile, or that only torch can interpret.
     """
 
     _advice: ClassVar[str] = "fetch it again, or load it with torch.distributed.checkpoint"
@@ -65,24 +64,31 @@ class OpenDcp(Contents):
         super().__init__(JoinedFile(()), path=storage.locate(""))
         self._storage, self._stack = storage, stack
         try:
-            told = dcp.parse(storage.read(dcp.NAME)[0])
-            paths = {name: told.paths.get(name) or (name,) for name in (*told.tensors, *told.blobs)}
-            skeleton = _skeleton(paths, told.tensors)
+            metadata = dcp_metadata.parse(storage.read(dcp_metadata.NAME)[0])
+            paths = {
+                name: metadata.paths.get(name) or (name,) for name in (*metadata.tensors, *metadata.blobs)
+            }
+            skeleton = _skeleton(paths, metadata.tensors)
         except ValueError as error:
-            raise self.corrupt(f"its {dcp.NAME} cannot be trusted: {error}") from error
-        self._told: Sequence[StoredTensor] = list(told.tensors.values())
-        self._blobs: Sequence[tuple[str, Blob]] = list(told.blobs.items())
+            raise self.corrupt(f"its {dcp_metadata.NAME} cannot be trusted: {error}") from error
+        self._tensors: Sequence[StoredTensor] = list(metadata.tensors.values())
+        self._blobs: Sequence[tuple[str, Blob]] = list(metadata.blobs.items())
         self._trusts = False
         tensors = tuple(
             IndexedTensor(
-                paths[name], one.dtype, one.shape, (), None, Spread(None, 0) if len(one.chunks) > 1 else None
+                paths[name],
+                tensor.dtype,
+                tensor.shape,
+                (),
+                None,
+                Spread(None, 0) if len(tensor.chunks) > 1 else None,
             )
-            for name, one in told.tensors.items()
+            for name, tensor in metadata.tensors.items()
         )
         self.index = Index(None, (), tensors, (), skeleton, _NOWHERE, 0)
         self._files: dict[str, _TensorFile] = {}
-        # By what it is of: written by whichever thread has looked it up, each once.
-        self._found: dict[Blob, tuple[_TensorFile, Extent]] = {}
+        # The place of each blob's bytes, written once by the thread that has looked it up.
+        self._locations: dict[Blob, tuple[_TensorFile, Extent]] = {}
 
     @property
     def files(self) -> Sequence[Contents]:
@@ -91,14 +97,14 @@ class OpenDcp(Contents):
     def tree(
         self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
     ) -> tuple[Any, list[StoredLeaf]]:
-        """Values that need no trust are in the tree itself: settings of optimizers are looked into."""
+        """The saved structure, with values that need no trust in place, since settings of optimizers are inspected."""
         value, stored = super().tree(select=select, types=types, groups=groups)
         leaves = [leaf for leaf in stored if leaf.kind == "object"]
-        data = self._data([self._blobs[leaf.number][1] for leaf in leaves])
+        texts = self._read_blobs([self._blobs[leaf.number][1] for leaf in leaves])
         opened: dict[int, Any] = {}
-        for leaf, one in zip(leaves, data, strict=True):
+        for leaf, text in zip(leaves, texts, strict=True):
             with contextlib.suppress(pickle.UnpicklingError):
-                opened[leaf.number] = self._opened(leaf, one, trust=False)
+                opened[leaf.number] = self._unpickle(leaf, text, trust=False)
 
         def give(leaf: StoredLeaf) -> Any:
             return opened[leaf.number] if leaf.kind == "object" and leaf.number in opened else leaf
@@ -109,109 +115,115 @@ class OpenDcp(Contents):
     def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
         """Load the blobs that need trust. Raises UntrustedObjectError."""
         wanted = [leaf for leaf in stored if leaf.kind == "object"]
-        found: list[Any] = [None] * len(self._blobs)
-        data = self._data([self._blobs[leaf.number][1] for leaf in wanted])
-        for leaf, one in zip(wanted, data, strict=True):
+        objects: list[Any] = [None] * len(self._blobs)
+        texts = self._read_blobs([self._blobs[leaf.number][1] for leaf in wanted])
+        for leaf, text in zip(wanted, texts, strict=True):
             try:
-                found[leaf.number] = self._opened(leaf, one, trust=trust)
+                objects[leaf.number] = self._unpickle(leaf, text, trust=trust)
             except pickle.UnpicklingError as error:
                 raise UntrustedObjectError(
-                    f"{self.path}: {shown(leaf.path)} is a Python object, not plain data; if you trust whoever wrote this "
-                    "checkpoint, load it with trust=True, or leave it out with select=",
+                    f"{self.path}: {shown(leaf.path)} is a Python object, not plain data; if you trust whoever wrote "
+                    "this checkpoint, load it with trust=True, or leave it out with select=",
                     path=self.path,
                 ) from error
-        return found
+        return objects
 
     def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
-        """ArchiveAccount up where the bytes of these lie, by several threads."""
+        """Look up the places of the bytes of these tensors, on several threads."""
         blobs = {
             chunk.blob: chunk.sizes
             for number, within in wanted
-            for chunk in self._told[number].chunks
+            for chunk in self._tensors[number].chunks
             if within is None or Box(chunk.offsets, chunk.sizes).common(within)
         }
-        jobs = [functools.partial(self._look_up, blob) for blob in blobs if blob not in self._found]
-        for blob in blobs:  # not by several threads
-            self._file(blob)
+        jobs = [functools.partial(self._locate, blob) for blob in blobs if blob not in self._locations]
+        for blob in blobs:  # on this thread alone: it fills a dict
+            self._open_file(blob)
         run_together("look up", jobs, max_threads=_MAX_READERS)
 
     def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:
-        """Where a tensor is to be read from, each element once. Raises CorruptCheckpointError for a gap."""
-        told, name = self._told[number], self.index.tensors[number].dotted
-        boxes = [Box(chunk.offsets, chunk.sizes) for chunk in told.chunks]
-        taken, missing = cover(told.shape, boxes)
+        """The places to read a tensor from, each element once. Raises CorruptCheckpointError for a gap."""
+        tensor, name = self._tensors[number], self.index.tensors[number].dotted
+        boxes = [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
+        taken, missing = cover(tensor.shape, boxes)
         for box in missing:
-            raise self.corrupt(f"{shown((name,))}: {box} of shape {list(told.shape)} is in none of its files")
+            raise self.corrupt(
+                f"{shown((name,))}: {box} of shape {list(tensor.shape)} is in none of its files"
+            )
         needed = [(i, box) for i, box in taken if within is None or box.common(within)]
         self.need([(number, within)])
-        found = []
+        sources = []
         for i, box in needed:
-            chunk = told.chunks[i]
-            file, extent = self._found[chunk.blob]
-            if extent.length != math.prod(chunk.sizes) * DTYPES[told.dtype][0]:
+            chunk = tensor.chunks[i]
+            file, extent = self._locations[chunk.blob]
+            if extent.length != math.prod(chunk.sizes) * DTYPES[tensor.dtype][0]:
                 raise self.corrupt(f"{shown((name,))} is not of the shape or dtype that the metadata says")
-            found.append(Source(file, Slice(0, name, extent, chunk.offsets, chunk.sizes), box))
-        return found
+            sources.append(Source(file, Slice(0, name, extent, chunk.offsets, chunk.sizes), box))
+        return sources
 
     # --- parts ------------------------------------------------------------------------------------------------
 
-    def _look_up(self, blob: Blob) -> None:
+    def _locate(self, blob: Blob) -> None:
         file = self._files[blob.file]
 
         def read(offset: int, length: int) -> bytes:
             return file.read(Extent(offset, length))
 
         try:
-            lying = dcp.tensor_in(read, blob)
-        except dcp.OthersReadError as error:
+            location = dcp_metadata.locate_tensor(read, blob)
+        except dcp_metadata.TorchOnlyError as error:
             raise CorruptCheckpointError(
                 f"{file.path}: at byte {blob.offset:,}: {error}; load it with torch.distributed.checkpoint",
                 path=file.path,
             ) from error
         except ValueError as error:
             raise file.corrupt(f"at byte {blob.offset:,}: {error}") from error
-        if lying.is_dense:
-            self._found[blob] = file, Extent(lying.begin, lying.num_bytes)
+        if location.is_dense:
+            self._locations[blob] = file, Extent(location.begin, location.num_bytes)
         else:
-            ordered = _in_order(lying, read(lying.begin, lying.num_bytes))
-            self._found[blob] = _TensorFile(JoinedFile((ordered,)), path=file.path), Extent(0, len(ordered))
+            ordered = _dense_bytes(location, read(location.begin, location.num_bytes))
+            self._locations[blob] = (
+                _TensorFile(JoinedFile((ordered,)), path=file.path),
+                Extent(0, len(ordered)),
+            )
 
-    def _file(self, blob: Blob) -> _TensorFile:
-        """The file of a blob, closed with the others. Raises CorruptCheckpointError where it is not all there."""
+    def _open_file(self, blob: Blob) -> _TensorFile:
+        """The file of a blob, which `stack` closes. Raises CorruptCheckpointError if it is missing or truncated."""
         if blob.file not in self._files:
             shown_as = self._storage.locate(blob.file)
             try:
                 reader = self._stack.enter_context(self._storage.open(blob.file))
             except (FileNotFoundError, IsADirectoryError, ValueError) as error:
                 raise CorruptCheckpointError(
-                    f"{shown_as}: it is missing, though {dcp.NAME} names it; fetch it again", path=shown_as
+                    f"{shown_as}: it is missing, though {dcp_metadata.NAME} names it; fetch it again",
+                    path=shown_as,
                 ) from error
             self._files[blob.file] = _TensorFile(reader, path=shown_as)
         file = self._files[blob.file]
         if blob.offset + blob.length > file.num_bytes:
-            raise file.corrupt(f"it has {file.num_bytes:,} bytes, and {dcp.NAME} names more: truncated")
+            raise file.corrupt(
+                f"it has {file.num_bytes:,} bytes, and {dcp_metadata.NAME} names more: truncated"
+            )
         return file
 
-    def _data(self, blobs: Sequence[Blob]) -> list[bytes]:
-        found: dict[int, bytes] = {}
+    def _read_blobs(self, blobs: Sequence[Blob]) -> list[bytes]:
+        data: dict[int, bytes] = {}
 
         def read(number: int, file: _TensorFile, extent: Extent) -> None:
-            found[number] = file.read(extent)
+            data[number] = file.read(extent)
 
-        files = [self._file(blob) for blob in blobs]
+        files = [self._open_file(blob) for blob in blobs]
         jobs = [
             functools.partial(read, number, file, Extent(blob.offset, blob.length))
             for number, (file, blob) in enumerate(zip(files, blobs, strict=True))
         ]
         run_together("look up", jobs, max_threads=_MAX_READERS)
-        return [found[number] for number in range(len(blobs))]
+        return [data[number] for number in range(len(blobs))]
 
-    def _opened(self, leaf: StoredLeaf, data: bytes, *, trust: bool) -> Any:
-        """Raises pickle.UnpicklingError for what takes trust."""
+    def _unpickle(self, leaf: StoredLeaf, data: bytes, *, trust: bool) -> Any:
+        """The object of a leaf. Raises pickle.UnpicklingError if it requires trust."""
         try:
-            if trust:
-                return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-            return saved_objects.load(data)
+            return saved_objects.load(data, trust=trust)
         except pickle.UnpicklingError:
             raise
         except Exception as error:
@@ -219,24 +231,27 @@ class OpenDcp(Contents):
 
 
 def _skeleton(paths: Mapping[str, Path], tensors: Mapping[str, StoredTensor]) -> Any:
-    """The skeleton of the nested state; numbers count the tensors, and the others apart. Raises ValueError for paths that do not fit."""
+    """The skeleton of the nested state.
+
+    Tensors and objects are numbered separately. Raises ValueError for paths that clash.
+    """
     numbers = {name: number for number, name in enumerate(tensors)}
     others = {name: number for number, name in enumerate(name for name in paths if name not in numbers)}
 
     def node(leaf: Any, _: Path) -> Any:
         return {"tensor": numbers[leaf.name]} if leaf.name in numbers else {"object": others[leaf.name]}
 
-    state = nested((path, _Leaf(name)) for name, path in paths.items())
+    state = nested((path, _NamedLeaf(name)) for name, path in paths.items())
     return Encoder(node).encode(state)
 
 
-class _Leaf:
+class _NamedLeaf:
     def __init__(self, name: str) -> None:
         self.name = name
 
 
-def _in_order(lying: Lying, data: bytes) -> bytes:
-    """The items row by row, as many as there are, for the few tensors that were saved in another order, such as channels last."""
-    flat = torch.frombuffer(bytearray(data), dtype=dtype_named(lying.dtype))
-    dense = flat.as_strided(lying.shape, lying.strides).contiguous()
+def _dense_bytes(location: TensorExtent, data: bytes) -> bytes:
+    """The items of a tensor row by row, if it was saved in another order, such as channels last."""
+    flat = torch.frombuffer(bytearray(data), dtype=dtype_named(location.dtype))
+    dense = flat.as_strided(location.shape, location.strides).contiguous()
     return dense.view(-1).view(torch.uint8).numpy().tobytes()

@@ -1,6 +1,6 @@
-"""Where the archives of a path are: one file, the folder of a step, or the newest step of a run.
+"""The archives of a path, which is one file, the folder of a step, or a run with its newest step.
 
-In: paths, and runs. Out: opened archives, for whoever is handed them. Knows nothing of: what is made of them.
+In: paths, and runs. Out: opened archives, handed to a function. Knows nothing of: the use that it makes of them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ...storage.compressed import open_decompressed
 from ...storage.interface import Reader, Storage
 from ...storage.place import Anywhere, place_of, storage_at
 from .contents import Part
-from .foreign import opened, parts_of_folder
+from .foreign import open_contents, parts_of_folder
 from .merged_archives import MergedArchives
 from .step_archives import NamedArchives, Readers, StepArchives, check_from_ranks
 
 T = TypeVar("T")
 
 
-_ANYBODY: Final = Readers()
+_ANY_READER: Final = Readers()
 
 
 def from_newest(
@@ -48,14 +48,14 @@ def from_newest(
     use: Callable[[Sequence[Part]], T],
     *,
     verify: bool,
-    readers: Readers = _ANYBODY,
-    passed_over: Callable[[int, CorruptCheckpointError], None] | None = None,
+    readers: Readers = _ANY_READER,
+    on_corrupt: Callable[[int, CorruptCheckpointError], None] | None = None,
 ) -> tuple[int, T] | None:
-    """The newest committed step, and what `use` makes of its archives; None when nothing is committed.
+    """The newest committed step, and the result of `use` for its archives; None if nothing is committed.
 
-    A step that is deleted while it is read is followed by what is the newest then. With `passed_over`, which is told of
-    it, a corrupt step is followed by the next older one; when all of them are corrupt, that error is raised.
-    Raises NotCommittedError when the newest step goes by another naming, CorruptCheckpointError, StorageUnavailableError.
+    If a step is deleted while it is read, the step that is then the newest is read. With `on_corrupt`, a corrupt step
+    is reported to it, and the next older one is read; if all steps are corrupt, one of their errors is raised. Raises
+    NotCommittedError if the newest step has another naming, CorruptCheckpointError, StorageUnavailableError.
     """
     roots.check_naming()
     corrupt: dict[int, CorruptCheckpointError] = {}
@@ -74,10 +74,10 @@ def from_newest(
             if num_gone == TRIES:
                 raise overtaken_error(repr(roots)) from error
         except CorruptCheckpointError as error:
-            if passed_over is None:
+            if on_corrupt is None:
                 raise
             corrupt[step] = error
-            passed_over(step, error)
+            on_corrupt(step, error)
     if corrupt:
         raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
     return None
@@ -89,33 +89,32 @@ def from_step(
     use: Callable[[Sequence[Part]], T],
     *,
     verify: bool,
-    readers: Readers = _ANYBODY,
+    readers: Readers = _ANY_READER,
 ) -> T:
-    """The result of `use` for the archives of a committed step. Where several roots hold it, the first that is sound counts.
+    """The result of `use` for the archives of a committed step, from the first of its roots where they are sound.
 
-    Archives that lie in the folder of a root where the step is not committed, as in the cache of a node, are read there.
-    Raises NotCommittedError, also when the step is deleted while it is read, CorruptCheckpointError,
+    Archives in the folder of a root where the step is not committed, such as the cache of a node, are read from there.
+    Raises NotCommittedError, also if the step is deleted while it is read, CorruptCheckpointError and
     StorageUnavailableError.
     """
     holders = roots.holding(step)
     near = [run.storage for run in roots.runs if run not in holders and not run.storage.remote]
-    found = [Committed.of(run, step, near) for run in holders]
+    candidates = [CommittedStep.of(run, step, near) for run in holders]
     if near:
-        found.append(Committed.of(holders[-1], step))
-    for one in found[:-1]:
+        candidates.append(CommittedStep.of(holders[-1], step))
+    for candidate in candidates[:-1]:
         try:
-            return from_committed(one, use, verify=verify, readers=readers)
+            return from_committed(candidate, use, verify=verify, readers=readers)
         except (NotCommittedError, CorruptCheckpointError, StorageUnavailableError) as error:
             warnings.warn(f"step {step} is read from another root: {error}", RuntimeWarning, stacklevel=4)
-    return from_committed(found[-1], use, verify=verify, readers=readers)
+    return from_committed(candidates[-1], use, verify=verify, readers=readers)
 
 
 def from_path(
-    path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANYBODY
+    path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANY_READER
 ) -> T:
-    """The result of `use` for the content of a path: an archive, the folder of a step, or the newest step of a run.
-
-    Or a safetensors file, and a folder that `parts_of_folder` knows. Raises TypeError for `readers` that are not valid.
+    """The result of `use` for the content of a path: an archive, a safetensors file, the folder of a step, the newest
+    step of a run, or a folder that `parts_of_folder` recognises. Raises TypeError for `readers` that are not valid.
     """
     check_from_ranks(readers.from_ranks)
     file = opened_as_file(path)
@@ -123,7 +122,7 @@ def from_path(
         reader, shown = file
         with reader:
             parts: Sequence[Part] = [
-                Part(opened(open_decompressed(reader, shown), path=shown, verify=verify))
+                Part(open_contents(open_decompressed(reader, shown), path=shown, verify=verify))
             ]
             _check_names(parts, readers)
             return use(parts)
@@ -134,74 +133,74 @@ def from_path(
     num_gone = 0
     while (newest := _newest_folder(storage)) is not None:
         try:
-            found = Committed.at(storage, newest, lambda: storage)
-            return from_committed(found, use, verify=verify, readers=readers)
+            committed = CommittedStep.at(storage, newest, lambda: storage)
+            return from_committed(committed, use, verify=verify, readers=readers)
         except NotCommittedError as error:
             num_gone += 1
             if num_gone == TRIES:
                 raise overtaken_error(storage.locate("")) from error
     with contextlib.ExitStack() as stack:
-        found_there = parts_of_folder(storage, verify=verify, stack=stack)
-        if found_there is not None:
-            _check_names(found_there, readers)
-            return use(found_there)
+        folder_parts = parts_of_folder(storage, verify=verify, stack=stack)
+        if folder_parts is not None:
+            _check_names(folder_parts, readers)
+            return use(folder_parts)
     raise nothing_committed(storage)
 
 
-def step_at(storage: Storage, path: Anywhere) -> Committed | None:
-    """The committed step whose folder this storage is, if it is one."""
+def step_at(storage: Storage, path: Anywhere) -> CommittedStep | None:
+    """The committed step whose folder this storage is; None if it is not one."""
     if not storage.exists(MANIFEST):
         return None
-    # Looked for only when something lies there: a bucket has nothing above it.
+    # Resolved only when a group is borrowed: a bucket has no folder above it.
     root = functools.cache(lambda: place_of(path).object()[0])
-    return Committed.at(storage, "", root)
+    return CommittedStep.at(storage, "", root)
 
 
-def committed_step(run: Anywhere, step: int | None) -> Committed:
-    """A committed step of a run; with None, the newest. The folder of the step itself may be given instead.
+def committed_step(run: Anywhere, step: int | None) -> CommittedStep:
+    """A committed step of a run, the newest for None. `run` may also be the folder of the step itself.
 
-    Raises NotCommittedError, and TypeError for a step that is no number.
+    Raises NotCommittedError, and TypeError for a step that is not a number.
     """
     if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
         raise TypeError(f"step must be the number of a step, got {step!r:.100}")
     storage = storage_at(run)
-    alone = step_at(storage, run)
-    if alone is not None:
-        own = alone.read().step
+    own_step = step_at(storage, run)
+    if own_step is not None:
+        own = own_step.read().step
         if step is not None and step != own:
-            where = storage.locate("")
+            path = storage.locate("")
             raise NotCommittedError(
-                f"{where} is the folder of step {own}, not of {step}; give the root of the run",
-                path=where,
+                f"{path} is the folder of step {own}, not of {step}; give the root of the run",
+                path=path,
                 step=step,
             )
-        return alone
+        return own_step
     folders = dict(committed_folders(storage))
     if not folders:
         raise nothing_committed(storage)
     number = max(folders) if step is None else step
     if number not in folders:
-        where, there = storage.locate(""), ", ".join(map(str, sorted(folders)))
+        path, others = storage.locate(""), ", ".join(map(str, sorted(folders)))
         raise NotCommittedError(
-            f"{where}: step {number} is not committed there; {there} are", path=where, step=number
+            f"{path}: step {number} is not committed there; {others} are", path=path, step=number
         )
-    return Committed.at(storage, folders[number], lambda: storage)
+    return CommittedStep.at(storage, folders[number], lambda: storage)
 
 
 def nothing_committed(storage: Storage) -> NotCommittedError:
     """The error for a path without a checkpoint."""
-    where = storage.locate("")
-    return NotCommittedError(f"{where}: {_what_is_there(storage)}", path=where, step=None)
+    path = storage.locate("")
+    return NotCommittedError(f"{path}: {_describe_content(storage)}", path=path, step=None)
 
 
-class Committed(NamedTuple):
-    """Where a committed step is: its folder in a storage, what reads its manifest, and the root of its run."""
+class CommittedStep(NamedTuple):
+    """The place of a committed step: its folder in a storage, the reader of its manifest, and the root of its run."""
 
     storage: Storage
-    folder: str  # empty for the storage itself
+    folder: str  # empty if the storage is the folder
     read: Callable[[], Manifest]  # raises NotCommittedError
-    root: Callable[[], Storage]  # in which the folders of steps lie that it has borrowed from
-    near: Sequence[Storage] = ()  # which may have some of its archives, too
+    root: Callable[[], Storage]  # of the run, with the folders of the steps that lend groups
+    near: Sequence[Storage] = ()  # storages that may have copies of some archives
 
     @classmethod
     def of(cls, run: Run, step: int, near: Sequence[Storage] = ()) -> Self:
@@ -217,91 +216,99 @@ class Committed(NamedTuple):
                 return parse(storage.read(path)[0], path=shown)
             except FileNotFoundError as error:
                 raise NotCommittedError(
-                    f"{storage.locate(folder)} was deleted this moment; load another step, or the newest one of its run",
+                    f"{storage.locate(folder)} was deleted this moment; load another step, or the newest one of "
+                    "its run",
                     path=shown,
                     step=None,
                 ) from error
 
         return cls(storage, folder, read, root)
 
-    def named(self, made: Manifest) -> list[NamedArchives]:
-        """The step's own archives, and those that it has borrowed groups from."""
+    def archives(self, manifest: Manifest) -> list[NamedArchives]:
+        """The step's own archives, and those of earlier steps that lend groups to it."""
         below = f"{self.folder}/" if self.folder else ""
-        own = [(f"{below}{told.name}", told) for told in archives_of(self.storage, self.folder, made)]
-        per_rank = made.ranks.per_rank if made.ranks else ()
+        own = [
+            (f"{below}{archive.name}", archive)
+            for archive in archives_of(self.storage, self.folder, manifest)
+        ]
+        per_rank = manifest.ranks.per_rank if manifest.ranks else ()
         first = NamedArchives(
             self.storage,
             self.folder,
             own,
-            made.attempt,
-            made.step,
-            named_by=made.step,
+            manifest.attempt,
+            manifest.step,
+            named_by=manifest.step,
             per_rank=per_rank,
             near=self.near,
-            is_shared_out=made.ranks is None and len(own) > 1,
+            is_shared_out=manifest.ranks is None and len(own) > 1,
         )
-        found = [first]
+        sources = [first]
         lent: dict[tuple[str, str, int], list[Archive]] = {}
-        for one in made.elsewhere:
-            lent.setdefault((one.group, one.folder, one.step), []).append(one.archive)
-        lots: dict[tuple[str, int, tuple[Archive, ...]], set[str]] = {}
-        for (group, folder, step), archives in lent.items():
-            lots.setdefault((folder, step, tuple(archives)), set()).add(group)
-        for (folder, step, lenders), groups in lots.items():
+        for borrowed in manifest.elsewhere:
+            lent.setdefault((borrowed.group, borrowed.folder, borrowed.step), []).append(borrowed.archive)
+        groups_of: dict[tuple[str, int, tuple[Archive, ...]], set[str]] = {}
+        for (group, folder, step), lenders in lent.items():
+            groups_of.setdefault((folder, step, tuple(lenders)), set()).add(group)
+        for (folder, step, archives), groups in groups_of.items():
             root = self.root()
             paths = [
-                (f"{folder}/{told.name}", told) for told in archives_in(root, folder, lenders, made.step)
+                (f"{folder}/{archive.name}", archive)
+                for archive in archives_in(root, folder, archives, manifest.step)
             ]
-            lot = first._replace(
+            lent_archives = first._replace(
                 storage=root,
                 folder=folder,
                 archives=paths,
-                attempt=attempt_of_all(lenders[0].name) or "",
+                attempt=attempt_of_all(archives[0].name) or "",
                 step=step,
                 groups=frozenset(groups),
-                is_shared_out=len(lenders) > 1,
+                is_shared_out=len(archives) > 1,
             )
-            found.append(lot)
-        return found
+            sources.append(lent_archives)
+        return sources
 
 
 def from_committed(
-    step: Committed, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANYBODY
+    step: CommittedStep, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANY_READER
 ) -> T:
     """The result of `use` for the archives of a committed step, compared with its manifest. Raises NotCommittedError.
 
-    A step that is deleted or replaced meanwhile fails in many ways: its manifest tells.
+    A step that is deleted or replaced while it is read may fail in any way: the manifest is read again after an error.
     """
     check_from_ranks(readers.from_ranks)
-    made = step.read()
+    manifest = step.read()
     for _ in range(TRIES):
         try:
             with contextlib.ExitStack() as stack:
-                archives = [StepArchives(named, readers, stack, verify=verify) for named in step.named(made)]
-                parts = [one.part()._replace(made=made) for one in archives]
+                archives = [
+                    StepArchives(sources, readers, stack, verify=verify)
+                    for sources in step.archives(manifest)
+                ]
+                parts = [source.part()._replace(made=manifest) for source in archives]
                 _check_names(parts, readers)
                 return use(parts)
         except (CorruptCheckpointError, StorageUnavailableError) as error:
-            before, made = made, _read_again(step, made, error)
-            if made == before:
+            before, manifest = manifest, _read_again(step, manifest, error)
+            if manifest == before:
                 raise
-    where = step.storage.locate(step.folder)
+    path = step.storage.locate(step.folder)
     raise StorageUnavailableError(
-        f"{where} was replaced {TRIES} times while it was read; load it again", path=where
+        f"{path} was replaced {TRIES} times while it was read; load it again", path=path
     )
 
 
 def _check_names(parts: Sequence[Part], readers: Readers) -> None:
-    """Whoever says whose value he wants must be right about the name. Raises KeyError."""
+    """Raises KeyError if a name in `from_ranks` does not exist."""
     merged = [part.archive for part in parts if isinstance(part.archive, MergedArchives)]
-    unknown = {*(readers.from_ranks or ())}.difference(*(one.chosen for one in merged))
+    unknown = {*(readers.from_ranks or ())}.difference(*(archive.chosen for archive in merged))
     if merged and unknown:
-        apart = sorted({shown(path) for one in merged for path in one.apart})
+        apart = sorted({shown(path) for archive in merged for path in archive.apart})
         raise KeyError(
-            f"of from_ranks={readers.from_ranks!r}, {min(unknown)!r} names nothing in {merged[0].path}; ranks have their own "
-            f"values of: {', '.join(apart) or 'nothing'}"
+            f"of from_ranks={readers.from_ranks!r}, {min(unknown)!r} names nothing in {merged[0].path}; ranks "
+            f"have their own values of: {', '.join(apart) or 'nothing'}"
         )
-    for name in unknown:  # one rank has saved all of it
+    for name in unknown:  # of a checkpoint of one rank
         selected = Selector([name])
         for part in parts:
             part.archive.match(selected, part.groups)
@@ -312,8 +319,8 @@ def _check_names(parts: Sequence[Part], readers: Readers) -> None:
             )
 
 
-def _read_again(step: Committed, made: Manifest, error: CheckpointError) -> Manifest:
-    """The manifest as it is after an error. Raises NotCommittedError when it is gone: that explains the error."""
+def _read_again(step: CommittedStep, manifest: Manifest, error: CheckpointError) -> Manifest:
+    """The manifest after an error. Raises NotCommittedError if it is gone, which explains the error."""
     try:
         return step.read()
     except NotCommittedError as gone:
@@ -324,11 +331,11 @@ def _read_again(step: Committed, made: Manifest, error: CheckpointError) -> Mani
             partly_overwritten=getattr(error, "partly_overwritten", False),
         ) from error
     except CheckpointError:
-        return made  # the first error says more
+        return manifest  # the first error says more
 
 
-def _what_is_there(storage: Storage) -> str:
-    """Instead of a checkpoint."""
+def _describe_content(storage: Storage) -> str:
+    """A description of a path without a checkpoint, for an error."""
     names = storage.names("")
     kind = foreign_kind(names)
     if kind is not None:
@@ -341,32 +348,32 @@ def _what_is_there(storage: Storage) -> str:
 
 
 def _newest_folder(storage: Storage) -> str | None:
-    """The folder of a run's newest committed step; of several namings, of that which was committed last."""
+    """The folder of the newest committed step of a run; with several namings, of the step that was committed last."""
     newest = next(committed_folders(storage), None)
     if newest is None:
         return None
     folder = newest[1]
     other = newest_of_other_namings(storage, lambda name: _naming_of(name) == _naming_of(folder))
-    made = None if other is None else _made(storage, folder)
-    return other.folder if other and made and other.manifest.created > made.created else folder
+    manifest = None if other is None else _manifest_in(storage, folder)
+    return other.folder if other and manifest and other.manifest.created > manifest.created else folder
 
 
 def _naming_of(folder: str) -> str | None:
-    told = parse_step_name(folder)
-    return told and told.rest
+    number = parse_step_name(folder)
+    return number and number.rest
 
 
 def committed_folders(storage: Storage) -> Iterator[tuple[int, str]]:
-    """The folders of a run's committed steps, the newest first, with the last number in their names, which is the step.
+    """The committed steps of a run, the newest first, with their folders. A step is the last number in a folder's name.
 
-    A folder that is not committed may belong to a save under way, or to a step that was deleted for a newer one since
-    it was listed: listed again, an older step comes first only if nothing has changed.
+    A folder without a manifest may belong to a save under way, or to a step that retention has deleted since the
+    listing. So an older step comes first only if another listing is the same.
     """
     before: list[str] | None = None
     for _ in range(TRIES):
         names = storage.names("")
-        folders = [(told.step, name) for name in names if (told := parse_step_name(name))]
-        is_committed = _judge(storage, names, folders)
+        folders = [(number.step, name) for name in names if (number := parse_step_name(name))]
+        is_committed = _committed_test(storage, names, folders)
         ranked = ((step, name) for step, name in sorted(folders, reverse=True) if is_committed(step, name))
         newest = next(ranked, None)
         if names == before or (folders and newest == max(folders)):
@@ -375,14 +382,16 @@ def committed_folders(storage: Storage) -> Iterator[tuple[int, str]]:
     raise overtaken_error(storage.locate(""))
 
 
-def _judge(
+def _committed_test(
     storage: Storage, names: Sequence[str], folders: Sequence[tuple[int, str]]
 ) -> Callable[[int, str], bool]:
-    """A test whether a folder of a step is committed: no rollback has taken it out, and no later start goes on below it."""
+    """A test whether the folder of a step counts: it has a manifest, no rollback has retired it, and no later start
+    has continued from an earlier step.
+    """
 
     def manifests(step: int) -> Iterator[Manifest]:
-        found = (_made(storage, name) for number, name in folders if number == step)
-        return (manifest for manifest in found if manifest is not None)
+        candidates = (_manifest_in(storage, name) for number, name in folders if number == step)
+        return (manifest for manifest in candidates if manifest is not None)
 
     retired = retired_attempts(filter(None, map(parse_intent, names)), manifests)
     starts = split_starts(sorted(names))[1]
@@ -390,33 +399,33 @@ def _judge(
 
     @functools.cache
     def committed(step: int) -> Commit | None:
-        counting = (made for made in manifests(step) if made.attempt != retired.get(step))
-        return next((Commit(made.attempt, made.start) for made in counting), None)
+        counting = (manifest for manifest in manifests(step) if manifest.attempt != retired.get(step))
+        return next((Commit(manifest.attempt, manifest.start) for manifest in counting), None)
 
     def is_committed(step: int, folder: str) -> bool:
         if not storage.exists(f"{folder}/{MANIFEST}"):
             return False
         if step in retired:
-            made = _made(storage, folder)
-            if made is None or made.attempt == retired[step]:
+            manifest = _manifest_in(storage, folder)
+            if manifest is None or manifest.attempt == retired[step]:
                 return False
         return counts(step, steps, starts, committed)
 
     return is_committed
 
 
-def _made(storage: Storage, folder: str) -> Manifest | None:
-    """The manifest in a folder; None when there is none that can be read."""
-    if not storage.exists(f"{folder}/{MANIFEST}"):  # it may be a file
+def _manifest_in(storage: Storage, folder: str) -> Manifest | None:
+    """The manifest in a folder; None if there is none that can be read."""
+    if not storage.exists(f"{folder}/{MANIFEST}"):  # the folder may be a file
         return None
     try:
-        return Committed.at(storage, folder, lambda: storage).read()
+        return CommittedStep.at(storage, folder, lambda: storage).read()
     except (NotCommittedError, CorruptCheckpointError, FormatVersionError):
         return None
 
 
 def opened_as_file(path: Anywhere) -> tuple[Reader, str] | None:
-    """The object at a path, if it is one and no folder."""
+    """The object at a path and its name for messages; None if it is a folder, or missing."""
     try:
         storage, name = place_of(path).object()
     except ValueError:  # the root of a bucket

@@ -1,12 +1,12 @@
-"""The archives that all ranks have written of one step, opened as far as they are needed.
+"""The archives that all ranks have written of one step, opened as they are needed.
 
-In: the names of archives, and what a reader finds missing in those that are open. Out: what is open, as one file.
+In: the names of archives, and the boxes that a reader lacks in the open ones. Out: the open archives as one file.
 Knows nothing of: runs, live objects.
 
-Which archives are needed is known only once it is known what is wanted. A rank of as many as have saved opens its own, and most
-find all there. Any other reader opens one of each kind, which know all names. What is in none of these is asked of the
-layout, by arithmetic (`slicing.locator`). Where that does not know it either, all archives are opened, if they are not too many.
-What a planner has shared out, by no arithmetic that is known here, is in no layout: all archives are opened.
+The reader decides which archives are needed. A rank in a world of the size that saved opens its own, which usually
+holds everything. Any other reader opens one archive of each class, which together know all names. The layout then
+tells by arithmetic who has the rest (`slicing.locator`). Without a layout all archives are opened, unless they are too
+many. Parts that a planner has shared out are in no layout, so then all archives are opened.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from .archive import OpenArchive
 from .contents import Groups, Part
 from .merged_archives import MergedArchives
 
-# Archives of one step that are opened at once, and whose first blocks are kept for those who read on.
+# Archives of one step that are opened at once. The first blocks of so many are kept in memory.
 _MAX_OPENERS: Final = 16
-# Indices that are read without anything that says they are needed.
+# The most archives that are opened when no layout says which are needed.
 MAX_UNEXPLAINED: Final = 256
-# Names in a message.
-_MANY: Final = 8
+_MANY: Final = 8  # names in a message
 
 
 class Readers(NamedTuple):
-    """The reader of a step that several ranks have saved; see `MergedArchives`. With `reads_all` it reads everything."""
+    """The reader of a step that several ranks have saved; see `MergedArchives`.
+
+    With `reads_all`, it opens all archives.
+    """
 
     ranks: tuple[int, int] | None = None
     from_ranks: Mapping[str, int] | None = None
@@ -46,20 +48,23 @@ class Readers(NamedTuple):
 
 
 def check_from_ranks(from_ranks: Any) -> None:
-    """Raises TypeError for what does not say which rank's value is wanted of which name."""
+    """Raises TypeError unless this is a mapping from names to ranks, or None."""
     if from_ranks is not None and not (
         isinstance(from_ranks, Mapping)
         and all(isinstance(name, str) for name in from_ranks)
         and all(hasattr(rank, "__index__") and not isinstance(rank, bool) for rank in from_ranks.values())
     ):
         raise TypeError(
-            f'from_ranks must be a mapping from names to numbers of ranks, such as {{"rng": 0}}; got {from_ranks!r:.100}'
+            'from_ranks must be a mapping from names to numbers of ranks, such as {"rng": 0}; '
+            f"got {from_ranks!r:.100}"
         )
 
 
 class NamedArchives(NamedTuple):
-    """Archives that a manifest names: those of all ranks of one attempt; the groups for which it does, None for all; and what
-    each rank has for itself.
+    """The archives of all ranks of one attempt, as a manifest names them.
+
+    `groups` are the entries that the manifest takes from them, None for all; `per_rank` the names of values that each
+    rank has separately.
     """
 
     storage: Storage
@@ -68,17 +73,17 @@ class NamedArchives(NamedTuple):
     attempt: str
     step: int
     named_by: int
-    """The step whose manifest it is: a later one than `step` where groups are borrowed."""
+    """The step whose manifest names them: later than `step` if groups are borrowed."""
     per_rank: Collection[str] = ()
     groups: Groups = None
     near: Sequence[Storage] = ()
-    """Which may have some of these archives, too, and are read first."""
+    """Storages that may have copies of some of these archives, and are tried first."""
     is_shared_out: bool = False
-    """Whether a planner has given each rank a part to write: then no archive has all names that its rank has."""
+    """True if a planner gave each rank a part to write: then no archive has all names of its rank."""
 
 
 class StepArchives:
-    """Opens the archives that a manifest names, for one reader; they are closed with `stack`."""
+    """Opens the archives of one step for one reader, on the thread that reads. `stack` closes them."""
 
     def __init__(
         self, named: NamedArchives, readers: Readers, stack: contextlib.ExitStack, *, verify: bool
@@ -87,22 +92,22 @@ class StepArchives:
         self._opened: dict[int, OpenArchive] = {}
         self._has_all_names = False
         self._layout: StepLayout | None = None
-        self._has_asked, self._is_rebuilt = False, False
-        self._is_complete = False  # what is not in the open archives is in none
+        self._has_looked, self._is_rebuilt = False, False
+        self._is_complete = False  # no other archive has anything that is wanted
 
     def part(self) -> Part:
-        """The archives as one file; more of them are opened when it is found what the reader wants. Raises CorruptCheckpointError."""
+        """The archives as one file, which opens more of them as the reader asks. Raises CorruptCheckpointError."""
         archives, groups = self.named.archives, self.named.groups
-        self._open(self._first())
+        self._open(self._initial_ranks())
         if len(archives) == 1:
             return Part(self._opened[0], groups)
         try:
-            merged = self._as_one()
+            merged = self._merge()
         except UnknownChoiceError:
             if self.is_whole or len(archives) > MAX_UNEXPLAINED:
                 raise
-            self.open_all()  # to say who has such a value
-            merged = self._as_one()
+            self.open_all()  # so that the error names the ranks that have such a value
+            merged = self._merge()
         if len(archives) != merged.world_size:
             raise merged.corrupt(
                 f"its manifest names {len(archives)} archives, but {merged.world_size} ranks have saved it"
@@ -125,47 +130,47 @@ class StepArchives:
         self._open(range(len(self.named.archives)))
 
     def open_names(self) -> None:
-        """Open one archive of each kind. Raises CheckpointError where nobody knows which that are."""
-        layout = self._ask_layout()
+        """Open one archive of each class. Raises CheckpointError if no layout says which those are."""
+        layout = self._find_layout()
         if layout is not None:
             self._open(ShardLocator(layout, self._aliases()).representatives(self._preferred))
             self._has_all_names = True
-        elif self._num_left <= MAX_UNEXPLAINED:
+        elif self._num_unopened <= MAX_UNEXPLAINED:
             self.open_all()
         else:
-            raise self._unknown("which names")
+            raise self._unknown_error("which names")
 
     def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
-        """Open the archives of those who have these boxes. Raises CheckpointError where nobody knows who has them."""
-        layout = self._ask_layout()
+        """Open the archives that have these boxes. Raises CheckpointError if no layout says which those are."""
+        layout = self._find_layout()
         if layout is not None:
             writers, _ = ShardLocator(layout, self._aliases()).having(boxes, self._opened)
             if writers - self._opened.keys():
                 self._open(writers)
                 return
-        if self._num_left <= MAX_UNEXPLAINED:
+        if self._num_unopened <= MAX_UNEXPLAINED:
             self.open_all()
         elif self._is_rebuilt:
-            self._is_complete = True  # nobody else has it
+            self._is_complete = True  # the rebuilt layout is complete: no other archive has them
         elif (rebuilt := self._read_layout(rebuilt=True)) is not None:
             self._layout, self._is_rebuilt = rebuilt, True
             self.open_boxes(boxes)
         else:
-            raise self._unknown(shown(tuple(next(iter(boxes)).split("\x1f"))))
+            raise self._unknown_error(shown(tuple(next(iter(boxes)).split("\x1f"))))
 
-    # --- which ------------------------------------------------------------------------------------------------
+    # --- choosing ---------------------------------------------------------------------------------------------
 
     @property
-    def _num_left(self) -> int:
+    def _num_unopened(self) -> int:
         return len(self.named.archives) - len(self._opened)
 
     @property
     def _preferred(self) -> float:
-        """The rank, of several alike, that is likely to have the tensors that this reader wants."""
+        """The position in the world, from 0 to 1, of the rank among equals that probably has the wanted tensors."""
         rank, size = self._readers.ranks or (0, 1)
         return rank / size
 
-    def _first(self) -> Collection[int]:
+    def _initial_ranks(self) -> Collection[int]:
         size = len(self.named.archives)
         everybody = range(size)
         rank, num_readers = self._readers.ranks or (0, 0)
@@ -174,41 +179,42 @@ class StepArchives:
             return everybody
         if num_readers == size and not chosen:
             return {rank}
-        layout = self._ask_layout()
+        layout = self._find_layout()
         if layout is None:
             return everybody if size <= MAX_UNEXPLAINED else {0, *chosen}
         self._has_all_names = True
         return {*ShardLocator(layout).representatives(self._preferred), *chosen}
 
-    def _ask_layout(self) -> StepLayout | None:
-        if not self._has_asked:
-            self._has_asked, self._layout = True, self._read_layout()
+    def _find_layout(self) -> StepLayout | None:
+        if not self._has_looked:
+            self._has_looked, self._layout = True, self._read_layout()
         if self._layout is None:
             self._layout = self._read_layout(rebuilt=True)
             self._is_rebuilt = self._layout is not None
         return self._layout
 
     def _read_layout(self, *, rebuilt: bool = False) -> StepLayout | None:
-        found = layouts.read(self.named.storage, self.named.folder, self.named.attempt, rebuilt=rebuilt)
-        if found is None:
+        layout = layouts.read(self.named.storage, self.named.folder, self.named.attempt, rebuilt=rebuilt)
+        if layout is None:
             return None
-        ranks = sorted(rank for mates in found.classes.values() for rank in mates)
-        return found if ranks == list(range(len(self.named.archives))) else None
+        ranks = sorted(rank for mates in layout.classes.values() for rank in mates)
+        return layout if ranks == list(range(len(self.named.archives))) else None
 
     def _aliases(self) -> set[str]:
         return {
-            name_of(told.path)
+            name_of(tensor.path)
             for archive in self._opened.values()
-            for told in archive.index.tensors
-            if told.alias_of is not None
+            for tensor in archive.index.tensors
+            if tensor.alias_of is not None
         }
 
-    def _unknown(self, what: str) -> CheckpointError:
-        where = self.named.storage.locate(self.named.folder)
-        root, _, _ = where.rstrip("/").rpartition("/")
+    def _unknown_error(self, what: str) -> CheckpointError:
+        path = self.named.storage.locate(self.named.folder)
+        root, _, _ = path.rstrip("/").rpartition("/")
         return CheckpointError(
-            f"{where}: {len(self.named.archives):,} ranks have saved it, and nothing there says whose archive has {what}: its layout is "
-            f"missing, damaged, or does not fit; make it again with async_ckpt.files.rebuild_layout({root!r}, {self.named.step})"
+            f"{path}: {len(self.named.archives):,} ranks have saved it, and nothing there says whose archive "
+            f"has {what}: its layout is missing, damaged, or does not fit; make it again with "
+            f"async_ckpt.files.rebuild_layout({root!r}, {self.named.step})"
         )
 
     # --- opening ----------------------------------------------------------------------------------------------
@@ -218,17 +224,21 @@ class StepArchives:
         opened: dict[int, OpenArchive] = {}
 
         def open_one(rank: int) -> None:
-            path, told = self.named.archives[rank]
-            storage = next((one for one in self.named.near if _has(one, path, told)), self.named.storage)
+            path, entry = self.named.archives[rank]
+            storage = next(
+                (storage_near for storage_near in self.named.near if _has_archive(storage_near, path, entry)),
+                self.named.storage,
+            )
             try:
                 opened[rank] = open_archive(
-                    storage, path, told, self._verify, self._stack, self.named.named_by
+                    storage, path, entry, self._verify, self._stack, self.named.named_by
                 )
             except CorruptCheckpointError as error:
                 if isinstance(error.__cause__, FileNotFoundError) and (names := self._written_by(rank)):
                     first, more = ", ".join(names[:_MANY]), len(names) - _MANY
                     raise CorruptCheckpointError(
-                        f"{error}. It is rank {rank}'s, and has parts of {first}{f' and {more} more' if more > 0 else ''}",
+                        f"{error}. It is rank {rank}'s, and has parts of {first}"
+                        + (f" and {more} more" if more > 0 else ""),
                         path=error.path,
                         tensors=names,
                     ) from error.__cause__
@@ -240,18 +250,18 @@ class StepArchives:
         self._opened |= opened
         _, num_readers = self._readers.ranks or (0, 1)
         if num_readers > 1 and len(self._opened) > 1:
-            for archive in self._opened.values():  # who needs others' archives reads what others read, too
+            for archive in self._opened.values():  # other readers open the archives of other ranks, too
                 archive.share()
 
     def _written_by(self, rank: int) -> tuple[str, ...]:
-        """The tensors of which a rank's archive has something, as the layout says; none where there is no layout."""
-        layout = self._ask_layout()
+        """The tensors in a rank's archive, according to the layout; none without a layout."""
+        layout = self._find_layout()
         if layout is None or len(self.named.archives) == 1:
             return ()
         written = ShardLocator(layout, self._aliases()).boxes_of(rank)
         return tuple(sorted(shown(tuple(name.split("\x1f"))) for name, boxes in written.items() if boxes))
 
-    def _as_one(self) -> MergedArchives:
+    def _merge(self) -> MergedArchives:
         named, readers = self.named, self._readers
         return MergedArchives(
             self,
@@ -265,7 +275,7 @@ class StepArchives:
 
 @contextlib.contextmanager
 def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
-    """Archives that no manifest names, one of each rank, as one file. Raises CorruptCheckpointError."""
+    """Archives without a manifest, one of each rank, as one file. Raises CorruptCheckpointError."""
     with contextlib.ExitStack() as stack:
         opened: dict[str, OpenArchive] = {}
 
@@ -280,33 +290,37 @@ def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
 
 
 def open_archive(
-    storage: Storage, path: str, told: Archive, verify: bool, stack: contextlib.ExitStack, named_by: int
+    storage: Storage, path: str, entry: Archive, verify: bool, stack: contextlib.ExitStack, named_by: int
 ) -> OpenArchive:
-    """The archive that the manifest of a step names. Raises CorruptCheckpointError for any other."""
-    where = storage.locate(path)
+    """An archive that the manifest of step `named_by` names.
+
+    Raises CorruptCheckpointError if it is missing or another one.
+    """
+    location = storage.locate(path)
     try:
         reader = stack.enter_context(storage.open(path))
     except FileNotFoundError as error:
-        raise missing_error(where, named_by) from error
-    except (IsADirectoryError, ValueError) as error:  # a folder, or what is no name of a file
+        raise missing_error(location, named_by) from error
+    except (IsADirectoryError, ValueError) as error:  # a folder, or not the name of a file
         raise CorruptCheckpointError(
-            f"{where!a} is not a file, though its manifest names it", path=where
+            f"{location!a} is not a file, though its manifest names it", path=location
         ) from error
-    if reader.num_bytes != told.num_bytes:
+    if reader.num_bytes != entry.num_bytes:
         raise CorruptCheckpointError(
-            f"{where}: {reader.num_bytes:,} bytes, its manifest says {told.num_bytes:,}; load an earlier checkpoint",
-            path=where,
+            f"{location}: {reader.num_bytes:,} bytes, its manifest says {entry.num_bytes:,}; "
+            "load an earlier checkpoint",
+            path=location,
         )
-    archive = OpenArchive(reader, path=where, verify=verify)
-    if verify and archive.digest != told.digest:
+    archive = OpenArchive(reader, path=location, verify=verify)
+    if verify and archive.digest != entry.digest:
         raise archive.corrupt("it is not the archive that its manifest names")
     return archive
 
 
-def _has(storage: Storage, path: str, told: Archive) -> bool:
-    """Whether there is a file of this name and size."""
+def _has_archive(storage: Storage, path: str, entry: Archive) -> bool:
+    """True if the storage has a file of this name and size."""
     try:
         with storage.open(path) as reader:
-            return reader.num_bytes == told.num_bytes
+            return reader.num_bytes == entry.num_bytes
     except (CheckpointError, OSError, ValueError):
         return False

@@ -1,6 +1,6 @@
-"""Files that are not there as such: pieces of bytes and files in a row, and zeros.
+"""Files that exist only while they are read: concatenated pieces, and zeros.
 
-In: bytes, and readers. Out: readers. Knows nothing of: what is in them.
+In: bytes, and readers. Out: readers. Knows nothing of: their content.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...storage.interface import Reader
 
 
 class Zeros(Reader):
-    """Stands for the bytes of a file that is not there, of which no tensor is read: only what is around them."""
+    """A file of zeros in the place of a missing one. No tensor is read from it, only the bytes around it."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -22,11 +22,11 @@ class Zeros(Reader):
         target[:] = bytes(len(target))
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is no file."""
 
 
 class JoinedFile(Reader):
-    """Texts and files, one after the other, as one file."""
+    """Texts and files, one after the other, as one file. The files belong to whoever opened them."""
 
     def __init__(self, pieces: Sequence[bytes | Reader]) -> None:
         self._pieces = pieces
@@ -48,4 +48,4 @@ class JoinedFile(Reader):
             offset, target = offset + len(part), target[len(part) :]
 
     def close(self) -> None:
-        """The files are closed by whoever has opened them."""
+        """Do nothing: whoever opened the files closes them."""

@@ -1,5 +1,7 @@
-"""Live objects that a restore fills, side by side with what was saved.
+"""Live objects that a restore fills, side by side with the saved state.
 
-- `match` walks both sides, and finds the memory that each saved tensor belongs to.
-- `kinds` says what may be looked into; `optimizer_forms` brings the state of an optimizer into the form that it takes.
+- `match` walks both sides, and finds the memory that each saved tensor belongs to; `differences` collects what does
+  not fit.
+- `kinds` tells which objects are filled directly; `state_dicts` takes the state dicts of the others.
+- `optimizer_forms` converts the saved state of an optimizer to the form that the live one accepts.
 """

@@ -16,23 +16,29 @@ _MAX_LINES: Final = 50
 
 
 class Differences:
-    """The findings of one walk over a live state and a saved one. `selector` is what the caller selected; None stands for everything."""
+    """The findings of one walk over a live state and a saved one. `Match` creates it.
+
+    `selector` is the selection of the caller, None for everything.
+    """
 
     def __init__(self, selector: Selector | None) -> None:
-        self._selector = selector  # what else is live was not asked for
+        self._selector = selector  # other live entries are ignored
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
         self._lacks_selected = self._lacks_own = False
-        self._shares_a_name = True  # at the top, as far as there are names
+        self._shares_a_name = True  # at the top; True if there are no names
 
     @property
     def are_none(self) -> bool:
-        """True if everything that is live, and was asked for, was saved in the same shape."""
+        """True if every selected live entry was saved in the same shape."""
         return not (self._missing or self._mismatched or self._lacks_selected or self._lacks_own)
 
-    def raise_any(self, where: str, holds: str, *, strict: bool) -> None:
-        """Raises StateMismatchError. `where` is the checkpoint, which `holds` these names. If not `strict`, names may differ."""
+    def raise_any(self, checkpoint: str, holds: str, *, strict: bool) -> None:
+        """Raises StateMismatchError if there are differences; unless `strict`, names may differ.
+
+        `checkpoint` is the path of the checkpoint, and `holds` the names in it.
+        """
         missing, unexpected = (self._missing, self._unexpected) if strict else ([], [])
         if not (missing or unexpected or self._mismatched):
             return
@@ -46,14 +52,14 @@ class Differences:
         more = len(lines) - _MAX_LINES
         text = "\n  ".join([*lines[:_MAX_LINES], *([f"… and {more} more"] if more > 0 else [])])
         raise StateMismatchError(
-            f"{where} does not fit the live state; nothing was overwritten:\n  {text}",
+            f"{checkpoint} does not fit the live state; nothing was overwritten:\n  {text}",
             missing=tuple(missing),
             unexpected=tuple(unexpected),
             mismatched=tuple(self._mismatched),
         )
 
     def add(self, path: Path, sentence: str) -> None:
-        """Add a difference of what both sides have."""
+        """Add a difference of an entry that both sides have."""
         self._mismatched.append(f"{shown(path)} {sentence}")
 
     def add_all_of(self, path: Path, sentences: Iterable[str]) -> None:
@@ -79,20 +85,21 @@ class Differences:
             self._missing += map(shown, lacking)
         else:
             self._lacks_selected |= any(
-                self._selector(one) or self._selector.reaches(dotted(one)) for one in lacking
+                self._selector(path_of_key) or self._selector.reaches(dotted(path_of_key))
+                for path_of_key in lacking
             )
 
     def add_value_of_each_rank(self, saved: ValuesByRank) -> None:
-        """No rank's value is handed to another unless the caller says so."""
+        """Refuse a value that each rank has separately: no rank gets that of another unless the caller says so."""
         name = shown(saved.path)
         self._mismatched.append(
-            f"{name} was saved by each rank for itself, and this rank, in a world of this size, has none; say whose value "
-            f"it is to get, such as from_ranks={{{name!r}: {min(saved.values)}}}, or leave it out with select="
+            f"{name} was saved by each rank for itself, and this rank, in a world of this size, has none; say whose "
+            f"value it is to get, such as from_ranks={{{name!r}: {min(saved.values)}}}, or leave it out with select="
         )
 
 
 def _has_more_names(live: Any, saved: Any) -> bool:
-    """True if a key in these dicts of a live state is not in what was saved."""
+    """True if a key in these dicts of a live state was not saved."""
     if not (isinstance(live, dict) and isinstance(saved, dict)):
         return False
     return any(key not in saved or _has_more_names(value, saved[key]) for key, value in live.items())

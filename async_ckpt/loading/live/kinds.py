@@ -1,6 +1,6 @@
-"""Live objects whose insides are known: what they hold may be filled where it is, past their own `load_state_dict`.
+"""Live objects with a known structure, which may be filled in place, without their own `load_state_dict`.
 
-In: live objects, and what was saved of an optimizer. Out: whether it is so. Knows nothing of: archives.
+In: live objects, and saved states of optimizers. Out: whether they are of such a kind. Knows nothing of: archives.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SEQUENCES: Final = list | tuple | deque
 
 
 def is_looked_into(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
-    """Whether taking a state dict of it is nothing but looking: a plain module, a container, a tensor."""
+    """True if taking the state dict has no effects: for a plain module, a container or a tensor."""
     return _is_structure(live) or is_plain_module(live, state_dict_of)
 
 
 def is_filled_in_place(live: Any) -> bool:
-    """Whether it is the same object after a restore, with other contents."""
+    """True if a restore keeps the object and changes its contents."""
     return _is_structure(live) or hasattr(live, "load_state_dict")
 
 
@@ -35,8 +35,9 @@ def _is_structure(live: Any) -> bool:
 
 
 def is_plain_module(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
-    """A module whose state dict is its own memory, and that does nothing of its own when it is loaded. `state_dict_of` takes it, or
-    has taken it before.
+    """True for a module whose state dict is its own memory, and whose loading has no other effects.
+
+    `state_dict_of` takes the state dict, or returns the one taken before.
     """
     if (
         not isinstance(live, torch.nn.Module)
@@ -45,24 +46,26 @@ def is_plain_module(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
         return False
     for module in live.modules():
         hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
-        if not all(map(_is_of_fully_shard, hooks)):
+        if not all(map(_is_fully_shard_hook, hooks)):
             return False
         if not type(module)._load_from_state_dict.__module__.startswith("torch.nn."):
             return False
     own = {local_part(tensor).data_ptr() for tensor in (*live.parameters(), *live.buffers())}
     return all(
-        local_part(t).data_ptr() in own for t in state_dict_of(live).values() if isinstance(t, torch.Tensor)
+        local_part(tensor).data_ptr() in own
+        for tensor in state_dict_of(live).values()
+        if isinstance(tensor, torch.Tensor)
     )
 
 
-def _is_of_fully_shard(hook: Any) -> bool:
-    """Whether a hook only sees to it that each rank has its own shard: taking the state dict has done so."""
-    made_by: str = getattr(hook, "hook", hook).__module__
-    return made_by.startswith("torch.distributed.fsdp._fully_shard")
+def _is_fully_shard_hook(hook: Any) -> bool:
+    """True for the hook of FSDP2 that reshards a module, which taking the state dict has already done."""
+    module: str = getattr(hook, "hook", hook).__module__
+    return module.startswith("torch.distributed.fsdp._fully_shard")
 
 
 def is_plain_optimizer(live: Any) -> bool:
-    """One of torch's optimizers, or one that saves and loads like them."""
+    """True for torch's optimizers, and for those that save and load like them."""
     if not isinstance(live, torch.optim.Optimizer):
         return False
     if any(has_own(live, method) for method in ("state_dict", "load_state_dict")):
@@ -76,7 +79,7 @@ def is_plain_optimizer(live: Any) -> bool:
 
 
 def is_optimizer_state(saved: Any) -> bool:
-    """A state dict as Optimizer.state_dict makes it: numbered parameters in groups, and a dict for each that has state."""
+    """True for a state dict of torch.optim.Optimizer: numbered parameters in groups, and a dict for each with state."""
     if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict)):
         return False
     groups = saved.get("param_groups")
@@ -90,7 +93,7 @@ def is_optimizer_state(saved: Any) -> bool:
 
 @functools.cache
 def _settings() -> frozenset[str]:
-    """The settings that the optimizers of torch are made with."""
+    """The names of the arguments of torch's optimizers."""
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
     return frozenset(
         name
@@ -100,10 +103,10 @@ def _settings() -> frozenset[str]:
     )
 
 
-def is_of_another_kind(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> str | None:
-    """Why this state is not one of this optimizer: each has settings that the other does not know.
+def kind_difference(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> str | None:
+    """The reason why a state is of another kind of optimizer: each side has settings that the other lacks. None if not.
 
-    One side alone may have more: a newer version of the optimizer does. And schedulers add settings of their own.
+    One side alone may have more, as a newer version of an optimizer does; and schedulers add settings of their own.
     """
     saved = {key for group in groups for key in group}
     known = {key for group in optimizer.param_groups for key in group}
@@ -117,10 +120,10 @@ def is_of_another_kind(optimizer: torch.optim.Optimizer, groups: list[dict[str, 
 
 
 def is_on_device(group: dict[str, Any]) -> bool:
-    """Whether the kernel of these parameters reads `step` from their device."""
+    """True if the update kernel of these parameters reads `step` from their device."""
     return bool(group.get("capturable") or group.get("fused"))
 
 
 def state_of_parameter(states: dict[Any, Any], number: int) -> Any:
-    """The saved state of a parameter; torch.distributed.checkpoint makes text of its number."""
+    """The saved state of a parameter, whose number torch.distributed.checkpoint turns into text."""
     return states[number] if number in states else states.get(str(number), {})

@@ -1,9 +1,9 @@
-"""Live and saved objects, side by side: which live memory each saved tensor belongs to.
+"""Live and saved objects, side by side: the live memory that each saved tensor belongs to.
 
-In: live objects, and the structure of an archive. Out: what is to be read where, what is to be set then, and what does
-not fit. Knows nothing of: files, steps.
+In: live objects, and the structure of an archive. Out: tensors to fill, actions to take then, and differences.
+Knows nothing of: files, steps.
 
-Modules and torch's own optimizers are looked into; an object with its own `load_state_dict` gets its value through that.
+Modules and torch's own optimizers are filled directly; other objects get their value by their own `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from .differences import Differences
 from .kinds import (
     SEQUENCES,
     is_filled_in_place,
-    is_of_another_kind,
     is_on_device,
     is_optimizer_state,
     is_plain_module,
     is_plain_optimizer,
+    kind_difference,
     state_of_parameter,
 )
-from .optimizer_forms import Taker
+from .optimizer_forms import OptimizerConverter
 from .state_dicts import LiveStateDicts
 
 
 class Match:
     """One walk over the live objects and the saved structure, side by side, on the thread that restores.
 
-    `wanted` fills live tensors, and new ones for what will be handed over; `actions` then do the handing; `differences` are what
-    does not fit.
+    `restore_state` creates one for each archive. `wanted` fills live tensors, and new ones for values that `actions`
+    then set; `differences` lists what does not fit.
     """
 
     def __init__(
@@ -61,30 +61,31 @@ class Match:
         state_dicts: LiveStateDicts,
         root: Any = None,
     ) -> None:
-        """`chosen` is what was selected, None for all; `root` all of the live state, whose modules know the names of parameters."""
+        """`chosen` is the selection, None for all; `root` is the whole live state, whose modules name parameters."""
         self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
         self.differences = Differences(chosen)
         self.archive, self._objects = archive, objects
-        self._new: dict[int, torch.Tensor] = {}  # memory for tensors that have no live counterpart
+        self._new: dict[int, torch.Tensor] = {}  # memory of tensors without a live counterpart
         self._state_dicts, self._root = state_dicts, root
         self._slicer = Slicer()
-        self._has_tensors = False  # of some this rank may hold nothing
-        self._groups: dict[Path, dict[Any, Any]] = {}  # what was saved at the top, and in the groups
+        self._has_tensors = False  # even if this rank holds no part of them
+        self._groups: dict[Path, dict[Any, Any]] = {}  # the saved dicts at the top and of the groups
 
     @property
     def fits(self) -> bool:
-        """Whether anything of it has a place in the live state."""
+        """True if anything saved has a place in the live state."""
         return bool(self._has_tensors or self.wanted or self.actions)
 
     def raise_problems(self, strict: bool) -> None:
         self.differences.raise_any(self.archive.path, self.archive.names(), strict=strict)
 
     def visit(self, live: Any, saved: Any, path: Path) -> Any:
-        """Match one pair; returns what the place should hold afterwards: the live object, or a value for it."""
+        """Match one pair. Returns the value that the place should have afterwards: the live object, or a new one."""
         if isinstance(live, SnapshotView):
             raise TypeError(
-                f"restore fills objects in place and cannot fill a snapshot, as {shown(path)} is; give it the live objects"
+                f"restore fills objects in place and cannot fill a snapshot, as {shown(path)} is; give it the live "
+                "objects"
             )
         if isinstance(saved, ValuesByRank):
             self.differences.add_value_of_each_rank(saved)
@@ -100,35 +101,37 @@ class Match:
     def _object(self, live: Any, saved: Any, path: Path) -> Any:
         if callable(getattr(live, "load_state_dict", None)) and not isinstance(live, type):
             expected = self._as_live_expects(live, saved, path)
-            return self._loads(live, expected, self._own_state(live, expected), path)
+            return self._load(live, expected, self._own_state(live, expected), path)
         if _is_array(live) and isinstance(saved, StoredLeaf):
             return self._array(live, saved, path)
-        if isinstance(live, Enum):  # as a namedtuple, its class is the live one
-            return member_of(type(live), self._materialized(saved))
+        if isinstance(live, Enum):  # like a namedtuple, it is of the live class
+            return member_of(type(live), self._materialize(saved))
         return self._container(live, saved, path)
 
-    def _loads(self, live: Any, expected: Any, state: dict[Any, Any] | None, path: Path) -> Any:
-        """Hand it over: the object's own `state`, filled, where it has some."""
-        value = self._materialized(expected) if state is None else self.visit(state, expected, path)
+    def _load(self, live: Any, expected: Any, state: dict[Any, Any] | None, path: Path) -> Any:
+        """Load a value by the object's own `load_state_dict`: its own `state`, filled, if there is one."""
+        value = self._materialize(expected) if state is None else self.visit(state, expected, path)
         self.actions.append(lambda: live.load_state_dict(value))
         return live
 
     def _any_optimizer(self, live: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
-        """One of torch's is filled; to one with methods of its own is given what these take."""
+        """Fill one of torch's optimizers, or convert the state to the form that another one loads."""
         try:
             saved = self._with_empty_state(saved, path)
-            taker = Taker(live, saved, lambda: names_of_parameters(self._root), self._state_dicts.of)
-            saved = taker.takes(saved, is_of_some=lambda key: self.archive.is_of_some((*path, key)))
+            converter = OptimizerConverter(
+                live, saved, lambda: names_of_parameters(self._root), self._state_dicts.of
+            )
+            saved = converter.convert(saved, is_of_some=lambda key: self.archive.is_of_some((*path, key)))
             if is_plain_optimizer(live):
                 return self._optimizer(live, saved, path)
-            state = self._own_state(live, saved, lambda own: taker.with_room(own, saved, self._room_for))
+            state = self._own_state(live, saved, lambda own: converter.with_room(own, saved, self._room_for))
         except ValueError as error:
             self.differences.add(path, str(error))
             return live
-        return self._loads(live, saved, state, path)
+        return self._load(live, saved, state, path)
 
     def _room_for(self, parameter: torch.Tensor, saved: Any) -> torch.Tensor | None:
-        """As optimizers make it: on the mesh of the parameter, cut alike. None for what is to be made as it was saved."""
+        """New memory for an optimizer's tensor, sharded like the parameter; None if it is not sharded."""
         if not (isinstance(saved, StoredLeaf) and saved.kind == "tensor" and is_sharded(parameter)):
             return None
         if tuple(parameter.shape) != self.archive.index.tensors[saved.number].shape:
@@ -138,10 +141,11 @@ class Match:
     def _own_state(
         self, live: Any, saved: Any, with_room: Callable[[Any], Any] = lambda state: state
     ) -> dict[Any, Any] | None:
-        """An object's own state dict, if it has shards: they are filled where they are, and handed back with the rest.
+        """An object's own state dict, if it has shards: they are filled in place, and loaded with the rest.
 
-        It is taken only of what several ranks have saved, and of an optimizer or what has tensors, since taking it may do anything. It
-        also tells whether it has what other ranks may have saved, such as those that had another stage of a pipeline.
+        Taking it may have any effect, so it is taken only for a checkpoint of several ranks, and for an optimizer or a
+        value with tensors. It also tells whether there are names that only other ranks may have saved, such as those
+        of another stage of a pipeline.
         """
         tensors = [leaf for leaf in leaves(saved) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor"]
         are_spread = any(self.archive.index.tensors[leaf.number].spread for leaf in tensors)
@@ -164,49 +168,52 @@ class Match:
         if (isinstance(live, MutableMapping | list | deque) and len(live)) or (
             is_record(live) and any(map(is_filled_in_place, fields_of(live).values()))
         ):
-            self._differs(path, f"is {with_article(type(live).__qualname__)} here", saved)
+            self._add_kind_difference(path, f"is {with_article(type(live).__qualname__)} here", saved)
             return live
-        return self._materialized(saved)
+        return self._materialize(saved)
 
     def _tensor(self, live: Any, saved: Any, path: Path) -> Any:
         if not (isinstance(saved, StoredLeaf) and saved.kind == "tensor"):
-            self._differs(path, "is a tensor here", saved)
+            self._add_kind_difference(path, "is a tensor here", saved)
             return live
-        told = self.archive.index.tensors[saved.number]
+        indexed = self.archive.index.tensors[saved.number]
         is_keyed = is_of_megatron(live)
         shape = tuple(live.global_shape if is_keyed else live.shape)
         dtype = dtype_name(live.data.dtype if is_keyed and live.data is not None else live.dtype)
         try:
-            held = self._held(live, path)
+            parts = self._local_parts(live, path)
         except UnsupportedStateError as error:
             refusal = str(error).removeprefix(f"{shown(path)}: ").removesuffix("; nothing was written")
             self.differences.add(path, f"cannot be filled: {refusal}")
             return live
-        why = next(filter(None, (why_not(part) for _, part in held)), None)
+        why = next(filter(None, (why_not(part) for _, part in parts)), None)
         if why:
             self.differences.add(path, f"cannot be filled: {why}")
-        elif (shape, dtype) != (told.shape, told.dtype):
+        elif (shape, dtype) != (indexed.shape, indexed.dtype):
             self.differences.add(
-                path, f"is {dtype}{list(shape)} here and {told.dtype}{list(told.shape)} in the checkpoint"
+                path,
+                f"is {dtype}{list(shape)} here and {indexed.dtype}{list(indexed.shape)} in the checkpoint",
             )
-        elif any(_is_expanded(part) for _, part in held):
+        elif any(_is_expanded(part) for _, part in parts):
             self.differences.add(path, "cannot be filled: it is expanded, several items share one place")
         else:
             self._has_tensors = True
-            for offsets, part in held:
-                self._want(saved.number, part, offsets)
+            for offsets, part in parts:
+                self._request(saved.number, part, offsets)
         return live
 
-    def _held(self, live: Any, path: Path) -> list[tuple[Ints | None, torch.Tensor]]:
-        """The part of a tensor that this rank holds, and its place in the tensor; None for all of it."""
+    def _local_parts(self, live: Any, path: Path) -> list[tuple[Ints | None, torch.Tensor]]:
+        """The parts of a tensor that this rank holds, and their offsets in it; None for the whole tensor."""
         if not is_sharded(live):
             return [(None, live)]
         slices, parts, _ = self._slicer.slice(live, name=shown(path))
-        return [(one.global_offsets, part) for one, part in zip(slices.rectangles, parts, strict=True)]
+        return [
+            (rectangle.global_offsets, part) for rectangle, part in zip(slices.rectangles, parts, strict=True)
+        ]
 
     def _module(self, module: torch.nn.Module, saved: Any, path: Path) -> Any:
         if not isinstance(saved, dict):
-            self._differs(path, "is a module here", saved)
+            self._add_kind_difference(path, "is a module here", saved)
             return module
         live = self._state_dicts.of(module)
         names = PlainNames(module).of(live)
@@ -220,50 +227,50 @@ class Match:
             if isinstance(value, torch.Tensor):
                 self._tensor(value, saved[name], (*path, name))
             else:
-                extra[here] = self._materialized(saved[name])
-        if extra:  # what set_extra_state takes
+                extra[here] = self._materialize(saved[name])
+        if extra:  # for set_extra_state
             self.actions.append(lambda: module.load_state_dict(extra, strict=False))
         return module
 
     def _by_plain_name(self, names: dict[str, str], saved: dict[Any, Any], path: Path) -> dict[Any, Any]:
-        """The saved state of a module, by the plain names of the live one's; what is no part of it keeps its name."""
-        told, ambiguous = paired(names, saved)
+        """The saved state of a module by the plain names of the live one; names that the live one lacks are kept."""
+        live_names, ambiguous = paired(names, saved)
         self.differences.add_all_of(path, (f"{line}; load() it and rename one of them" for line in ambiguous))
-        plain = {told[here]: name for here, name in names.items() if here in told}
+        plain = {live_names[here]: name for here, name in names.items() if here in live_names}
         return {plain.get(name, name): value for name, value in saved.items()}
 
     def _as_live_expects(self, live: Any, saved: Any, path: Path) -> Any:
-        """The saved state of an object, as its own `load_state_dict` wants it."""
+        """The saved state of an object, by the names that its own `load_state_dict` expects."""
         if not (isinstance(live, torch.nn.Module) and isinstance(saved, dict)):
             return saved
         plain = PlainNames(live)
-        made = saved
+        expected = saved
         # Taking the state dict may gather what is sharded.
         if (plain.are_shown or may_be_wrapped(saved)) and isinstance(
             state := self._state_dicts.of(live), dict
         ):
             names = plain.of(state)
-            here = {name: raw for raw, name in names.items()}
+            live_name_of = {name: raw for raw, name in names.items()}
             values = self._by_plain_name(names, saved, path)
-            made = type(saved)((here.get(name, name), value) for name, value in values.items())
+            expected = type(saved)((live_name_of.get(name, name), value) for name, value in values.items())
         if isinstance(metadata := getattr(saved, "_metadata", None), dict):
-            made = OrderedDict(made)
-            made._metadata = live_metadata(live, plain, metadata)  # type: ignore[attr-defined]
-        return made
+            expected = OrderedDict(expected)
+            expected._metadata = live_metadata(live, plain, metadata)  # type: ignore[attr-defined]
+        return expected
 
     def _with_empty_state(self, saved: Any, path: Path) -> Any:
-        """The saved state of an optimizer, with the dict that torch.distributed.checkpoint leaves out because it is empty."""
+        """The saved state of an optimizer, with the empty dict that torch.distributed.checkpoint leaves out."""
         if isinstance(saved, dict) and "param_groups" in saved and "state" not in saved:
-            # Or something else was selected.
+            # The dict may also be missing because it was not selected.
             below = (*path, "state")
-            if not any(told.path[: len(below)] == below for told in self.archive.index.tensors):
+            if not any(tensor.path[: len(below)] == below for tensor in self.archive.index.tensors):
                 return {**saved, "state": {}}
         return saved
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, saved: Any, path: Path) -> Any:
-        """Do as Optimizer.load_state_dict, but in place and in the saved dtype: it would cast to the parameter's."""
+        """Load like Optimizer.load_state_dict, but in place, and without its cast to the dtype of the parameter."""
         if not is_optimizer_state(saved):
-            self._differs(path, "is an optimizer here", saved)
+            self._add_kind_difference(path, "is an optimizer here", saved)
             return optimizer
         groups = saved["param_groups"]
         sizes = [len(group["params"]) for group in groups]
@@ -273,12 +280,12 @@ class Match:
                 path, f"has parameter groups of {live_sizes} here and of {sizes} in the checkpoint"
             )
             return optimizer
-        if why := is_of_another_kind(optimizer, groups):
+        if why := kind_difference(optimizer, groups):
             self.differences.add(path, f"{why}")
             return optimizer
         for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             for key, value in group.items():
-                if key not in ("params", "param_names"):  # the live names are of the live model
+                if key not in ("params", "param_names"):  # the live model has names of its own
                     self._entry(live_group, key, value, (*path, "param_groups", i, key))
             for param, number in zip(live_group["params"], group["params"], strict=True):
                 state, inner = state_of_parameter(saved["state"], number), (*path, "state", number)
@@ -294,35 +301,35 @@ class Match:
         path: Path,
     ) -> None:
         live = optimizer.state.get(param, {})
-        made: dict[Any, Any] = {}
+        state: dict[Any, Any] = {}
         for key, value in saved.items():
-            now = live.get(key)
+            live_tensor = live.get(key)
             if not (isinstance(value, StoredLeaf) and value.kind == "tensor"):
-                made[key] = self._materialized(value)
+                state[key] = self._materialize(value)
                 continue
-            told = self.archive.index.tensors[value.number]
-            fits = (type(now) is torch.Tensor or is_sharded(now)) and (
-                tuple(now.shape),
-                dtype_name(now.dtype),
-            ) == (told.shape, told.dtype)
-            if not fits and told.shape and (room := self._room_for(param, value)) is not None:
-                now = room
+            tensor = self.archive.index.tensors[value.number]
+            fits = (type(live_tensor) is torch.Tensor or is_sharded(live_tensor)) and (
+                tuple(live_tensor.shape),
+                dtype_name(live_tensor.dtype),
+            ) == (tensor.shape, tensor.dtype)
+            if not fits and tensor.shape and (room := self._room_for(param, value)) is not None:
+                live_tensor = room
             elif not fits:
-                # As torch does: `step` stays on the host unless the update kernel reads it from the device.
+                # Like torch, keep `step` on the host unless the update kernel reads it from the device.
                 device = param.device if key != "step" or step_on_device else torch.device("cpu")
-                now = self.archive.empty(self.archive.primary(value.number), device)
-            made[key] = self._tensor(now, value, (*path, key))
+                live_tensor = self.archive.empty(self.archive.primary(value.number), device)
+            state[key] = self._tensor(live_tensor, value, (*path, key))
 
         def hand_over() -> None:
-            if made or param in optimizer.state:
-                optimizer.state[param] = made
+            if state or param in optimizer.state:
+                optimizer.state[param] = state
 
         self.actions.append(hand_over)
 
     def _mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
-        if not live and path:  # an empty container takes what was saved
-            return self._materialized(saved)
-        names: set[Any] = set()  # that Megatron's tensors have in what was saved
+        if not live and path:  # an empty container takes the saved value
+            return self._materialize(saved)
+        names: set[Any] = set()  # the saved names of Megatron's tensors
         if len(path) < 2:
             self._groups[path], names = saved, keys_below(live, deep=bool(path))
         keyed = [key for key, value in live.items() if is_of_megatron(value)]
@@ -330,13 +337,13 @@ class Match:
         self._compare_names([key for key in live if key not in keyed], others, path)
         for key in list(live):
             if key in keyed:
-                self._keyed(live[key], (*path, key))
+                self._megatron_tensor(live[key], (*path, key))
             elif key in others:
                 self._entry(live, key, saved[key], (*path, key))
         return live
 
-    def _keyed(self, live: Any, path: Path) -> None:
-        """Megatron's, which has a name of its own in the group that it lies in."""
+    def _megatron_tensor(self, live: Any, path: Path) -> None:
+        """Match one of Megatron's sharded tensors, which has its own name in the group that it lies in."""
         name = name_of(live, path)
         if live.key in self._groups.get(name[:-1], {}):
             self._tensor(live, self._groups[name[:-1]][live.key], path)
@@ -350,7 +357,7 @@ class Match:
             self.actions.append(lambda: live.__setitem__(key, value))
 
     def _record(self, live: Any, saved: dict[str, Any], path: Path) -> Any:
-        """The fields of a dataclass's instance: set in place, or in another of its class where that is frozen."""
+        """Match the fields of a dataclass's instance. They are set in place, or in a new instance if it is frozen."""
         fields = fields_of(live)
         names = [*fields, *(name for name in field_names(live) if name in saved and name not in fields)]
         self._compare_names(names, saved, path)
@@ -368,13 +375,13 @@ class Match:
 
     def _sequence(self, live: Any, saved: Any, path: Path) -> Any:
         if not live and type(live) is not deque:
-            return self._materialized(saved)
+            return self._materialize(saved)
         if (
             len(live) != len(saved)
             and isinstance(live, list | deque)
             and not any(map(is_filled_in_place, live))
         ):
-            self._set_items(live, self._materialized(list(saved)))  # a history that has grown, say
+            self._set_items(live, self._materialize(list(saved)))  # such as a history that has grown
             return live
         if len(live) != len(saved):
             self.differences.add(path, f"has {len(live)} entries here and {len(saved)} in the checkpoint")
@@ -388,7 +395,7 @@ class Match:
         return live._make(values) if hasattr(live, "_make") else tuple(values)
 
     def _set_items(self, live: Any, values: list[Any]) -> None:
-        """Give a list or a deque other items. A deque keeps its own maxlen, and the newest items that it has room for."""
+        """Replace the items of a list or a deque. A deque keeps its maxlen, and so the newest items."""
 
         def set_items() -> None:
             live.clear()
@@ -398,58 +405,58 @@ class Match:
 
     def _compare_names(self, live: Iterable[Any], saved: dict[Any, Any], path: Path) -> None:
         self.differences.add_names(live, saved, path)
-        if path:  # at the top, what the caller did not ask for is left alone
+        if path:  # at the top, saved entries that are not live are ignored
             names = set(live)
             paths = ((*path, key) for key in saved if key not in names)
-            # Another stage of a pipeline, say, had it, and has it still.
+            # An entry of some ranks alone, such as another stage of a pipeline, is theirs.
             self.differences.add_unexpected(inner for inner in paths if not self.archive.is_of_some(inner))
 
-    def _materialized(self, saved: Any) -> Any:
-        """A value that is not there yet: new tensors, to be filled with the rest."""
+    def _materialize(self, saved: Any) -> Any:
+        """A new value for a saved one. Its tensors are filled together with the live ones."""
 
         def give(leaf: StoredLeaf) -> Any:
             if leaf.kind == "object":
                 return self._objects[leaf.number]
             if leaf.kind == "bytes":
                 return self.archive.content(self.archive.primary(leaf.number))
-            self.archive.need([(leaf.number, None)])  # then it is known what it is tied to
+            self.archive.need([(leaf.number, None)])  # before `primary`: a tie may be known only afterwards
             number = self.archive.primary(leaf.number)
             if number not in self._new:
                 self._new[number] = self.archive.empty(number, torch.device("cpu"))
-                self._want(number, self._new[number])
+                self._request(number, self._new[number])
             return self.archive.leaf(leaf, self._new[number], torch.device("cpu"))
 
         return replaced(saved, give, self.differences.add_value_of_each_rank)
 
     def _array(self, live: Any, saved: StoredLeaf, path: Path) -> Any:
-        value = self._materialized(saved)
+        value = self._materialize(saved)
         if not live.flags.writeable:
             self.differences.add(path, "cannot be filled: it is a read-only numpy array")
         elif not _is_array(value) or (value.shape, value.dtype) != (live.shape, live.dtype):
-            self._differs(path, f"is a numpy array {live.dtype}{list(live.shape)} here", saved)
+            self._add_kind_difference(path, f"is a numpy array {live.dtype}{list(live.shape)} here", saved)
         else:
             self.actions.append(lambda: live.__setitem__(..., value))
         return live
 
-    def _want(self, number: int, tensor: torch.Tensor, offsets: Ints | None = None) -> None:
+    def _request(self, number: int, tensor: torch.Tensor, offsets: Ints | None = None) -> None:
         number = self.archive.primary(number)
         self.wanted[number, offsets, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor, offsets)
 
-    def _differs(self, path: Path, here: str, saved: Any) -> None:
-        if apart := [leaf for leaf in leaves(saved) if isinstance(leaf, ValuesByRank)]:
-            for leaf in apart:
+    def _add_kind_difference(self, path: Path, here: str, saved: Any) -> None:
+        if of_ranks := [leaf for leaf in leaves(saved) if isinstance(leaf, ValuesByRank)]:
+            for leaf in of_ranks:
                 self.differences.add_value_of_each_rank(leaf)
             return
-        kind = saved.kind if isinstance(saved, StoredLeaf) else _class_of(saved).__qualname__
+        kind = (
+            saved.kind
+            if isinstance(saved, StoredLeaf)
+            else (saved.cls if isinstance(saved, SavedRecord) else type(saved)).__qualname__
+        )
         self.differences.add(path, f"{here} and {with_article(kind)} in the checkpoint")
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _class_of(saved: Any) -> type:
-    return saved.cls if isinstance(saved, SavedRecord) else type(saved)
 
 
 def _is_array(value: Any) -> bool:

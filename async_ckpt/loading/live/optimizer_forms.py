@@ -1,11 +1,11 @@
-"""The saved state of an optimizer, in the form that the live one takes: by the numbers of parameters, or by their names.
+"""The saved state of an optimizer in the form that the live one loads: by numbers of parameters, or by their names.
 
-In: what was saved of an optimizer, the live one, and the names of its parameters. Out: the state as the live one would have given it,
-and with room for all of it. Knows nothing of: archives.
+In: the saved state of an optimizer, the live one, and the names of its parameters. Out: the state in the form of the
+live one, and with room for all of it. Knows nothing of: archives.
 
-By names it is what torch.distributed.checkpoint.state_dict makes of an optimizer, and what containers of several optimizers give: nested
-as the optimizer's own state is, or flat: `state.<name>.<key>`, and `param_groups.<name>.<key>` for each parameter. What is in no such
-form is the optimizer's own affair, and stays as it was saved.
+States by names come from torch.distributed.checkpoint.state_dict, and from containers of several optimizers. They are
+nested like the optimizer's own state, or flat: `state.<name>.<key>`, and `param_groups.<name>.<key>` for each
+parameter. A state in any other form is not converted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from ...state.optimizers import groups_of, has_own, names_in, parts_of
 from ...state.wrappers import same_but_wrapped
-from .kinds import is_of_another_kind, is_optimizer_state, state_of_parameter
+from .kinds import is_optimizer_state, kind_difference, state_of_parameter
 
 _STATE: Final = "state."
 _GROUPS: Final = "param_groups."
@@ -28,7 +28,7 @@ Names: TypeAlias = Mapping[int, Collection[str]]
 
 
 class Form(Enum):
-    """How a state dict says which parameter is meant."""
+    """The way in which a state dict identifies parameters."""
 
     NUMBERED = "by numbers, as torch's optimizers do"
     NESTED = "by names, in groups"
@@ -37,21 +37,21 @@ class Form(Enum):
 
 
 class _ByName(NamedTuple):
-    """Each parameter's state, and in which group it is."""
+    """A state by names: the state of each parameter, and its group."""
 
     states: Mapping[str, dict[Any, Any]]
     group_of: Mapping[str, int]
     groups: list[dict[str, Any]]
-    """Their settings; of a flat one, each parameter is a group."""
+    """The settings of the groups; in a flat state, each parameter is a group."""
     is_flat: bool
 
     def key_of(self, name: str) -> str:
-        """The key of one of the settings in a flat state."""
+        """The key of a setting of this parameter in a flat state."""
         return f"{_GROUPS}{name}.{next(iter(self.groups[self.group_of[name]]))}"
 
 
 def form_of(state: Any) -> Form:
-    """How this state dict says it."""
+    """The form of a state dict."""
     if is_optimizer_state(state):
         return Form.NUMBERED
     if _is_nested(state):
@@ -59,11 +59,11 @@ def form_of(state: Any) -> Form:
     return Form.FLAT if _is_flat(state) else Form.OTHER
 
 
-class Taker:
-    """A live optimizer, and the form in which its `load_state_dict` takes a state.
+class OptimizerConverter:
+    """Converts saved states to the form that a live optimizer loads. `Match` creates one for each optimizer.
 
-    Where that is torch's own, it takes numbers, and where it is another one, the form that its own `state_dict` gives. That is asked
-    for only then, since taking a state may do anything. As anything else is unknown, it may be what was saved.
+    torch's own `load_state_dict` takes numbers; any other takes the form that the optimizer's own `state_dict` returns.
+    That is called only then, since it may have any effect. A state of unknown form is loaded as it was saved.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Taker:
         names: Callable[[], Names],
         state_dict_of: Callable[[Any], Any],
     ) -> None:
-        """`names` gives those that its parameters have in modules beside it, `state_dict_of` its state dict."""
+        """`names` returns the names of parameters in live modules, `state_dict_of` the optimizer's state dict."""
         self._state_dict_of = state_dict_of
         self._optimizer, self._names_beside = optimizer, names
-        self._own: Any = None  # what its `state_dict` gives, where that has been asked for
+        self._own: Any = None  # its state dict, if it has been taken
         self.form = Form.OTHER if form_of(saved) is Form.OTHER else self._form()
 
     def _form(self) -> Form:
@@ -84,16 +84,15 @@ class Taker:
         for method, hooks in (("load_state_dict", "load_state_dict_pre"), ("state_dict", "state_dict_post")):
             if not (has_own(live, method) or getattr(live, f"_optimizer_{hooks}_hooks", None)):
                 return Form.NUMBERED
-        with suppress(
-            Exception
-        ):  # some give it only after a call of their own: then it is taken as it was saved
+        with suppress(Exception):  # some cannot give it yet: then the state is loaded as it was saved
             self._own = self._state_dict_of(live)
         return form_of(self._own)
 
-    def takes(self, saved: Any, *, is_of_some: Callable[[str], bool]) -> Any:
-        """The saved state, in its form. Flat entries that only some ranks have saved may be of no use here.
+    def convert(self, saved: Any, *, is_of_some: Callable[[str], bool]) -> Any:
+        """The saved state in the form of the optimizer. Flat entries of some ranks alone are dropped if they are not
+        its own.
 
-        Raises ValueError, with what to say of it, where a parameter has no name there, or where they are grouped otherwise.
+        Raises ValueError, with a text for the user, if a parameter has no name, or if the groups differ.
         """
         form = form_of(saved)
         if form is self.form is Form.NUMBERED:
@@ -103,19 +102,20 @@ class Taker:
             return {k: v for k, v in saved.items() if not is_of_some(k) or _name_in(k, names) in names}
         if form is self.form or Form.OTHER in (form, self.form):
             return saved
-        told = self._named(saved) if form is Form.NUMBERED else _by_name(saved)
-        if self.form is Form.FLAT:  # settings that the checkpoint does not have stay as they are here
+        by_name = self._named(saved) if form is Form.NUMBERED else _by_name(saved)
+        if self.form is Form.FLAT:  # settings that were not saved keep their live values
             own = {key: value for key, value in self._own.items() if key.startswith(_GROUPS)}
-            return {**own, **_flattened(told)}
-        return _grouped(told, self._ids(told), is_of_some)
+            return {**own, **_flatten(by_name)}
+        return _group(by_name, self._ids(by_name), is_of_some)
 
     def with_room(self, state: Any, saved: Any, make: Callable[[torch.Tensor, Any], Any]) -> Any:
-        """Its own state, copied as far as it consists of dicts, with an entry for all that was saved of its parameters, in the same
-        form: `make` gives it for a parameter, and what was saved.
+        """A copy of the optimizer's own state, with an entry for everything that was saved of its parameters.
+
+        `make` returns a missing entry, given the parameter and the saved value. Only dicts and lists are copied.
         """
-        state = _copied(state)
-        for parameter, live, told in self._pairs(state, saved):
-            for key, value in told.items():
+        state = _copy(state)
+        for parameter, live, saved_entries in self._pairs(state, saved):
+            for key, value in saved_entries.items():
                 if key not in live:
                     live[key] = make(parameter, value)
         return state
@@ -129,7 +129,7 @@ class Taker:
         return known
 
     def _groups(self) -> list[list[torch.Tensor]]:
-        """Its parameters, as a state of numbers counts them."""
+        """The parameters of each group, in the order of their numbers."""
         inner = groups_of(self._optimizer)
         if self.form is not Form.NUMBERED:
             return [group["params"] for group in inner]
@@ -142,8 +142,8 @@ class Taker:
             live = inner
         return [group["params"] for group in live]
 
-    def _ids(self, told: _ByName) -> list[list[tuple[Any, str]]]:
-        """The keys of a parameter in a state of its form, and in one by names; by groups."""
+    def _ids(self, by_name: _ByName) -> list[list[tuple[Any, str]]]:
+        """The key of each parameter in a state of the optimizer's form, and its name; by groups."""
         if self.form is Form.NESTED:
             return [[(name, name) for name in group["params"]] for group in self._own["param_groups"]]
         known, number = self._known(), 0
@@ -151,27 +151,32 @@ class Taker:
         for group in self._groups():
             groups.append([])
             for parameter in group:
-                groups[-1].append((number, _name_of(parameter, known, told.group_of)))
+                groups[-1].append((number, _name_of(parameter, known, by_name.group_of)))
                 number += 1
         _refuse_twice([name for group in groups for _, name in group])
         return groups
 
     def _named(self, saved: Mapping[str, Any]) -> _ByName:
-        """A state of numbers by the names that its own state has."""
+        """A numbered state by the names that the optimizer's own state uses."""
         groups = saved["param_groups"]
         own = {*_by_name(self._own).group_of}
         given = [group.get("param_names", ()) for group in groups]
         names = [list(names) for names in given]
-        if [len(one) for one in names] != _sizes(groups) or own != {name for one in names for name in one}:
+        if [len(group_names) for group_names in names] != _sizes(groups) or own != {
+            name for group_names in names for name in group_names
+        }:
             live = self._groups()
             if list(map(len, live)) != _sizes(groups):
                 raise ValueError(
                     f"has parameter groups of {list(map(len, live))} here and of {_sizes(groups)} in the checkpoint"
                 )
             known = self._known()
-            names = [[_name_of(parameter, known, own, _IS_NUMBERED) for parameter in one] for one in live]
+            names = [
+                [_name_of(parameter, known, own, _IS_NUMBERED) for parameter in group_names]
+                for group_names in live
+            ]
         self._refuse_another_kind(groups)
-        _refuse_twice([name for one in names for name in one])
+        _refuse_twice([name for group_names in names for name in group_names])
         pairs = [
             (number, name, i)
             for i, (group, own_names) in enumerate(zip(groups, names, strict=True))
@@ -185,29 +190,29 @@ class Taker:
         for part in parts_of(self._optimizer):
             own = list(groups[at : at + len(part.param_groups)])
             at += len(own)
-            if own and (why := is_of_another_kind(part, own)):
+            if own and (why := kind_difference(part, own)):
                 raise ValueError(why)
 
     def _with_live_names(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Names are saved as those of the plain model, and the live ones are of the live model: these stay."""
+        """The saved groups with the parameter names of the live model, which may be wrapped, unlike the saved names."""
         own = self._optimizer.param_groups if self._own is None else self._own["param_groups"]
         is_same = _sizes(own) == _sizes(groups)
         keeps = has_own(self._optimizer, "load_state_dict")
-        made = []
+        merged = []
         for i, group in enumerate(groups):
             live = own[i].get("param_names") if is_same else None
-            told = group.get("param_names", ())
+            saved_names = group.get("param_names", ())
             group = {key: value for key, value in group.items() if key != "param_names"}
-            if keeps and live is not None and told:
-                is_alike = len(live) == len(told) and all(map(same_but_wrapped, live, told))
-                group["param_names"] = live if is_alike else told
-            made.append(group)
-        return made
+            if keeps and live is not None and saved_names:
+                is_alike = len(live) == len(saved_names) and all(map(same_but_wrapped, live, saved_names))
+                group["param_names"] = live if is_alike else saved_names
+            merged.append(group)
+        return merged
 
     # --- both sides -------------------------------------------------------------------------------------------
 
     def _pairs(self, state: Any, saved: Any) -> Iterator[tuple[torch.Tensor, dict[Any, Any], dict[Any, Any]]]:
-        """The dict of each parameter's own state that has entries of it, and those that were saved of it."""
+        """Each parameter with the dict of the own state that holds its entries, and its saved entries."""
         if not (isinstance(state, dict) and form_of(saved) is self.form):
             return
         if self.form is Form.NUMBERED:
@@ -216,11 +221,11 @@ class Taker:
         elif self.form is Form.OTHER:
             return
         else:
-            known, told = self._known(), {*_by_name(saved).group_of}
+            known, names = self._known(), {*_by_name(saved).group_of}
             parameters = {}
-            for parameter in (one for group in groups_of(self._optimizer) for one in group["params"]):
+            for parameter in (own for group in groups_of(self._optimizer) for own in group["params"]):
                 with suppress(ValueError):
-                    parameters[_name_of(parameter, known, told)] = parameter
+                    parameters[_name_of(parameter, known, names)] = parameter
         if self.form is Form.FLAT:
             for key, value in saved.items():
                 name = _name_in(key, parameters)
@@ -228,77 +233,82 @@ class Taker:
                     yield parameters[name], state, {key: value}
             return
         states = state.setdefault("state", {})
-        for called, parameter in parameters.items():
-            told_of_it = state_of_parameter(saved["state"], called)
-            if isinstance(told_of_it, dict) and told_of_it:
-                yield parameter, states.setdefault(called, {}), told_of_it
+        for identifier, parameter in parameters.items():
+            saved_entries = state_of_parameter(saved["state"], identifier)
+            if isinstance(saved_entries, dict) and saved_entries:
+                yield parameter, states.setdefault(identifier, {}), saved_entries
 
 
 def _by_name(saved: Mapping[str, Any]) -> _ByName:
     return _nested(saved) if _is_nested(saved) else _flat(saved)
 
 
-def _grouped(
-    told: _ByName, ids: list[list[tuple[Any, str]]], is_of_some: Callable[[str], bool]
+def _group(
+    by_name: _ByName, ids: list[list[tuple[Any, str]]], is_of_some: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """Nested, in these groups of parameters: what each of them is called there, and its name."""
+    """A nested state in these groups, which list the key and the name of each parameter."""
     states: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
-    left = {*told.group_of}
+    left = {*by_name.group_of}
     for group in ids:
         own = {name for _, name in group}
-        if unknown := own - told.group_of.keys():
+        if unknown := own - by_name.group_of.keys():
             raise ValueError(f"has parameters that the checkpoint lacks: {', '.join(sorted(unknown))[:200]}")
-        states |= {called: told.states.get(name, {}) for called, name in group}
-        of = sorted({told.group_of[name] for name in own})
-        together = [name for name, number in told.group_of.items() if number in of]
-        if not told.is_flat and (len(of) > 1 or {*together} != own):
+        states |= {identifier: by_name.states.get(name, {}) for identifier, name in group}
+        sources = sorted({by_name.group_of[name] for name in own})
+        together = [name for name, number in by_name.group_of.items() if number in sources]
+        if not by_name.is_flat and (len(sources) > 1 or {*together} != own):
             raise ValueError(f"has other groups of parameters in the checkpoint: {', '.join(together)[:200]}")
-        settings = told.groups[of[0]] if of else {}
-        groups.append({**settings, "params": [called for called, _ in group]})
+        settings = by_name.groups[sources[0]] if sources else {}
+        groups.append({**settings, "params": [identifier for identifier, _ in group]})
         left -= own
-    left = {name for name in left if not told.is_flat or not is_of_some(told.key_of(name))}
+    left = {name for name in left if not by_name.is_flat or not is_of_some(by_name.key_of(name))}
     if left:
         raise ValueError(
             f"has parameters in the checkpoint that it lacks here: {', '.join(sorted(left))[:200]}"
         )
-    return {"state": {called: state for called, state in states.items() if state}, "param_groups": groups}
+    return {
+        "state": {identifier: state for identifier, state in states.items() if state},
+        "param_groups": groups,
+    }
 
 
-def _flattened(told: _ByName) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+def _flatten(by_name: _ByName) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
 
     def add(at: str, value: Any) -> None:
         if type(value) is dict and value:
             for key, inner in value.items():
                 add(f"{at}.{key}", inner)
         else:
-            made[at] = value
+            entries[at] = value
 
-    for name, state in told.states.items():
+    for name, state in by_name.states.items():
         for key, value in state.items():
             add(f"{_STATE}{name}.{key}", value)
-    for name, group in told.group_of.items():
-        made |= {f"{_GROUPS}{name}.{key}": value for key, value in told.groups[group].items()}
-    return made
+    for name, group in by_name.group_of.items():
+        entries |= {f"{_GROUPS}{name}.{key}": value for key, value in by_name.groups[group].items()}
+    return entries
 
 
 _IS_NAMED: Final = (
-    "was saved by the names of parameters, as get_optimizer_state_dict gives it, and no module beside it has its parameters by these "
-    "names; restore it together with its model, or into get_optimizer_state_dict(model, optimizer), and hand that to "
-    "set_optimizer_state_dict"
+    "was saved by the names of parameters, as get_optimizer_state_dict gives it, and no module beside it has its "
+    "parameters by these names; restore it together with its model, or into "
+    "get_optimizer_state_dict(model, optimizer), and hand that to set_optimizer_state_dict"
 )
 _IS_NUMBERED: Final = (
-    "was saved by the numbers of parameters and is loaded by their names, and no module beside it has its parameters by the names of its "
-    "state dict; restore it together with its model, or give the optimizer named parameters"
+    "was saved by the numbers of parameters and is loaded by their names, and no module beside it has its parameters "
+    "by the names of its state dict; restore it together with its model, or give the optimizer named parameters"
 )
 
 
-def _name_of(parameter: torch.Tensor, known: Names, there: Collection[str], why: str = _IS_NAMED) -> str:
-    found = sorted({*known.get(id(parameter), ())}.intersection(there))
-    if not found:
+def _name_of(
+    parameter: torch.Tensor, known: Names, saved_names: Collection[str], why: str = _IS_NAMED
+) -> str:
+    candidates = sorted({*known.get(id(parameter), ())}.intersection(saved_names))
+    if not candidates:
         raise ValueError(why)
-    return found[0]
+    return candidates[0]
 
 
 def _refuse_twice(names: Sequence[str]) -> None:
@@ -317,11 +327,11 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _copied(state: Any) -> Any:
-    """Its dicts and lists are others, and what is in them is not."""
+def _copy(state: Any) -> Any:
+    """A copy of the dicts and lists of a state, but not of the values in them."""
     if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return list(map(_copied, state)) if type(state) is list else state
+        return {key: _copy(value) for key, value in state.items()}
+    return list(map(_copy, state)) if type(state) is list else state
 
 
 def _is_nested(saved: Any) -> bool:
@@ -331,12 +341,12 @@ def _is_nested(saved: Any) -> bool:
     params = [group.get("params") if isinstance(group, dict) else None for group in groups]
     if not all(isinstance(own, list) for own in params):
         return False
-    found = [name for own in params for name in own or ()]
+    names = [name for own in params for name in own or ()]
     states = saved.get("state", {}).values()
     return (
-        bool(found)
-        and all(type(name) is str for name in found)
-        and all(isinstance(one, dict) for one in states)
+        bool(names)
+        and all(type(name) is str for name in names)
+        and all(isinstance(state, dict) for state in states)
     )
 
 
@@ -364,10 +374,10 @@ def _flat(saved: Mapping[str, Any]) -> _ByName:
     names = {*settings}
     for key in saved:
         if key.startswith(_STATE):
-            name, rest = _parsed(key, _STATE, names)
+            name, rest = _parse_key(key, _STATE, names)
             *above, last = rest.split(".")
             into = states.setdefault(name, {})
-            for part in above:  # what an optimizer keeps of a parameter may be nested itself
+            for part in above:  # the state of a parameter may itself be nested
                 into = into.setdefault(part, {})
             into[last] = saved[key]
     group_of = {name: i for i, name in enumerate(settings)}
@@ -375,15 +385,15 @@ def _flat(saved: Mapping[str, Any]) -> _ByName:
 
 
 def _name_in(key: str, names: Collection[str]) -> str:
-    """The parameter that a key of a flat state is about."""
-    return _parsed(key, _STATE if key.startswith(_STATE) else _GROUPS, names)[0]
+    """The name of the parameter that a key of a flat state belongs to."""
+    return _parse_key(key, _STATE if key.startswith(_STATE) else _GROUPS, names)[0]
 
 
-def _parsed(key: str, prefix: str, names: Collection[str]) -> tuple[str, str]:
-    """The parameter that a key is about, and what of it: both may have dots."""
+def _parse_key(key: str, prefix: str, names: Collection[str]) -> tuple[str, str]:
+    """The name of the parameter in a key, and the name of the setting; both may contain dots."""
     name, _, rest = key[len(prefix) :].rpartition(".")
-    known, told = name, rest
+    known, setting = name, rest
     while known and known not in names:
         known, _, part = known.rpartition(".")
-        told = f"{part}.{told}"
-    return (known, told) if known else (name, rest)
+        setting = f"{part}.{setting}"
+    return (known, setting) if known else (name, rest)

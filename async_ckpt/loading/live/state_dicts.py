@@ -1,9 +1,10 @@
 """The state dicts of live objects, each taken once for one restore.
 
-In: live objects. Out: what their `state_dict()` gives. Knows nothing of: archives.
+In: live objects. Out: the results of their `state_dict()`. Knows nothing of: archives.
 
-Taking one may be a collective, as under FSDP1, or take minutes. So with several ranks all of them are taken before anything is looked at,
-in the same order on every rank and whatever is committed; one process takes only those that it needs.
+Taking a state dict may be a collective, as under FSDP1, or take minutes. So with several ranks all of them are taken
+before anything else, in the same order on every rank, whatever is committed. A single process takes only those that it
+needs.
 """
 
 from __future__ import annotations
@@ -19,24 +20,23 @@ from .kinds import SEQUENCES, is_plain_optimizer
 
 
 class LiveStateDicts:
-    """Made for one restore, on the thread that restores."""
+    """The state dicts of one restore, taken on the thread that restores. `AsyncCheckpointer.restore` creates it."""
 
     def __init__(self) -> None:
-        self._taken: dict[
-            int, tuple[Any, Any, Exception | None]
-        ] = {}  # with the object, which so keeps its id
+        # By the id of the object, which is kept alive so that no other object gets its id.
+        self._taken: dict[int, tuple[Any, Any, Exception | None]] = {}
 
     def of(self, value: Any) -> Any:
-        """Raises what its `state_dict()` has raised."""
+        """The state dict of an object. Raises the error of its `state_dict()`."""
         if id(value) not in self._taken:
-            self._taken[id(value)] = (value, *_taken_from(value))
+            self._taken[id(value)] = (value, *_take(value))
         _, state, error = self._taken[id(value)]
         if error is not None:
             raise error
         return state
 
     def take_all(self, state: Any) -> None:
-        """Take those of all objects that have their own, in the order in which they are in a state. Errors are kept for `of`."""
+        """Take the state dicts of all objects in a state, in their order there. Errors are kept for `of`."""
         seen: set[int] = set()
 
         def visit(value: Any) -> None:
@@ -56,13 +56,13 @@ class LiveStateDicts:
                 return
             else:
                 inner = list(fields_of(value).values()) if is_record(value) else []
-            for one in inner:
-                visit(one)
+            for item in inner:
+                visit(item)
 
         visit(state)
 
 
-def _taken_from(value: Any) -> tuple[Any, Exception | None]:
+def _take(value: Any) -> tuple[Any, Exception | None]:
     try:
         return value.state_dict(), None
     except Exception as error:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
+from ...host.deadlines import OBJECT_SECONDS
 from ...host.threads import run_together
 from .. import stores
 from ..bulk import delete
@@ -26,8 +27,6 @@ from .refusals import advice_on, chain, secrets_in
 from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, maker_of, protocol_of, turn
 from .sinks import AppendingSink, MultipartSink, Translate
 
-# The limit of a single request and its retries: aiohttp by itself waits for ever to *send* a body.
-DEADLINE_SECONDS: Final = 900.0
 _NUM_LOOKERS: Final = 16
 _log = logging.getLogger("async_ckpt")
 
@@ -66,7 +65,7 @@ class FsspecStorage:
         if hasattr(kind, "call_s3"):
             if not root or root.startswith("/"):
                 raise ValueError(f"{shown(url)} names no bucket; write s3://bucket/prefix")
-            self._place = Bucket(filesystem, root, float(options.get("deadline_seconds") or DEADLINE_SECONDS))
+            self._place = Bucket(filesystem, root, float(options.get("deadline_seconds") or OBJECT_SECONDS))
         else:
             self._place = FileTree(filesystem, root, scheme)
         self.in_order = self._place.in_order

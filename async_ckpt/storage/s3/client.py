@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 from ... import spans
 from ...errors import StorageUnavailableError
 from ...host.calls import StuckError, WatchedCall
+from ...host.deadlines import ABORT_SECONDS, REQUEST_SECONDS
 from ...spans import TIMEKEEPER, Timekeeper
 from ...spec import KIB
 from .. import retry, stores
@@ -25,8 +26,6 @@ T = TypeVar("T")
 
 # A read comes in pieces of about this size: larger ones are copied together first, which doubles the cost.
 _READ_BYTES: Final = 256 * KIB
-# How long the abort of the leftovers of a failed upload may take.
-_ABORT_SECONDS: Final = 10.0
 
 
 class Client:
@@ -191,7 +190,7 @@ class Client:
         return version_of(put)
 
     def persist(self, call: Callable[[], T]) -> T:
-        seconds = min(self.settings.deadline_seconds, retry.REQUEST_SECONDS)
+        seconds = min(self.settings.deadline_seconds, REQUEST_SECONDS)
         return retry.persist(call, deadline_seconds=seconds, timer=self.timer)
 
     def now(self) -> Any:
@@ -218,7 +217,7 @@ class Client:
                 from ..fsspec.store import abort_stale_uploads
 
                 limit = spans.from_now(stores.ORPHAN_SECONDS)
-                options = {**self.settings.options, "deadline_seconds": _ABORT_SECONDS}
+                options = {**self.settings.options, "deadline_seconds": ABORT_SECONDS}
                 abort_stale_uploads(
                     self.settings.bucket, self.key(path), older_than=limit, options=options, exact=True
                 )

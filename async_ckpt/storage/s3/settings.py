@@ -10,17 +10,14 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ... import spans
 from ...errors import StorageUnavailableError
-from .. import retry, stores
+from ...host.deadlines import OBJECT_SECONDS, PART_SECONDS, REQUEST_SECONDS, SMALL_SECONDS
+from .. import stores
 from ..url import split_bucket, without_secrets
 from .aws import AwsSetup
 
 # Clients for small requests, for parts, and for the deletion of many objects.
 Kind: TypeAlias = Literal["small", "part", "many"]
 
-# The timeouts of one request. Eight parts of 32 MiB in this time need 1.5 MB/s; if that fails, the next attempt sends
-# half as many at once.
-_PART_SECONDS: Final = 180.0
-_SMALL_SECONDS: Final = 30.0
 # A request that takes this many times its own timeout does not end by it: obstore's threads are stuck.
 _STUCK_TIMES: Final = 4
 
@@ -37,7 +34,7 @@ class BucketSettings:
         self.url = "/".join(filter(None, (f"{self.scheme}://{self.bucket}", self.prefix)))
         self.options = dict(options or {})
         rest = {key: value for key, value in self.options.items() if value is not None}
-        self.deadline_seconds = float(rest.pop("deadline_seconds", retry.OBJECT_SECONDS))
+        self.deadline_seconds = float(rest.pop("deadline_seconds", OBJECT_SECONDS))
         self._client_options = dict(rest.pop("client_options", {}))
         self._retry_config = dict(rest.pop("retry_config", {}))
         self._credential_provider = rest.pop("credential_provider", None)
@@ -71,11 +68,11 @@ class BucketSettings:
     def stuck_seconds(self, kind: Kind) -> float:
         """How long a request may stand still. With timeouts or retries of the user's, up to the whole deadline."""
         is_set = self._client_options.keys() & {"timeout", "connect_timeout"} or self._retry_config
-        longest = self.deadline_seconds if is_set or kind != "small" else retry.REQUEST_SECONDS
+        longest = self.deadline_seconds if is_set or kind != "small" else REQUEST_SECONDS
         return max(_STUCK_TIMES * self._timeout_seconds(kind), min(longest, self.deadline_seconds))
 
     def _timeout_seconds(self, kind: Kind) -> float:
-        return min(_PART_SECONDS if kind == "part" else _SMALL_SECONDS, self.deadline_seconds)
+        return min(PART_SECONDS if kind == "part" else SMALL_SECONDS, self.deadline_seconds)
 
     def arguments(self, kind: Kind) -> dict[str, Any]:
         """The arguments of obstore's constructors."""

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ...errors import StorageUnavailableError
 from ...host.calls import StuckError, WatchedCall
+from ...host.deadlines import DROP_SECONDS
 from ...host.threads import Running, running_future, start_thread
 from .. import retry, stores
 from ..interface import Reader
@@ -29,8 +30,6 @@ from .segments import GivenUpError, Phase, SegmentQueue
 if TYPE_CHECKING:
     from ..interface import MemoryLoan
 
-# How long an upload that was broken off may take to drop its buffers before its thread ends without them.
-_DROP_SECONDS: Final = 10.0
 
 _log = logging.getLogger("async_ckpt")
 
@@ -142,7 +141,7 @@ class ObjectSink:
         broke_off = any(retry.is_transient(reason) or isinstance(reason, StuckError) for reason in reasons)
         if self._plan.is_multipart and (self.num_retries or broke_off):
             self._client.abort_uploads(self._path)
-        self._segments.wait_until_released(_DROP_SECONDS)
+        self._segments.wait_until_released(DROP_SECONDS)
 
     def _attempt(self) -> None:
         if self._segments.is_given_up:

@@ -1,12 +1,11 @@
-"""The files of torch.distributed.checkpoint, as far as it is needed to read tensors from it: its metadata, and its tensors.
+"""The format of torch.distributed.checkpoint, as far as reading tensors needs it: metadata, and pickles of tensors.
 
-In: the bytes of `.metadata`, and of what torch.save made of one tensor. Out: names, shapes, and where which bytes lie.
+In: the bytes of `.metadata`, and the output of torch.save for one tensor. Out: names, shapes, and places of bytes.
 Knows nothing of: files, torch.
 
-Both are pickles, and may be anybody's. They are gone through by an interpreter that makes nothing but lists, tuples, numbers
-and text: a name is a text, and a call of it is a record of that call. So nothing is imported or run, and it takes no more
-memory than the bytes justify. Names that torch does not write there are refused. Because nothing is made of torch's own
-classes, it does not matter of which version they are.
+Both are untrusted pickles. They are interpreted by a machine that creates nothing but lists, tuples, numbers and text:
+a name stays a name, and a call becomes a record of that call. So nothing is imported or run, and memory is bounded by
+the bytes. Names that torch does not write there are refused. No class of torch is used, so any version will do.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from ..spec import DTYPES
 
 NAME: Final = ".metadata"
 _CHECKPOINT: Final = "torch.distributed.checkpoint"
-_MADE_BY: Final = f"{_CHECKPOINT}.metadata."
-# Classes whose instances are in the metadata; and functions, which there make what is told by their arguments.
+_METADATA_MODULE: Final = f"{_CHECKPOINT}.metadata."
+# The classes and functions that occur in the metadata and in pickles of tensors.
 _CLASSES: Final = frozenset(
     {
         *(
-            _MADE_BY + name
+            _METADATA_MODULE + name
             for name in (
                 "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
                 "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
@@ -51,22 +50,22 @@ _CLASSES: Final = frozenset(
     }
 )  # fmt: skip
 _STORAGES: Final = {
-    "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16",
-    "BFloat16": "bfloat16", "Float": "float32", "Double": "float64", "ComplexFloat": "complex64", "ComplexDouble": "complex128",
+    "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64",
+    "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64",
+    "ComplexFloat": "complex64", "ComplexDouble": "complex128",
 }  # fmt: skip
 _MAX_DIMS: Final = 64
-# Around what torch.save writes of a tensor beside its bytes; and no record of that is larger.
-_WINDOW: Final = 4096
+_WINDOW: Final = 4096  # holds all that torch.save usually writes at each end of a tensor's bytes
 _MAX_RECORD: Final = 1 << 20
 _MAX_WORD: Final = 16
 
 
-class OthersReadError(ValueError):
-    """For what is sound, but only torch can read."""
+class TorchOnlyError(ValueError):
+    """The data is intact, but only torch can read it."""
 
 
 class Blob(NamedTuple):
-    """Where torch has written one item: bytes of a file beside the metadata."""
+    """The place of one item: bytes of a file beside the metadata."""
 
     file: str
     offset: int
@@ -74,7 +73,7 @@ class Blob(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A rectangle of a tensor."""
+    """A rectangle of a tensor, and the place of its pickle."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -82,7 +81,7 @@ class Chunk(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """One tensor; it is in `chunks`, which may overlap."""
+    """One tensor, stored in `chunks`, which may overlap."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -90,17 +89,15 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """The content of a metadata file: tensors and blobs by their names, and the path in the state that a name stands for."""
+    """The content of a metadata file: tensors and blobs by their names, and the path in the state for each name."""
 
     tensors: Mapping[str, StoredTensor]
     blobs: Mapping[str, Blob]
     paths: Mapping[str, tuple[str | int, ...]]
 
 
-class Lying(NamedTuple):
-    """Where the bytes of a tensor lie, from the first that belongs to it: `num_bytes` from `begin` on. Counted in items,
-    the tensor is `shape` with these `strides`.
-    """
+class TensorExtent(NamedTuple):
+    """The place of a tensor's bytes: `num_bytes` from offset `begin` on, as items in `shape` with these `strides`."""
 
     dtype: str
     begin: int
@@ -110,7 +107,7 @@ class Lying(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the items follow each other row by row."""
+        """True if the items are in row-major order without gaps."""
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != step:
@@ -120,38 +117,40 @@ class Lying(NamedTuple):
 
 
 def parse(data: bytes) -> Checkpoint:
-    """Read a metadata file. Raises ValueError for what is none, and names what it refuses."""
+    """Read a metadata file. Raises ValueError for a malformed one, and for a refused name, which it contains."""
     try:
         with no_collection():
-            return _MetadataReader(len(data)).checkpoint(_Machine().follow(data))
+            return _MetadataReader(len(data)).checkpoint(_DcpMachine().follow(data))
     except _RefusedError as error:
         raise ValueError(str(error)) from error
-    except Exception as error:  # the text may be anybody's: whatever it makes Python raise means the same
+    except Exception as error:  # an untrusted pickle may cause any error
         raise ValueError(f"it is malformed ({type(error).__name__}: {error!s:.200})") from error
 
 
 class _MetadataReader:
-    """Reads the records of one file's program, in time linear in its bytes.
+    """Reads the records of one metadata file in time linear in its bytes. `parse` creates one for each file.
 
-    A pickle may name one list a thousand times in two bytes each, so what is gone through is counted: torch writes at least
-    a byte for each item of a shape, a path or a list of chunks.
+    A pickle may refer to one list a thousand times in two bytes each, so items are counted: torch writes at least a
+    byte for each item of a shape, a path or a list of chunks.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self._left = num_bytes
 
-    def checkpoint(self, made: Any) -> Checkpoint:
-        fields = self._fields(made, "Metadata")
-        stored = self._stored(_pairs(fields["storage_data"]))
+    def checkpoint(self, record: Any) -> Checkpoint:
+        fields = self._fields(record, "Metadata")
+        blobs_by_key = self._blobs(_pairs(fields["storage_data"]))
         tensors: dict[str, StoredTensor] = {}
         blobs: dict[str, Blob] = {}
         for name, metadata in _pairs(fields["state_dict_metadata"]):
             if type(name) is not str or name in tensors or name in blobs:
                 raise ValueError(f"{_brief(name)} is not the name of one thing")
-            if metadata.name == f"{_MADE_BY}BytesStorageMetadata":
-                blobs[name] = stored[name, None]
+            if metadata.name == f"{_METADATA_MODULE}BytesStorageMetadata":
+                blobs[name] = blobs_by_key[name, None]
             else:
-                tensors[name] = self._tensor(name, self._fields(metadata, "TensorStorageMetadata"), stored)
+                tensors[name] = self._tensor(
+                    name, self._fields(metadata, "TensorStorageMetadata"), blobs_by_key
+                )
         return Checkpoint(tensors, blobs, dict(self._paths(fields.get("planner_data"))))
 
     def _spend(self, num_items: int) -> None:
@@ -159,11 +158,11 @@ class _MetadataReader:
         if self._left < 0:
             raise ValueError("it names the same things again and again")
 
-    def _fields(self, made: Any, name: str) -> dict[str, Any]:
+    def _fields(self, record: Any, name: str) -> dict[str, Any]:
         """The attributes of an instance of one of torch's classes."""
-        if not isinstance(made, _MadeObject) or made.name.rpartition(".")[2] != name:
+        if not isinstance(record, _CallRecord) or record.name.rpartition(".")[2] != name:
             raise ValueError(f"there is no {name} where one should be")
-        pairs = _pairs(made.state)
+        pairs = _pairs(record.state)
         self._spend(len(pairs))
         return {key: value for key, value in pairs if type(key) is str}
 
@@ -172,31 +171,31 @@ class _MetadataReader:
         self._spend(len(ints))
         return ints
 
-    def _stored(self, pairs: Any) -> dict[tuple[str, tuple[int, ...] | None], Blob]:
-        found = {}
+    def _blobs(self, pairs: Any) -> dict[tuple[str, tuple[int, ...] | None], Blob]:
+        blobs = {}
         for index, info in pairs:
-            at, where = self._fields(index, "MetadataIndex"), self._fields(info, "_StorageInfo")
-            name = at["fqn"]
+            key_fields, info_fields = self._fields(index, "MetadataIndex"), self._fields(info, "_StorageInfo")
+            name = key_fields["fqn"]
             if type(name) is not str:
                 raise ValueError(f"{_brief(name)} is no name")
-            if where.get("transform_descriptors"):
+            if info_fields.get("transform_descriptors"):
                 raise _RefusedError(
-                    f"{name!a:.200} was written through extensions ({_brief(where['transform_descriptors'])}); load it with "
-                    "torch.distributed.checkpoint"
+                    f"{name!a:.200} was written through extensions "
+                    f"({_brief(info_fields['transform_descriptors'])}); load it with torch.distributed.checkpoint"
                 )
-            file = where["relative_path"]
+            file = info_fields["relative_path"]
             if type(file) is not str or not _is_beside(file):
                 raise ValueError(f"{_brief(file)} is not the name of a file beside it")
-            key = name, None if at.get("offset") is None else self._ints(at["offset"])
-            if key in found:
+            key = name, None if key_fields.get("offset") is None else self._ints(key_fields["offset"])
+            if key in blobs:
                 raise ValueError(f"{name!a:.200} is at two places")
-            found[key] = Blob(file, *self._ints((where["offset"], where["length"])))
-        _check_apart(found)
-        return found
+            blobs[key] = Blob(file, *self._ints((info_fields["offset"], info_fields["length"])))
+        _check_disjoint(blobs)
+        return blobs
 
-    def _tensor(self, name: str, fields: Mapping[str, Any], stored: Mapping[Any, Blob]) -> StoredTensor:
+    def _tensor(self, name: str, fields: Mapping[str, Any], blobs: Mapping[Any, Blob]) -> StoredTensor:
         properties = fields["properties"]
-        if properties.name != f"{_MADE_BY}TensorProperties":
+        if properties.name != f"{_METADATA_MODULE}TensorProperties":
             raise ValueError(f"{properties.name} are no properties")
         state = properties.state  # a tuple of five, or six from torch 2.15 on
         dtype = state[0].name.removeprefix("torch.") if isinstance(state, tuple) else ""
@@ -204,19 +203,19 @@ class _MetadataReader:
         if dtype not in DTYPES or len(shape) > _MAX_DIMS or prod(n or 1 for n in shape) >= 2**63:
             raise ValueError(f"{name!a:.200} has dtype {dtype!r:.50} and shape {shape!r:.200}")
         chunks = []
-        for one in fields["chunks"]:
-            chunk = self._fields(one, "ChunkStorageMetadata")
-            offsets, sizes = self._ints(chunk["offsets"]), self._ints(chunk["sizes"])
+        for item in fields["chunks"]:
+            chunk_fields = self._fields(item, "ChunkStorageMetadata")
+            offsets, sizes = self._ints(chunk_fields["offsets"]), self._ints(chunk_fields["sizes"])
             if not len(offsets) == len(sizes) == len(shape) or any(
                 at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)
             ):
                 raise ValueError(f"{name!a:.200} of shape {shape} has no piece at {offsets} of {sizes}")
             if prod(sizes):
-                chunks.append(Chunk(offsets, sizes, stored[name, offsets]))
+                chunks.append(Chunk(offsets, sizes, blobs[name, offsets]))
         return StoredTensor(dtype, shape, tuple(chunks))
 
     def _paths(self, planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
-        """The paths of torch's own planners; data that others have kept there means nothing here."""
+        """The paths that torch's own planners have stored; data of other planners is ignored."""
         for name, path in planner_data if isinstance(planner_data, _Pairs) else ():
             if type(name) is str and isinstance(path, tuple):
                 self._spend(len(path))
@@ -224,10 +223,10 @@ class _MetadataReader:
                     yield name, path
 
 
-def _check_apart(found: Mapping[tuple[str, Any], Blob]) -> None:
-    """No two things lie in the same bytes, not even tied weights: all together are never larger than the files."""
+def _check_disjoint(blobs: Mapping[tuple[str, Any], Blob]) -> None:
+    """Raises ValueError if two items share bytes. Even tied weights do not: together they never exceed the files."""
     last, owner = Blob("", 0, 0), ""
-    for (name, _), blob in sorted(found.items(), key=lambda item: item[1]):
+    for (name, _), blob in sorted(blobs.items(), key=lambda item: item[1]):
         if blob.file == last.file and blob.offset < last.offset + last.length:
             raise ValueError(f"{name!a:.200} and {owner!a:.200} are in the same bytes of {blob.file!r:.200}")
         last, owner = blob, name
@@ -238,14 +237,14 @@ def _is_beside(file: str) -> bool:
     return file.isprintable() and "\\" not in file and not any(part in ("", ".", "..") for part in parts)
 
 
-# --- one tensor, as torch.save has written it ----------------------------------------------------------------------
+# --- one tensor, as torch.save writes it --------------------------------------------------------------------------
 
 
-def tensor_in(read: Callable[[int, int], bytes], blob: Blob) -> Lying:
-    """Where the bytes of the tensor are that a blob holds. `read` is called with an offset in the file and a length.
+def locate_tensor(read: Callable[[int, int], bytes], blob: Blob) -> TensorExtent:
+    """The place of the bytes of the tensor in a blob. `read` is called with an offset in the file and a length.
 
-    Raises ValueError for anything that is not one tensor of plain memory, as torch.save writes it, and OthersReadError where it is
-    sound all the same.
+    Raises ValueError for anything but one tensor of plain memory, as torch.save writes it, and TorchOnlyError if it is
+    intact all the same.
     """
     window = _Window(read, blob)
     try:
@@ -253,9 +252,9 @@ def tensor_in(read: Callable[[int, int], bytes], blob: Blob) -> Lying:
             infos = {info.filename.partition("/")[2]: info for info in records.infolist()}
             if "byteorder" in infos and _record(records, infos["byteorder"], _MAX_WORD) != b"little":
                 raise ValueError("its bytes are in another order")
-            made = _Machine().follow(_record(records, infos["data.pkl"], _MAX_RECORD))
-        return _lying(made, window, infos)
-    except OthersReadError:
+            record = _DcpMachine().follow(_record(records, infos["data.pkl"], _MAX_RECORD))
+        return _location(record, window, infos)
+    except TorchOnlyError:
         raise
     except Exception as error:
         raise ValueError(
@@ -264,25 +263,25 @@ def tensor_in(read: Callable[[int, int], bytes], blob: Blob) -> Lying:
 
 
 def _record(records: zipfile.ZipFile, info: zipfile.ZipInfo, max_bytes: int) -> bytes:
-    """One as torch writes it: a compressed one could become any amount."""
+    """The bytes of an uncompressed record: a compressed one might expand to any size."""
     if info.compress_type != zipfile.ZIP_STORED or info.file_size > max_bytes:
         raise ValueError(f"its {info.filename!a:.200} is compressed, or too large for one tensor")
     return records.read(info)
 
 
-def _lying(made: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]) -> Lying:
-    if made.name == "torch._utils._rebuild_parameter":
-        made = made.arguments[0]
+def _location(record: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]) -> TensorExtent:
+    if record.name == "torch._utils._rebuild_parameter":
+        record = record.arguments[0]
     dtype = None
-    if made.name == "torch._utils._rebuild_tensor_v3":
-        storage, offset, shape, strides, _, _, kind, *more = made.arguments
+    if record.name == "torch._utils._rebuild_tensor_v3":
+        storage, offset, shape, strides, _, _, kind, *more = record.arguments
         dtype = kind.name.removeprefix("torch.")
-    elif made.name == "torch._utils._rebuild_tensor_v2":
-        storage, offset, shape, strides, _, _, *more = made.arguments
+    elif record.name == "torch._utils._rebuild_tensor_v2":
+        storage, offset, shape, strides, _, _, *more = record.arguments
     else:
-        raise ValueError(f"it is made by {made.name}")
+        raise ValueError(f"it is made by {record.name}")
     if any(more):
-        raise OthersReadError("it is a view that is computed when it is read, such as a conjugate")
+        raise TorchOnlyError("it is a view that is computed when it is read, such as a conjugate")
     word, kind, key, _, _ = storage
     if word != "storage" or type(key) is not str:
         raise ValueError("it has no storage")
@@ -293,18 +292,20 @@ def _lying(made: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]) -> 
     (offset,), shape, strides = _ints((offset,)), _ints(shape), _ints(strides)
     item_bytes = DTYPES[dtype][0]
     num_items = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if prod(shape) else 0
-    # Nor may its items share places: it would be larger in memory than in the file. torch writes it out.
+    # Items must not share memory either: the tensor would be larger in memory than in the file. torch writes such out.
     if max(offset + num_items, prod(shape)) * item_bytes > info.file_size:
         raise ValueError("it is larger than its storage")
     header = window.at(info.header_offset, 30)
     begin = info.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
     if begin + info.file_size > window.length:
         raise ValueError("its storage is cut off")
-    return Lying(dtype, window.offset + begin + offset * item_bytes, num_items * item_bytes, shape, strides)
+    return TensorExtent(
+        dtype, window.offset + begin + offset * item_bytes, num_items * item_bytes, shape, strides
+    )
 
 
 class _Window(io.RawIOBase):
-    """One blob as a file, of which the beginning and the end are read at once, and little else at all."""
+    """A blob as a file object. Its begin and end are read once and kept, as zipfile needs little else."""
 
     def __init__(self, read: Callable[[int, int], bytes], blob: Blob) -> None:
         self.offset, self.length = blob.offset, blob.length
@@ -343,19 +344,19 @@ class _Window(io.RawIOBase):
         return data
 
 
-# --- pickles, of which nothing is made ------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------------------------
 
 
 class _RefusedError(Exception):
-    """For what is no damage."""
+    """The metadata is refused, although it is not damaged."""
 
 
-class _NamedGlobal(NamedTuple):
+class _GlobalName(NamedTuple):
     name: str
 
 
-class _MadeObject:
-    """The object that a class or function would have made of these arguments, and the state that it would have been given."""
+class _CallRecord:
+    """A call that would create an object, and the state that the object would be given."""
 
     def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
         self.name, self.arguments = name, arguments
@@ -363,7 +364,7 @@ class _MadeObject:
 
 
 def _brief(value: Any) -> str:
-    """For messages. A tuple in a tuple, twice, and so on, is a small pickle with a `repr` of any length."""
+    """A short text for messages: tuples nested in a small pickle may have a `repr` of any length."""
     if (
         isinstance(value, tuple | list)
         and len(value) <= _MAX_DIMS
@@ -380,7 +381,7 @@ def _brief(value: Any) -> str:
 
 
 class _Pairs(list[tuple[Any, Any]]):
-    """The items of a dict, whose keys are not hashed: they may be anything."""
+    """The items of a dict, in a list, since the keys must not be hashed."""
 
 
 def _pairs(value: Any) -> _Pairs:
@@ -390,7 +391,7 @@ def _pairs(value: Any) -> _Pairs:
 
 
 def _ints(values: Any) -> tuple[int, ...]:
-    if isinstance(values, _MadeObject) and values.name == "torch.Size":
+    if isinstance(values, _CallRecord) and values.name == "torch.Size":
         (values,) = values.arguments or ((),)
     if (
         not isinstance(values, list | tuple)
@@ -401,14 +402,16 @@ def _ints(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-class _Machine(PickleMachine):
+class _DcpMachine(PickleMachine):
+    """Interprets the pickles of torch.distributed.checkpoint, and refuses names that it does not write."""
+
     accepted: ClassVar = ALL - {"EMPTY_SET"}
     protocols: ClassVar = range(2, 6)
 
     def refuse(self, instruction: str) -> NoReturn:
         raise _RefusedError(f"it has the instruction {instruction}, which torch does not write")
 
-    def named(self, module: str, name: str) -> _NamedGlobal:
+    def find_global(self, module: str, name: str) -> _GlobalName:
         full = f"{module}.{name}"
         is_dtype = module == "torch" and name in DTYPES
         is_storage = module == "torch" and name.removesuffix("Storage") in _STORAGES
@@ -416,24 +419,24 @@ class _Machine(PickleMachine):
             raise _RefusedError(
                 f"it names {full!a:.200}, which no checkpoint of torch.distributed.checkpoint needs; nothing was run"
             )
-        return _NamedGlobal(full)
+        return _GlobalName(full)
 
-    def called(self, function: Any, arguments: Any) -> _MadeObject:
-        if not isinstance(function, _NamedGlobal) or not isinstance(arguments, tuple):
+    def call(self, function: Any, arguments: Any) -> _CallRecord:
+        if not isinstance(function, _GlobalName) or not isinstance(arguments, tuple):
             raise ValueError("it calls what cannot be called")
-        return _MadeObject(function.name, arguments)
+        return _CallRecord(function.name, arguments)
 
-    def given_state(self, made: Any, state: Any) -> None:
-        if not isinstance(made, _MadeObject):
+    def set_state(self, record: Any, state: Any) -> None:
+        if not isinstance(record, _CallRecord):
             raise ValueError("it gives a state to what has none")
-        made.state = state
+        record.state = state
 
-    def persistent(self, key: Any) -> Any:
+    def persistent_load(self, key: Any) -> Any:
         return key
 
     def empty_dict(self) -> _Pairs:
         return _Pairs()
 
     def set_items(self, into: Any, items: list[Any]) -> None:
-        if not (isinstance(into, _MadeObject) and into.name == "collections.OrderedDict"):
+        if not (isinstance(into, _CallRecord) and into.name == "collections.OrderedDict"):
             _pairs(into).extend(zip(items[::2], items[1::2], strict=True))
