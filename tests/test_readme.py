@@ -118,9 +118,7 @@ def test_a_table_replaces_the_one_behind_its_mark_and_nothing_else(tmp_path):
 
 def test_operators_find_every_error_and_every_metric(tmp_path):
     shown = set(re.findall(r"`(\w+)`", text_of(ROOT / "docs" / "operators.md")))
-    known = [
-        cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, CheckpointError)
-    ]
+    known = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, CheckpointError)]
     assert {cls.__name__ for cls in known if cls is not CheckpointError} - shown == set()
     assert {*AsyncCheckpointer(tmp_path).metrics()} - shown == set()
 

@@ -467,9 +467,7 @@ def _write_marker(file: Any, model_id: str) -> None:
 def _required(dispatch: Dispatch, name: str) -> Callable[..., Any]:
     method = _optional(dispatch, name)
     if method is None:
-        raise TypeError(
-            f"{type(dispatch).__qualname__} has no {name}; give an object like SkyRL's WorkerDispatch"
-        )
+        raise TypeError(f"{type(dispatch).__qualname__} has no {name}; give an object like SkyRL's WorkerDispatch")
     return method
 
 

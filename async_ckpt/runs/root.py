@@ -145,27 +145,21 @@ class Root:
             unknown = [step for step in listing.steps if step not in self.known]
             manifests = self.look_up(unknown, tolerant=tolerant)
             manifests = {
-                step: manifest
-                for step, manifest in manifests.items()
-                if not is_excluded(step, manifest, retired)
+                step: manifest for step, manifest in manifests.items() if not is_excluded(step, manifest, retired)
             }
             self.note({step: manifest for step, manifest in manifests.items() if manifest is not None})
             self.forget(self.known.keys() - {*listing.steps})
         known = self.known
         stale = out_of_line(list(known), listing.starts, lambda step: commit_of(known.get(step)))
         stale |= {
-            step: attempt
-            for step, attempt in self.outside.items()
-            if is_excluded(step, known.get(step), self.outside)
+            step: attempt for step, attempt in self.outside.items() if is_excluded(step, known.get(step), self.outside)
         }
         if stale:
             self.forget(stale)
             known = self.known
         if list(known) == listing.steps:
             return known
-        return Commits(
-            {s: known.get(s) for s in listing.steps if s in known or (s in manifests and s not in stale)}
-        )
+        return Commits({s: known.get(s) for s in listing.steps if s in known or (s in manifests and s not in stale)})
 
     def note(self, manifests: Mapping[int, Manifest]) -> None:
         """Note that these steps are committed."""

@@ -240,9 +240,7 @@ class Run:
             # An earlier rollback counts while its manifest is there, which this commit may replace: finish it first.
             self._root.finish_rollbacks(listing.intents)
         newer = self._root.look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
-        retires = tuple(
-            Retired(s, manifest.attempt if manifest else "") for s, manifest in sorted(newer.items())
-        )
+        retires = tuple(Retired(s, manifest.attempt if manifest else "") for s, manifest in sorted(newer.items()))
         before = replaces[0] if replaces else None
         earlier = (before.attempt, *before.replaces) if before else ()
         manifest = Manifest(

@@ -43,19 +43,14 @@ def saved(folder: Path, world: int, build: Build, **how: Any) -> Path:
 
 def everything(rank: int) -> dict[str, Any]:
     """Each kind of leaf, tied tensors, and tensors in pieces of any form."""
-    strided = torch_cuts(
-        (2, 3), [(_StridedShard(0, split_factor=2), Shard(1)), (Shard(1), Shard(1))], [8, 13]
-    )
+    strided = torch_cuts((2, 3), [(_StridedShard(0, split_factor=2), Shard(1)), (Shard(1), Shard(1))], [8, 13])
     model = {name: tensor for name, (tensor, _) in strided.items()}
     model |= {
-        name: tensor
-        for name, (tensor, _) in fsdp2_over_tp(rank, {"dp": 3, "tp": 2}, MODEL_PARALLEL, [7, 13]).items()
+        name: tensor for name, (tensor, _) in fsdp2_over_tp(rank, {"dp": 3, "tp": 2}, MODEL_PARALLEL, [7, 13]).items()
     }
     return {
         "model": {**model, "tied": next(iter(model.values())), "none": torch.empty(0, 3)},
-        "dtypes": [
-            torch.tensor([1, 2], dtype=dtype) for dtype in (torch.bool, torch.bfloat16, torch.complex128)
-        ],
+        "dtypes": [torch.tensor([1, 2], dtype=dtype) for dtype in (torch.bool, torch.bfloat16, torch.complex128)],
         "array": np.arange(5),
         "texts": ("a", b"bytes", 1.5, None),
         "object": torch.Size([2, 3]),
@@ -183,9 +178,7 @@ def test_what_cannot_be_merged_is_told_before_anything_is_read(tmp_path: Path):
         async_ckpt.merge(run, 1, tmp_path / "x.tar.zst")
     with pytest.raises(IsADirectoryError):
         async_ckpt.merge(run, 1, tmp_path)
-    with pytest.raises(
-        NotCommittedError, match="is the folder of step 1, not of 7; give the root of the run"
-    ):
+    with pytest.raises(NotCommittedError, match="is the folder of step 1, not of 7; give the root of the run"):
         async_ckpt.merge(run / "step_00000001", 7, tmp_path / "x.tar")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for name in (f"rank_00000.{ATTEMPT}.tar", "x.tar"):

@@ -260,9 +260,7 @@ def test_a_step_of_several_ranks_loads_by_its_folder_and_by_that_of_its_run(of: 
 
 def test_a_group_that_a_step_of_other_ranks_has_lent_loads_with_the_rest(step: Path):
     """It was saved by four; now there are six, each with values of its own."""
-    own = write_all(
-        step.parent / "step_00000002", 6, lambda rank: {"rng": 10 + rank, "lr": 0.25}, per_rank=("rng",)
-    )
+    own = write_all(step.parent / "step_00000002", 6, lambda rank: {"rng": 10 + rank, "lr": 0.25}, per_rank=("rng",))
     later = commit(own, per_rank=("rng",), lent={"model": step})
 
     loaded = async_ckpt.load(later, from_ranks={"rng": 5})

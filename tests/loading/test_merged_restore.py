@@ -44,9 +44,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_each_rank_gets_its_own_of_what_any_layout_has_saved(
-    before: str, after: str, step_of: Callable[[str], Path]
-):
+def test_each_rank_gets_its_own_of_what_any_layout_has_saved(before: str, after: str, step_of: Callable[[str], Path]):
     """The oracle is torch's own cutting: what it made is emptied, filled, and compared with what it was."""
     world, build = SUITE[after]
 
@@ -84,9 +82,7 @@ def held(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("has_moments", [True, False], ids=["moments", "none yet"])
 @pytest.mark.parametrize("world", [3, 2], ids=["same layout", "another"])
-def test_a_sharded_model_and_its_optimizer_are_filled_where_they_are(
-    world: int, has_moments: bool, tmp_path: Path
-):
+def test_a_sharded_model_and_its_optimizer_are_filled_where_they_are(world: int, has_moments: bool, tmp_path: Path):
     paths = write_all(tmp_path, 3, lambda _: trained(3))
 
     for rank in range(world):
@@ -131,13 +127,9 @@ def test_another_shape_is_refused_by_name_before_anything_is_written(tmp_path: P
     with standing_at(0, 2), torch.no_grad():
         live = {
             "a": numbered((13, 6)).zero_(),
-            "b": distribute_tensor(
-                numbered((9,)), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
-            ),
+            "b": distribute_tensor(numbered((9,)), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None),
         }
-        with pytest.raises(
-            StateMismatchError, match=r"b is float32\[9\] here and float32\[7\] in the checkpoint"
-        ):
+        with pytest.raises(StateMismatchError, match=r"b is float32\[9\] here and float32\[7\] in the checkpoint"):
             restore_at(0, 2, paths, live)
 
         assert not live["a"].any()

@@ -227,9 +227,7 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path, options, kept):
         assert ckpt.steps() == kept
         for step in kept:
             assert_is_state(ckpt.load(step), step)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
-        f"step_{s:08d}" for s in kept
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [f"step_{s:08d}" for s in kept]
 
 
 def test_the_future_resolves_before_retention_begins(tmp_path):

@@ -130,9 +130,7 @@ def test_another_rule_keeps_more_and_never_less(made, rules):
         return
     more = Keep(rules.last or 2, rules.every, rules.best, rules.seconds)
 
-    assert set(deletable_steps(more, Commits(made), now=NOW)) <= set(
-        deletable_steps(rules, Commits(made), now=NOW)
-    )
+    assert set(deletable_steps(more, Commits(made), now=NOW)) <= set(deletable_steps(rules, Commits(made), now=NOW))
 
 
 @pytest.mark.parametrize(
@@ -513,9 +511,7 @@ def test_a_metric_that_no_record_has_is_told_with_those_that_they_have(tmp_path)
         ):
             ckpt.best("loss", mode="min")
         ckpt.save(state_at(1), step=1, record={"lr": 0.5, "note": "x"}).result()
-        with pytest.raises(
-            NotCommittedError, match=r"has the metric 'loss' \(their records have lr\); give it"
-        ):
+        with pytest.raises(NotCommittedError, match=r"has the metric 'loss' \(their records have lr\); give it"):
             ckpt.best("loss", mode="min")
         with pytest.raises(NotCommittedError, match=r"has the metric 'note' \(their records have lr\)"):
             ckpt.best("note", mode="max")

@@ -162,9 +162,7 @@ class Nursery:
             start_new_session=True,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(
-                    [str(Path(__file__).parent), str(Path(async_ckpt.__file__).parents[1])]
-                ),
+                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(async_ckpt.__file__).parents[1])]),
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
             },

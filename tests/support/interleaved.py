@@ -49,9 +49,7 @@ class StoreOf:
     def names(self, folder: str) -> list[str]:
         self._turn("names", folder)
         below = f"{folder}/" if folder else ""
-        return sorted(
-            {path.removeprefix(below).split("/")[0] for path in self._objects.data if path.startswith(below)}
-        )
+        return sorted({path.removeprefix(below).split("/")[0] for path in self._objects.data if path.startswith(below)})
 
     def read(self, path: str) -> tuple[bytes, str]:
         self._turn("read", path)

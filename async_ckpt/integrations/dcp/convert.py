@@ -125,9 +125,7 @@ def to_dcp(
     from_path(source, write, verify=verify, readers=Readers(from_ranks=from_ranks, reads_all=True))
 
 
-def _write_values(
-    folder: _DcpFolder, entries: Mapping[str, SavedItem], blobs: frozenset[str], *, trust: bool
-) -> None:
+def _write_values(folder: _DcpFolder, entries: Mapping[str, SavedItem], blobs: frozenset[str], *, trust: bool) -> None:
     for name, entry in entries.items():
         if entry.tensor is None:
             wanted, make = value_of(name, entry, trust=trust)

@@ -459,6 +459,4 @@ def _value_in_blob(data: Any) -> tuple[Any, bool]:
 
 def _num_bytes(item: WriteItem) -> int:
     planned = item.tensor_data
-    return (
-        0 if planned is None else torch.Size(planned.chunk.sizes).numel() * planned.properties.dtype.itemsize
-    )
+    return 0 if planned is None else torch.Size(planned.chunk.sizes).numel() * planned.properties.dtype.itemsize

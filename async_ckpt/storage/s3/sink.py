@@ -272,9 +272,7 @@ class ObjectReader(Reader):
         except FileExistsError:
             is_same = False
         if not is_same:
-            raise StorageUnavailableError(
-                f"{shown} was replaced while it was being read; load it again", path=shown
-            )
+            raise StorageUnavailableError(f"{shown} was replaced while it was being read; load it again", path=shown)
 
     def close(self) -> None:
         """Nothing is held between reads."""
