@@ -307,7 +307,7 @@ class Agreement:
                 self._raise_apart()
             if monotonic() > deadline:
                 break
-        self._joint.goes(JointState.LEFT)
+        self._joint.life.go(JointState.LEFT)
         raise PeerFailedError(
             f"step {self._joint.step}: rank 0 has not said in {in_time:.0f} s whether it is committed. It may "
             "be: look at what is committed when rank 0 is back",
@@ -372,7 +372,7 @@ class Agreement:
         here under the same names, at any time, so then it may not.
         """
         joint = self._joint
-        joint.goes(JointState.BEGUN if is_followed else JointState.LEFT)  # until `follow`
+        joint.life.go(JointState.BEGUN if is_followed else JointState.LEFT)  # until `follow`
         if self.decides:
             if self._run in joint.maybe_at or (joint.maybe_at and not joint.is_committed):
                 return False  # nobody knows whether it is committed
@@ -405,7 +405,7 @@ class Agreement:
     async def follow(self, off_loop: OffLoop, seconds: float = DECISION_SECONDS) -> None:
         """This rank has no part in it any more: learn what is decided all the same."""
         if not self._joint.is_decided:
-            self._joint.goes(JointState.BEGUN)
+            self._joint.life.go(JointState.BEGUN)
             with suppress(CheckpointError, OSError):
                 await self._heard(off_loop, lambda: None, seconds)
 
@@ -484,7 +484,7 @@ async def _is_named(ranks: Ranks, joint: JointSave, off_loop: OffLoop) -> bool:
 
 def listen_again(loop: Loop, ranks: Ranks, runs: Sequence[Run], joint: JointSave) -> None:
     """A save was given up undecided on this rank: rank 0 may have decided since. Does not wait for that."""
-    joint.goes(JointState.BEGUN)
+    joint.life.go(JointState.BEGUN)
 
     async def listen() -> None:
         for run in runs:

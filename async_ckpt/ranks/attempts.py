@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Final
 
 from ..errors import PeerFailedError
+from ..host.life import Life
 from ..host.waits import ENDS_THE_CALL, Wait
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
 from ..runs.run import Run
@@ -42,7 +43,7 @@ class JointState(Enum):
 
 
 _DECIDED: Final = frozenset({JointState.SKIPPED, JointState.REFUSED, JointState.COMMITTED})
-_NEXT: Final = {
+_SUCCESSORS: Final = {
     JointState.CALLED: {JointState.FAILED, JointState.BEGUN, JointState.SKIPPED},
     JointState.FAILED: {JointState.BEGUN, JointState.LEFT},
     JointState.BEGUN: {JointState.LEFT, JointState.REFUSED, JointState.COMMITTED},
@@ -75,7 +76,8 @@ class JointSave:
 
     step: int
     question: str = ""  # whether it is skipped, where that is still to be asked
-    state: JointState = JointState.CALLED
+    # Whatever happens later at one of several roots changes nothing of what was decided.
+    life: Life[JointState] = field(default_factory=lambda: Life(_SUCCESSORS))
     number: int = -1  # among those that have begun, as on all ranks; -1 before that
     newest_decided: int = -1  # the last of these that all ranks knew the decision of when this one began
     table: Table = EMPTY  # by which this rank shares
@@ -86,22 +88,17 @@ class JointSave:
     causes: list[Cause] = field(default_factory=list)
     maybe_at: set[Run] = field(default_factory=set)  # on rank 0: where it has put the manifest, or may have
 
-    def goes(self, state: JointState) -> None:
-        """Change the state. Whatever happens later at one of several roots changes nothing of what was decided."""
-        if state in _NEXT[self.state]:
-            self.state = state
-
     @property
     def is_decided(self) -> bool:
-        return self.state in _DECIDED
+        return self.life.now in _DECIDED
 
     @property
     def is_committed(self) -> bool:
-        return self.state is JointState.COMMITTED
+        return self.life.now is JointState.COMMITTED
 
     @property
     def is_left(self) -> bool:
-        return self.state is JointState.LEFT
+        return self.life.now is JointState.LEFT
 
     @property
     def shares_by(self) -> str:
@@ -144,7 +141,7 @@ class Attempts:
     def _name(self, joint: JointSave) -> None:
         """Give its attempt the name that it has on all ranks."""
         joint.attempt, joint.before = self._attempt(joint.step, self._num_decided[joint.step]), None
-        joint.goes(JointState.BEGUN)
+        joint.life.go(JointState.BEGUN)
         self._begun[joint.step] = joint
 
     def _attempt(self, step: int, number: int) -> str:
@@ -180,7 +177,7 @@ class Attempts:
         if joint.number < 0:
             self._count(joint)
         if not joint.attempt:
-            joint.goes(JointState.FAILED)
+            joint.life.go(JointState.FAILED)
             joint.before, self._begun[joint.step] = self._begun.get(joint.step), joint
             self._name_if_known(joint)
         joint.causes.append(cause)
@@ -200,7 +197,7 @@ class Attempts:
 
     def forget(self, joint: JointSave) -> None:
         """A save will have no name: rank 0 has not come, or has not decided about the attempt before."""
-        joint.goes(JointState.LEFT)
+        joint.life.go(JointState.LEFT)
         if self._begun.get(joint.step) is joint:
             del self._begun[joint.step]
             if joint.before is not None:
@@ -212,7 +209,7 @@ class Attempts:
         """A save is decided, and `table` is what is known of the ranks from then on; None: what it was begun with."""
         if joint.is_decided:
             return
-        joint.goes(state)
+        joint.life.go(state)
         self._num_decided[joint.step] += 1
         self._tables[joint.number] = joint.table if table is None else table
         self._tables.pop(joint.number - 2 * self._max_in_flight - 1, None)

@@ -101,7 +101,7 @@ class Ranks:
     def failed(self, joint: JointSave, error: BaseException) -> None:
         """The call has raised on this rank. Waits at most for rank 0's word on whether the save is skipped."""
         if joint.question and not self._is_begun(joint, error):
-            joint.goes(JointState.SKIPPED)
+            joint.life.go(JointState.SKIPPED)
             return
         self.attempts.fail(joint, Cause(self.world.rank, in_words(error)))
         self.meeting.does_not_meet()
