@@ -52,9 +52,7 @@ def drawn(text: str) -> str:
         marks.sort()
         for (_, x, begin), (_, _, end) in pairwise(marks):
             left = x - 10 - abs(end - begin) // 9
-            shapes.append(
-                f'<path d="M{x},{begin} C{left},{begin} {left},{end} {x},{end}" class="way {column}"/>'
-            )
+            shapes.append(f'<path d="M{x},{begin} C{left},{begin} {left},{end} {x},{end}" class="way {column}"/>')
         for number, x, at in marks:
             shapes.append(f'<circle cx="{x}" cy="{at}" r="8" class="{column}"/>')
             shapes.append(f'<text x="{x}" y="{at + 4}" class="number">{number}</text>')

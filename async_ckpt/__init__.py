@@ -78,7 +78,7 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .saving.policy import Due as Due
     from .spec import Keep as Keep
     from .staging.held_snapshot import HeldSnapshot as HeldSnapshot
-    from .state.containers import PerRank as PerRank
+    from .state.per_rank import PerRank as PerRank
     from .state.rng import RngState as RngState
     from .storage.compressed import Zstd as Zstd
     from .storage.place import Place as Place
@@ -112,7 +112,7 @@ else:
         "HeldSnapshot": ".staging.held_snapshot",
         "Keep": ".spec",
         "Naming": ".runs.naming",
-        "PerRank": ".state.containers",
+        "PerRank": ".state.per_rank",
         "Place": ".storage.place",
         "PullReport": ".report",
         "RngState": ".state.rng",

@@ -424,9 +424,7 @@ class AsyncCheckpointer(RunReader):
             state_dicts.take_all(state)
 
         def fill(parts: Sequence[Part], sharing: Sharing | None) -> None:
-            restore_state(
-                parts, state, options, pool=self._saver.pool, sharing=sharing, state_dicts=state_dicts
-            )
+            restore_state(parts, state, options, pool=self._saver.pool, sharing=sharing, state_dicts=state_dicts)
 
         def warn(step: int, error: CorruptCheckpointError) -> None:
             warnings.warn(f"step {step} is skipped: {error}", RuntimeWarning, stacklevel=5)

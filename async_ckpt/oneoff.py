@@ -64,9 +64,7 @@ def save(
     """
     target = FileTarget.at(written_at(path), compression)
     if target.path.endswith(_OTHER_COMPRESSIONS):
-        raise ValueError(
-            f"{target.path}: only zstd is written here; name it .tar.zst, or .tar for a plain one"
-        )
+        raise ValueError(f"{target.path}: only zstd is written here; name it .tar.zst, or .tar for a plain one")
     warn_of_ranks(stacklevel=2)
     return default.one_off_saver().save(FileRequest(obj, target, guard=guard, select=select))
 

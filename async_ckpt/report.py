@@ -196,9 +196,7 @@ class PullReport(_NotebookText):
 
         wandb.log(subscriber.pull(folder).as_dict("weights/"))
         """
-        row = {
-            name: getattr(self, name) for name in ("version", "base", "num_versions", "num_bytes", "seconds")
-        }
+        row = {name: getattr(self, name) for name in ("version", "base", "num_versions", "num_bytes", "seconds")}
         return {prefix + key: nan if value is None else float(value) for key, value in row.items()}
 
     def __str__(self) -> str:

@@ -34,9 +34,7 @@ def epoch_seconds(when: Moment) -> float:
             raise ValueError(f"{when!r} has no time zone; give it one, as in datetime.now(timezone.utc)")
         return when.timestamp()
     if not isinstance(when, int | float):
-        raise TypeError(
-            f"a time must be a datetime or seconds since the epoch, not {type(when).__qualname__}"
-        )
+        raise TypeError(f"a time must be a datetime or seconds since the epoch, not {type(when).__qualname__}")
     if not when >= _EARLIEST:
         raise ValueError(
             f"{when!r} is not a time in seconds since the epoch; for one from now on, add it to time.time()"

@@ -199,9 +199,7 @@ class Keep:
                 hint = "; None keeps every step" if name == "last" else ""
                 raise ValueError(f"Keep({name}=…) must be a whole number from 1 on, got {count!r}{hint}")
         if self.seconds is not None and (
-            isinstance(self.seconds, bool)
-            or not isinstance(self.seconds, int | float)
-            or not 0 < self.seconds < inf
+            isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds < inf
         ):
             raise ValueError(f"Keep(seconds=…) must be a finite number above 0, got {self.seconds!r}")
         if not isinstance(self.whole_folder, bool):

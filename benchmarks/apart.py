@@ -20,9 +20,7 @@ from typing import Any, Final
 
 import torch
 
-_CONTEXT: Final[Any] = multiprocessing.get_context(
-    "spawn" if torch.backends.cuda.is_built() else "forkserver"
-)
+_CONTEXT: Final[Any] = multiprocessing.get_context("spawn" if torch.backends.cuda.is_built() else "forkserver")
 _CONTEXT.set_forkserver_preload(["torch._dynamo"])
 _PATIENCE_SECONDS: Final = 900
 _GRACE_SECONDS: Final = 30

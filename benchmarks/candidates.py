@@ -109,7 +109,9 @@ class Candidate:
 class TorchSave(Candidate):
     title = "torch.save + fsync"
     synchronous = True
-    configuration = "one file, by its path, torch.serialization.set_crc32_options(False); torch.load(mmap=True), copied into place"
+    configuration = (
+        "one file, by its path, torch.serialization.set_crc32_options(False); torch.load(mmap=True), copied into place"
+    )
 
     def save(self, number: int) -> None:
         torch_save(self.subject.state_dict(), self.path(number))
@@ -157,9 +159,7 @@ class Gzip(Tar):
 class Safetensors(Candidate):
     title = "safetensors.save_file + fsync"
     synchronous = True
-    configuration = (
-        "tensors under flat names, other values as JSON in the metadata; safe_open, copied into place"
-    )
+    configuration = "tensors under flat names, other values as JSON in the metadata; safe_open, copied into place"
     package = "safetensors"
 
     def save(self, number: int) -> None:
@@ -187,9 +187,7 @@ class Dcp(Candidate):
         return _dcp("filesystem").FileSystemWriter(self.path(number), thread_count=NUM_CPUS)
 
     def save(self, number: int) -> None:
-        _dcp("state_dict_saver").save(
-            self.subject.state_dict(), storage_writer=self._writer(number), no_dist=True
-        )
+        _dcp("state_dict_saver").save(self.subject.state_dict(), storage_writer=self._writer(number), no_dist=True)
 
     def restore(self, number: int, into: State) -> None:
         _dcp("state_dict_loader").load(into, checkpoint_id=self.path(number), no_dist=True)
@@ -427,9 +425,7 @@ class OursGuarded(Ours):
 
 class OursBudgeted(Ours):
     title = "async_ckpt, host_bytes="
-    configuration = (
-        "prewarmed, a quarter of the state's size as host memory, 128 MiB at least; the copy is waited for"
-    )
+    configuration = "prewarmed, a quarter of the state's size as host memory, 128 MiB at least; the copy is waited for"
 
     def _options(self) -> dict[str, Any]:
         return {"host_bytes": max(128 << 20, num_bytes_of(self.subject.state_dict()) // 4)}
@@ -455,9 +451,7 @@ class OursCompressed(Candidate):
 
 class Limit(Candidate):
     title = "the limit: memmove, O_DIRECT"
-    configuration = (
-        "into memory that is there, in the call; written by threads, fsync; no names, no digests, no commit"
-    )
+    configuration = "into memory that is there, in the call; written by threads, fsync; no names, no digests, no commit"
 
     def prewarm(self) -> None:
         self._tensors = [tensor for _, tensor in tensors_of(self.subject.state_dict())]

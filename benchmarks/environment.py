@@ -51,9 +51,7 @@ def _commit() -> str:
     asked = [["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "*.py", "../async_ckpt"]]
     try:
         commit, changed = (
-            subprocess.run(
-                ["git", *words], cwd=here, check=True, capture_output=True, text=True
-            ).stdout.strip()
+            subprocess.run(["git", *words], cwd=here, check=True, capture_output=True, text=True).stdout.strip()
             for words in asked
         )
     except (OSError, subprocess.CalledProcessError):

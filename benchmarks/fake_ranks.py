@@ -28,6 +28,4 @@ def standing_at(rank: int, size: int) -> Iterator[DeviceMesh]:
 def sharded(local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
     """A tensor of this shape, of which this rank holds some rows."""
     stride = torch.empty(*shape, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)

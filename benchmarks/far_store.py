@@ -110,9 +110,7 @@ class FarStorage:
     remote = True
     in_order = True
 
-    def __init__(
-        self, bucket: Bucket, latency_seconds: float, now: Callable[[], float] = lambda: 0.0
-    ) -> None:
+    def __init__(self, bucket: Bucket, latency_seconds: float, now: Callable[[], float] = lambda: 0.0) -> None:
         self.bucket, self.traffic = bucket, Traffic()
         self._latency, self._now = latency_seconds, now
         self._lock = threading.Lock()

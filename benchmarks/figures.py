@@ -107,9 +107,7 @@ def stall(setting: Setting) -> dict[str, Figure]:
             lambda: saves.run().stall_seconds * 1e3,
             lambda: warm.copy_seconds(list(state.values())) * 1e3,
         )
-    figure = Figure(
-        "stall of save, CPU tensors", "ms", "memmove, same threads, warm memory", Target("≤", 1.25), pairs
-    )
+    figure = Figure("stall of save, CPU tensors", "ms", "memmove, same threads, warm memory", Target("≤", 1.25), pairs)
     return {"stall": figure}
 
 
@@ -147,9 +145,7 @@ def durable_bandwidth(setting: Setting) -> dict[str, Figure]:
             lambda: num_bytes / warm.write_seconds(setting.folder / "raw", num_bytes) / 1e9,
         )
     limit = "O_DIRECT pwrite + fsync, same threads"
-    return {
-        "durable_bandwidth": Figure("durable bandwidth, digests on", "GB/s", limit, Target("≥", 0.93), pairs)
-    }
+    return {"durable_bandwidth": Figure("durable bandwidth, digests on", "GB/s", limit, Target("≥", 0.93), pairs)}
 
 
 def bandwidth_limit(setting: Setting) -> dict[str, Figure]:
@@ -321,8 +317,7 @@ def memory(setting: Setting) -> dict[str, Figure]:
     def figure(title: str, state_bytes: int, host_bytes: int | None) -> Figure:
         allowed = host_bytes or state_bytes
         peaks = [
-            probe.peak_bytes(folder, state_bytes, host_bytes)
-            for _ in range(min(_MEMORY_ROUNDS, setting.few_rounds))
+            probe.peak_bytes(folder, state_bytes, host_bytes) for _ in range(min(_MEMORY_ROUNDS, setting.few_rounds))
         ]
         limit = f"{allowed // MIB} + {_OVERHEAD_BYTES // MIB} MiB"
         pairs = [(peak / MIB, (allowed + _OVERHEAD_BYTES) / MIB) for peak in peaks]

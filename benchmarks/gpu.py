@@ -97,9 +97,7 @@ def _first_rows() -> dict[str, Figure]:
         "restored": "first save of 7 GiB after restore",
     }
     return {
-        f"gpu_first_{name}_{what}": _row(
-            f"{titles[name]}: {told}", unit, "a later one", Target("≤", at_most[name])
-        )
+        f"gpu_first_{name}_{what}": _row(f"{titles[name]}: {told}", unit, "a later one", Target("≤", at_most[name]))
         for name in gpu_first.FIRSTS
         for what, told, unit in (("stall", "stall", "ms"), ("total", "call to durable", "s"))
     }

@@ -85,9 +85,7 @@ class Accelerator:
         with torch.profiler.profile(activities=[activities.CPU, activities.CUDA]) as profile:
             yield counts
         for event in profile.events() or ():
-            if event.name.startswith(
-                ("cudaMemcpy", "cudaLaunch", "cuLaunch", "cudaEventRecord", "cudaStreamWait")
-            ):
+            if event.name.startswith(("cudaMemcpy", "cudaLaunch", "cuLaunch", "cudaEventRecord", "cudaStreamWait")):
                 counts[event.name] = counts.get(event.name, 0) + 1
         if not counts:
             raise CannotMeasureError("the profiler has seen no calls of CUDA")

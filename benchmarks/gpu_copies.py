@@ -98,9 +98,7 @@ def pinning(bench: Bench) -> Mapping[str, Found]:
             for memory in memories:
                 memory.free()
     return {
-        f"gpu_pinning_{name}": Found(
-            pairs, f"{median(rates[name]):.1f} GB/s page-locked", {"rates": rates[name]}
-        )
+        f"gpu_pinning_{name}": Found(pairs, f"{median(rates[name]):.1f} GB/s page-locked", {"rates": rates[name]})
         for name, pairs in found.items()
     }
 

@@ -148,10 +148,7 @@ def by_saves(setting: Setting) -> dict[str, Row]:
 def by_kept(setting: Setting) -> dict[str, Row]:
     """Committing one step more, with the retention that deletes one, beside the steps that are kept."""
     with ExitStack() as stack:
-        runs = [
-            stack.enter_context(_Kept(setting.folder / f"kept-{number}", number))
-            for number in setting.kept_steps
-        ]
+        runs = [stack.enter_context(_Kept(setting.folder / f"kept-{number}", number)) for number in setting.kept_steps]
         rounds = [[run.commit_seconds() for run in runs] for _ in range(setting.kept_rounds)]
     seconds = [median(column) * 1e3 for column in zip(*rounds, strict=True)]
     requests = [(float(number), _requests_per_commit(number)) for number in setting.stored_steps]
@@ -228,10 +225,7 @@ def _together(setting: Setting, count: int, rounds: int) -> list[float]:
     """Of each round: seconds until the last of them is durable."""
     with ExitStack() as stack:
         folders = [setting.folder / f"ranks-{count}-{rank}" for rank in range(count)]
-        ranks = [
-            stack.enter_context(begun(_as_rank, folder, setting.rank_bytes, count, rounds))
-            for folder in folders
-        ]
+        ranks = [stack.enter_context(begun(_as_rank, folder, setting.rank_bytes, count, rounds)) for folder in folders]
         return [_one_save(ranks) for _ in range(rounds)]
 
 

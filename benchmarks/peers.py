@@ -141,12 +141,8 @@ def _untyped(package: str) -> Any:
 
 
 PEERS: Final = {
-    "s3fs": Contender(
-        "s3fs.open().write", "bytes ready in memory, blocks of 50 MiB, 10 at once", "s3fs", _s3fs_file
-    ),
-    "boto3": Contender(
-        "boto3 upload_fileobj", "bytes ready in memory, parts of 32 MiB, 8 threads", "boto3", _boto3
-    ),
+    "s3fs": Contender("s3fs.open().write", "bytes ready in memory, blocks of 50 MiB, 10 at once", "s3fs", _s3fs_file),
+    "boto3": Contender("boto3 upload_fileobj", "bytes ready in memory, parts of 32 MiB, 8 threads", "boto3", _boto3),
     "s3torchconnector": Contender(
         "torch.save into s3torchconnector's writer",
         "parts of 32 MiB, target of 100 Gbit/s",

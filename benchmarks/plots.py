@@ -105,9 +105,7 @@ def _steps(axes: Axes, row: int, save: Kept, color: str) -> None:
     for seconds, end in zip(save["steps"], ends, strict=True):
         slower = min(1.0, max(0.0, seconds / save["step"] - 1))
         left, width = end - seconds, seconds
-        axes.barh(
-            row, width, left=left, height=0.5, color=color, alpha=0.35 + 0.65 * slower, edgecolor="white"
-        )
+        axes.barh(row, width, left=left, height=0.5, color=color, alpha=0.35 + 0.65 * slower, edgecolor="white")
     for number in range(3):  # steps as they are without a save, to compare
         axes.barh(
             row, save["step"], left=ends[-1] + number * save["step"], height=0.5, color=color, alpha=0.2,

@@ -171,11 +171,11 @@ def handed_over(setting: Setting) -> dict[str, Figure]:
             measure()
         for way, measured in ways.items():
             for limit, other in others.items():
-                title = f"a {'full version' if way == 'full' else 'delta'}: published, durable, and in a module of another"
-                pairs = side_by_side(setting.few_rounds, measured, other)
-                figures[f"publish_{way}_{limit.split('.')[0].split()[0]}"] = Figure(
-                    title, "s", limit, None, pairs
+                title = (
+                    f"a {'full version' if way == 'full' else 'delta'}: published, durable, and in a module of another"
                 )
+                pairs = side_by_side(setting.few_rounds, measured, other)
+                figures[f"publish_{way}_{limit.split('.')[0].split()[0]}"] = Figure(title, "s", limit, None, pairs)
     return figures
 
 

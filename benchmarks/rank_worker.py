@@ -66,9 +66,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def saved_by_us(
-    ckpt: async_ckpt.AsyncCheckpointer, state: Any, step: int, begin: float
-) -> tuple[float, float]:
+def saved_by_us(ckpt: async_ckpt.AsyncCheckpointer, state: Any, step: int, begin: float) -> tuple[float, float]:
     handle = ckpt.save(state, step)
     called = perf_counter() - begin
     report = handle.result()

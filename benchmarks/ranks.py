@@ -72,13 +72,11 @@ def world(size: int, folder: Path, num_bytes: int) -> Iterator[World]:
 def two_ranks(setting: Setting) -> dict[str, Figure]:
     with ExitStack() as stack:
         one, two = (
-            stack.enter_context(world(size, setting.folder / f"of_{size}", setting.state_bytes))
-            for size in (1, 2)
+            stack.enter_context(world(size, setting.folder / f"of_{size}", setting.state_bytes)) for size in (1, 2)
         )
         one.save("ours"), two.save("ours")
         pairs = [
-            _in_turn(n, lambda: two.save("ours")[1], lambda: one.save("ours")[1])
-            for n in range(2 * setting.rounds)
+            _in_turn(n, lambda: two.save("ours")[1], lambda: one.save("ours")[1]) for n in range(2 * setting.rounds)
         ]
     title = f"two ranks under FSDP, call to durable, {setting.state_bytes // MIB} MiB in all"
     return {"two_ranks": Figure(title, "s", "one rank, the same bytes", Target("≤", 1.1), pairs)}
@@ -88,10 +86,7 @@ def beside_dcp(setting: Setting) -> dict[str, Figure]:
     with world(4, setting.folder / "of_4", setting.state_bytes) as four:
         for how in ("ours", "dcp", "ours", "dcp"):
             four.save(how)
-        rounds = [
-            _in_turn(n, lambda: four.save("ours"), lambda: four.save("dcp"))
-            for n in range(2 * setting.rounds)
-        ]
+        rounds = [_in_turn(n, lambda: four.save("ours"), lambda: four.save("dcp")) for n in range(2 * setting.rounds)]
     limit = "dcp.async_save, the same state and ranks"
     stalls = [(ours[0], dcp[0]) for ours, dcp in rounds]
     whole = [(ours[1], dcp[1]) for ours, dcp in rounds]
@@ -109,9 +104,7 @@ def plugged_into_dcp(setting: Setting) -> dict[str, Figure]:
             four.save(how)
 
         def both(ours: str, torchs: str) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-            return [
-                _in_turn(n, lambda: four.save(ours), lambda: four.save(torchs)) for n in range(setting.rounds)
-            ]
+            return [_in_turn(n, lambda: four.save(ours), lambda: four.save(torchs)) for n in range(setting.rounds)]
 
         saves = both("plugged", "unplugged")
         loads = {layout: both(f"restore-{layout}", f"load-{layout}") for layout in _LAYOUTS}

@@ -101,9 +101,7 @@ def _put(bucket: Bucket, rank: int, size: int, num_tensors: int) -> str:
 
 def _commit(bucket: Bucket, folder: str, size: int, num_tensors: int) -> None:
     exchange = Exchange(FarStorage(bucket, LATENCY_SECONDS), folder, _ATTEMPT)
-    archives = {
-        name: made.data for name, made in bucket.folders[folder].items() if isinstance(made.data, _Zeros)
-    }
+    archives = {name: made.data for name, made in bucket.folders[folder].items() if isinstance(made.data, _Zeros)}
     some = next(iter(archives.values()))
     told = [archives.get(archive_name(rank, _ATTEMPT), some) for rank in range(size)]
     receipts = [Receipt(rank, digest=one.digest, num_bytes=one.num_bytes) for rank, one in enumerate(told)]

@@ -106,9 +106,7 @@ def plans(setting: Setting) -> dict[str, Row]:
             f"plan of one rank, {which}",
             "ms",
             {
-                kind: [
-                    (size, median(of[number] for of in measured[kind, size])) for size in setting.world_sizes
-                ]
+                kind: [(size, median(of[number] for of in measured[kind, size])) for size in setting.world_sizes]
                 for kind in KINDS
             },
         )
@@ -199,8 +197,7 @@ def _distributed(rank: int, mesh: DeviceMesh, num_tensors: int) -> dict[str, Any
     whole = state(num_tensors)
     model = {name: shard(value) for name, value in whole["model"].items()}
     optimizer = {
-        name: {key: shard(value) for key, value in of.items()}
-        for name, of in whole["optimizer"]["state"].items()
+        name: {key: shard(value) for key, value in of.items()} for name, of in whole["optimizer"]["state"].items()
     }
     return {"model": model, "optimizer": {"state": optimizer}}
 
@@ -211,15 +208,9 @@ def _distributed(rank: int, mesh: DeviceMesh, num_tensors: int) -> dict[str, Any
 def commits(setting: Setting) -> dict[str, Row]:
     """Simulated seconds from the moment on at which the last archive is durable."""
     random.seed(setting.world_tensors)  # of the pauses between looks
-    saves = {
-        (kind, size): _saves(kind, size, setting.world_tensors)
-        for kind in KINDS
-        for size in setting.world_sizes
-    }
+    saves = {(kind, size): _saves(kind, size, setting.world_tensors) for kind in KINDS for size in setting.world_sizes}
     memory = {
-        (kind, size): _rank_0_mib(kind, size, setting.world_tensors)
-        for kind in KINDS
-        for size in setting.world_sizes
+        (kind, size): _rank_0_mib(kind, size, setting.world_tensors) for kind in KINDS for size in setting.world_sizes
     }
     largest = max(setting.world_sizes)
     where = f"{largest:,} ranks, {LATENCY_SECONDS * 1e3:.0f} ms for each request"
@@ -303,8 +294,7 @@ def _rank_0_mib(kind: Kind, size: int, num_tensors: int) -> float:
 def storm(setting: Setting) -> dict[str, Row]:
     """All ranks restore one step at the same time, each what it had. What a few of them ask of the store is measured."""
     found = {
-        size: restarts.of_one_reader(size, setting.world_tensors, setting.few_rounds)
-        for size in setting.reader_sizes
+        size: restarts.of_one_reader(size, setting.world_tensors, setting.few_rounds) for size in setting.reader_sizes
     }
 
     def growth(title: str, unit: str, of: Callable[[restarts.Restart], float]) -> Growth:

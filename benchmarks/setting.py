@@ -103,9 +103,7 @@ class Setting:
         return cls(folder, 96 * MIB, 96 * MIB, 1000, 128 * MIB, rounds=2, few_rounds=1, **sizes)
 
 
-def side_by_side(
-    rounds: int | Iterable[int], measured: Callable[[], T], limit: Callable[[], L]
-) -> list[tuple[T, L]]:
+def side_by_side(rounds: int | Iterable[int], measured: Callable[[], T], limit: Callable[[], L]) -> list[tuple[T, L]]:
     """(measured, limit) pairs. Who goes first changes from round to round: the second finds warmer caches."""
     pairs = []
     for number in range(rounds) if isinstance(rounds, int) else rounds:

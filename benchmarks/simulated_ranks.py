@@ -146,9 +146,7 @@ class Saved:
 class SimulatedWorld:
     """The ranks of one training. `save` again and again: only the first of them is a first one."""
 
-    def __init__(
-        self, kind: Kind, size: int, num_tensors: int = NUM_TENSORS, *, spread_seconds: float = 2.0
-    ) -> None:
+    def __init__(self, kind: Kind, size: int, num_tensors: int = NUM_TENSORS, *, spread_seconds: float = 2.0) -> None:
         """Archives are durable within `spread_seconds` of each other."""
         self.kind, self.size, self._num_tensors, self._spread = kind, size, num_tensors, spread_seconds
         self._random = random.Random(size)
@@ -230,8 +228,7 @@ class SimulatedWorld:
         shares_by, values = joint.shares_by, joint.part.shared.digest()
         more = self._copies if self._is_first else [None] * _SHARDS
         says = [
-            (NO_TABLE, seal({})) if one is None else (agreement._digest(one), seal({"copies": one}))
-            for one in more
+            (NO_TABLE, seal({})) if one is None else (agreement._digest(one), seal({"copies": one})) for one in more
         ]
         told: dict[int, float] = {}
         # One of them has the balance of all these.

@@ -142,9 +142,7 @@ class Store:
         with self._lock:
             found = self._objects.get(key)
             wanted = headers.get("if-match")
-            if (found and headers.get("if-none-match") == "*") or (
-                wanted and not (found and found.e_tag == wanted)
-            ):
+            if (found and headers.get("if-none-match") == "*") or (wanted and not (found and found.e_tag == wanted)):
                 return None
             self._objects[key] = new
         return new
@@ -207,9 +205,7 @@ class Connection:
                 pairs = (line.partition(":") for line in head[1:])
                 self._headers = {name.lower(): value.strip() for name, _, value in pairs}
                 url = urlsplit(target)
-                query = {
-                    name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()
-                }
+                query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
                 bucket, _, key = unquote(url.path).lstrip("/").partition("/")
                 self._answer(bucket, key, query)
 
@@ -289,9 +285,7 @@ class Connection:
                 f"<ETag>{escape(item.e_tag)}</ETag><Size>{item.num_bytes}</Size>"
                 "<StorageClass>STANDARD</StorageClass></Contents>"
             )
-        tags += "".join(
-            f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in folders
-        )
+        tags += "".join(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in folders)
         self._reply_xml("ListBucketResult", tags)
 
     # --- answers ----------------------------------------------------------------------------------------------

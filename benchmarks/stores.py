@@ -95,9 +95,7 @@ def download(setting: Setting) -> dict[str, Row]:
     title = "restore in place from a store, verified"
     threads = f"obstore.get_range of the same ranges, {_NUM_READERS} threads"
     return {
-        "download": Figure(
-            title, "GB/s", "obstore.get_ranges of the same ranges", Target("≥", 0.85), together
-        ),
+        "download": Figure(title, "GB/s", "obstore.get_ranges of the same ranges", Target("≥", 0.85), together),
         "download_threads": Figure("the same", "GB/s", threads, None, one_by_one),
     }
 
@@ -106,8 +104,7 @@ def upload_memory(setting: Setting) -> dict[str, Row]:
     with store_server() as endpoint:
         root = f"s3://{_BUCKET}/memory"
         peaks = [
-            probe.beyond_segments(root, _options(endpoint), setting.store_bytes)
-            for _ in range(setting.few_rounds)
+            probe.beyond_segments(root, _options(endpoint), setting.store_bytes) for _ in range(setting.few_rounds)
         ]
     pairs = [(peak / MIB, _OVERHEAD_BYTES / MIB) for peak in peaks]
     title = "memory beyond state and segments while uploading"
@@ -136,9 +133,7 @@ def two_roots(setting: Setting) -> dict[str, Row]:
     title, target = "save to a disk and a store at once, both durable", Target("≤", 1.15)
     return {
         "two_roots": Figure(title, "s", "to the store alone", target, unlimited),
-        "two_roots_link": Figure(
-            f"{title}, through {_GIGABITS} Gbit/s", "s", "to the store alone", target, by_link
-        ),
+        "two_roots_link": Figure(f"{title}, through {_GIGABITS} Gbit/s", "s", "to the store alone", target, by_link),
         "two_roots_disk": Figure("the same, not through a link", "s", "to the disk alone", None, disk),
     }
 
@@ -205,9 +200,7 @@ def _beside_raw(options: Mapping[str, str], num_bytes: int, rounds: int) -> list
         return _beside(saves, put, num_bytes, rounds)
 
 
-def _beside(
-    saves: Saves, theirs: Callable[[], object], num_bytes: int, rounds: int
-) -> list[tuple[Cost, Cost]]:
+def _beside(saves: Saves, theirs: Callable[[], object], num_bytes: int, rounds: int) -> list[tuple[Cost, Cost]]:
     """(another way, save). The first time, untimed, opens connections and warms memory, as a first save does."""
     theirs()
     return side_by_side(

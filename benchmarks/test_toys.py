@@ -96,12 +96,7 @@ def test_the_benchmark_runs_at_toy_size(name: str, tmp_path: Path) -> None:
         kept.get("candidates", {}),
         *(row["candidates"] for row in kept.get("workloads", {}).values()),
     ]
-    why_not = {
-        row["title"]: row["not_measured"]
-        for group in groups
-        for row in group.values()
-        if "not_measured" in row
-    }
+    why_not = {row["title"]: row["not_measured"] for group in groups for row in group.values() if "not_measured" in row}
     assert [title for title, why in why_not.items() if not why.startswith(_MAY_LACK)] == []
 
 
@@ -124,9 +119,6 @@ def test_a_picture_is_what_the_kept_figures_make(picture: Path, tmp_path: Path) 
     stem = next(p for p in picture.parent.glob("*.json") if picture.name.startswith(p.stem + "_")).stem
     shutil.copy(picture.parent / f"{stem}.json", tmp_path)
     drawn = {path.name: path for path in draw(tmp_path / stem)}
-    words = [
-        re.findall(r"<text[^>]*>(.*?)</text>", p.read_text(), re.DOTALL)
-        for p in (picture, drawn[picture.name])
-    ]
+    words = [re.findall(r"<text[^>]*>(.*?)</text>", p.read_text(), re.DOTALL) for p in (picture, drawn[picture.name])]
     assert words[0] == words[1]
     assert any(words[0])

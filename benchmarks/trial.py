@@ -38,9 +38,7 @@ _NUM_COLD: Final = 2
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
-def run(
-    name: str, workload: str, num_bytes: int, folder: Path, setting: Setting, *, burst: bool
-) -> dict[str, Any]:
+def run(name: str, workload: str, num_bytes: int, folder: Path, setting: Setting, *, burst: bool) -> dict[str, Any]:
     """In a process of its own, with processes of its own: what `Trial.measured` says, or why it says nothing.
 
     With `burst`, also of saves that come faster than the disk.

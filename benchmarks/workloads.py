@@ -100,9 +100,7 @@ class Still:
 class Transformer(nn.Module):
     """GPT-2 in its own shapes and names, the head tied to the embedding."""
 
-    def __init__(
-        self, num_layers: int = 12, width: int = 768, vocabulary: int = 50257, context: int = 1024
-    ) -> None:
+    def __init__(self, num_layers: int = 12, width: int = 768, vocabulary: int = 50257, context: int = 1024) -> None:
         super().__init__()
         self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(context, width)
@@ -127,9 +125,7 @@ class _Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         batch, length, width = hidden.shape
-        heads = (
-            self.c_attn(self.ln_1(hidden)).view(batch, length, 3, self._num_heads, -1).permute(2, 0, 3, 1, 4)
-        )
+        heads = self.c_attn(self.ln_1(hidden)).view(batch, length, 3, self._num_heads, -1).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind()
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -175,9 +171,7 @@ def rank_of_8b(num_bytes: int) -> Still:
     shapes = {name: (shape[0] // _RANKS, *shape[1:]) for name, shape in _LLAMA.items()}
     of_layer = 12 * sum(torch.Size(shape).numel() for shape in shapes.values())
     num_layers = max(1, min(32, num_bytes // of_layer))
-    names = {
-        f"model.layers.{i}.{name}.weight": shape for i in range(num_layers) for name, shape in shapes.items()
-    }
+    names = {f"model.layers.{i}.{name}.weight": shape for i in range(num_layers) for name, shape in shapes.items()}
 
     def shards() -> dict[str, torch.Tensor]:
         return {name: torch.rand(shape) for name, shape in names.items()}

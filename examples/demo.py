@@ -24,9 +24,7 @@ from examples.screen import Screen
 from examples.trace import Event, Trace
 
 STEPS: Final = 84
-EVERY: Final = (
-    16  # no divisor of STEPS: the last save, too, has steps to hide behind, as in a longer training
-)
+EVERY: Final = 16  # no divisor of STEPS: the last save, too, has steps to hide behind, as in a longer training
 KILL_FROM: Final = 48  # the first save that may be killed: two are committed by then
 LOCAL: Final = Path("demo_out/run")
 PICTURE: Final = Path("demo_out/timeline.png")
@@ -53,12 +51,8 @@ def main() -> None:
     chapter("3. Started again")
     resumed = demo.resume(killed[-1])
     demo.compare(whole, *killed, resumed)
-    say(
-        f"steps {resumed.first_step + 1} to {STEPS}: every loss equals that of the uninterrupted run, bit for bit,"
-    )
-    say(
-        f"up to the last one, {resumed.losses[STEPS]} ({_loss(resumed, STEPS):.6f}); so does every weight after it"
-    )
+    say(f"steps {resumed.first_step + 1} to {STEPS}: every loss equals that of the uninterrupted run, bit for bit,")
+    say(f"up to the last one, {resumed.losses[STEPS]} ({_loss(resumed, STEPS):.6f}); so does every weight after it")
 
     chapter("4. What saving costs: the same training, uninterrupted, saved in three ways")
     ways = [demo.train(way) for way in ("async_ckpt", "tar", "tar.gz")]
@@ -127,9 +121,7 @@ class Demo:
                 break
             self.screen.say(f"the save of step {step} was faster than the kill; again, at the next one")
             kill_from = step + EVERY
-        self.screen.say(
-            f"SIGKILL in the middle of saving step {step}. Committed: {committed}, without step {step}."
-        )
+        self.screen.say(f"SIGKILL in the middle of saving step {step}. Committed: {committed}, without step {step}.")
         if self.in_store:  # there an object is not there at all before it is whole
             return tries
         torn = self._uncommitted_files(step)
@@ -138,9 +130,7 @@ class Demo:
                 f"step {step} is neither committed nor did the kill leave a file of it: that is no kill in mid-save"
             )
         for path in torn:
-            self.screen.say(
-                f"left behind: {path.name}, {path.stat().st_size / 1e6:.1f} MB that no manifest names"
-            )
+            self.screen.say(f"left behind: {path.name}, {path.stat().st_size / 1e6:.1f} MB that no manifest names")
         return tries
 
     def resume(self, killed: Trace) -> Trace:

@@ -34,9 +34,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # or torchrun sets it, and says so
     shutil.rmtree(ROOT, ignore_errors=True)
 
-    print(
-        f"1. {STEPS} steps under FSDP on {RANKS} ranks, without interruption and without a save, to compare with"
-    )
+    print(f"1. {STEPS} steps under FSDP on {RANKS} ranks, without interruption and without a save, to compare with")
     whole = train(RANKS)
     print(f"   loss {told(whole, 1):.3f} at step 1, {told(whole, STEPS):.3f} at step {STEPS}")
 
@@ -59,9 +57,7 @@ def main() -> None:
         wrong = [step for step, loss in other["losses"].items() if loss != whole["losses"][step]]
         if wrong:
             sys.exit(f"NOT the same training as without saving ({name}): step {wrong[0]}")
-    print(
-        f"   every loss equals that of the uninterrupted run, bit for bit, up to {told(resumed, STEPS):.6f}"
-    )
+    print(f"   every loss equals that of the uninterrupted run, bit for bit, up to {told(resumed, STEPS):.6f}")
 
     print("\n4. One process, without a process group, loads what the ranks have saved")
     state = async_ckpt.load(ROOT)

@@ -34,9 +34,7 @@ def main() -> None:
     published: dict[int, Event] = {}
     swapped: list[Event] = []
 
-    print(
-        f"1. A training of {STEPS} steps saves and publishes one snapshot every {EVERY}; a rollout process generates"
-    )
+    print(f"1. A training of {STEPS} steps saves and publishes one snapshot every {EVERY}; a rollout process generates")
     with running(command("rollout")) as rollout:
         heard = events(rollout)
         next(event for event in heard if event["event"] == "ready")
@@ -53,9 +51,7 @@ def main() -> None:
             print(f"\n2. The rollout process is killed at version {last}; the training goes on")
             hear_until(told, STEPS, published)
             sizes = [event["num_bytes"] for event in published.values()]
-            print(
-                f"   published: {', '.join(map(str, published))}; {min(sizes):,} to {max(sizes):,} bytes each"
-            )
+            print(f"   published: {', '.join(map(str, published))}; {min(sizes):,} to {max(sizes):,} bytes each")
     if training.returncode != 0:
         sys.exit(f"the training ended with exit code {training.returncode}; see above")
 
@@ -67,17 +63,13 @@ def main() -> None:
             if event["event"] == "swapped":
                 swapped.append(event)
                 show(event, published)
-    wrong = [
-        event["version"] for event in swapped if event["logits"] != published[event["version"]]["logits"]
-    ]
+    wrong = [event["version"] for event in swapped if event["logits"] != published[event["version"]]["logits"]]
     if wrong or swapped[-1]["version"] != STEPS:
         sys.exit(f"NOT the weights of the training: versions {wrong or swapped[-1]['version']}")
 
     print("\n4. The checkpoint of the same step")
     with async_ckpt.AsyncCheckpointer(ROOT / "run", ranks=(0, 1)) as ckpt:
-        print(
-            f"   committed: {ckpt.steps()}; versions kept: {async_ckpt.Subscriber(ROOT / 'weights').versions()}"
-        )
+        print(f"   committed: {ckpt.steps()}; versions kept: {async_ckpt.Subscriber(ROOT / 'weights').versions()}")
         if ckpt.latest() != STEPS:
             sys.exit(f"step {STEPS} should be committed")
     print(f"\nlogits of {len(swapped)} versions equal the training's, bit for bit")

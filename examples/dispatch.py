@@ -42,9 +42,7 @@ class LocalDispatch:
         self._trainees = trainees
         self._world_size = world_size
 
-    def save_checkpoint(
-        self, model: str, ckpt_dir: str, tokenizer: Any = None, model_id: str | None = None
-    ) -> None:
+    def save_checkpoint(self, model: str, ckpt_dir: str, tokenizer: Any = None, model_id: str | None = None) -> None:
         trainee = self._trainee(model, model_id)
         os.makedirs(ckpt_dir, exist_ok=True)
         for rank in range(self._world_size):

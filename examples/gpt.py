@@ -69,9 +69,7 @@ class GPT(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         places = torch.arange(text.shape[1], device=text.device)
-        scores: Tensor = self.scores(
-            self.norm(self.blocks(self.dropout(self.bytes(text) + self.places(places))))
-        )
+        scores: Tensor = self.scores(self.norm(self.blocks(self.dropout(self.bytes(text) + self.places(places)))))
         return scores
 
     def loss(self, text: Tensor) -> Tensor:

@@ -84,9 +84,7 @@ def _losses(axes: Axes, whole: Trace, killed: Trace, resumed: Trace) -> None:
     low, top = min(_floats(whole)), max(_floats(whole))
     if killed.killed_in is not None:
         axes.axvline(killed.killed_in, color=STALL, lw=1, ls=":")
-        axes.text(
-            killed.killed_in, top, f"  SIGKILL while\n  step {killed.killed_in} was being saved", va="top"
-        )
+        axes.text(killed.killed_in, top, f"  SIGKILL while\n  step {killed.killed_in} was being saved", va="top")
     axes.axvline(resumed.first_step, color=FAINT, lw=1, ls=":")
     axes.text(resumed.first_step, low, f"resumed from step {resumed.first_step}  ", va="bottom", ha="right")
     axes.legend(

@@ -32,9 +32,7 @@ class Screen:
     def following(self, trace: Trace, *, steps: int) -> Iterator[Callable[[Event], None]]:
         """Yields what shows one event of the run that `trace` gathers."""
         columns = TextColumn("  {task.description}"), BarColumn(), TextColumn("{task.fields[beside]}")
-        with Progress(
-            *columns, console=self._console, transient=True, disable=not self._console.is_terminal
-        ) as bars:
+        with Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bars:
             training = bars.add_task(f"training, {trace.way}", total=steps, beside="")
             writing = bars.add_task("save in flight", beside="", visible=False)
 
@@ -44,9 +42,7 @@ class Screen:
                         self.say(f"resumed from the last commit, step {trace.first_step}")
                     case "step":
                         loss = float.fromhex(event["loss"])
-                        bars.update(
-                            training, completed=event["step"], beside=f"step {event['step']}, loss {loss:.3f}"
-                        )
+                        bars.update(training, completed=event["step"], beside=f"step {event['step']}, loss {loss:.3f}")
                     case "writing":
                         written, total = event["written"], event["total"]
                         beside = f"step {event['step']}, {written / 1e6:.0f} of {total / 1e6:.0f} MB"
@@ -87,12 +83,8 @@ class Screen:
         self._console.print()
         self._console.print(table)
         every = ways[0].saves[1].begin - ways[0].saves[0].begin
-        self.say(
-            f"{len(ways[0].steps)} steps, a save every {every:.1f} s: real training saves far less often."
-        )
+        self.say(f"{len(ways[0].steps)} steps, a save every {every:.1f} s: real training saves far less often.")
         self.say("lost: stalls + slower steps. stalls: the training stands still, measured at each save.")
         self.say("slower steps: how much longer than their quiet neighbours (median of ten) those took that")
-        self.say(
-            "had a write beside them, and the wait at the end. Other work on the machine is noise in it;"
-        )
+        self.say("had a write beside them, and the wait at the end. Other work on the machine is noise in it;")
         self.say("whole runs have more of it, so their times are in the picture and not in the table.")

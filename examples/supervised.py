@@ -206,9 +206,7 @@ class Story:
             difference = trace.difference_from(whole)
             if difference:
                 sys.exit(f"NOT the same training: {difference}")
-        print(
-            f"steps {resumed.first_step + 1} to {steps}: every loss is that of the uninterrupted run, bit for bit;"
-        )
+        print(f"steps {resumed.first_step + 1} to {steps}: every loss is that of the uninterrupted run, bit for bit;")
         print(f"the last one {resumed.losses[steps]}; so is every weight, sha256 {resumed.digest[:12]}")
         self._check_files()
 
@@ -241,12 +239,8 @@ def _files(name: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a small GPT in the manner of tinker-cookbook.")
-    parser.add_argument(
-        "log", nargs="?", type=Path, help="folder of the log; without it, the whole story is told"
-    )
-    parser.add_argument(
-        "--store", help="where archives go, such as s3://bucket/runs; by default into the log's folder"
-    )
+    parser.add_argument("log", nargs="?", type=Path, help="folder of the log; without it, the whole story is told")
+    parser.add_argument("--store", help="where archives go, such as s3://bucket/runs; by default into the log's folder")
     parser.add_argument("--toy", action="store_true", help="a tiny model")
     args = parser.parse_args()
     if args.log is None:

@@ -126,9 +126,7 @@ class Watch:
     def _follow(self, handle: async_ckpt.SaveHandle, returned: float) -> None:
         while not handle.done():
             progress = handle.progress
-            self._log.tell(
-                "writing", step=handle.step, written=progress.written_bytes, total=progress.total_bytes
-            )
+            self._log.tell("writing", step=handle.step, written=progress.written_bytes, total=progress.total_bytes)
             wait([handle], timeout=self._LOOK_SECONDS)
         report = handle.result()
         self._log.tell(

@@ -32,9 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", nargs="?", help="where checkpoints go; without it, nothing is saved")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument(
-        "--die-in", type=int, default=-1, help="the step in whose save the last rank is killed"
-    )
+    parser.add_argument("--die-in", type=int, default=-1, help="the step in whose save the last rank is killed")
     parser.add_argument(
         "--other-ranks", action="store_true", help="the checkpoint was saved by another number of ranks"
     )
@@ -60,9 +58,7 @@ def train(training: Training, root: str, *, steps: int, die_in: int, is_of_other
     slowly = 2e6 if die_in >= 0 else None  # so that the kill comes in the middle of writing
     with async_ckpt.AsyncCheckpointer(root, keep=2, guard=training.optimizer, max_bandwidth=slowly) as ckpt:
         # Each rank saves random generators of its own. Another number of ranks keeps those that it has.
-        before = {
-            name: value for name, value in training.state.items() if not (is_of_others and name == "rng")
-        }
+        before = {name: value for name, value in training.state.items() if not (is_of_others and name == "rng")}
         start = ckpt.restore(before)
         training.tell("restored", step=start)
         for step in training.run(steps):
@@ -107,9 +103,7 @@ class Training:
             self.counters["step"] += 1
             mean = loss.detach().clone()
             dist.all_reduce(mean)
-            self.tell(
-                "step", step=self.counters["step"], loss=float(mean.item() / dist.get_world_size()).hex()
-            )
+            self.tell("step", step=self.counters["step"], loss=float(mean.item() / dist.get_world_size()).hex())
             yield self.counters["step"]
 
     def tell(self, event: str, **facts: object) -> None:

@@ -50,9 +50,7 @@ def rows_of(tmp_path, monkeypatch):
 
         monkeypatch.setattr(gpu, "_parts", lambda: {name: part(name) for name in measures})
         try:
-            __main__.main(
-                ["gpu", "--quick", "--dir", str(tmp_path / "disk"), "--out", str(tmp_path), *options]
-            )
+            __main__.main(["gpu", "--quick", "--dir", str(tmp_path / "disk"), "--out", str(tmp_path), *options])
         finally:
             rows = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["figures"]
         return rows
@@ -148,8 +146,4 @@ def test_no_round_is_begun_that_does_not_fit_but_the_first_is(tmp_path, monkeypa
 
 def test_the_command_of_the_device_tests_is_printed_at_the_end(rows_of, capsys):
     assert rows_of(one=measured)["one"]["pairs"] == [[2.0, 1.0]]
-    assert (
-        capsys.readouterr()
-        .out.splitlines()[-1]
-        .startswith("The tests of the device: python -m pytest -m gpu")
-    )
+    assert capsys.readouterr().out.splitlines()[-1].startswith("The tests of the device: python -m pytest -m gpu")

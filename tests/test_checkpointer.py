@@ -730,11 +730,7 @@ def test_a_restore_waits_until_what_is_being_copied_may_be_overwritten(tmp_path)
 
 
 def test_the_errors_of_the_library_have_one_root():
-    leaves = [
-        value
-        for value in vars(async_ckpt).values()
-        if isinstance(value, type) and issubclass(value, Exception)
-    ]
+    leaves = [value for value in vars(async_ckpt).values() if isinstance(value, type) and issubclass(value, Exception)]
 
     assert all(issubclass(leaf, CheckpointError) for leaf in leaves)
 

@@ -127,9 +127,7 @@ def named(*tops: str) -> list[str]:
 
 
 def test_there_is_a_house():
-    assert {"saving.story", "loading.load", "runs.run", "format.layout", "host.pool", "storage.local"} <= set(
-        MODULES
-    )
+    assert {"saving.story", "loading.load", "runs.run", "format.layout", "host.pool", "storage.local"} <= set(MODULES)
 
 
 def test_a_module_imports_only_from_its_own_room_and_from_floors_below():
@@ -137,9 +135,7 @@ def test_a_module_imports_only_from_its_own_room_and_from_floors_below():
         room = name.split(".")[0]
         allowed = {room, *NEIGHBOURS.get(room, ())}
         wrong = {
-            target
-            for target in own(name)
-            if target.split(".")[0] not in allowed and floor_of(target) <= floor_of(name)
+            target for target in own(name) if target.split(".")[0] not in allowed and floor_of(target) <= floor_of(name)
         }
 
         assert not wrong, name
@@ -158,9 +154,7 @@ def test_nothing_imports_testing():
 def test_the_bytes_know_only_the_words():
     forbidden = {"os", "time", "pathlib", "threading", "asyncio", "socket", "mmap", "tempfile"}
     for name in named("format"):
-        assert all(
-            target.split(".")[0] in (*WORDS, "format") for target in own(name) - {"pickles.machine"}
-        ), name
+        assert all(target.split(".")[0] in (*WORDS, "format") for target in own(name) - {"pickles.machine"}), name
         assert foreign(name) <= set(sys.stdlib_module_names) | {"xxhash", "zstandard"}, name
         assert not foreign(name) & forbidden, name
 
@@ -177,9 +171,7 @@ def test_torch_is_only_where_tensors_are():
             assert "torch" not in foreign(name), name
 
 
-_OF_DEVICES = [
-    f"torch.{module}" for module in ("cuda", "npu", "xpu", "mps", "accelerator", "Stream", "Event")
-]
+_OF_DEVICES = [f"torch.{module}" for module in ("cuda", "npu", "xpu", "mps", "accelerator", "Stream", "Event")]
 
 
 def test_only_the_backends_know_where_a_tensor_is():
@@ -192,8 +184,7 @@ def test_only_the_backends_know_where_a_tensor_is():
             for node in ast.walk(MODULES[name])
             if isinstance(node, ast.Attribute)
             and (
-                node.attr
-                in ("is_cuda", "is_cpu", "is_xpu", "is_mps", "is_privateuseone", "get_device_module")
+                node.attr in ("is_cuda", "is_cpu", "is_xpu", "is_mps", "is_privateuseone", "get_device_module")
                 or ast.unparse(node).endswith("device.type")
                 or ast.unparse(node) in _OF_DEVICES
             )
@@ -332,14 +323,8 @@ def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def attributes_of(node: ast.ClassDef) -> set[str]:
     """The fields of a class, and what its methods assign to `self`."""
-    fields = {
-        one.target.id
-        for one in node.body
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
-    }
-    stored = (
-        one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
-    )
+    fields = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    stored = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
     return fields | {one.attr for one in stored if isinstance(one.value, ast.Name) and one.value.id == "self"}
 
 
@@ -400,11 +385,7 @@ print(*[t.name for t in __import__("threading").enumerate()])
 def test_what_contributing_names_is_there():
     """Its walks from top to bottom are read beside the code."""
     text = (HOUSE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    names = {
-        name
-        for name in re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)`", text)
-        if not name.endswith((".py", ".json"))
-    }
+    names = {name for name in re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)`", text) if not name.endswith((".py", ".json"))}
     assert len(names) > 50
 
     def is_there(name: str) -> bool:

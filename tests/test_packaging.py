@@ -45,9 +45,7 @@ def test_the_wheel_has_the_whole_package_and_nothing_beside_it(wheel: Path) -> N
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     package = ROOT / "async_ckpt"
-    files = {
-        path.relative_to(ROOT).as_posix() for path in package.rglob("*") if path.suffix in (".py", ".typed")
-    }
+    files = {path.relative_to(ROOT).as_posix() for path in package.rglob("*") if path.suffix in (".py", ".typed")}
     assert names == files
     assert "async_ckpt/py.typed" in names
 
@@ -71,9 +69,7 @@ def test_pictures_are_linked_as_files_and_not_as_pages(metadata: Message) -> Non
 def test_the_version_is_that_of_the_package_and_of_the_changelog(metadata: Message) -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert metadata["Version"] == async_ckpt.__version__
-    assert (
-        re.findall(r"^## \[(\d[^]]*)\] - \d{4}-\d\d-\d\d$", changelog, flags=re.M)[0] == metadata["Version"]
-    )
+    assert re.findall(r"^## \[(\d[^]]*)\] - \d{4}-\d\d-\d\d$", changelog, flags=re.M)[0] == metadata["Version"]
 
 
 def test_a_plain_install_needs_torch_and_xxhash_alone(metadata: Message) -> None:

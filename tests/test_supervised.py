@@ -74,9 +74,7 @@ def loop(tmp_path: Path, s3: Server, proxy: FaultyProxy, nursery: Nursery) -> Lo
     return Loop(tmp_path / "log", s3, proxy, nursery)
 
 
-def test_a_run_that_is_killed_in_a_save_goes_on_at_the_next_batch_bit_for_bit(
-    tmp_path, s3, proxy, nursery, loop
-):
+def test_a_run_that_is_killed_in_a_save_goes_on_at_the_next_batch_bit_for_bit(tmp_path, s3, proxy, nursery, loop):
     """The upload of step 20 is held up until the kill, which so hits it for certain; 16 is the end of an epoch."""
     whole, _ = Loop(tmp_path / "whole", s3, proxy, nursery).run()
     hold = proxy.delay(None, method="PUT", target=loop.bucket + ".*000020")

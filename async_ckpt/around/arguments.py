@@ -140,9 +140,7 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
         return ()
     _, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
     states = state if isinstance(state, tuple) and len(state) == 2 else (state,)  # with slots, there are two
-    named = [
-        pair for part in states for pair in (part.items() if isinstance(part, dict) else [("state", part)])
-    ]
+    named = [pair for part in states for pair in (part.items() if isinstance(part, dict) else [("state", part)])]
     return [*enumerate(arguments), *named, *enumerate(items or ()), *_parts(dict(pairs or ()))]
 
 

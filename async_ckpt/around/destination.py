@@ -94,9 +94,7 @@ class DestinationFinder:
         elif isinstance(declared, str) and self._signature is not None:
             kinds = [p.kind for p in self._parameters.values()]
             if declared not in self._parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
-                raise TypeError(
-                    f"{self._name} has no argument {declared!r}; it has {', '.join(self._parameters)}"
-                )
+                raise TypeError(f"{self._name} has no argument {declared!r}; it has {', '.join(self._parameters)}")
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
         if self._signature is not None:
@@ -116,9 +114,7 @@ class DestinationFinder:
 
         return BoundCall(given, others, names, make)
 
-    def _find(
-        self, values: Mapping[str | int, Any], names: Mapping[str | int, str]
-    ) -> tuple[str | int, Anywhere]:
+    def _find(self, values: Mapping[str | int, Any], names: Mapping[str | int, str]) -> tuple[str | int, Anywhere]:
         """The destination's key, and its value. Raises TypeError if the destination is not clear."""
         defaults: dict[str | int, Any] = {
             p.name: p.default
@@ -235,8 +231,7 @@ def why_not_wrapped(fn: Callable[..., Any], *, streams: bool) -> str | None:
     known, name = _known_as(getattr(fn, "__func__", fn)), name_of(fn)
     if known in _READ:
         return (
-            f"{name} reads, and wrap is for functions that write; call it directly, once the handle of the save is "
-            "done"
+            f"{name} reads, and wrap is for functions that write; call it directly, once the handle of the save is done"
         )
     if known in _OPEN:
         return f"{name} opens a file; wrap the function that writes to it"

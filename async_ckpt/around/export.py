@@ -133,9 +133,7 @@ def is_left_out(path: str) -> bool:
 def files_of(folder: Path) -> dict[str, bytes]:
     """The config, tokenizer and similar files. Read now, so that the folder may be deleted once the call returns."""
     if not folder.is_dir():
-        raise NotADirectoryError(
-            f"config_folder {folder} is not a folder; give the one with the model's config.json"
-        )
+        raise NotADirectoryError(f"config_folder {folder} is not a folder; give the one with the model's config.json")
     paths = [path for path in folder.iterdir() if not is_left_out(path.name) and not path.is_dir()]
     paths += (folder / _TEMPLATES).glob("*.jinja")
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(paths)}

@@ -108,14 +108,10 @@ class Export(CopySave):
     def _write_weights(self) -> Storage:
         """Write the shards. Returns the storage for the other files."""
         weights = self._weights
-        shards = shards_of(
-            weights._replace(tensors=weights.as_published(weights.tensors)), self._max_shard_bytes
-        )
+        shards = shards_of(weights._replace(tensors=weights.as_published(weights.tensors)), self._max_shard_bytes)
         if len(shards) > 1:
             self._small_files[INDEX] = index_of(shards)
-        self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(
-            map(len, self._small_files.values())
-        )
+        self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(map(len, self._small_files.values()))
         place = self._open_target()
         for shard in shards:
             self._write_file(place, shard.name, shard.num_bytes, self._pieces(shard))

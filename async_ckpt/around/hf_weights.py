@@ -75,9 +75,7 @@ def weights_of(given: Any, config_files: Mapping[str, bytes]) -> Weights:
     if isinstance(given, SnapshotView):
         live, named = module_of(given), tree_of(given)
         if not isinstance(named, Mapping):
-            raise UnsupportedStateError(
-                f"{given!r} cannot be exported; give the part that is a model", path=""
-            )
+            raise UnsupportedStateError(f"{given!r} cannot be exported; give the part that is a model", path="")
     model: Any = plain_model(live) if isinstance(live, torch.nn.Module) else None
     tensors = _tensors_of(named)
     if model is None and look_wrapped(tensors):
@@ -194,9 +192,7 @@ def _configs_of(model: Any) -> dict[str, bytes]:
 def _class_name(model: Any) -> str:
     """The name of the model's own class: fully_shard gives it another one, derived from this and `FSDPModule`."""
     return next(
-        kind.__name__
-        for kind in type(model).__mro__
-        if not any(base.__name__ == "FSDPModule" for base in kind.__mro__)
+        kind.__name__ for kind in type(model).__mro__ if not any(base.__name__ == "FSDPModule" for base in kind.__mro__)
     )
 
 
@@ -257,9 +253,7 @@ def _adapter_of(model: Any, tensors: Tensors, config_files: Mapping[str, bytes])
             path=ADAPTER_CONFIG,
         )
     selected = tensors if adapter is None else _adapter_only(tensors, adapter, config)
-    named = {
-        _ADAPTER_PREFIX + name.removeprefix(_ADAPTER_PREFIX): tensor for name, tensor in selected.items()
-    }
+    named = {_ADAPTER_PREFIX + name.removeprefix(_ADAPTER_PREFIX): tensor for name, tensor in selected.items()}
     return Weights("adapter_model", named, {}, files, lambda copy: copy)
 
 
@@ -311,12 +305,7 @@ def _adapter_only(tensors: Tensors, adapter: str, config: Mapping[str, Any]) -> 
         if layer in embeddings:
             selected[name] = tensor
         trained = bias == "all" or (bias == "lora_only" and layer.removesuffix(".base_layer") in layers)
-        if (
-            trained
-            and leaf == "bias"
-            and _OF_ADAPTER.search(name) is None
-            and ".original_module." not in name
-        ):
+        if trained and leaf == "bias" and _OF_ADAPTER.search(name) is None and ".original_module." not in name:
             selected[name] = tensor
     return selected
 

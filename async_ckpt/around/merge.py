@@ -207,10 +207,7 @@ def _write(state: _MergedState, layout: Layout, storage: Storage, name: str) -> 
 def _fill(memory: HostBuffer, plan: SegmentPlan, state: _MergedState) -> None:
     for target, data in plan.literals:
         memory.view[target : target + len(data)] = data
-    ranges = [
-        Range(*state.tensors[tensor], source, length, target)
-        for target, tensor, source, length in plan.pieces
-    ]
+    ranges = [Range(*state.tensors[tensor], source, length, target) for target, tensor, source, length in plan.pieces]
     read_ranges(ranges, memory.tensor)
 
 

@@ -128,9 +128,7 @@ def pack_folder(
     source = source.resolve()
     target = FileTarget.at(written_at(destination), compression)
     if not target.storage.remote and Path(target.path).resolve().is_relative_to(source):
-        raise ValueError(
-            f"{target.path} is inside {source}, so the archive would contain itself; write it elsewhere"
-        )
+        raise ValueError(f"{target.path} is inside {source}, so the archive would contain itself; write it elsewhere")
     return _stream(source, target, None)
 
 
@@ -196,9 +194,7 @@ class _PackSave(Save):
         with translated(self._folder):
             entries, sources = scan(self._folder)
         if len(entries) == 1:
-            raise NothingWrittenError(
-                f"nothing was written into {self._folder}; {self.path} is left as it was"
-            )
+            raise NothingWrittenError(f"nothing was written into {self._folder}; {self.path} is left as it was")
         return FilesImage(Tarball(entries), sources)
 
     def _pass_on(self, ended: Future[None]) -> None:

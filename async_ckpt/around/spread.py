@@ -280,9 +280,7 @@ class SpreadExport(Export):
             numbers = {index.tensors[leaf.number].path[-1]: leaf.number for leaf in stored}
             self._numbers = {name: n for name, n in numbers.items() if name not in self._tied}
             empty = {
-                name: torch.empty(
-                    index.tensors[n].shape, dtype=dtype_named(index.tensors[n].dtype), device="meta"
-                )
+                name: torch.empty(index.tensors[n].shape, dtype=dtype_named(index.tensors[n].dtype), device="meta")
                 for name, n in self._numbers.items()
             }
             weights = self._weights
@@ -345,9 +343,7 @@ def _token_of_rank_zero(world: World) -> str:
     wait = Wait("in export_hf()", ENDS_THE_CALL)
 
     def check() -> None:
-        wait.goes_on(
-            lambda: "the first export of rank 0; a model that is spread over ranks is exported by all of them"
-        )
+        wait.goes_on(lambda: "the first export of rank 0; a model that is spread over ranks is exported by all of them")
 
     word = RankZeroWord(world, lambda: world.words("exports"), "token", num_bytes=4)
     return word.hear(check, "rank 0 to call export_hf; call it on every rank")

@@ -67,9 +67,7 @@ def extract(
     FileExistsError if the folder is not empty, FileNotFoundError if `source` does not exist, and ValueError if `folder`
     is not local.
     """
-    target = local_place(
-        written_at(folder), "extract to a local folder, and copy it with files.upload_directory"
-    )
+    target = local_place(written_at(folder), "extract to a local folder, and copy it with files.upload_directory")
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(f"{target} already exists and is not an empty folder; give a new one")
     place = target.resolve()
@@ -120,12 +118,8 @@ class _Limits:
     def __post_init__(self) -> None:
         for name in ("max_bytes", "max_file_bytes", "max_members"):
             limit = getattr(self, name)
-            if limit is not None and (
-                isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0
-            ):
-                raise ValueError(
-                    f"{name} must be a number, at least 0, such as 10**9, or None; got {limit!r:.100}"
-                )
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0):
+                raise ValueError(f"{name} must be a number, at least 0, such as 10**9, or None; got {limit!r:.100}")
 
     def take(self, member: tarfile.TarInfo, num_members: int, path: str) -> None:
         """Count a member, and the folders that it needs. Raises UnsafeArchiveError if a limit is exceeded."""
@@ -166,9 +160,7 @@ def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
         )
 
 
-def _extract_members(
-    tar: tarfile.TarFile, content: _ForwardFile, folder: Path, limits: _Limits, path: str
-) -> None:
+def _extract_members(tar: tarfile.TarFile, content: _ForwardFile, folder: Path, limits: _Limits, path: str) -> None:
     tar.copybufsize = _BUFFER_BYTES  # type: ignore[attr-defined]  # by default it copies 16 KiB at a time
     while (member := tar.next()) is not None:
         tar.members.clear()  # type: ignore[attr-defined]  # it would keep all of them
@@ -413,7 +405,6 @@ def _expect_end(content: _ForwardFile, path: str) -> None:
     while rest := content.read(_BUFFER_BYTES):
         if rest.strip(b"\0"):
             raise CorruptCheckpointError(
-                f"{path}: something follows the end of the archive, such as a second one; extract them one "
-                "by one",
+                f"{path}: something follows the end of the archive, such as a second one; extract them one by one",
                 path=path,
             )

@@ -148,9 +148,7 @@ def wrap(
     over tensors, and the errors of `save` for a destination that cannot be written to.
     """
     if fn is _TO_DECORATE:
-        return functools.partial(
-            wrap, destination=destination, guard=guard, file_object=file_object, scratch=scratch
-        )
+        return functools.partial(wrap, destination=destination, guard=guard, file_object=file_object, scratch=scratch)
     _refuse_uncallable(fn)
     suffix = suffix_of(fn)
     streams = file_object if file_object is not None else suffix is not None

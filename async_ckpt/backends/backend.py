@@ -79,9 +79,7 @@ class Backend:
         The device is made the current one around it: on a thread that has no device yet, leaving the stream would
         otherwise create a context on the first device.
         """
-        enter = getattr(
-            self.module, "stream", lambda stream: stream
-        )  # from torch 2.7 on a stream is a context itself
+        enter = getattr(self.module, "stream", lambda stream: stream)  # from torch 2.7 on a stream is a context itself
         with self.on_device(device), enter(stream):
             yield
 

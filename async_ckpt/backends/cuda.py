@@ -47,9 +47,7 @@ class Cuda(Backend):
         are used only if the driver is not NVIDIA's, or creates no stream.
         """
         stream = _stream_of_driver(device)
-        return (
-            super().new_stream(device) if stream is None else torch.cuda.ExternalStream(stream, device=device)
-        )
+        return super().new_stream(device) if stream is None else torch.cuda.ExternalStream(stream, device=device)
 
     def waiting_event(self) -> Any:
         """An event for which a waiting thread sleeps instead of spinning."""

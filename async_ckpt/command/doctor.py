@@ -114,9 +114,7 @@ def _memory() -> Iterator[Finding]:
             yield Finding("ok", "huge pages", chosen)
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()) != "max":
-        yield Finding(
-            "ok", "cgroup memory", f"{sized(int(text))}; host_bytes must fit in it beside the training"
-        )
+        yield Finding("ok", "cgroup memory", f"{sized(int(text))}; host_bytes must fit in it beside the training")
 
 
 def _credentials() -> Iterator[Finding]:

@@ -131,9 +131,7 @@ def statistics(archive: Contents, number: int) -> dict[str, float]:
         if n := finite.numel():
             least, greatest = min(least, float(finite.min())), max(greatest, float(finite.max()))
             piece_mean = float(finite.mean())
-            squares += float(((finite - piece_mean) ** 2).sum()) + (piece_mean - mean) ** 2 * count * n / (
-                count + n
-            )
+            squares += float(((finite - piece_mean) ** 2).sum()) + (piece_mean - mean) ** 2 * count * n / (count + n)
             mean += (piece_mean - mean) * n / (count + n)
             norm2 += float((finite**2).sum())
             count += n

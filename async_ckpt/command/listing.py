@@ -135,17 +135,13 @@ def versions_of(storage: Storage) -> list[VersionRow]:
             continue
         num_bytes = sum(storage.sizes(folder_of(number)).values())
         marks = [] if versions.is_complete(number) else [f"version {index.base} is missing"]
-        rows.append(
-            VersionRow(number, "anchor" if index.base is None else "delta", index.base, num_bytes, marks)
-        )
+        rows.append(VersionRow(number, "anchor" if index.base is None else "delta", index.base, num_bytes, marks))
     return rows
 
 
 def _rows(run: Run, names: list[str], *, with_all: bool) -> Iterator[StepRow]:
     commits = run.view()
-    borrowed_from = {
-        one.step for made in commits.values() if made for one in made.elsewhere if one.step != made.step
-    }
+    borrowed_from = {one.step for made in commits.values() if made for one in made.elsewhere if one.step != made.step}
     for step, manifest in commits.items():
         row = StepRow(step, run.folder(step))
         if manifest is None:

@@ -45,9 +45,7 @@ Profile = Annotated[str | None, typer.Option(help="The profile in ~/.aws whose c
 Anonymous = Annotated[bool, typer.Option("--anonymous", help="Ask the store without credentials.")]
 
 
-def place_of(
-    where: str, endpoint: str | None, region: str | None, profile: str | None, anonymous: bool
-) -> Place:
+def place_of(where: str, endpoint: str | None, region: str | None, profile: str | None, anonymous: bool) -> Place:
     """The place that the options describe."""
     options: dict[str, Any] = {"endpoint": endpoint, "region": region, "profile": profile}
     options = {name: value for name, value in options.items() if value is not None}
@@ -61,9 +59,7 @@ def place_of(
 @app.command(epilog="Example: async-ckpt ls runs/a")
 def ls(
     where: Where,
-    all_: Annotated[
-        bool, typer.Option("--all", help="Also steps that are retired or not committed.")
-    ] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Also steps that are retired or not committed.")] = False,
     as_json: AsJson = False,
     endpoint: Endpoint = None,
     region: Region = None,
@@ -78,9 +74,7 @@ def ls(
     if kind == "publication":
         versions = listing.versions_of(place.storage())
         if as_json:
-            screen.print_json(
-                "versions", {"place": place.shown, "versions": [row.as_json() for row in versions]}
-            )
+            screen.print_json("versions", {"place": place.shown, "versions": [row.as_json() for row in versions]})
             return
         columns = ("version", "kind", "base", "size", "marks")
         screen.print_table(
@@ -117,9 +111,7 @@ def ls(
             right=("steps", "latest", "age", "size"),
         )
     elif kind == "run":
-        _print_steps(
-            place, listing.steps_of(place.storage(), clock=wall_time, with_all=all_), as_json=as_json, now=now
-        )
+        _print_steps(place, listing.steps_of(place.storage(), clock=wall_time, with_all=all_), as_json=as_json, now=now)
     elif kind == "step":
         raise Answer(
             f"{place.shown} is the folder of one step; look into it with async-ckpt inspect, or list its run",
@@ -196,9 +188,7 @@ def inspect(
                 sized(row.num_bytes) if row.dtype else "",
                 screen.short(row.value) if row.kind == "value" else "",
                 *("" if row.stats is None else f"{row.stats[key]:.5g}" for key in statistics),
-                str(len({one.file for one in row.places}))
-                if len({one.file for one in row.places}) > 1
-                else "",
+                str(len({one.file for one in row.places})) if len({one.file for one in row.places}) > 1 else "",
             )
             for row in rows
         ),
@@ -209,9 +199,7 @@ def inspect(
         top = row.name.partition(".")[0]
         totals[top] = totals.get(top, 0) + (row.num_bytes if row.alias_of is None else 0)
     parts = ", ".join(f"{screen.escaped(top)} {sized(size)}" for top, size in totals.items() if size)
-    screen.print_text(
-        f"{len(rows)} names, {sized(sum(totals.values()))}" + (f": {parts}" if parts else ""), "dim"
-    )
+    screen.print_text(f"{len(rows)} names, {sized(sum(totals.values()))}" + (f": {parts}" if parts else ""), "dim")
 
 
 @app.command(epilog="Example: async-ckpt verify runs/a")
@@ -274,9 +262,7 @@ def doctor(
     if as_json:
         screen.print_json("findings", {"findings": [line.as_json() for line in lines]})
     else:
-        screen.print_table(
-            ("", "what", "is"), ((one.verdict, one.subject, screen.escaped(one.text)) for one in lines)
-        )
+        screen.print_table(("", "what", "is"), ((one.verdict, one.subject, screen.escaped(one.text)) for one in lines))
     if any(one.verdict == "bad" for one in lines):
         raise typer.Exit(_NO)
 

@@ -29,9 +29,7 @@ _WIDE: Final = 10_000
 def console() -> Console:
     """A console on stdout. Piped, or with NO_COLOR, it has no colours and does not cut lines."""
     is_plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
-    return Console(
-        no_color=is_plain, highlight=False, width=None if sys.stdout.isatty() else _WIDE, soft_wrap=False
-    )
+    return Console(no_color=is_plain, highlight=False, width=None if sys.stdout.isatty() else _WIDE, soft_wrap=False)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> None:
@@ -68,9 +66,7 @@ def _finite(value: Any) -> Any:
 
 def escaped(text: str) -> str:
     """A text from a checkpoint, with what a terminal would act upon as escapes."""
-    return "".join(
-        one if one.isprintable() else one.encode("unicode_escape", "surrogatepass").decode() for one in text
-    )
+    return "".join(one if one.isprintable() else one.encode("unicode_escape", "surrogatepass").decode() for one in text)
 
 
 def age(created: float, now: float) -> str:

@@ -49,9 +49,7 @@ __all__ = [
 
 # Hub ids as huggingface_hub accepts them, but always with the organization: a single word is more likely the name of a
 # missing folder.
-_HUB_ID: Final = re.compile(
-    r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]{0,95}(?<![.-])/\w[\w.-]{0,95}(?<![.-])", re.ASCII
-)
+_HUB_ID: Final = re.compile(r"(?!.*(--|\.\.))(?!.*\.git$)\w[\w.-]{0,95}(?<![.-])/\w[\w.-]{0,95}(?<![.-])", re.ASCII)
 
 
 # --- folders ------------------------------------------------------------------------------------------------------
@@ -240,10 +238,7 @@ def remove(path: Anywhere) -> None:
     if not name or (not storage.remote and os.path.ismount(storage.locate(name))):
         raise ValueError(f"{place.shown} is a whole bucket or disk; name a file or a folder in it")
     located = storage.locate(name)
-    if storage.remote:
-        is_found = bool(storage.sizes(name)) or _is_object(storage, name)
-    else:
-        is_found = os.path.lexists(located)
+    is_found = bool(storage.sizes(name)) or _is_object(storage, name) if storage.remote else os.path.lexists(located)
     if not is_found:
         raise FileNotFoundError(f"{located} does not exist")
     storage.delete_all(name)
@@ -301,9 +296,7 @@ def _sizes_below(storage: Storage, name: str) -> dict[str, int]:
         raise _no_folder(storage, name)
     for path in sizes:
         if os.sep != "/" and re.search(r'[\\:*?"<>|]', path):
-            raise unusable_name(
-                storage.locate(name), f"{path!r} has a character that this system does not allow"
-            )
+            raise unusable_name(storage.locate(name), f"{path!r} has a character that this system does not allow")
         if both := next((folder for folder in _folders_of(path) if folder in sizes), None):
             raise unusable_name(storage.locate(name), f"{both!r} is both an object and the folder of another")
     return sizes
@@ -353,9 +346,7 @@ def _fetch(storage: Storage, name: str, sizes: Mapping[str, int], folder: str | 
 
 def _send(folder: str, sizes: Mapping[str, int], storage: Storage, name: str) -> None:
     local = LocalStorage(folder)
-    copy(
-        [Parcel(partial(local.open, path), _below(name, path), size) for path, size in sizes.items()], storage
-    )
+    copy([Parcel(partial(local.open, path), _below(name, path), size) for path, size in sizes.items()], storage)
 
 
 def _below(name: str, path: str) -> str:

@@ -148,9 +148,7 @@ class _MetadataReader:
             if metadata.name == f"{_METADATA_MODULE}BytesStorageMetadata":
                 blobs[name] = blobs_by_key[name, None]
             else:
-                tensors[name] = self._tensor(
-                    name, self._fields(metadata, "TensorStorageMetadata"), blobs_by_key
-                )
+                tensors[name] = self._tensor(name, self._fields(metadata, "TensorStorageMetadata"), blobs_by_key)
         return Checkpoint(tensors, blobs, dict(self._paths(fields.get("planner_data"))))
 
     def _spend(self, num_items: int) -> None:
@@ -299,9 +297,7 @@ def _location(record: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]
     begin = info.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
     if begin + info.file_size > window.length:
         raise ValueError("its storage is cut off")
-    return TensorExtent(
-        dtype, window.offset + begin + offset * item_bytes, num_items * item_bytes, shape, strides
-    )
+    return TensorExtent(dtype, window.offset + begin + offset * item_bytes, num_items * item_bytes, shape, strides)
 
 
 class _Window(io.RawIOBase):
@@ -365,11 +361,7 @@ class _CallRecord:
 
 def _brief(value: Any) -> str:
     """A short text for messages: tuples nested in a small pickle may have a `repr` of any length."""
-    if (
-        isinstance(value, tuple | list)
-        and len(value) <= _MAX_DIMS
-        and all(type(n) in (int, str) for n in value)
-    ):
+    if isinstance(value, tuple | list) and len(value) <= _MAX_DIMS and all(type(n) in (int, str) for n in value):
         return f"{value!a:.200}"
     if isinstance(value, str | bytes):
         return f"{value[:200]!a:.200}"

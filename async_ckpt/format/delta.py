@@ -49,9 +49,7 @@ _OF_DELTAS: Final = ("base_version", "delta_encoding", "compression_format")
 _DIGEST: Final = "digest"
 _BLANK: Final = "0" * CHECKSUM_DIGITS[OUR_CHECKSUMS]
 # The fields that earlier releases wrote, without a digest: an index without one may have no others.
-_UNSEALED: Final = frozenset(
-    {"identity", "structure", "digests", "start", "slices", "checksums", "base_identity"}
-)
+_UNSEALED: Final = frozenset({"identity", "structure", "digests", "start", "slices", "checksums", "base_identity"})
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _ATTEMPT: Final = re.compile(r"files\.[0-9a-f]{8}")
 _FOLDER: Final = re.compile(r"weight_v(\d{6,18})")
@@ -331,9 +329,7 @@ def _delta_fields(metadata: Mapping[str, Any], version: int) -> DeltaFields | No
     }
     for key, values in known.items():
         if metadata.get(key) not in values:
-            raise ValueError(
-                f"its {key} is {metadata.get(key)!r:.100}; only {', '.join(values)} can be applied"
-            )
+            raise ValueError(f"its {key} is {metadata.get(key)!r:.100}; only {', '.join(values)} can be applied")
     checksum_format = metadata["checksum_format"]
     if checksum_format == "blake3" and find_spec("blake3") is None:
         raise ValueError("its checksum_format is 'blake3', which needs the package blake3; install it")
@@ -351,9 +347,7 @@ def _ours(index: VersionIndex, ours: Mapping[str, Any]) -> VersionIndex:
     digests = _checksums(ours.get("digests", {}), "digests")
     _refuse_outside(digests)
     attempt, start = ours.get("attempt", ""), ours.get("start", "")
-    if not isinstance(start, str) or not (
-        attempt == "" or (isinstance(attempt, str) and is_attempt(attempt))
-    ):
+    if not isinstance(start, str) or not (attempt == "" or (isinstance(attempt, str) and is_attempt(attempt))):
         raise ValueError(f"{attempt!r:.100} of {start!r:.100} is not an attempt")
     wanted = ("identity", "structure") if index.is_anchor else ("identity", "structure", "base_identity")
     for key in wanted:

@@ -36,12 +36,7 @@ def num_blocks(covered_bytes: int) -> int:
 
 def num_bytes(covered_bytes: int) -> int:
     """Size of the member for a file with this many bytes before the member's data."""
-    return (
-        len(_head(covered_bytes, b""))
-        + num_blocks(covered_bytes) * DIGEST_BYTES * 2
-        + DIGEST_BYTES * 2
-        + len(_TAIL)
-    )
+    return len(_head(covered_bytes, b"")) + num_blocks(covered_bytes) * DIGEST_BYTES * 2 + DIGEST_BYTES * 2 + len(_TAIL)
 
 
 def dump(covered_bytes: int, digests: bytes) -> bytes:

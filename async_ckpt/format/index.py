@@ -167,9 +167,7 @@ def parse(text: bytes, *, path: str) -> Index:
                 for piece in tensor.slices:
                     stored[piece.member].append(tensor)
         by_member = tuple(map(tuple, stored))
-        return Index(
-            step, tuple(members), tuple(tensors), by_member, raw["skeleton"], digest, file_bytes, ranks
-        )
+        return Index(step, tuple(members), tuple(tensors), by_member, raw["skeleton"], digest, file_bytes, ranks)
     except (_InconsistentError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         reason = error if isinstance(error, _InconsistentError) else f"it is malformed ({error!r:.200})"
         raise CorruptCheckpointError(f"{path}: the index cannot be trusted: {reason}", path=path) from error
@@ -190,9 +188,7 @@ def of_safetensors(
             raise CorruptCheckpointError(f"{path}: {safetensors.PIECES}", path=path)
         end = base + max((entry.end for entry in table.values()), default=0)
         if end > file_bytes:
-            raise _InconsistentError(
-                f"the file has {file_bytes:,} bytes, but its header describes {end:,}: truncated"
-            )
+            raise _InconsistentError(f"the file has {file_bytes:,} bytes, but its header describes {end:,}: truncated")
         rows: list[dict[str, Json]] = []
         for key, entry in table.items():
             dtype, shape = safetensors.loaded_as(entry.code, entry.shape)
@@ -207,9 +203,7 @@ def of_safetensors(
         if base + num_listed != file_bytes:
             raise _InconsistentError("some bytes belong to no tensor")
     except (_InconsistentError, ValueError, TypeError, OverflowError) as error:
-        raise CorruptCheckpointError(
-            f"{path}: the header cannot be trusted: {error!s:.300}", path=path
-        ) from error
+        raise CorruptCheckpointError(f"{path}: the header cannot be trusted: {error!s:.300}", path=path) from error
     stored = tuple(t for t in tensors if t.alias_of is None)
     nowhere = Member(digests.MEMBER, Extent(file_bytes, 0))
     names = [*numbers, *ties]
@@ -322,9 +316,7 @@ def _spread(raw: Json, shape: tuple[int, ...], ranks: RankFacts | None) -> Sprea
         raise _InconsistentError(f"a tensor is spread over mesh {mesh!r:.50}, which does not exist")
     counts = tuple((_count(dim), _count(mesh_dim), _count(runs)) for dim, mesh_dim, runs in cuts)
     num_dims = len(ranks.meshes[mesh].shape)
-    if any(
-        dim >= len(shape) or mesh_dim >= num_dims or not 0 < runs < 2**31 for dim, mesh_dim, runs in counts
-    ):
+    if any(dim >= len(shape) or mesh_dim >= num_dims or not 0 < runs < 2**31 for dim, mesh_dim, runs in counts):
         raise _InconsistentError(f"a tensor of shape {shape} has the cuts {cuts!r:.200}")
     if len({mesh_dim for _, mesh_dim, _ in counts}) < len(counts):
         raise _InconsistentError(f"the cuts {cuts!r:.200} use a dimension of a mesh twice")

@@ -144,9 +144,7 @@ class TensorPlan:
         return self._index_bytes
 
     def _add_member(self, name: str, group: str, chosen: list[int], position: int) -> int:
-        names = _unique_names(
-            (_name_inside(self.specs[i]) for i in chosen), taken={safetensors.RESERVED_NAME}
-        )
+        names = _unique_names((_name_inside(self.specs[i]) for i in chosen), taken={safetensors.RESERVED_NAME})
         name_of = dict(zip(chosen, names, strict=True))
         stored = [i for i in chosen if _is_stored(self.specs[i])]
         # Descending item size keeps every tensor aligned without holes, which the format forbids. Within one size
@@ -155,9 +153,7 @@ class TensorPlan:
         entries, begin = [], 0
         for i in stored:
             spec = self.specs[i]
-            entries.append(
-                safetensors.Entry(name_of[i], spec.dtype, spec.shape, begin, begin + spec.num_bytes)
-            )
+            entries.append(safetensors.Entry(name_of[i], spec.dtype, spec.shape, begin, begin + spec.num_bytes))
             begin += spec.num_bytes
         metadata = {"format": "pt"}
         for i in chosen:
@@ -277,9 +273,7 @@ def lay_out(
     base = tar.BLOCK + len(text)
     literals = [(0, tar.header(index.MEMBER, len(text), mtime=mtime) + text)]
     for member in plan.members:
-        literals.append(
-            (base + member.offset, tar.header(member.name, member.num_bytes, mtime=mtime) + member.head)
-        )
+        literals.append((base + member.offset, tar.header(member.name, member.num_bytes, mtime=mtime) + member.head))
         end = base + member.offset + tar.BLOCK + member.num_bytes
         literals.append((end, bytes(tar.padding_after(member.num_bytes))))
     end = base + plan.num_bytes
@@ -289,9 +283,7 @@ def lay_out(
         end += tar.BLOCK + len(padded)
     digest, file_bytes = index.digests_member(end)
     # The digests are zeros until all other bytes are filled in.
-    tail = tar.header(digests.MEMBER, digest.data.length, mtime=mtime) + bytes(
-        file_bytes - digest.data.offset
-    )
+    tail = tar.header(digests.MEMBER, digest.data.length, mtime=mtime) + bytes(file_bytes - digest.data.offset)
     literals.append((end, tail))
     return Layout(plan, base, tuple(literals), digest, file_bytes)
 

@@ -62,9 +62,7 @@ def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
     return (code, list(shape)) if code else ("U8", [*shape, item_bytes])
 
 
-def header(
-    entries: Iterable[Entry], metadata: Mapping[str, str], *, header_bytes_modulo: int, at: int
-) -> bytes:
+def header(entries: Iterable[Entry], metadata: Mapping[str, str], *, header_bytes_modulo: int, at: int) -> bytes:
     """Length prefix and JSON, padded with spaces so that data begins on a multiple of `header_bytes_modulo`.
 
     `at` is the file offset of the first byte returned.
@@ -97,9 +95,7 @@ def has_pieces(path: str, metadata: Mapping[str, str]) -> bool:
     if _SHARDING not in metadata:
         return False
     pieces = json.loads(metadata[_SHARDING])
-    return is_of_rank(path) or any(
-        any(dict(piece).get("saved_offsets", ())) for piece in dict(pieces).values()
-    )
+    return is_of_rank(path) or any(any(dict(piece).get("saved_offsets", ())) for piece in dict(pieces).values())
 
 
 def begins(data: bytes | memoryview) -> bool:

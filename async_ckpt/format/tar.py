@@ -30,10 +30,7 @@ def header(name: str, payload_bytes: int, *, mtime: int, mode: int = 0o644) -> b
     raw_name = name.encode("ascii")
     if len(raw_name) > MAX_NAME_BYTES:
         raise ValueError(f"member name too long for ustar: {name!r}")
-    if payload_bytes < _OCTAL_LIMIT:
-        size = b"%011o\0" % payload_bytes
-    else:
-        size = b"\x80" + payload_bytes.to_bytes(11, "big")
+    size = b"%011o\x00" % payload_bytes if payload_bytes < _OCTAL_LIMIT else b"\x80" + payload_bytes.to_bytes(11, "big")
     block = bytearray(BLOCK)
     block[0 : len(raw_name)] = raw_name
     block[100:108] = b"%07o\0" % mode

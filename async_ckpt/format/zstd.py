@@ -67,10 +67,7 @@ def parse(table: bytes, *, data_bytes: int) -> list[ZstdFrame]:
     if _HEADER.unpack_from(table) != (_SKIPPABLE, len(table) - _HEADER.size):
         raise ValueError("the seek table does not begin where it should")
     step = _entry_bytes(_FOOTER.unpack(table[-FOOTER_BYTES:])[1])
-    frames = [
-        ZstdFrame(*_ENTRY.unpack_from(table, at))
-        for at in range(_HEADER.size, len(table) - FOOTER_BYTES, step)
-    ]
+    frames = [ZstdFrame(*_ENTRY.unpack_from(table, at)) for at in range(_HEADER.size, len(table) - FOOTER_BYTES, step)]
     if sum(frame.compressed for frame in frames) != data_bytes:
         raise ValueError("the seek table does not describe the frames in the file")
     return frames

@@ -2,8 +2,8 @@
 
 - `limits.py`: how much of the machine this process may use; `numa.py`: memory next to a device.
 - `memory.py`: buffers that a driver may page-lock, and segments of them; `pool.py`: the budget, and leases of segments.
-- `threads.py`: thread pools; `loop.py`: the background thread with its asyncio loop; `calls.py`: foreign calls that may
-  never return.
+- `threads.py`: thread pools; `loop.py`: the background thread with its asyncio loop; `watched_calls.py`: foreign calls
+  that may never return.
 - `waits.py`: waits with signs of life; `deadlines.py`: the limits of all waits.
 - `life.py`: the states of an object as a table; `process.py`: state that a forked child must not keep.
 """

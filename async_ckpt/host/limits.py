@@ -46,11 +46,7 @@ def free_memory_bytes(root: Path = _ROOT) -> int:
     """Memory that could be taken without swapping: that of the machine, or of a control group if that has less."""
     free = _available_bytes(root)
     for folder, version in _groups(root, "memory"):
-        names = (
-            ("memory.max", "memory.current")
-            if version == 2
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        )
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         limit, used = (_number(folder / name) for name in names)
         if limit is not None and used is not None:
             free = min(free, max(0, limit - used + _reclaimable_bytes(folder, version)))

@@ -266,9 +266,7 @@ class SegmentPool:
             heapq.heappush(self._waiting, order)
             starving = False
             try:
-                while self._waiting[0] != order or not (
-                    self._free or self._num_segments < self._max_segments
-                ):
+                while self._waiting[0] != order or not (self._free or self._num_segments < self._max_segments):
                     # Segments that are being made come sooner than those that a reliever lets go of.
                     needs_relief = self._waiting[0] == order and not self._num_making
                     relievers = self._relievers if needs_relief else []

@@ -52,9 +52,7 @@ class Wait:
         self._say(f"{line}; {self._ctrl_c}" if _ctrl_c_raises() else line)
 
 
-def wait_for(
-    future: Future[Any], timeout: float | None = None, goes_on: Callable[[], None] = lambda: None
-) -> bool:
+def wait_for(future: Future[Any], timeout: float | None = None, goes_on: Callable[[], None] = lambda: None) -> bool:
     """Wait until a future is done. Its outcome is not looked at. `goes_on` is called at each wake-up.
 
     False if `timeout` seconds have passed before.

@@ -38,8 +38,8 @@ from ..ranks.world import ranks
 from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
 from ..saving.save import Save, wait_for_saves
-from ..state.containers import PerRank
 from ..state.names import shown
+from ..state.per_rank import PerRank
 from ..state.rng import RngState
 from ..storage.place import Place
 from ..storage.url import StrPath as Where
@@ -467,9 +467,7 @@ def _write_marker(file: Any, model_id: str) -> None:
 def _required(dispatch: Dispatch, name: str) -> Callable[..., Any]:
     method = _optional(dispatch, name)
     if method is None:
-        raise TypeError(
-            f"{type(dispatch).__qualname__} has no {name}; give an object like SkyRL's WorkerDispatch"
-        )
+        raise TypeError(f"{type(dispatch).__qualname__} has no {name}; give an object like SkyRL's WorkerDispatch")
     return method
 
 

@@ -85,14 +85,10 @@ def check_lent(parts: Sequence[Part], select: Select) -> None:
 def _lacking_groups(part: Part, chosen: Selector | None) -> list[str]:
     keys = part.archive.entries()
     if keys is None:
-        raise part.archive.corrupt(
-            "a manifest says that it is part of a state, but it is not a dict of groups"
-        )
+        raise part.archive.corrupt("a manifest says that it is part of a state, but it is not a dict of groups")
     held = {key for key in keys if isinstance(key, str)}
     return sorted(
-        group
-        for group in part.groups or ()
-        if group not in held and (chosen is None or chosen.reaches(group))
+        group for group in part.groups or () if group not in held and (chosen is None or chosen.reaches(group))
     )
 
 

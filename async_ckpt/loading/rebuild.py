@@ -79,9 +79,7 @@ def _read_accounts(named: NamedArchives) -> list[ArchiveAccount]:
             accounts[rank] = account_of(archive.index, named.per_rank)
 
     everybody = range(len(named.archives))
-    run_together(
-        "open", [functools.partial(read_account, rank) for rank in everybody], max_threads=_MAX_OPENERS
-    )
+    run_together("open", [functools.partial(read_account, rank) for rank in everybody], max_threads=_MAX_OPENERS)
     return [accounts[rank] for rank in everybody]
 
 
@@ -107,9 +105,7 @@ def account_of(index: Index, per_rank: Sequence[str] | Any = ()) -> ArchiveAccou
         if tensor.alias_of is not None:
             aliases.add(name)
         else:
-            written[name] = {
-                Box(piece.offsets, piece.sizes) for piece in tensor.slices if piece.extent.length
-            }
+            written[name] = {Box(piece.offsets, piece.sizes) for piece in tensor.slices if piece.extent.length}
     return ArchiveAccount("\n".join(sorted(lines)), written, aliases)
 
 

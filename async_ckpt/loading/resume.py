@@ -77,9 +77,7 @@ def resume(
             raise
         if not fallback or _is_fine_everywhere(talk, step, is_fine=True):
             return step, result
-        corrupt[step] = CorruptCheckpointError(
-            f"step {step} is corrupt as another rank reads it", path=repr(roots)
-        )
+        corrupt[step] = CorruptCheckpointError(f"step {step} is corrupt as another rank reads it", path=repr(roots))
         on_corrupt(step, corrupt[step])
     if corrupt:
         raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
@@ -103,9 +101,7 @@ def _agreed_step(
     (text,) = talk.hear([key], "the step that rank 0 restores")
     answer: dict[str, Any] = json.loads(text)
     if "error" in answer:
-        raise PeerFailedError(
-            f"rank 0 could not say which step to restore: {answer['error']}", rank=0, undecided=False
-        )
+        raise PeerFailedError(f"rank 0 could not say which step to restore: {answer['error']}", rank=0, undecided=False)
     if answer["found"] is None:
         return None
     step, attempt = answer["found"]

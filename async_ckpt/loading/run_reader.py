@@ -54,9 +54,7 @@ class RunReader:
         ckpt.records()  # {100: {"loss": 0.7}, 200: {"loss": 0.5}, 300: {}}
         """
         self._see_own_saves("records()")
-        return {
-            step: dict(manifest.record) if manifest else {} for step, manifest in self._roots.view().items()
-        }
+        return {step: dict(manifest.record) if manifest else {} for step, manifest in self._roots.view().items()}
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
         """The committed step whose record has the best value of a metric. If two are equal, the newer one.
@@ -97,9 +95,7 @@ class RunReader:
         Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`.
         """
         check_verify(verify)
-        build = partial(
-            state_of, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types
-        )
+        build = partial(state_of, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
         readers = Readers(None, from_ranks)
         self._see_own_saves("load()")
         if step is not None:

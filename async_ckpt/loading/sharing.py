@@ -67,9 +67,7 @@ class Sharing:
         for item in items:
             self._owners.append((at * self._size) // total if total else 0)
             at += item.wanted.into.nbytes
-        return [
-            item.wanted for item, owner in zip(self._items, self._owners, strict=True) if owner == self._rank
-        ]
+        return [item.wanted for item, owner in zip(self._items, self._owners, strict=True) if owner == self._rank]
 
     def afterwards(self, actions: Iterable[Callable[[], None]]) -> None:
         """Defer these actions until all parts have been received."""

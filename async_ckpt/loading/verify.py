@@ -59,9 +59,7 @@ def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
     if file is not None:
         reader, shown = file
         with reader:
-            verification.compare(
-                [Part(open_contents(open_decompressed(reader, shown), path=shown, verify=True))]
-            )
+            verification.compare([Part(open_contents(open_decompressed(reader, shown), path=shown, verify=True))])
     else:
         storage = storage_at(path)
         shown = storage.locate("")
@@ -71,9 +69,7 @@ def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
             from_committed(step, verification.compare, verify=True, readers=_READS_ALL)
         else:
             steps, notes = _verify_run(storage, verification)
-    return VerifyReport(
-        shown, len(verification.errors), verification.num_bytes, clock() - begin, steps, notes
-    )
+    return VerifyReport(shown, len(verification.errors), verification.num_bytes, clock() - begin, steps, notes)
 
 
 class _Verification:
@@ -152,9 +148,7 @@ def _verify_run(storage: Storage, verification: _Verification) -> tuple[tuple[in
     raise overtaken_error(root)
 
 
-def _run_error(
-    root: str, sound: Sequence[int], errors: Sequence[tuple[int, CheckpointError]]
-) -> CheckpointError:
+def _run_error(root: str, sound: Sequence[int], errors: Sequence[tuple[int, CheckpointError]]) -> CheckpointError:
     """One error for all damaged steps of a run; that of a step in a newer format only if no step is damaged."""
     damaged = [step for step, error in errors if isinstance(error, CorruptCheckpointError)]
     if not damaged:

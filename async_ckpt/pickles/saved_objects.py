@@ -215,12 +215,7 @@ class _Survey(PickleMachine):
     def persistent_load(self, key: Any) -> _PickledStorage:
         word, kind, name, _, num_items = key
         item_bytes = _ITEM_BYTES[kind.name]
-        if (
-            word != "storage"
-            or not isinstance(name, str)
-            or not name.isdecimal()
-            or type(num_items) is not int
-        ):
+        if word != "storage" or not isinstance(name, str) or not name.isdecimal() or type(num_items) is not int:
             raise ValueError("it refers to something else than a storage")
         num_bytes = len(self._records[f"data/{name}"])
         if num_items * item_bytes != num_bytes:
@@ -339,19 +334,13 @@ def _tensor_within(storage: Any, item_bytes: int, offset: Any, size: Any, stride
     if not all(type(number) is int and 0 <= number < 2**63 for number in (offset, *size, *stride)):
         raise ValueError("a tensor has an absurd shape")
     num_items = math.prod(size)
-    end = (
-        offset + 1 + sum((number - 1) * step for number, step in zip(size, stride, strict=True))
-        if num_items
-        else 0
-    )
+    end = offset + 1 + sum((number - 1) * step for number, step in zip(size, stride, strict=True)) if num_items else 0
     if end * item_bytes > storage.num_bytes or num_items >= 2**63:
         raise ValueError("a tensor is larger than its storage")
     return _Tensor(num_items, num_items * item_bytes > storage.num_bytes)
 
 
-def _quantised_tensor(
-    survey: _Survey, storage: Any, offset: Any, size: Any, stride: Any, how: Any, *_: Any
-) -> _Opaque:
+def _quantised_tensor(survey: _Survey, storage: Any, offset: Any, size: Any, stride: Any, how: Any, *_: Any) -> _Opaque:
     return _tensor_conversion(survey, _tensor(survey, storage, offset, size, stride), *how)
 
 

@@ -92,9 +92,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 def _encode_xor(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str]:
     library = zstandard_package()
-    parameters = library.ZstdCompressionParameters.from_level(
-        _LEVEL, source_size=new.nbytes, **_XOR_PARAMETERS
-    )
+    parameters = library.ZstdCompressionParameters.from_level(_LEVEL, source_size=new.nbytes, **_XOR_PARAMETERS)
     compressor = library.ZstdCompressor(compression_params=parameters).compressobj(size=new.nbytes)
     digest, scratch, out = xxhash.xxh3_128(), torch.empty(_PIECE_BYTES, dtype=torch.uint8), []
     for at, piece in _pieces(new):
@@ -106,9 +104,7 @@ def _encode_xor(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str]:
     return b"".join(out), digest.hexdigest()
 
 
-def _apply_xor(
-    data: memoryview, region: torch.Tensor, wanted: str, checksum_format: str
-) -> Callable[[], None]:
+def _apply_xor(data: memoryview, region: torch.Tensor, wanted: str, checksum_format: str) -> Callable[[], None]:
     digest, num_done = new_hash(checksum_format), 0
     try:
         for piece in _unpacked(data):
@@ -186,9 +182,7 @@ def _encode_overwrite(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str
     return b"".join(out), digest.hexdigest()
 
 
-def _apply_overwrite(
-    data: memoryview, region: torch.Tensor, wanted: str, checksum_format: str
-) -> Callable[[], None]:
+def _apply_overwrite(data: memoryview, region: torch.Tensor, wanted: str, checksum_format: str) -> Callable[[], None]:
     positions, values = _overwritten(data, len(region))
     # All old values are read before the first one changes: a damaged frame may have a position twice.
     old = [region[indices] for indices, _ in _changes(positions, values)]

@@ -68,9 +68,7 @@ class FolderReplica:
         if exists and not is_folder:
             raise NotADirectoryError(f"{folder} is a file; give a folder to pull into")
         if names and FOLDER not in names:
-            raise FileExistsError(
-                f"{folder} has files that no version put there; give a folder that is new or empty"
-            )
+            raise FileExistsError(f"{folder} has files that no version put there; give a folder that is new or empty")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -133,9 +131,7 @@ class FolderReplica:
         """Whether all files still exist, and those with weights have their size. The user may have changed a config."""
         installed = self._installed
         return bool(installed.sizes) and all(
-            self._files.size(name) == size
-            if name in installed.weights
-            else self._files.stat(name) is not None
+            self._files.size(name) == size if name in installed.weights else self._files.stat(name) is not None
             for name, size in installed.sizes.items()
         )
 
@@ -160,9 +156,7 @@ class FolderReplica:
                 finally:
                     os.close(fd)
                 kinds = [safetensors.loaded_as(code, shape) for code, shape in table.kinds]
-                tensors |= {
-                    name: (kinds[row[0]][0], tuple(kinds[row[0]][1])) for name, row in table.rows.items()
-                }
+                tensors |= {name: (kinds[row[0]][0], tuple(kinds[row[0]][1])) for name, row in table.rows.items()}
         except (OSError, ValueError, StorageUnavailableError):
             return ""
         return structure_of((name, *kind) for name, kind in tensors.items()) if tensors else ""
@@ -179,11 +173,7 @@ class FolderReplica:
         state = self._state
         if state is not None and state.structure != anchor.structure:
             raise other_model(anchor.source.path, anchor.tensors.keys() - state.checksums.keys())
-        if (
-            state is None
-            and not anchor.source.index.is_sealed
-            and self._structure() not in ("", anchor.structure)
-        ):
+        if state is None and not anchor.source.index.is_sealed and self._structure() not in ("", anchor.structure):
             raise other_model(anchor.source.path, ())
 
     def become(
@@ -357,9 +347,7 @@ class FolderReplica:
                     path = str(self.folder / file)
                     raise DamagedReplicaError(f"{path} is damaged ({error})", path=path) from error
                 if file_parts.keys() & parts.keys():
-                    raise DamagedReplicaError(
-                        f"{self.folder}: two files have the same tensor", path=str(self.folder)
-                    )
+                    raise DamagedReplicaError(f"{self.folder}: two files have the same tensor", path=str(self.folder))
                 parts |= file_parts
             yield parts
         finally:
@@ -368,9 +356,7 @@ class FolderReplica:
                 with suppress(BufferError):  # a traceback still refers to it, and closes it when it goes
                     mapped.close()
 
-    def _parts_of(
-        self, file: str, names: Collection[str] | None, maps: list[mmap.mmap]
-    ) -> dict[str, memoryview]:
+    def _parts_of(self, file: str, names: Collection[str] | None, maps: list[mmap.mmap]) -> dict[str, memoryview]:
         """The bytes of tensors in a file, mapped to memory. Raises ValueError if it is not a safetensors file."""
         is_read, is_own = names is None, False
         while True:

@@ -22,9 +22,7 @@ from .difference import checksum_of
 _ADVICE = "pull into a folder, and load that"
 
 
-def refuse_misfit(
-    module: torch.nn.Module, given: Mapping[str, tuple[str, tuple[int, ...]]], source: str
-) -> None:
+def refuse_misfit(module: torch.nn.Module, given: Mapping[str, tuple[str, tuple[int, ...]]], source: str) -> None:
     """Check that the version and the module have the same tensors.
 
     Raises StateMismatchError, and UnsupportedStateError for a module that cannot be filled in place.
@@ -41,9 +39,7 @@ def refuse_misfit(
             mismatched=(),
         )
     storages = {_memory_key(live[name]) for name in given if name in live}
-    missing = sorted(
-        name for name in wanted.tensors.keys() - given.keys() if _memory_key(live[name]) not in storages
-    )
+    missing = sorted(name for name in wanted.tensors.keys() - given.keys() if _memory_key(live[name]) not in storages)
     unexpected = sorted(given.keys() - live.keys())
     mismatched = sorted(
         name
@@ -119,9 +115,7 @@ def _why_not(tensor: Any) -> str | None:
     if is_sharded(tensor):
         return f"it is spread over ranks, and only plain tensors are filled; {_ADVICE} into the model"
     return why_not(tensor) or (
-        f"several of its elements share one place in memory; clone() it, or {_ADVICE}"
-        if _overlaps(tensor)
-        else None
+        f"several of its elements share one place in memory; clone() it, or {_ADVICE}" if _overlaps(tensor) else None
     )
 
 

@@ -67,9 +67,7 @@ def is_that_version(
         return not state.is_marked  # weights that we noted ourselves were compared when they were applied
 
 
-def _leads_to(
-    held: HeldWeights, state: WeightsState, versions: Versions, crew: Crew, base: BaseModel | None
-) -> bool:
+def _leads_to(held: HeldWeights, state: WeightsState, versions: Versions, crew: Crew, base: BaseModel | None) -> bool:
     """Whether the tensors of a state are those that the deltas up to its version make."""
     unchecked, number = set(state.checksums), state.version
     while unchecked:

@@ -164,14 +164,10 @@ class Publication(CopySave):
         self._scratch = Scratch(root, "weight_v")
         return LocalStorage(self._scratch.folder), ""
 
-    def _write_anchor(
-        self, place: Storage, prefix: str, structure: str
-    ) -> tuple[VersionIndex, WeightsState, bytes]:
+    def _write_anchor(self, place: Storage, prefix: str, structure: str) -> tuple[VersionIndex, WeightsState, bytes]:
         shards = shards_of(self._weights, MAX_SHARD_BYTES)
         small_files = sorted(self._weights.files.items())
-        self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(
-            len(data) for _, data in small_files
-        )
+        self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(len(data) for _, data in small_files)
         free = None if place.remote else free_bytes_at(Path(place.locate("")))
         if free is not None and free < self._total_bytes:
             raise full(Path(self.path), self._total_bytes, free)
@@ -302,8 +298,7 @@ class Publication(CopySave):
                 frames[name] = frame
 
         self._series.base.crew.run_all(
-            partial(encode_tensor, name)
-            for name in sorted(names, key=lambda n: -self._weights.tensors[n].nbytes)
+            partial(encode_tensor, name) for name in sorted(names, key=lambda n: -self._weights.tensors[n].nbytes)
         )
         return frames
 

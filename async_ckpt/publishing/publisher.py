@@ -263,9 +263,7 @@ def _refuse_unmapped(given: Any, weights: Weights) -> None:
     live = module_of(given) if isinstance(given, SnapshotView) else given
     parts = live.modules() if isinstance(live, torch.nn.Module) else ()
     if weights.stem != "model":
-        why = (
-            "it is an adapter, and versions are whole models; merge it first, or use export_hf for each step"
-        )
+        why = "it is an adapter, and versions are whole models; merge it first, or use export_hf for each step"
     elif any(getattr(part, "hf_quantizer", None) is not None for part in parts):
         why = (
             "it is quantised, so its names in memory are not those of its checkpoints; publish a mapping of the names "

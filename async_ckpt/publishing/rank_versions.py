@@ -71,8 +71,7 @@ def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
     each rank's own. Raises UnsupportedStateError for a model whose checkpoints have other tensors than its memory.
     """
     empty = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in weights.tensors.items()
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in weights.tensors.items()
     }
     if weights.as_published(dict(empty)).keys() != empty.keys():
         raise UnsupportedStateError(
@@ -89,8 +88,7 @@ def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
             continue
         shape, dtype = sliced.slices.global_shape, dtype_name(tensor.dtype)
         held = [
-            (Box(r.global_offsets, r.sizes), p)
-            for r, p in zip(sliced.slices.rectangles, sliced.parts, strict=True)
+            (Box(r.global_offsets, r.sizes), p) for r, p in zip(sliced.slices.rectangles, sliced.parts, strict=True)
         ]
         if not prod(shape):  # an empty tensor, of which no rank holds a slice
             held = [(Box.whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
@@ -258,9 +256,7 @@ class RankVersions:
 
     def _corrupt(self, number: int, why: str) -> CorruptCheckpointError:
         root = self.storage.locate("")
-        return CorruptCheckpointError(
-            f"{root}: version {number}: {why}; publish it from all ranks", path=root
-        )
+        return CorruptCheckpointError(f"{root}: version {number}: {why}; publish it from all ranks", path=root)
 
 
 def assemble(tensor: SlicedTensor, replicas: Mapping[int, MemoryReplica]) -> torch.Tensor:

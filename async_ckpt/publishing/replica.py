@@ -160,9 +160,7 @@ def _apply_delta(replica: Replica, source: VersionSource, crew: Crew) -> int:
     is_ours = index.delta.checksum_format == OUR_CHECKSUMS
     checksums = before.checksums | {name: frame.checksum for name, frame in frames.items() if is_ours}
     if index.identity not in ("", identity_of(checksums)):
-        raise source.corrupt(
-            INDEX, "the checksums in its files are not those of the version that it tells of"
-        )
+        raise source.corrupt(INDEX, "the checksums in its files are not those of the version that it tells of")
     with replica.regions(frames) as regions:
         if regions.keys() != frames.keys():
             raise DamagedReplicaError("the weights here have lost some of their tensors", path=source.path)
@@ -178,9 +176,7 @@ def _apply_delta(replica: Replica, source: VersionSource, crew: Crew) -> int:
             raise
         if not is_ours:
             checksums |= {name: checksum_of(region) for name, region in regions.items()}
-    replica.note(
-        WeightsState(index.version, identity_of(checksums), before.structure, checksums, source.stamp)
-    )
+    replica.note(WeightsState(index.version, identity_of(checksums), before.structure, checksums, source.stamp))
     return sum(map(len, blobs.values()))
 
 
@@ -203,9 +199,7 @@ def _apply_frame(
         corrupt = source.corrupt(frame.file, f"{name}: {error}", tensors=(name,))
         # A file with a digest is what was published, so the weights here must be wrong.
         perhaps = frame.file not in source.index.digests
-        raise DamagedReplicaError(
-            str(corrupt), path=corrupt.path, tensors=corrupt.tensors, perhaps=perhaps
-        ) from error
+        raise DamagedReplicaError(str(corrupt), path=corrupt.path, tensors=corrupt.tensors, perhaps=perhaps) from error
 
 
 def other_model(version: str, names: Collection[str]) -> StateMismatchError:

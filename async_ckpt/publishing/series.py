@@ -37,9 +37,7 @@ class Replacement:
     error.
     """
 
-    def __init__(
-        self, versions: Versions, ranks: RankVersions, start: RanksStart | None, *, is_allowed: bool
-    ) -> None:
+    def __init__(self, versions: Versions, ranks: RankVersions, start: RanksStart | None, *, is_allowed: bool) -> None:
         self._versions, self._ranks, self._start = versions, ranks, start
         self._is_allowed = is_allowed
         self._newest_other: int | None = None  # in other series at the root; None before it was looked up
@@ -68,9 +66,7 @@ class Replacement:
         root = self._versions.root
         if newest == version:
             alone = "" if self._start else ". If all ranks publish the same model, let rank 0 do it alone"
-            raise StepExistsError(
-                f"{root}: version {version} is published already; {advice}{alone}", step=version
-            )
+            raise StepExistsError(f"{root}: version {version} is published already; {advice}{alone}", step=version)
         raise StepBehindError(
             f"{root}: version {version} is not newer than {newest}, which is published; {advice}",
             step=version,

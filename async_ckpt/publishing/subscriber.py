@@ -172,9 +172,7 @@ class Subscriber:
         """Note which versions of the root this pull reads; the base model is not one of them."""
         self._read |= {i.version for i in chain if self._base is None or not self._base.is_source_of(i)}
 
-    def _pull_of_ranks(
-        self, into: str | os.PathLike[str] | torch.nn.Module, target: int, size: int
-    ) -> _PullResult:
+    def _pull_of_ranks(self, into: str | os.PathLike[str] | torch.nn.Module, target: int, size: int) -> _PullResult:
         """Update the slices of each rank to the version, in memory; then assemble whole tensors."""
         folder = None if isinstance(into, torch.nn.Module) else self._folder(into)
         with nullcontext() if folder is None else folder.locked():
@@ -316,9 +314,7 @@ class Subscriber:
         if not isinstance(into, torch.nn.Module):
             folder = self._folder(into)
             if self._base is not None and folder.folder == self._base.folder.resolve():
-                raise ValueError(
-                    f"{into} is the base itself, which must not change; pull into another folder"
-                )
+                raise ValueError(f"{into} is the base itself, which must not change; pull into another folder")
             return folder
         module = into
         replica = self._modules.get(module)

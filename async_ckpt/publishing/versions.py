@@ -89,9 +89,7 @@ class Versions:
         with self._lock:
             before, self._marks = self._marks, marks_in(listed)
             kept = self._known if before == self._marks else {}
-            self._known = {
-                n: known for n, known in kept.items() if n in folders and known.stamp == self._stamp(n)
-            }
+            self._known = {n: known for n, known in kept.items() if n in folders and known.stamp == self._stamp(n)}
             known = set(self._known)
         asked = {f"{folder_of(number)}/{INDEX}": number for number in sorted(folders - known)}
         seen = {asked[path] for path in (self.storage.existing(list(asked)) if asked else ())}
@@ -111,9 +109,7 @@ class Versions:
             return None
         index = VersionIndex(number, {"": SINGLE}, stamp=str(self._stamp(number, SINGLE)))
         try:
-            return replace(
-                index, files=dict.fromkeys(VersionSource(self.storage, index).tensors_in(SINGLE), SINGLE)
-            )
+            return replace(index, files=dict.fromkeys(VersionSource(self.storage, index).tensors_in(SINGLE), SINGLE))
         except CorruptCheckpointError:
             return None
 
@@ -145,9 +141,7 @@ class Versions:
             existing = self.numbers()
             advice = f"there are {existing[0]} to {existing[-1]}" if existing else "there is none"
             if wanted_by and number < existing[0]:
-                advice += (
-                    "; if it is the model that all began with, give its folder: Subscriber(root, base=…)"
-                )
+                advice += "; if it is the model that all began with, give its folder: Subscriber(root, base=…)"
             raise NotCommittedError(
                 f"{self.root}: version {number} is not there{wanted_by}; {advice}",
                 path=self.root,
@@ -155,9 +149,7 @@ class Versions:
             ) from None
         except ValueError as error:
             shown = self.storage.locate(path)
-            raise CorruptCheckpointError(
-                f"{shown}: {error}; fetch or publish it again", path=shown
-            ) from error
+            raise CorruptCheckpointError(f"{shown}: {error}; fetch or publish it again", path=shown) from error
         with self._lock:
             self._known[number] = _CachedIndex(index, version, stamp)
         return index
@@ -202,9 +194,7 @@ class Versions:
                 raise
             return base.index(number)
 
-    def chain(
-        self, target: int, state: WeightsState | None, base: BaseModel | None = None
-    ) -> list[VersionIndex]:
+    def chain(self, target: int, state: WeightsState | None, base: BaseModel | None = None) -> list[VersionIndex]:
         """The versions to apply, in this order, to get from `state` to a version. Empty if it has that already.
 
         Without a state, the chain begins with an anchor. `base` stands for the base of the oldest version. Raises
@@ -261,9 +251,7 @@ class Versions:
                     break
         return needed
 
-    def delete(
-        self, numbers: Sequence[int], *, token: str = "", check: Callable[[], None] = lambda: None
-    ) -> None:
+    def delete(self, numbers: Sequence[int], *, token: str = "", check: Callable[[], None] = lambda: None) -> None:
         """Delete versions, the newest first, since older ones are their bases.
 
         On a disk a folder vanishes at once; in a store its index goes first, so that nobody takes the rest for a

@@ -221,8 +221,7 @@ class Agreement:
 
     def _raise_refusals(self, refused: Sequence[Receipt]) -> None:
         causes = [
-            Cause(one.rank, str(self._exchange.details_of(one).get("error", "it gave no reason")))
-            for one in refused
+            Cause(one.rank, str(self._exchange.details_of(one).get("error", "it gave no reason"))) for one in refused
         ]
         self._joint.causes += causes
         raise _peers_failed(self._joint.step, causes)
@@ -253,9 +252,7 @@ class Agreement:
 
     def _raise_missing(self, receipts: dict[int, Receipt]) -> None:
         missing = [rank for rank in range(self._ranks.world.size) if rank not in receipts]
-        who = ", ".join(map(str, missing[:20])) + (
-            f" and {len(missing) - 20} more" if len(missing) > 20 else ""
-        )
+        who = ", ".join(map(str, missing[:20])) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
         self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
         where = self._run.storage.locate("")
         if self._joint.is_any:
@@ -446,9 +443,7 @@ def _peers_failed(step: int, causes: Sequence[Cause]) -> PeerFailedError:
     )
 
 
-def tell_of_failure(
-    ranks: Ranks, joint: JointSave, runs: Sequence[Run], error: BaseException, loop: Loop
-) -> None:
+def tell_of_failure(ranks: Ranks, joint: JointSave, runs: Sequence[Run], error: BaseException, loop: Loop) -> None:
     """The call of `save` has raised on this rank: tell the others, and learn what they decide. Does not wait for
     that.
     """

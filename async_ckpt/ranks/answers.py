@@ -22,9 +22,7 @@ _KEPT: Final = 1000
 class Answers:
     """The questions of one checkpointer, and rank 0's answers. From the thread that asks."""
 
-    def __init__(
-        self, words: Callable[[], Words], hear: Callable[[Sequence[str], str, str], list[str]]
-    ) -> None:
+    def __init__(self, words: Callable[[], Words], hear: Callable[[Sequence[str], str, str], list[str]]) -> None:
         """`hear` waits for words: their keys, what they are, and where it is waited."""
         self._words, self._hear = words, hear
         self._num_asked: dict[str, int] = {}  # what was asked last is at the end

@@ -107,9 +107,7 @@ class JointSave:
     def shares_by(self) -> str:
         """The table that this rank shares by; it takes no share where its structure is in no class."""
         structure = self.part.structure
-        return (
-            NO_TABLE if structure is None or structure.digest not in self.table.classes else self.table.digest
-        )
+        return NO_TABLE if structure is None or structure.digest not in self.table.classes else self.table.digest
 
 
 class Attempts:

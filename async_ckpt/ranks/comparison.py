@@ -88,9 +88,7 @@ class Comparison:
         Raises UnsupportedStateError.
         """
         for structure, mates in self._joint.table.classes.items():
-            if not any(
-                receipts[rank].structure == structure and receipts[rank].table != NO_TABLE for rank in mates
-            ):
+            if not any(receipts[rank].structure == structure and receipts[rank].table != NO_TABLE for rank in mates):
                 continue
             others: dict[str, int] = {}  # than that, and the lowest rank that has it
             for rank in mates:
@@ -162,9 +160,7 @@ class Comparison:
         for receipt in receipts:
             ours.setdefault((receipt.structure, receipt.values), receipt)
         if len(ours) == len(classes) and len({digest[:16] for _, digest in ours}) == 1:
-            return Table(
-                classes, known, {one: names for one, names in joint.table.of_some.items() if one in classes}
-            )
+            return Table(classes, known, {one: names for one, names in joint.table.of_some.items() if one in classes})
         values: dict[int, Values] = {}
 
         def read(rank: int) -> None:
@@ -177,9 +173,7 @@ class Comparison:
         for one in chosen:
             by_structure.setdefault(one.structure, []).append(values[one.rank])
         for alike in by_structure.values():
-            alone = lacking(alike, alike[0].plain) or lacking(
-                alike[:1], {name for one in alike for name in one.plain}
-            )
+            alone = lacking(alike, alike[0].plain) or lacking(alike[:1], {name for one in alike for name in one.plain})
             if alone:
                 raise UnsupportedStateError(
                     f"only some ranks have {', '.join(alone[:5])}; have all of them save the same entries, "
@@ -191,9 +185,7 @@ class Comparison:
         of_some = {one: apart(alike[0].plain, common) for one, alike in by_structure.items()}
         names = differing(list(values.values()))
         self._tell_of(names)
-        return Table(
-            classes, tuple(sorted({*known, *names})), {one: there for one, there in of_some.items() if there}
-        )
+        return Table(classes, tuple(sorted({*known, *names})), {one: there for one, there in of_some.items() if there})
 
     def _tell_of(self, names: Sequence[str]) -> None:
         """Warn of names that are not the same on all ranks. Raises UnsupportedStateError where that is not allowed."""

@@ -28,9 +28,7 @@ from .world import Words, World, refuse_if_changed, world_of
 
 # Seconds between two calls of `look_around`.
 _LOOK_AROUND_SECONDS: Final = 5.0
-NOT_ALONE: Final = (
-    "call save on every rank, or, if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
-)
+NOT_ALONE: Final = "call save on every rank, or, if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
 _NO_STRUCTURE: Final = "-"
 
 
@@ -84,9 +82,7 @@ class RankZeroWord:
                 self._words(),
                 [self._key],
                 check,
-                lambda: PeerFailedError(
-                    f"waited {MEETING_SECONDS:.0f} s for {whom}", rank=0, undecided=False
-                ),
+                lambda: PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {whom}", rank=0, undecided=False),
             )
         return self._word
 
@@ -96,9 +92,7 @@ class Hear(Protocol):
     last call.
     """
 
-    def __call__(
-        self, keys: Sequence[str], what: str, where: str, takes_time: Callable[[], bool]
-    ) -> list[str]: ...
+    def __call__(self, keys: Sequence[str], what: str, where: str, takes_time: Callable[[], bool]) -> list[str]: ...
 
 
 class Talk:
@@ -221,9 +215,7 @@ class Meeting:
         words = self.words()
         words.say(f"structure/{rank}", structure)
         if rank == 0:
-            structures = self.hear(
-                [f"structure/{n}" for n in range(size)], "the first save of the other ranks", where
-            )
+            structures = self.hear([f"structure/{n}" for n in range(size)], "the first save of the other ranks", where)
             classes: dict[str, list[int]] = {}
             for n, digest in enumerate(structures):
                 if digest != _NO_STRUCTURE:  # that rank's save has raised
@@ -287,6 +279,4 @@ class Meeting:
                 )
             return goes_on
 
-        return hear(
-            self.words(), keys, lambda: wait.goes_on(lambda: f"{what}; {NOT_ALONE}"), late, look_around
-        )
+        return hear(self.words(), keys, lambda: wait.goes_on(lambda: f"{what}; {NOT_ALONE}"), late, look_around)

@@ -145,9 +145,7 @@ class Ranks:
         """True if it is known that not all ranks see the same at this root."""
         return run in self._roots and self._roots[run].is_apart
 
-    def answers_of_rank_0(
-        self, what: str, step: int, ask: Callable[[], tuple[bool, ...]]
-    ) -> tuple[bool, ...]:
+    def answers_of_rank_0(self, what: str, step: int, ask: Callable[[], tuple[bool, ...]]) -> tuple[bool, ...]:
         """Return rank 0's answers of `ask` on all ranks, which ask about the same steps.
 
         Raises PeerFailedError on the others where it raises on rank 0.
@@ -155,13 +153,9 @@ class Ranks:
         self.meeting.refuse_if_changed()
         if self.is_alone:
             return ask()
-        return self._answers.of_rank_0(
-            self._answers.question(what, step), ask if self.world.rank == 0 else None
-        )
+        return self._answers.of_rank_0(self._answers.question(what, step), ask if self.world.rank == 0 else None)
 
-    def readers(
-        self, from_ranks: Mapping[str, int] | None
-    ) -> tuple[tuple[int, int] | None, Mapping[str, int] | None]:
+    def readers(self, from_ranks: Mapping[str, int] | None) -> tuple[tuple[int, int] | None, Mapping[str, int] | None]:
         """The reading rank and the number of ranks, where there are several; and the ranks whose values it wants.
 
         Raises ValueError as `called`.

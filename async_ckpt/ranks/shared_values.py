@@ -45,9 +45,7 @@ class SharedValues:
         """
         self._skeleton, self._objects, self._per_rank = skeleton, objects, tuple(sorted(per_rank))
         self._excluded, self._of_some = frozenset(per_rank), frozenset(of_some)
-        self._small = {
-            name: number for name, number in sorted(small.items()) if not is_within(name, self._excluded)
-        }
+        self._small = {name: number for name, number in sorted(small.items()) if not is_within(name, self._excluded)}
         self._specs = specs
         self._extents: list[Extent] = []
         self._data: list[bytearray] = []
@@ -58,9 +56,7 @@ class SharedValues:
         begins = layout.plan.begins
         for number in self._small.values():
             begin = begins[number]
-            self._extents.append(
-                Extent(0 if begin is None else layout.base + begin, self._specs[number].num_bytes)
-            )
+            self._extents.append(Extent(0 if begin is None else layout.base + begin, self._specs[number].num_bytes))
         self._data = [bytearray(extent.length) for extent in self._extents]
         for at, extent in enumerate(self._extents):
             for block in range(extent.offset // BLOCK_BYTES, -(-extent.end // BLOCK_BYTES)):
@@ -110,9 +106,7 @@ class _Archived:
             if len(tensor.slices) == 1 and tensor.slices[0].sizes == tensor.shape
         }
         objects = self.index.member(index.OBJECTS)
-        self.leaves = plain_leaves(
-            self.index.skeleton, _digests(None if objects is None else self._read(objects.data))
-        )
+        self.leaves = plain_leaves(self.index.skeleton, _digests(None if objects is None else self._read(objects.data)))
 
     def bytes_of(self, extents: Collection[Extent]) -> dict[Extent, bytes]:
         """Small extents, neighbours read at once."""
@@ -182,8 +176,7 @@ def apart(names: Collection[str], common: Collection[str]) -> tuple[str, ...]:
     around = {name[:end] for name in common for end in (*_ends(name), len(name))}
     left = set(names).difference(common)
     shortest = (
-        next((name[:end] for end in (*_ends(name), len(name)) if name[:end] not in around), None)
-        for name in left
+        next((name[:end] for end in (*_ends(name), len(name)) if name[:end] not in around), None) for name in left
     )
     return tuple(sorted({name for name in shortest if name is not None}))
 

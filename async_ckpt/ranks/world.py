@@ -83,9 +83,7 @@ def world_of(given: tuple[int, int] | None, run_id: str | None) -> World:
     from torch.distributed import distributed_c10d
 
     rank, size = group
-    return World(
-        rank, size, store=distributed_c10d._get_default_store() if size > 1 else None, has_group=True
-    )
+    return World(rank, size, store=distributed_c10d._get_default_store() if size > 1 else None, has_group=True)
 
 
 def refuse_if_changed(world: World) -> None:

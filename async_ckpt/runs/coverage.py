@@ -74,9 +74,7 @@ def own_names(structures: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(sorted(name for name, dtype, *_ in entries if dtype == PER_RANK))
 
 
-def _check_marks(
-    classes: Mapping[str, Sequence[int]], marks: Mapping[str, Mapping[str, set[tuple[str, str]]]]
-) -> None:
+def _check_marks(classes: Mapping[str, Sequence[int]], marks: Mapping[str, Mapping[str, set[tuple[str, str]]]]) -> None:
     """Check that borrowed groups and the root mesh are the same on all ranks."""
     borrowed, roots = marks[BORROWED], marks[ROOT_MESH]
     if len({frozenset(borrowed.get(digest, ())) for digest in classes}) > 1:
@@ -112,9 +110,7 @@ def _check_per_rank(
         for slices in held:
             if is_within(shown, missing[slices.structure]):
                 group = next(group for group in missing[slices.structure] if is_within(shown, {group}))
-                rank = next(
-                    ranks[0] for digest, ranks in classes.items() if group in own_by_structure[digest]
-                )
+                rank = next(ranks[0] for digest, ranks in classes.items() if group in own_by_structure[digest])
                 raise UnsupportedStateError(
                     f"{group} is each rank's own on rank {rank}, and not on rank {slices.ranks[0]}, which "
                     f"shares {shown}; give the same per_rank= on every rank",
@@ -159,8 +155,7 @@ def _has_all(cuts: Json, start: int, shape: Sequence[int], stride: Sequence[int]
     cut = {mesh_dim for _, mesh_dim, _ in cuts}
     along = [range(size) if dim in cut else range(1) for dim, size in enumerate(shape)]
     return all(
-        start + sum(step * by for step, by in zip(steps, stride, strict=True)) in ranks
-        for steps in product(*along)
+        start + sum(step * by for step, by in zip(steps, stride, strict=True)) in ranks for steps in product(*along)
     )
 
 

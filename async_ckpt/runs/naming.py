@@ -163,9 +163,7 @@ def words_for(folder: str) -> list[str]:
     """The words for the namings of other programs that give a step this folder name."""
     step_name = parse_step_name(folder)
     return [
-        word
-        for word, naming in NAMINGS.items()
-        if step_name and naming.step_format.format(step_name.step) == folder
+        word for word, naming in NAMINGS.items() if step_name and naming.step_format.format(step_name.step) == folder
     ]
 
 
@@ -190,9 +188,7 @@ def naming_of(naming: Naming | str | None) -> Naming:
     if isinstance(naming, str):
         if naming not in NAMINGS:
             known = ", ".join(f'"{word}"' for word in NAMINGS)
-            raise ValueError(
-                f"naming must be one of {known}, or Naming(step_format=…, tracker=…); got {naming!r}"
-            )
+            raise ValueError(f"naming must be one of {known}, or Naming(step_format=…, tracker=…); got {naming!r}")
         return NAMINGS[naming]
     if not isinstance(naming, Naming):
         raise TypeError(f"naming must be a word or Naming(…), got {naming!r:.100}")

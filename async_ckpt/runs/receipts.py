@@ -243,9 +243,7 @@ class Exchange:
 
     def put_archives(self, receipts: Sequence[Receipt]) -> Archive:
         """Put the list of the archives: their sizes and digests, in the order of ranks."""
-        data = b"".join(
-            _RECORD.pack(receipt.num_bytes, bytes.fromhex(receipt.digest)) for receipt in receipts
-        )
+        data = b"".join(_RECORD.pack(receipt.num_bytes, bytes.fromhex(receipt.digest)) for receipt in receipts)
         return self._put(f"archives.{self.attempt}.bin", data)
 
     def put_layout(self, text: bytes) -> Archive:
@@ -262,9 +260,7 @@ def archives_of(storage: Storage, folder: str, manifest: Manifest) -> tuple[Arch
     return archives_in(storage, folder, manifest.lenders, manifest.step)
 
 
-def archives_in(
-    storage: Storage, folder: str, archives: Sequence[Archive], named_by: int
-) -> tuple[Archive, ...]:
+def archives_in(storage: Storage, folder: str, archives: Sequence[Archive], named_by: int) -> tuple[Archive, ...]:
     """The archives that a manifest names, directly or by the list of the archives of all ranks."""
     attempt = _ALL.fullmatch(archives[0].name) if len(archives) == 1 else None
     if attempt is None:

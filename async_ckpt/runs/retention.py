@@ -74,9 +74,7 @@ class Commits(dict[int, Manifest | None]):
                 self.borrowers[step] = manifest
 
 
-def deletable_steps(
-    keep: Keep, commits: Commits, *, now: float, protected: Collection[int] = ()
-) -> list[int]:
+def deletable_steps(keep: Keep, commits: Commits, *, now: float, protected: Collection[int] = ()) -> list[int]:
     """The steps that the rules delete, the oldest first."""
     steps = list(commits)
     passing = {step for step, manifest in commits.marked.items() if _is_passing(manifest, now)}
@@ -111,9 +109,7 @@ def _kept_by_rules(keep: Keep, steps: list[int], commits: Commits, now: float) -
 def _is_passing(manifest: Manifest, now: float) -> bool:
     """Whether a save was marked as rolling, or has expired."""
     ttl_seconds = number(manifest.record.get("ttl_seconds"))
-    return manifest.record.get("rolling") is True or (
-        ttl_seconds is not None and _age(manifest, now) > ttl_seconds
-    )
+    return manifest.record.get("rolling") is True or (ttl_seconds is not None and _age(manifest, now) > ttl_seconds)
 
 
 def _age(manifest: Manifest | None, now: float) -> float:

@@ -18,13 +18,13 @@ from typing import Final, NamedTuple
 from ..errors import CheckpointError, NotCommittedError, StorageUnavailableError
 from ..host.threads import run_together
 from ..storage.interface import Storage
+from .foreign_entries import newest_of_other_namings
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, Manifest, intent_name, parse_intent, retired_attempts, retired_name
 from .manifest import parse as parse_manifest
 from .naming import STEP_FORMAT, folder_pattern
 from .retention import Commits
 from .starts import Commit, Start, counts, out_of_line, split_starts
-from .unmanaged import newest_of_other_namings
 
 # A writer that keeps one step deletes it with its next save, so a slow reader comes too late many times.
 TRIES: Final = 100
@@ -145,27 +145,21 @@ class Root:
             unknown = [step for step in listing.steps if step not in self.known]
             manifests = self.look_up(unknown, tolerant=tolerant)
             manifests = {
-                step: manifest
-                for step, manifest in manifests.items()
-                if not is_excluded(step, manifest, retired)
+                step: manifest for step, manifest in manifests.items() if not is_excluded(step, manifest, retired)
             }
             self.note({step: manifest for step, manifest in manifests.items() if manifest is not None})
             self.forget(self.known.keys() - {*listing.steps})
         known = self.known
         stale = out_of_line(list(known), listing.starts, lambda step: commit_of(known.get(step)))
         stale |= {
-            step: attempt
-            for step, attempt in self.outside.items()
-            if is_excluded(step, known.get(step), self.outside)
+            step: attempt for step, attempt in self.outside.items() if is_excluded(step, known.get(step), self.outside)
         }
         if stale:
             self.forget(stale)
             known = self.known
         if list(known) == listing.steps:
             return known
-        return Commits(
-            {s: known.get(s) for s in listing.steps if s in known or (s in manifests and s not in stale)}
-        )
+        return Commits({s: known.get(s) for s in listing.steps if s in known or (s in manifests and s not in stale)})
 
     def note(self, manifests: Mapping[int, Manifest]) -> None:
         """Note that these steps are committed."""

@@ -136,17 +136,10 @@ class Roots:
         attempts = {manifest.attempt for manifest in manifests.values() if manifest is not None}
         if len(attempts) < 2:
             return list(manifests)
-        replaced = {
-            attempt
-            for manifest in manifests.values()
-            if manifest is not None
-            for attempt in manifest.replaces
-        }
+        replaced = {attempt for manifest in manifests.values() if manifest is not None for attempt in manifest.replaces}
         for run in manifests:
             replaced |= run.retired_attempts(step)
-        current = [
-            run for run, manifest in manifests.items() if manifest is None or manifest.attempt not in replaced
-        ]
+        current = [run for run, manifest in manifests.items() if manifest is None or manifest.attempt not in replaced]
         return current or list(manifests)
 
     def _holders(self) -> dict[int, list[Run]]:
@@ -191,9 +184,7 @@ class Roots:
     def _is_retired(self, step: int, holder: Run, others: Sequence[Run]) -> bool:
         try:
             manifest = holder.committed(step)
-            return manifest is not None and any(
-                manifest.attempt in other.retired_attempts(step) for other in others
-            )
+            return manifest is not None and any(manifest.attempt in other.retired_attempts(step) for other in others)
         except StorageUnavailableError:  # the root has gone away since, so it is not asked
             return False
 

@@ -35,13 +35,13 @@ from ..spans import Clock
 from ..spec import Keep
 from ..storage.interface import Storage
 from .announce import Announcer
+from .foreign_entries import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
 from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, intent_name
 from .naming import STEP_FORMAT, TRACKER, tracker_of
 from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
 from .root import Listing, Root, commit_of
 from .starts import NUM_KEPT, Commit, Start, refuse_if_alive, tenure_of
 from .sweep import Sweeper, is_library_name
-from .unmanaged import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
 
 
 class Run:
@@ -240,9 +240,7 @@ class Run:
             # An earlier rollback counts while its manifest is there, which this commit may replace: finish it first.
             self._root.finish_rollbacks(listing.intents)
         newer = self._root.look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
-        retires = tuple(
-            Retired(s, manifest.attempt if manifest else "") for s, manifest in sorted(newer.items())
-        )
+        retires = tuple(Retired(s, manifest.attempt if manifest else "") for s, manifest in sorted(newer.items()))
         before = replaces[0] if replaces else None
         earlier = (before.attempt, *before.replaces) if before else ()
         manifest = Manifest(

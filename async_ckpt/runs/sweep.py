@@ -220,9 +220,7 @@ class Sweeper:
         archives = [n for n in names if _ARCHIVE.fullmatch(n)]
         dead: list[str] = []
         known = None if step is None else self._root.known.get(step)
-        if known is not None and {*archives} == {
-            name for name in known.own_names if _ARCHIVE.fullmatch(name)
-        }:
+        if known is not None and {*archives} == {name for name in known.own_names if _ARCHIVE.fullmatch(name)}:
             archives = []  # all of them are committed
         if step is not None and archives and {*archives} != self.read_folder(step).named:
             dead = dead_of(archives, delete=False)

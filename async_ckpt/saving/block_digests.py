@@ -172,8 +172,7 @@ class MovedExtent:
 def _has_moved(extents: Sequence[Extent], before: Sequence[Extent]) -> bool:
     """True if these are cut into other blocks than before, and may have the same bytes all the same."""
     return [extent.length for extent in extents] == [extent.length for extent in before] and any(
-        extent.offset % BLOCK_BYTES != old.offset % BLOCK_BYTES
-        for extent, old in zip(extents, before, strict=True)
+        extent.offset % BLOCK_BYTES != old.offset % BLOCK_BYTES for extent, old in zip(extents, before, strict=True)
     )
 
 

@@ -208,9 +208,7 @@ class Delivery:
         """Begin the object."""
         drain = self._drain
         room = drain.max_segments - drain.num_tail  # the tail waits for all else
-        self.sink = await self._off_loop(
-            partial(self.target.open, drain.file_bytes, drain.segment_bytes, room)
-        )
+        self.sink = await self._off_loop(partial(self.target.open, drain.file_bytes, drain.segment_bytes, room))
 
     def begin(self, lane: Lane) -> None:
         """Finish the object when the lane has brought all segments to its sink."""
@@ -284,9 +282,7 @@ class Delivery:
             raise error
         if self.sink is not None and not await self._abort(self.sink, for_ever=False):
             raise error
-        copy = partial(
-            self.target.copy_of, source.target, archive.num_bytes, self._drain.digests.compare, self._check
-        )
+        copy = partial(self.target.copy_of, source.target, archive.num_bytes, self._drain.digests.compare, self._check)
         deadline, pause = self._spans.total() + AGAIN_SECONDS, _FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -399,9 +395,7 @@ class Delivery:
 
     def lagging(self, why: str) -> StorageUnavailableError:
         path = self.target.path
-        return StorageUnavailableError(
-            f"{path}: {why}; it is caught up by a later save, or by catch_up()", path=path
-        )
+        return StorageUnavailableError(f"{path}: {why}; it is caught up by a later save, or by catch_up()", path=path)
 
     def destination(self) -> Destination:
         """The result at this place, for the report."""

@@ -167,9 +167,7 @@ class Drain:
         self._submit, self._may_drop, self._trace = submit, may_drop, trace
         # The bytes that are digested come before the digests; a file without digests is written as it comes.
         self.digests = BlockDigests(file, block_readers)
-        self._first_tail = (
-            self.num_segments if file.digests is None else self.digests.covered // segment_bytes
-        )
+        self._first_tail = self.num_segments if file.digests is None else self.digests.covered // segment_bytes
         self.idle = running_future()  # all lanes have ended, and no task is under way
         self._lock = threading.Lock()
         self._lanes: list[Lane] = []  # under _lock, like all below
@@ -351,9 +349,7 @@ class Drain:
                 lane.pace.wait(num_bytes, partial(self._check_lane, lane))
             data = filled.lease.segment.view[:num_bytes]
             with self._trace.span("write", segment=filled.number, sink=repr(lane.sink)):
-                lane.sink.write(
-                    filled.number * self.segment_bytes, data, CountedLease(self, lane, filled.lease)
-                )
+                lane.sink.write(filled.number * self.segment_bytes, data, CountedLease(self, lane, filled.lease))
         except BaseException as error:
             if self._may_drop and isinstance(error, StorageUnavailableError):
                 self.drop(lane, error)

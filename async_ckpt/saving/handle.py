@@ -236,9 +236,7 @@ class Bars:
         try:
             from tqdm.auto import tqdm  # type: ignore[import-untyped]
         except ImportError as error:
-            raise ImportError(
-                'progress=True needs tqdm to draw with: pip install "async_ckpt[progress]"'
-            ) from error
+            raise ImportError('progress=True needs tqdm to draw with: pip install "async_ckpt[progress]"') from error
 
         class Bar(tqdm):  # type: ignore[misc]
             monitor_interval = 0  # no thread of tqdm's own: we draw often enough

@@ -55,9 +55,7 @@ def _forget_saves() -> None:
 class Ledger:
     """The saves of one saver. Only the loop's thread changes it, so it needs no lock; any thread reads it."""
 
-    def __init__(
-        self, exit_timeout: float | None = None, *, strict: bool = False, progress: bool = False
-    ) -> None:
+    def __init__(self, exit_timeout: float | None = None, *, strict: bool = False, progress: bool = False) -> None:
         """The arguments of the checkpointer. Raises TypeError, ValueError, and ImportError as `Bars` does."""
         self._exit_timeout = seconds_or_none("exit_timeout", exit_timeout)
         self._strict = flag("strict", strict)
@@ -169,9 +167,7 @@ class Ledger:
         if handle not in self._warned:
             self._warned = [*self._warned[-8:], handle]
         error = Future.exception(handle)
-        warnings.warn(
-            f"{subject} not saved: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=stacklevel
-        )
+        warnings.warn(f"{subject} not saved: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=stacklevel)
 
     def raise_unseen(self) -> None:
         """Raise the first unseen error; the others are noted in it."""
@@ -207,9 +203,7 @@ class Ledger:
 def abandon(saves: list[Save], why: str) -> None:
     """Give saves up: they never become visible. Returns when they have ended, or soon."""
     for save in saves:
-        save.give_up(
-            SaveAbandonedError(f"given up before it was committed: {why}; earlier checkpoints are intact")
-        )
+        save.give_up(SaveAbandonedError(f"given up before it was committed: {why}; earlier checkpoints are intact"))
     wait_for_all([save.finished for save in saves], min(map(_abandon_seconds, saves), default=0.0))
 
 

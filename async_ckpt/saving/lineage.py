@@ -42,9 +42,7 @@ _log = logging.getLogger("async_ckpt")
 class CatchUp(Protocol):
     """Copies to a run the steps that only other roots have. Returns the steps that it has copied."""
 
-    def __call__(
-        self, roots: Roots, run: Run, *, skip: Collection[int], check: Callable[[], None]
-    ) -> list[int]: ...
+    def __call__(self, roots: Roots, run: Run, *, skip: Collection[int], check: Callable[[], None]) -> list[int]: ...
 
 
 class Lineage:
@@ -131,9 +129,7 @@ class Lineage:
                     continue  # it is never committed to
                 root = run.storage.locate("").rstrip("/") or "/"
                 try:
-                    copied[root] = self._catch_up(
-                        self.roots, run, skip=self._on_the_way(), check=lambda: None
-                    )
+                    copied[root] = self._catch_up(self.roots, run, skip=self._on_the_way(), check=lambda: None)
                 except CheckpointError as error:
                     errors.append(error)
         if errors:
@@ -150,9 +146,7 @@ class Lineage:
 
     def _on_the_way(self) -> Collection[int]:
         """The steps that may still arrive at a root that lags."""
-        return {
-            p.handle.step for p in self._ledger.saves() if p.handle.step is not None and not p.finished.done()
-        }
+        return {p.handle.step for p in self._ledger.saves() if p.handle.step is not None and not p.finished.done()}
 
 
 class StateOutline:
@@ -176,9 +170,7 @@ class StateOutline:
         of = self._specs[numbers[0]].of if numbers else None
         first = of.number if of else numbers[0] if numbers else 0
         node, unknown = _relative(self._entries.get(group), first)
-        return GroupOutline(
-            [self._specs[i] for i in numbers], [self._marks[i] for i in numbers], node, unknown
-        )
+        return GroupOutline([self._specs[i] for i in numbers], [self._marks[i] for i in numbers], node, unknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +272,7 @@ class UnchangedGroups:
 
     def _written(self, joint: JointSave | None = None) -> dict[str, SavedGroup]:
         """The newest groups; with several ranks, those that all of them know of when the save begins."""
-        known = [
-            written for number, written in self._known if joint is None or number <= joint.newest_decided
-        ]
+        known = [written for number, written in self._known if joint is None or number <= joint.newest_decided]
         return known[-1] if known else {}
 
     def without(
@@ -355,9 +345,7 @@ class UnchangedGroups:
             for group in contents.outline.groups:
                 before = newest.get(group)
                 if before is None or before.archives != archives:
-                    written = tuple(
-                        GroupLocation(group, step, run.folder(step), archive) for archive in archives
-                    )
+                    written = tuple(GroupLocation(group, step, run.folder(step), archive) for archive in archives)
                     before = SavedGroup(step, written, contents.outline)
                 before.runs.add(run)
                 kept[group] = before
@@ -366,9 +354,7 @@ class UnchangedGroups:
                 return
             entries = [*(entry for entry in self._known if entry[0] < joint.number), (joint.number, kept)]
             # Entries that no save can ask for any more go, and with them the protection of their steps.
-            oldest = max(
-                (number for number, _ in entries if number <= joint.newest_decided + 1), default=_FIRST
-            )
+            oldest = max((number for number, _ in entries if number <= joint.newest_decided + 1), default=_FIRST)
             self._known = [entry for entry in entries if entry[0] >= oldest]
 
     def restored(self, captured: Capture, groups: Collection[str], step: int, runs: Sequence[Run]) -> None:
@@ -377,15 +363,11 @@ class UnchangedGroups:
         if manifest is None or not groups:
             return
         folder = runs[0].folder(step)
-        parts = {
-            name: tuple(GroupLocation(name, step, folder, a) for a in manifest.lenders) for name in groups
-        }
+        parts = {name: tuple(GroupLocation(name, step, folder, a) for a in manifest.lenders) for name in groups}
         parts |= {name: lent for name in groups if (lent := manifest.lent(name))}
         outline = StateOutline(captured)
         with self._lock:
-            written = {
-                group: SavedGroup(lent[0].step, lent, outline, set(runs)) for group, lent in parts.items()
-            }
+            written = {group: SavedGroup(lent[0].step, lent, outline, set(runs)) for group, lent in parts.items()}
             self._known = [(_FIRST, written)]
 
 

@@ -63,14 +63,11 @@ class Planner:
         self._pool.admit(layout.file_bytes, self._max_in_flight, least=least)
         if least > self._pool.max_segments:
             raise ValueError(
-                f"host_bytes is too small for an archive of {layout.file_bytes:,} bytes; "
-                f"give at least {least * size:,}"
+                f"host_bytes is too small for an archive of {layout.file_bytes:,} bytes; give at least {least * size:,}"
             )
         return self._pool.max_segments
 
-    def take_memory(
-        self, captured: Capture, crew: Crew | None, *, goes_on: Callable[[], bool] = lambda: True
-    ) -> None:
+    def take_memory(self, captured: Capture, crew: Crew | None, *, goes_on: Callable[[], bool] = lambda: True) -> None:
         """Plan a state, and take the memory for its archive, as long as `goes_on()`."""
         layout = self.lay_out(captured, step=0)
         self.admit(layout, ())
@@ -115,16 +112,12 @@ def pool_for(segment_bytes: int | None = None, host_bytes: int | None = None) ->
     segment_bytes = None if segment_bytes is None else whole_bytes("segment_bytes", segment_bytes)
     host_bytes = None if host_bytes is None else whole_bytes("host_bytes", host_bytes)
     if host_bytes is not None and host_bytes < MIN_SEGMENTS * BLOCK_BYTES:
-        raise ValueError(
-            f"host_bytes must be at least {MIN_SEGMENTS * BLOCK_BYTES // MIB} MiB, got {host_bytes:,}"
-        )
+        raise ValueError(f"host_bytes must be at least {MIN_SEGMENTS * BLOCK_BYTES // MIB} MiB, got {host_bytes:,}")
     if segment_bytes is None:
         share = SEGMENT_BYTES if host_bytes is None else host_bytes // MIN_SEGMENTS
         return SegmentPool(min(SEGMENT_BYTES, share // BLOCK_BYTES * BLOCK_BYTES), max_bytes=host_bytes)
     if segment_bytes <= 0 or segment_bytes % BLOCK_BYTES:
-        raise ValueError(
-            f"segment_bytes must be a multiple of {BLOCK_BYTES // MIB} MiB, got {segment_bytes:,}"
-        )
+        raise ValueError(f"segment_bytes must be a multiple of {BLOCK_BYTES // MIB} MiB, got {segment_bytes:,}")
     if host_bytes is not None and host_bytes < MIN_SEGMENTS * segment_bytes:
         raise ValueError(f"host_bytes must hold at least {MIN_SEGMENTS} segments of {segment_bytes:,} bytes")
     return SegmentPool(segment_bytes, max_bytes=host_bytes)

@@ -74,9 +74,7 @@ class Due:
         if self.seconds is not None and not (_is_number(self.seconds) and self.seconds > 0):
             raise ValueError(f"Due(seconds=…) must be a number above 0, got {self.seconds!r:.100}")
         if not (_is_number(self.margin_seconds) and self.margin_seconds >= 0):
-            raise ValueError(
-                f"Due(margin_seconds=…) must be a number, 0 or more, got {self.margin_seconds!r:.100}"
-            )
+            raise ValueError(f"Due(margin_seconds=…) must be a number, 0 or more, got {self.margin_seconds!r:.100}")
         _countdown(self.deadline, wall_time)
         if not isinstance(self.signals, bool):  # an iterator would be empty the second time
             object.__setattr__(self, "signals", signals_of(self.signals))

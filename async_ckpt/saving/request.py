@@ -66,9 +66,7 @@ def check_driver(driver: Mapping[str, Any], state: Any) -> None:
         raise TypeError(f'driver must be a mapping such as {{"loader": state}}, got {driver!r:.100}')
     for name in driver:
         if not isinstance(name, str) or (isinstance(state, Mapping | SnapshotView) and name in state):
-            raise ValueError(
-                f"driver={name!r}: the state has entries of the same name; rename those of driver="
-            )
+            raise ValueError(f"driver={name!r}: the state has entries of the same name; rename those of driver=")
     if not isinstance(state, Mapping | SnapshotView):
         raise ValueError("driver= adds entries to the state, so the state must be a dict")
 
@@ -134,9 +132,7 @@ class StepRequest(SaveRequest):
         contents.overwrite, contents.record = flag("overwrite", overwrite), record
         self._unchanged = [unchanged] if isinstance(unchanged, str) else unchanged
         if self.select is not None and unchanged:
-            raise ValueError(
-                "select= and unchanged= exclude each other; leave the groups out of the state instead"
-            )
+            raise ValueError("select= and unchanged= exclude each other; leave the groups out of the state instead")
         check_entries(state, per_rank, "per_rank")
         if self.joint is not None:
             self.joint.part.per_rank = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)

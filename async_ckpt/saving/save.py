@@ -63,9 +63,7 @@ class Save(ABC):
     exit_timeout: float | None = None  # seconds that the interpreter's exit waits for it
     num_missed = 0  # targets that have no committed checkpoint when the save has finished
 
-    def __init__(
-        self, step: int | None, path: str, staged: Future[None], progress: Callable[[], Progress]
-    ) -> None:
+    def __init__(self, step: int | None, path: str, staged: Future[None], progress: Callable[[], Progress]) -> None:
         """`staged` resolves when the caller may change the state. The handle keeps `progress`, and not the save."""
         self.staged = staged
         self.life = new_life()

@@ -242,9 +242,7 @@ class Saver:
         """
         loop, size = get_loop(), self.pool.segment_bytes
         drain = Drain(files.image, size, self._planner.admit(files.image, [target]), loop.background.submit)
-        fill = FileFill(
-            files, drain, order=next(self._orders), pool=self.pool, crew=loop.readers, clock=monotonic
-        )
+        fill = FileFill(files, drain, order=next(self._orders), pool=self.pool, crew=loop.readers, clock=monotonic)
         return Attempt(drain, [target], fill, spans, writers=self._writers), fill
 
     @contextmanager
@@ -283,9 +281,7 @@ class Saver:
         Then neither this save nor the next waits for segments to be written.
         """
         if self._keep_warm and self.pool.num_bytes < num_segments * self.pool.segment_bytes:
-            self._in_background(
-                lambda goes_on: self.pool.reserve(num_segments, None, pin=device, goes_on=goes_on)
-            )
+            self._in_background(lambda goes_on: self.pool.reserve(num_segments, None, pin=device, goes_on=goes_on))
 
     def _in_background(self, take: Callable[[Callable[[], bool]], None]) -> None:
         loop = get_loop()
@@ -344,9 +340,7 @@ class Saver:
         if isinstance(state, RankShare):  # divided already
             return state.captured, state.ranks
         ranks = self._ranks
-        captured = capture(
-            state, select, slicer=ranks.divider.slicer if ranks else None, state_dict_of=state_dict_of
-        )
+        captured = capture(state, select, slicer=ranks.divider.slicer if ranks else None, state_dict_of=state_dict_of)
         note(captured)
         return ranks.divider.divided(captured, joint) if ranks else (captured, None)
 

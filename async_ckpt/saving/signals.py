@@ -38,9 +38,7 @@ def signals_of(given: Signals) -> tuple[int, ...]:
         numbers = [getattr(signal, name, None) for name in _SENT_BY_SCHEDULERS] if given else []
         return tuple(int(number) for number in numbers if number is not None)
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(
-            f'signals must be True or several signals, such as ("SIGTERM", "SIGUSR2"), got {given!r:.100}'
-        )
+        raise TypeError(f'signals must be True or several signals, such as ("SIGTERM", "SIGUSR2"), got {given!r:.100}')
     return tuple(dict.fromkeys(map(_number_of, given)))
 
 

@@ -43,9 +43,7 @@ class Staging(Protocol):
     def stall_seconds(self) -> float: ...
 
 
-async def story(
-    attempt: Attempt, turn: Future[None] | None, off_loop: OffLoop, life: Life[SaveState]
-) -> None:
+async def story(attempt: Attempt, turn: Future[None] | None, off_loop: OffLoop, life: Life[SaveState]) -> None:
     """Write, then commit once `turn` has come: the save before this one is settled.
 
     Raises the error if it fails, after every trace of the attempt is gone.

@@ -136,9 +136,7 @@ class StepTarget(Target):
 
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
         if self._lineage.hangs(self._run):
-            raise StorageUnavailableError(
-                f"{self.path}: earlier writes there have not returned yet", path=self.path
-            )
+            raise StorageUnavailableError(f"{self.path}: earlier writes there have not returned yet", path=self.path)
         self._agreement.claim()
         if self._agreement.decides and not self.storage.remote:
             if self._take():
@@ -161,9 +159,7 @@ class StepTarget(Target):
 
     def _take(self) -> bool:
         """Take the root for this process, at its first save there. True if it was taken now."""
-        return self._run.take(
-            self._contents.step, [run for run in self._lineage.roots.runs if run is not self._run]
-        )
+        return self._run.take(self._contents.step, [run for run in self._lineage.roots.runs if run is not self._run])
 
     def _check(self) -> None:
         if not (self._lineage.has_one_root or self._has_settled):
@@ -309,9 +305,7 @@ class StepTarget(Target):
 
     def afterwards(self) -> None:
         if self.is_cache:
-            self._run.trim(
-                self._contents.step, self._token, self._agreement.rank, in_flight=self._lineage.in_flight()
-            )
+            self._run.trim(self._contents.step, self._token, self._agreement.rank, in_flight=self._lineage.in_flight())
         if self.is_cache or not self._agreement.decides:
             return
         replaced = self._replaces[0] if self._replaces else None

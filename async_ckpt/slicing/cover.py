@@ -81,9 +81,7 @@ def cover(shape: Ints, boxes: Sequence[Box]) -> Cover:
     return Cover(taken, [part for number, part in strips if number is None])
 
 
-def _sweep(
-    within: Box, boxes: Sequence[tuple[int, Box]], dim: int, strips: list[tuple[int | None, Box]]
-) -> None:
+def _sweep(within: Box, boxes: Sequence[tuple[int, Box]], dim: int, strips: list[tuple[int | None, Box]]) -> None:
     """Cut `within` at every begin and end of a box along one dimension, and each strip along the next."""
     if not boxes:
         strips.append((None, within))

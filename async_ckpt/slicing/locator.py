@@ -102,9 +102,7 @@ class ShardLocator:
             alike.setdefault(shapes, []).extend(ranks)
         return {sorted(ranks)[int(preferred * len(ranks))] for ranks in alike.values()}
 
-    def having(
-        self, wanted: Mapping[str, Sequence[Box]], preferred: Collection[int] = ()
-    ) -> tuple[set[int], bool]:
+    def having(self, wanted: Mapping[str, Sequence[Box]], preferred: Collection[int] = ()) -> tuple[set[int], bool]:
         """Ranks whose archives have all of these boxes, and True if that is certain for each box.
 
         Among ranks with the same, one that is `preferred` is taken, else the lowest.
@@ -132,9 +130,7 @@ class ShardLocator:
 
     # --- the ranks that may have a part of a tensor ---------------------------------------------------------
 
-    def _candidates(
-        self, name: str, boxes: Sequence[Box], preferred: Collection[int]
-    ) -> list[tuple[int, Box]]:
+    def _candidates(self, name: str, boxes: Sequence[Box], preferred: Collection[int]) -> list[tuple[int, Box]]:
         """Ranks with the parts of a tensor that they wrote, as far as these touch one of the boxes.
 
         Of ranks that all wrote the same, only the lowest and the preferred ones.
@@ -152,9 +148,7 @@ class ShardLocator:
                     candidates += self._of_set(name, ranks, Slices.plain(line.shape), preferred)
                 else:
                     held = json.loads(line.spread)["held"]
-                    candidates += [
-                        (rank, Box(tuple(at), tuple(sizes))) for rank in ranks for at, sizes in held
-                    ]
+                    candidates += [(rank, Box(tuple(at), tuple(sizes))) for rank in ranks for at, sizes in held]
         return candidates
 
     def _of_cut(
@@ -182,9 +176,7 @@ class ShardLocator:
         for rank in ranks:
             if rank in self._layout.apart or rank in seen:
                 continue
-            stored = self._tied[self._structure_of[rank]].get(
-                name, name
-            )  # a tied tensor is stored under another name
+            stored = self._tied[self._structure_of[rank]].get(name, name)  # a tied tensor is stored under another name
             replicated, replicas = self._shared_by(stored, rank)
             if replicated is None or replicas is None:
                 alone.append(rank)
@@ -265,9 +257,7 @@ class ShardLocator:
                     meshes.append(mesh)
         return meshes
 
-    def _coordinates(
-        self, shape: Ints, cuts: tuple[Cut, ...], mesh_shape: Ints, boxes: tuple[Box, ...]
-    ) -> list[Ints]:
+    def _coordinates(self, shape: Ints, cuts: tuple[Cut, ...], mesh_shape: Ints, boxes: tuple[Box, ...]) -> list[Ints]:
         """The coordinates in a mesh that hold a part of these boxes; of replicas only the first."""
         dims_cut = {cut.mesh_dim for cut in cuts}
         mesh = Mesh(0, mesh_shape, (1,) * len(mesh_shape))

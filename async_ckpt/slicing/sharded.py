@@ -183,9 +183,7 @@ class Slicer:
             offsets, sizes = tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
             inner = self.slice(shard.tensor, name=name)
             if inner.slices.global_shape != sizes and prod(sizes):
-                raise _refused(
-                    name, f"its shard at {offsets} has shape {inner.slices.global_shape} and not {sizes}"
-                )
+                raise _refused(name, f"its shard at {offsets} has shape {inner.slices.global_shape} and not {sizes}")
             for rectangle, part in zip(inner.slices.rectangles, inner.parts, strict=True):
                 moved = _sum(offsets, rectangle.global_offsets)
                 rectangles.append(Rectangle(moved, (0,) * len(moved), rectangle.sizes))
@@ -235,9 +233,7 @@ def _placed(placement: Any, num_dims: int, spec: Any, name: str) -> tuple[int, i
         )
     dim = placement.dim + num_dims if placement.dim < 0 else placement.dim
     if not 0 <= dim < num_dims:
-        raise _refused(
-            name, f"{list(spec.placements)} cuts a dimension that a tensor of {num_dims} does not have"
-        )
+        raise _refused(name, f"{list(spec.placements)} cuts a dimension that a tensor of {num_dims} does not have")
     return dim, int(getattr(placement, "split_factor", 1))
 
 
@@ -282,11 +278,7 @@ def joined(sliced: Sequence[LocalShards], *, name: str) -> tuple[Slices, tuple[t
     if len(shapes) > 1:
         raise _refused(name, f"its slices belong to tensors of shapes {shapes[0]} and {shapes[1]}")
     originals = [shards for shards in sliced if not shards.slices.is_copy]
-    held = [
-        pair
-        for shards in originals or sliced
-        for pair in zip(shards.slices.rectangles, shards.parts, strict=True)
-    ]
+    held = [pair for shards in originals or sliced for pair in zip(shards.slices.rectangles, shards.parts, strict=True)]
     slices = _given(shapes[0], [rectangle for rectangle, _ in held], name, is_copy=not originals)
     return slices, tuple(part for _, part in held)
 
@@ -315,9 +307,7 @@ def _of_megatron(sharded: Any, name: str) -> LocalShards:
     rectangles = [Rectangle(at, (0,) * len(at), size) for at, size in blocks]
     for part, rectangle in zip(parts, rectangles, strict=True):
         if tuple(part.shape) != rectangle.sizes:
-            raise _refused(
-                name, f"its data has shape {tuple(data.shape)} and not {tuple(sharded.local_shape)}"
-            )
+            raise _refused(name, f"its data has shape {tuple(data.shape)} and not {tuple(sharded.local_shape)}")
     held = [pair for pair in zip(rectangles, parts, strict=True) if pair[0].num_elements]
     replica = sharded.replica_id
     is_copy = any(replica) if isinstance(replica, Iterable) else bool(replica)
@@ -325,9 +315,7 @@ def _of_megatron(sharded: Any, name: str) -> LocalShards:
     return LocalShards(slices, tuple(part for _, part in held), sharded.key)
 
 
-def _given(
-    global_shape: Iterable[int], rectangles: Sequence[Rectangle], name: str, *, is_copy: bool = False
-) -> Slices:
+def _given(global_shape: Iterable[int], rectangles: Sequence[Rectangle], name: str, *, is_copy: bool = False) -> Slices:
     """Slices of given rectangles, after a check that these lie in the tensor and do not overlap."""
     shape = tuple(map(int, global_shape))
     for rectangle in rectangles:
@@ -346,8 +334,7 @@ def _given(
 def _is_inside(offsets: Ints, sizes: Ints, shape: Iterable[int]) -> bool:
     shape = tuple(shape)
     return len(offsets) == len(sizes) == len(shape) and all(
-        0 <= offset <= offset + size <= whole
-        for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+        0 <= offset <= offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
     )
 
 

@@ -71,9 +71,7 @@ class Mesh(NamedTuple):
         shape, listed = tuple(shape), tuple(ranks)
         if not listed or len(listed) != prod(shape):
             raise ValueError(f"a mesh of shape {shape} does not have {len(listed)} ranks")
-        stride = tuple(
-            listed[prod(shape[dim + 1 :])] - listed[0] if size > 1 else 0 for dim, size in enumerate(shape)
-        )
+        stride = tuple(listed[prod(shape[dim + 1 :])] - listed[0] if size > 1 else 0 for dim, size in enumerate(shape))
         regular = cls(listed[0], shape, stride)
         return regular if tuple(regular.all_ranks()) == listed else cls(listed[0], shape, (), listed)
 
@@ -159,9 +157,7 @@ class Slices:
         return cls(whole.sizes, (whole,) if whole.num_elements else ())
 
     @classmethod
-    def at(
-        cls, coordinate: Ints | None, *, global_shape: Iterable[int], cuts: tuple[Cut, ...], mesh: Mesh
-    ) -> Slices:
+    def at(cls, coordinate: Ints | None, *, global_shape: Iterable[int], cuts: tuple[Cut, ...], mesh: Mesh) -> Slices:
         """The slices of the rank at a coordinate of the mesh; none for a rank outside of it."""
         shape = tuple(global_shape)
         rectangles = () if coordinate is None else _rectangles(_runs(shape, cuts, mesh.shape, coordinate))

@@ -446,9 +446,7 @@ def first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """The accelerator of the first tensor that is on one. Raises RuntimeError while a graph is being captured on it."""
     device = next((place for tensor in tensors if (place := device_of(tensor)) is not None), None)
     if device is not None and is_capturing():
-        raise RuntimeError(
-            "save was called while a graph is being captured; call it before or after the capture"
-        )
+        raise RuntimeError("save was called while a graph is being captured; call it before or after the capture")
     return device
 
 

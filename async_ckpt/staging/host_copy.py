@@ -85,9 +85,7 @@ class BufferPool:
         wait = Wait("", ENDS_THE_CALL)
         while not self._lend(num_bytes, may_wait, max_bytes):
             wait.goes_on(
-                lambda: (
-                    f"{sized(num_bytes)} of host memory, while earlier copies hold {sized(self._lent_bytes)}"
-                )
+                lambda: f"{sized(num_bytes)} of host memory, while earlier copies hold {sized(self._lent_bytes)}"
             )
         try:
             buffer = self._fitting(num_bytes) or self._new(num_bytes, device)
@@ -376,11 +374,7 @@ def _place(parts: Sequence[_SourceStorage]) -> int:
 
 def _covers(tensor: torch.Tensor) -> bool:
     """True if a tensor is its whole storage, as it lies in memory."""
-    return (
-        is_dense(tensor)
-        and tensor.storage_offset() == 0
-        and tensor.nbytes == tensor.untyped_storage().nbytes()
-    )
+    return is_dense(tensor) and tensor.storage_offset() == 0 and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
@@ -388,9 +382,7 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tens
     return alias.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _rebuilt(
-    tensors: Sequence[torch.Tensor], of_each: Sequence[_SourceStorage], owner: Any
-) -> list[torch.Tensor]:
+def _rebuilt(tensors: Sequence[torch.Tensor], of_each: Sequence[_SourceStorage], owner: Any) -> list[torch.Tensor]:
     storages: dict[int, torch.UntypedStorage] = {}
     copies = []
     with torch.inference_mode(False), torch.no_grad():

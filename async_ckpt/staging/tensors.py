@@ -77,9 +77,7 @@ class SourceTensors:
             self.aliases[i] = Alias(self.tensors[i])
         if self.devices or self.deferred:
             # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
-            self._storages = [
-                t.untyped_storage() for i, t in enumerate(self.tensors) if i not in self.aliases
-            ]
+            self._storages = [t.untyped_storage() for i, t in enumerate(self.tensors) if i not in self.aliases]
 
     @property
     def may_be_late(self) -> frozenset[int]:

@@ -77,8 +77,7 @@ class Tripwires:
     def __init__(self, source: SourceTensors) -> None:
         self._devices = source.devices
         self._watched = [
-            _WatchedTensor(i, alias, source.tensors[i], source.deferred[i])
-            for i, alias in source.aliases.items()
+            _WatchedTensor(i, alias, source.tensors[i], source.deferred[i]) for i, alias in source.aliases.items()
         ]
         self._on: dict[torch.device, list[_WatchedTensor]] = {}
         for watched in self._watched:
@@ -118,9 +117,7 @@ class Tripwires:
                     torn.add(watched.number)
         return sorted(torn)
 
-    def _sample(
-        self, device: torch.device, tensors: Sequence[_WatchedTensor], gone: set[int] | None
-    ) -> _Sample:
+    def _sample(self, device: torch.device, tensors: Sequence[_WatchedTensor], gone: set[int] | None) -> _Sample:
         """Sample tensors of one device: at once on the host, or on the device's side stream, behind the copies."""
         if device not in self._devices:
             return _HostSample(tensors, gone)

@@ -2,9 +2,9 @@
 
 - `capture.py` takes a state apart; `captured.py` has the result, and views of snapshots.
 - `tree.py` makes skeletons and decodes them, with values of `plain.py` and `dtypes.py`, and names of `names.py`.
-- `division.py` divides a state among ranks, `skeletons.py` merges theirs, `containers.py` has values per rank.
+- `division.py` divides a state among ranks, `skeletons.py` merges theirs, `per_rank.py` has values per rank.
 - `wrappers.py`: names behind DDP and FSDP; `megatron.py`: ShardedTensors; `rng.py`: random generators;
   `optimizers.py`: those that one optimizer consists of.
 """
 
-from .containers import PerRank as PerRank
+from .per_rank import PerRank as PerRank

@@ -113,9 +113,7 @@ class _CaptureWalk:
 
     def leaf(self, value: Any, path: Path) -> Json:
         if isinstance(value, torch.Tensor):
-            return {
-                "tensor": self._tensor(value, path) if self._slicer is None else self._sliced(value, path)
-            }
+            return {"tensor": self._tensor(value, path) if self._slicer is None else self._sliced(value, path)}
         if type(value) is bytes:
             return {"bytes": self._bytes(value, path, "uint8", (len(value),))}
         numpy = sys.modules.get("numpy")
@@ -140,9 +138,7 @@ class _CaptureWalk:
             if chosen is None or chosen(path)
         }
 
-    def _with_slices(
-        self, slices: Slices, parts: Sequence[torch.Tensor], dtype: torch.dtype, path: Path
-    ) -> int:
+    def _with_slices(self, slices: Slices, parts: Sequence[torch.Tensor], dtype: torch.dtype, path: Path) -> int:
         number = len(self.slices)
         self.slices.append(slices)
         tied = self._tied_to(slices, parts)
@@ -199,9 +195,7 @@ class _CaptureWalk:
         self.marks.append(None)
         self.specs.append(TensorSpec(path, dtype, shape))
         self.tensors.append(
-            torch.frombuffer(raw, dtype=torch.uint8)
-            if len(raw)
-            else torch.empty(0, dtype=torch.uint8, device="cpu")
+            torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         if self._slicer is None:
             return len(self.specs) - 1
@@ -213,11 +207,7 @@ class _CaptureWalk:
 
     def _array(self, numpy: Any, array: Any, path: Path) -> Json:
         shape = array.shape
-        raw = (
-            numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
-            if array.size
-            else numpy.empty(0, "u1")
-        )
+        raw = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8) if array.size else numpy.empty(0, "u1")
         if not raw.flags.writeable:  # torch would warn about aliasing it; we only read
             raw = raw.copy()
         name = array.dtype.name
@@ -301,9 +291,7 @@ def why_not(tensor: torch.Tensor) -> str | None:
     if tensor.is_nested:
         return "a nested tensor cannot be stored; save its parts"
     if tensor.layout is not torch.strided:
-        return (
-            f"a sparse tensor ({tensor.layout}) cannot be stored; save its indices and values, or to_dense()"
-        )
+        return f"a sparse tensor ({tensor.layout}) cannot be stored; save its indices and values, or to_dense()"
     if tensor.is_quantized:
         return "a quantised tensor cannot be stored; save int_repr() with its scale and zero point"
     if _DTYPE_NAMES.get(tensor.dtype) not in DTYPES:

@@ -154,9 +154,7 @@ class SnapshotView:
     def _entries(self) -> Any:
         """The container of the parts. Raises TypeError for one value."""
         if is_leaf(self):
-            raise TypeError(
-                f"{shown(self._path)} is one value, without parts; its state_dict() is that value"
-            )
+            raise TypeError(f"{shown(self._path)} is one value, without parts; its state_dict() is that value")
         structure = self._structure
         return structure.fields if isinstance(structure, SavedRecord) else structure
 
@@ -253,9 +251,7 @@ def tree_of(view: SnapshotView) -> Any:
 def is_leaf(view: SnapshotView) -> bool:
     """True for a view of one tensor, or of one value."""
     structure = view._structure
-    return isinstance(structure, torch.Size) or not isinstance(
-        structure, dict | list | tuple | deque | SavedRecord
-    )
+    return isinstance(structure, torch.Size) or not isinstance(structure, dict | list | tuple | deque | SavedRecord)
 
 
 def part_of(view: SnapshotView, key: Any) -> SnapshotView:

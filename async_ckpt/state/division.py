@@ -137,9 +137,7 @@ class StateDivider:
         lines = [json.dumps([group, BORROWED, [step], None]) for group, step in sorted(borrowed.items())]
         return _digested("\n".join([*lines, structure.text]))
 
-    def divided(
-        self, captured: Capture, mates: Sequence[int] = (), per_rank: tuple[str, ...] = ()
-    ) -> RankShare:
+    def divided(self, captured: Capture, mates: Sequence[int] = (), per_rank: tuple[str, ...] = ()) -> RankShare:
         """The part of a captured state that this rank writes. `mates` are all ranks known to have the same structure.
 
         If this rank is none of them, it writes all that it holds.
@@ -159,9 +157,7 @@ class StateDivider:
         Small tensors, which every rank writes, are not among them.
         """
         assert self._plan is not None
-        return [
-            (boxes, name, [captured.tensors[i] for i in specs]) for boxes, name, specs in self._plan.copies
-        ]
+        return [(boxes, name, [captured.tensors[i] for i in specs]) for boxes, name, specs in self._plan.copies]
 
     def _has_others(self, slices: Slices) -> bool:
         """True if other ranks may hold the same slices of a tensor, as far as is known here."""
@@ -171,12 +167,7 @@ class StateDivider:
     def _inventory_of(self, captured: Capture, per_rank: tuple[str, ...]) -> _Inventory:
         """The inventory of a capture: the last one, if the state has not changed in structure."""
         last = self._inventory
-        if (
-            last is None
-            or last.per_rank != per_rank
-            or last.specs != captured.specs
-            or last.slices != captured.slices
-        ):
+        if last is None or last.per_rank != per_rank or last.specs != captured.specs or last.slices != captured.slices:
             last = self._inventory = _taken_of(captured, per_rank, self._root)
         last.specs, last.slices = captured.specs, captured.slices  # the same objects are compared at no cost
         return last
@@ -184,9 +175,7 @@ class StateDivider:
     def _planned(self, captured: Capture, inventory: _Inventory, given: Sequence[int]) -> _WritePlan:
         names, tensors, per_rank = inventory.names, inventory.tensors, frozenset(inventory.per_rank)
         own = {number for number, name in enumerate(names) if is_within(_shown(name), per_rank)}
-        shared, private = self._holdings(
-            captured, inventory, own, given if self.rank in given else [self.rank]
-        )
+        shared, private = self._holdings(captured, inventory, own, given if self.rank in given else [self.rank])
         # Values per rank must not change the division of the rest: other ranks may have more of them, or fewer.
         taken = rectangles_to_write(shared) | rectangles_to_write(private)
         everybody = by_everybody(shared)
@@ -207,9 +196,7 @@ class StateDivider:
                 small[_shown(names[number])] = len(specs)
             for rectangle in ours:
                 i, within = _place(rectangle, slices.rectangles, numbers)
-                specs.append(
-                    spec._replace(shape=rectangle.sizes, of=of._replace(offsets=rectangle.global_offsets))
-                )
+                specs.append(spec._replace(shape=rectangle.sizes, of=of._replace(offsets=rectangle.global_offsets)))
                 sources.append(_WriteSource(i, within))
             if not ours:
                 alias = None if spec.alias_of is None else first[spec.alias_of]

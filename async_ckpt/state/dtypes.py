@@ -61,7 +61,5 @@ def _tuples(descr: Json, fields: Iterator[int]) -> Any:
     for name, inner, *shape in descr:
         if next(fields) > _MAX_FIELDS:
             raise ValueError(f"a dtype of more than {_MAX_FIELDS:,} fields")
-        tuples.append(
-            (tuple(name) if isinstance(name, list) else name, _tuples(inner, fields), *map(tuple, shape))
-        )
+        tuples.append((tuple(name) if isinstance(name, list) else name, _tuples(inner, fields), *map(tuple, shape)))
     return tuples

@@ -61,14 +61,10 @@ class MegatronTensors:
         """Each tensor once. Raises UnsupportedStateError, naming its path, for slices that contradict each other."""
         assert self._slicer is not None or not self._tensors
         for name, values in self._tensors.items():
-            sliced = [
-                self._slicer.slice(value, name=shown(at)) for at, value in values.items() if self._slicer
-            ]
+            sliced = [self._slicer.slice(value, name=shown(at)) for at, value in values.items() if self._slicer]
             dtypes = {value.data.dtype for value in values.values()}
             if len(dtypes) > 1:
-                raise _refused(
-                    name, f"its slices have different dtypes: {', '.join(sorted(map(str, dtypes)))}"
-                )
+                raise _refused(name, f"its slices have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
             slices, parts = joined(sliced, name=shown(name))
             yield MegatronTensor(name, slices, parts, dtypes.pop())
 
@@ -114,9 +110,7 @@ def with_megatron(node: Json, numbers: Mapping[Path, int]) -> Json:
 def _items_of(node: Json, name: Path) -> Any:
     items = node.get("dict", node.get("ordered")) if isinstance(node, dict) else None
     if items is None:
-        raise _refused(
-            name, "a ShardedTensor must be in a dict of the state, or in nested dicts; put it into one"
-        )
+        raise _refused(name, "a ShardedTensor must be in a dict of the state, or in nested dicts; put it into one")
     return items
 
 

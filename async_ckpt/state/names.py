@@ -75,9 +75,7 @@ def selector(select: Select) -> Selector | None:
     """The selector for `select`; None for everything. Raises TypeError for a pattern that is no text."""
     if select is None:
         return None
-    patterns = (
-        [select] if isinstance(select, str) else list(select) if isinstance(select, Iterable) else [select]
-    )
+    patterns = [select] if isinstance(select, str) else list(select) if isinstance(select, Iterable) else [select]
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(

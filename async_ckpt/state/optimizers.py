@@ -72,13 +72,9 @@ def _is_part(inner: Optimizer, outer: Optimizer) -> bool:
         return False
     groups = _own_groups(outer)
     own = {id(parameter) for group in groups for parameter in group["params"]}
-    return not own or any(
-        id(parameter) in own for group in _own_groups(inner) for parameter in group["params"]
-    )
+    return not own or any(id(parameter) in own for group in _own_groups(inner) for parameter in group["params"])
 
 
 def _own_groups(optimizer: Optimizer) -> Sequence[dict[str, Any]]:
-    groups = getattr(
-        optimizer, "param_groups", None
-    )  # a wrapper may never have been initialised as an optimizer
+    groups = getattr(optimizer, "param_groups", None)  # a wrapper may never have been initialised as an optimizer
     return groups if isinstance(groups, list) else ()

@@ -65,11 +65,7 @@ class NotPlainError(Exception):
 def scalar_node(value: Any) -> Json:
     """The node of a scalar: the scalar itself, unless JSON would change it."""
     if isinstance(value, str):
-        return (
-            value
-            if value.isascii() or _is_unicode(value)
-            else {"str": value.encode("utf-8", "surrogatepass").hex()}
-        )
+        return value if value.isascii() or _is_unicode(value) else {"str": value.encode("utf-8", "surrogatepass").hex()}
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
     if type(value) is int and not -(2**63) <= value < 2**63:

@@ -137,9 +137,7 @@ def _put_torch(state: Any) -> None:
 def _module(kind: str) -> Any:
     """`torch.cuda`, or the like; None if there is no such device, or its generators' states cannot be read."""
     module = getattr(torch, kind, None)  # torch.npu exists once its package is imported
-    return (
-        module if module is not None and hasattr(module, "get_rng_state") and module.is_available() else None
-    )
+    return module if module is not None and hasattr(module, "get_rng_state") and module.is_available() else None
 
 
 def _of_process() -> tuple[str, Any] | None:
@@ -159,9 +157,7 @@ def _get_each(kind: str) -> Any:
     module = _module(kind)
     if module is None:
         return None
-    return [
-        module.get_rng_state(*_device_name(kind, module, index)) for index in range(module.device_count())
-    ]
+    return [module.get_rng_state(*_device_name(kind, module, index)) for index in range(module.device_count())]
 
 
 def _get_all_in_use() -> Any:

@@ -21,9 +21,9 @@ import torch
 
 from ..errors import UnsupportedStateError
 from ..spec import Json
-from .containers import ListItems, PerRank
 from .dtypes import numpy_dtype
 from .names import Path, printable, shown
+from .per_rank import ListItems, PerRank
 from .plain import (
     SCALARS,
     NotPlainError,
@@ -194,9 +194,7 @@ class StoredLeaf:
             or not all(type(n) is int and 0 <= n < 2**63 for n in self.shape)
             or math.prod(self.shape) * dtype.itemsize != array.size
         ):
-            raise ValueError(
-                f"shape {self.shape!r:.100} and dtype {self.descr!r:.100} do not fit {array.size} bytes"
-            )
+            raise ValueError(f"shape {self.shape!r:.100} and dtype {self.descr!r:.100} do not fit {array.size} bytes")
         # Without bytes there is nothing to view; numpy counts such an array's items without allocating any.
         return array.view(dtype).reshape(self.shape) if array.size else type(array)(tuple(self.shape), dtype)
 
@@ -401,9 +399,7 @@ class _Decoder:
         if fields is _OMITTED:
             return fields
         cls: Any = self._types.get(name)
-        is_whole = (
-            len(fields) == len(items) and hasattr(cls, "__dataclass_fields__") and has_fields(cls, fields)
-        )
+        is_whole = len(fields) == len(items) and hasattr(cls, "__dataclass_fields__") and has_fields(cls, fields)
         return SavedRecord(cls, fields) if is_whole else fields
 
     def _enum(self, value: Json) -> Any:
@@ -411,9 +407,7 @@ class _Decoder:
         cls, plain = self._types.get(name), hashable_value(node)
         return member_of(cls, plain) if cls is not None and issubclass(cls, Enum) else plain
 
-    def _store(
-        self, kind: str, number: Json, descr: Json = None, shape: Json = None, *, path: Path = ()
-    ) -> StoredLeaf:
+    def _store(self, kind: str, number: Json, descr: Json = None, shape: Json = None, *, path: Path = ()) -> StoredLeaf:
         if type(number) is not int or number < 0:
             raise ValueError(f"{number!r:.50} is not the number of a leaf")
         self.stored.append(StoredLeaf(kind, number, descr, shape, path))

@@ -154,9 +154,7 @@ class ZstdSink:
     def _compressor(self) -> Any:
         """The compressor of this thread, which keeps its tables between frames."""
         if not hasattr(self._local, "compressor"):
-            self._local.compressor = zstandard_package().ZstdCompressor(
-                level=self._settings.level, write_checksum=True
-            )
+            self._local.compressor = zstandard_package().ZstdCompressor(level=self._settings.level, write_checksum=True)
         return self._local.compressor
 
     def _append_due(self) -> None:

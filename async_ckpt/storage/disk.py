@@ -59,9 +59,7 @@ def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullEr
 
 
 @contextmanager
-def translated(
-    path: Path, *, needed_bytes: int = 0, passing: tuple[type[OSError], ...] = ()
-) -> Iterator[None]:
+def translated(path: Path, *, needed_bytes: int = 0, passing: tuple[type[OSError], ...] = ()) -> Iterator[None]:
     """Translate OSErrors of the block into errors of this library. Errors in `passing` pass unchanged."""
     try:
         yield

@@ -392,9 +392,7 @@ class LocalReader(Reader):
         self._fd = self._direct_fd = -1
 
 
-def _sizes(
-    folder: Path, prefix: str = "", above: tuple[tuple[int, int], ...] = ()
-) -> Iterator[tuple[str, int]]:
+def _sizes(folder: Path, prefix: str = "", above: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[str, int]]:
     """The paths and sizes of all files below a folder, links followed. Raises for any other kind of entry."""
     with translated(folder):
         here = identity(os.stat(folder))

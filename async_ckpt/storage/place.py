@@ -71,12 +71,8 @@ class Place:
         if self.engine not in (None, "obstore", "fsspec", "s3fs"):
             raise ValueError(f'engine must be "obstore", "fsspec" or "s3fs", got {self.engine!r}')
         keep_of(self.keep)
-        if self.fs is not None and not (
-            hasattr(self.fs, "protocol") and callable(getattr(self.fs, "open", None))
-        ):
-            raise TypeError(
-                f'fs must be a filesystem of fsspec, such as fsspec.filesystem("s3"), got {self.fs!r:.100}'
-            )
+        if self.fs is not None and not (hasattr(self.fs, "protocol") and callable(getattr(self.fs, "open", None))):
+            raise TypeError(f'fs must be a filesystem of fsspec, such as fsspec.filesystem("s3"), got {self.fs!r:.100}')
         if self.fs is not None and (self.engine is not None or (self.options or {}).keys() - {_DEADLINE}):
             raise ValueError(
                 f"{self!r}: fs= is used as it is set up; leave out engine=, and all options= except {_DEADLINE}"
@@ -131,9 +127,7 @@ class Place:
     def __repr__(self) -> str:
         arguments = [repr(self.shown)]
         if self.options is not None:
-            arguments.append(
-                f"options={ {name: _printable(name, value) for name, value in self.options.items()}!r}"
-            )
+            arguments.append(f"options={ {name: _printable(name, value) for name, value in self.options.items()}!r}")
         if self.engine is not None:
             arguments.append(f"engine={self.engine!r}")
         if self.fs is not None:

@@ -20,9 +20,7 @@ ORPHAN_SECONDS: Final = 86400.0
 # Advice on refusals.
 CREATE: Final = "create it, or correct the URL"
 NO_BUCKET: Final = f"the bucket does not exist; {CREATE}"
-REGION: Final = (
-    'the bucket is in another region; give it in Place(url, options={"region": …}), or set AWS_REGION'
-)
+REGION: Final = 'the bucket is in another region; give it in Place(url, options={"region": …}), or set AWS_REGION'
 LOG_IN: Final = "the credentials have expired; log in again, or renew them where they are kept"
 KEYS: Final = "check the access key and its secret"
 NO_KEYS: Final = (
@@ -35,9 +33,7 @@ AWAY: Final = "see that the store is up and can be reached from this host, then 
 ROOM: Final = "delete old steps or keep fewer (keep=), then save again"
 
 # Names of options and variables whose values must not be in messages.
-SECRET_NAME: Final = re.compile(
-    r"key|secret|token|pass|credential|sas|signature|connection_string", re.IGNORECASE
-)
+SECRET_NAME: Final = re.compile(r"key|secret|token|pass|credential|sas|signature|connection_string", re.IGNORECASE)
 
 
 def key_too_long(shown: str, num_bytes: int) -> str:

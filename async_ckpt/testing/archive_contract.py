@@ -119,16 +119,10 @@ class ArchiveContract(ContractBase):
             (1, SEGMENT_BYTES),
             (SEGMENT_BYTES, SEGMENT_BYTES),
             (1, 1 << 40),
-            *(
-                (3 * SEGMENT_BYTES + more, limit)
-                for more in (0, 4097)
-                for limit in (40 * SEGMENT_BYTES, 1 << 40)
-            ),
+            *((3 * SEGMENT_BYTES + more, limit) for more in (0, 4097) for limit in (40 * SEGMENT_BYTES, 1 << 40)),
         ],
     )
-    def test_an_object_may_end_before_its_limit(
-        self, storage: Storage, num_bytes: int, limit_bytes: int
-    ) -> None:
+    def test_an_object_may_end_before_its_limit(self, storage: Storage, num_bytes: int, limit_bytes: int) -> None:
         data, memory = random_bytes(num_bytes), LentMemory()
         sink = storage.create(
             "folder/x.tar", num_bytes=limit_bytes, segment_bytes=SEGMENT_BYTES, max_segments=64, exact=False
@@ -203,9 +197,7 @@ class ArchiveContract(ContractBase):
 
         memory.assert_all_back()
 
-    def test_a_sink_that_is_asked_for_memory_gives_only_what_it_no_longer_needs(
-        self, storage: Storage
-    ) -> None:
+    def test_a_sink_that_is_asked_for_memory_gives_only_what_it_no_longer_needs(self, storage: Storage) -> None:
         data, memory = random_bytes(4 * SEGMENT_BYTES + PAGE_BYTES), LentMemory()
         sink = create(storage, "x.tar", data, memory)
         num_relieved = 0

@@ -182,9 +182,7 @@ class ObjectContract(ContractBase):
 
         assert everything(storage) == ["folder/deep/x", "other/x.tar"]
 
-    def test_a_folder_that_others_remove_while_something_is_begun_in_it_is_made_again(
-        self, storage: Storage
-    ) -> None:
+    def test_a_folder_that_others_remove_while_something_is_begun_in_it_is_made_again(self, storage: Storage) -> None:
         data = random_bytes(PAGE_BYTES)
 
         def run(number: int) -> None:

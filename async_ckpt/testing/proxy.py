@@ -98,9 +98,7 @@ class FaultyProxy:
         self._in_loop(self._set_refusals([*self._refusals, fault]))
         return fault
 
-    def cut_request(
-        self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[RequestMatch]
-    ) -> Fault:
+    def cut_request(self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
         """Cut after so many bytes of the request's body were passed on; at 0, before the request.
 
         Strikes only requests with more bytes than that.
@@ -118,9 +116,7 @@ class FaultyProxy:
 
         return self._add(f"cut request after {after_bytes} bytes", act, times, {"where": is_long})
 
-    def cut_response(
-        self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[RequestMatch]
-    ) -> Fault:
+    def cut_response(self, after_bytes: int = 0, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
         """Cut after the head of the response and so many bytes of its body; a shorter response passes."""
 
         async def act(exchange: ProxiedRequest) -> bool:
@@ -136,9 +132,7 @@ class FaultyProxy:
 
         return self._add("lose response", act, times, match)
 
-    def throttle(
-        self, bytes_per_second: float, *, times: int | None = None, **match: Unpack[RequestMatch]
-    ) -> Fault:
+    def throttle(self, bytes_per_second: float, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
         """Pass on the bodies of a request and its response at this rate, for each request."""
 
         async def act(exchange: ProxiedRequest) -> bool:
@@ -146,9 +140,7 @@ class FaultyProxy:
 
         return self._add(f"throttle to {bytes_per_second} bytes/s", act, times, match)
 
-    def delay(
-        self, seconds: float | None, *, times: int | None = None, **match: Unpack[RequestMatch]
-    ) -> Fault:
+    def delay(self, seconds: float | None, *, times: int | None = None, **match: Unpack[RequestMatch]) -> Fault:
         """Pass on the request after so many seconds, or when the fault is cleared; with None, only then.
 
         Until then only the system's buffers take bytes of the body.
@@ -255,9 +247,7 @@ class FaultyProxy:
 
     def __repr__(self) -> str:
         host, port = self._upstream
-        return (
-            f"<FaultyProxy {self.endpoint} -> {host}:{port}, {len(self._requests)} requests, {self._faults}>"
-        )
+        return f"<FaultyProxy {self.endpoint} -> {host}:{port}, {len(self._requests)} requests, {self._faults}>"
 
     def _in_loop(self, call: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on the proxy's thread, and wait for it."""

@@ -143,9 +143,7 @@ class ProxiedRequest:
     FaultyProxy makes it. All on the proxy's thread.
     """
 
-    def __init__(
-        self, upstream: tuple[str, int], client: HttpConnection, request: Request, head: bytes
-    ) -> None:
+    def __init__(self, upstream: tuple[str, int], client: HttpConnection, request: Request, head: bytes) -> None:
         self.client = client
         self.request = request
         self.waits_to_send = request.headers.get("expect", "").lower() == "100-continue"
@@ -156,9 +154,7 @@ class ProxiedRequest:
         """Forward the request without these headers, named in lower case."""
         lines = self._head.split(b"\r\n")
         names = [line.partition(b":")[0].strip().lower().decode("latin-1") for line in lines]
-        self._head = b"\r\n".join(
-            line for line, name in zip(lines, names, strict=True) if name not in headers
-        )
+        self._head = b"\r\n".join(line for line, name in zip(lines, names, strict=True) if name not in headers)
 
     async def forward(
         self,

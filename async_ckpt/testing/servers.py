@@ -122,9 +122,7 @@ def _run_server(*arguments: str) -> Iterator[Server]:
             if not endpoint:
                 process.wait()
                 log.seek(0)
-                raise RuntimeError(
-                    f"{arguments[0]} did not start:\n{log.read()[-4000:].decode(errors='replace')}"
-                )
+                raise RuntimeError(f"{arguments[0]} did not start:\n{log.read()[-4000:].decode(errors='replace')}")
             options = {
                 "endpoint": endpoint,
                 "region": _REGION,

@@ -80,9 +80,7 @@ def clip() -> Any:
     both = {k: v for k, v in SMALL.items() if k != "vocab_size"}
     text = {**both, "vocab_size": 99, "max_position_embeddings": 16}
     vision = {**both, "image_size": 16, "patch_size": 8}
-    return transformers.CLIPModel(
-        transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-    )
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
 
 
 def compiled(model: torch.nn.Module) -> Any:
@@ -113,9 +111,7 @@ def config_folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [gpt2, llama_in_bfloat16, t5, bart, marian, bert, mixtral, clip])
-def test_a_model_loads_as_it_was_at_the_call_from_what_save_pretrained_would_have_written(
-    make, out, tmp_path
-):
+def test_a_model_loads_as_it_was_at_the_call_from_what_save_pretrained_would_have_written(make, out, tmp_path):
     model = make()
     twin, wanted = copy.deepcopy(model), state_of(model)
     handle = async_ckpt.export_hf(model, out)
@@ -261,7 +257,9 @@ def test_the_names_of_a_mapping_are_written_as_they_are_and_warned_of_if_they_lo
 
 def test_every_dtype_that_safetensors_knows_keeps_every_bit(out):
     raw = torch.randint(0, 256, (64,), dtype=torch.uint8)
-    names = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 float8_e4m3fn float8_e5m2"
+    names = (
+        "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 float8_e4m3fn float8_e5m2"
+    )
     state = {name: raw.view(getattr(torch, name)) for name in names.split()}
     state |= {
         "bool": raw > 99,
@@ -291,9 +289,7 @@ def test_every_tensor_begins_on_a_multiple_of_its_item_size(out):
     data = (out / "model.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    assert [
-        name for name in state if (8 + length + header[name]["data_offsets"][0]) % state[name].itemsize
-    ] == []
+    assert [name for name in state if (8 + length + header[name]["data_offsets"][0]) % state[name].itemsize] == []
 
 
 def test_tensors_that_are_not_dense_are_written_as_they_read(out):
@@ -531,9 +527,7 @@ def test_biases_that_are_trained_come_along(bias, added, out):
 def test_an_adapter_of_a_compiled_model_has_the_same_names(out):
     inner = Decoder("default")
     inner.model.layers[0] = compiled(inner.model.layers[0])
-    wanted = adapter_of(
-        {name.replace("_orig_mod.", ""): t for name, t in inner.state_dict().items()}, "default"
-    )
+    wanted = adapter_of({name.replace("_orig_mod.", ""): t for name, t in inner.state_dict().items()}, "default")
     async_ckpt.export_hf(PeftModel("default", model=compiled(inner)), out).result()
 
     assert_same(weights_in(out), wanted)
@@ -572,13 +566,9 @@ LORA_CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("options", LORA_CONFIGS.values(), ids=LORA_CONFIGS)
-def test_the_file_of_an_adapter_has_the_tensors_that_peft_itself_would_have_written(
-    out, tmp_path, options, tied
-):
+def test_the_file_of_an_adapter_has_the_tensors_that_peft_itself_would_have_written(out, tmp_path, options, tied):
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(
-        llama(tie_word_embeddings=tied, attention_bias=True), peft.LoraConfig(r=2, **options)
-    )
+    model = peft.get_peft_model(llama(tie_word_embeddings=tied, attention_bias=True), peft.LoraConfig(r=2, **options))
     model.save_pretrained(tmp_path / "peft")
     wanted = weights_in(tmp_path / "peft")
 
@@ -627,9 +617,7 @@ def test_what_is_not_one_lora_adapter_is_refused(out, adapter_config):
         async_ckpt.export_hf(llama(), out, adapter_config)
     with pytest.raises(UnsupportedStateError, match=r"type IA3 cannot be exported.*wrap\("):
         async_ckpt.export_hf(PeftModel("a", peft_type=PeftType.IA3), out)
-    with pytest.raises(
-        UnsupportedStateError, match="the config contains an object, which JSON cannot represent"
-    ):
+    with pytest.raises(UnsupportedStateError, match="the config contains an object, which JSON cannot represent"):
         async_ckpt.export_hf(PeftModel("a", odd=object()), out)
 
     assert_only(out.parent)

@@ -104,9 +104,7 @@ def assert_is_version(folder: Path, number: int, num_tensors: int = 4) -> None:
 
 def test_an_export_over_another_keeps_other_files_and_no_shard_of_the_old(out, tmp_path):
     for number, max_shard_bytes in enumerate([2000, 4000, 10**9, 2000], start=1):
-        async_ckpt.export_hf(
-            version(number), out, config_of(tmp_path / "config", number), max_shard_bytes
-        ).result()
+        async_ckpt.export_hf(version(number), out, config_of(tmp_path / "config", number), max_shard_bytes).result()
         if number == 1:  # what else may lie there, weights of others below included
             for name in ("notes.txt", "checkpoint-5/model.safetensors", "a/b/model.safetensors.index.json"):
                 (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -132,9 +130,7 @@ def test_an_empty_folder_and_a_link_to_a_folder_are_written_to_and_parents_are_m
     (tmp_path / "link").symlink_to("far/full")
     async_ckpt.export_hf(version(1), tmp_path / "far" / "empty", config_of(tmp_path / "config", 1)).result()
     for number in (1, 2):  # at first a link to nothing
-        async_ckpt.export_hf(
-            version(number), tmp_path / "link", config_of(tmp_path / "config", number)
-        ).result()
+        async_ckpt.export_hf(version(number), tmp_path / "link", config_of(tmp_path / "config", number)).result()
     async_ckpt.export_hf(version(3), tmp_path / "a" / "b" / "c", config_of(tmp_path / "config", 3)).result()
 
     assert_is_version(tmp_path / "far" / "empty", 1)
@@ -161,9 +157,7 @@ def test_a_model_is_not_put_beside_an_adapter_and_an_adapter_leaves_a_model(out,
 
 
 def test_two_exports_at_once_to_one_destination_are_written_one_after_the_other(out, tmp_path, held_back):  # noqa: F811
-    handles = [
-        async_ckpt.export_hf(version(i), out, config_of(tmp_path / "config", i), 2000 * i) for i in (1, 2, 3)
-    ]
+    handles = [async_ckpt.export_hf(version(i), out, config_of(tmp_path / "config", i), 2000 * i) for i in (1, 2, 3)]
     assert not any(handle.done() for handle in handles)
     assert not out.exists()
     held_back.set()
@@ -237,9 +231,7 @@ def test_killed_at_any_change_of_the_disk_one_export_is_there_or_the_other(was_t
         if not was_there and not folder.exists():
             assert ended.status == -9
         else:
-            assert_is_version(
-                folder, json.loads((folder / "config.json").read_text())["version"] if was_there else 2
-            )
+            assert_is_version(folder, json.loads((folder / "config.json").read_text())["version"] if was_there else 2)
             assert not was_there or (folder / "notes.txt").read_text() == "mine"
         async_ckpt.export_hf(version(3), folder, config_of(tmp_path / "next", 3), 4000).result()
         assert_is_version(folder, 3)
@@ -256,9 +248,7 @@ def test_killed_at_any_change_of_the_disk_one_export_is_there_or_the_other(was_t
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounting a file system needs root")
-def test_a_disk_without_room_is_told_before_a_byte_is_written_and_a_read_only_one_too(
-    tmp_path, config_folder
-):
+def test_a_disk_without_room_is_told_before_a_byte_is_written_and_a_read_only_one_too(tmp_path, config_folder):
     mount = tmp_path / "disk"
     mount.mkdir()
     done = subprocess.run(
@@ -315,9 +305,7 @@ def test_a_disk_that_fails_in_the_middle_leaves_the_old_export_and_no_scratch(fa
     async_ckpt.export_hf(version(1), folder, config_of(tmp_path / "old", 1), 2000).result()
     (folder / "notes.txt").write_text("mine")
     os.mkfifo(tmp_path / "go")
-    child = nursery.start(
-        FAILING, folder, config_of(tmp_path / "new", 2), stdin=str(_opened_later(tmp_path / "go"))
-    )
+    child = nursery.start(FAILING, folder, config_of(tmp_path / "new", 2), stdin=str(_opened_later(tmp_path / "go")))
     child.wait_for_line("ready")
     with injected(child, fault):
         (tmp_path / "go").write_text("\n")
@@ -456,9 +444,7 @@ def test_in_a_store_the_config_goes_first_and_comes_last(watched, tmp_path):
     assert_is_version(far.fetched(tmp_path / "fetched"), 2)
 
 
-def test_an_upload_that_fails_in_the_middle_leaves_nothing_that_loads_and_the_next_export_mends_it(
-    watched, tmp_path
-):
+def test_an_upload_that_fails_in_the_middle_leaves_nothing_that_loads_and_the_next_export_mends_it(watched, tmp_path):
     proxy, far = watched
     async_ckpt.export_hf(version(1), far.place, config_of(tmp_path / "config", 1), 2000).result()
     fault = proxy.answer("AccessDenied", target="model-00002-of-00002", method="PUT")

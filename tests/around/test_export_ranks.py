@@ -46,9 +46,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def run(
-    worlds: Worlds, size: int, make: str, out: object, *, most: int = 10**9, times: int = 1
-) -> list[list[object]]:
+def run(worlds: Worlds, size: int, make: str, out: object, *, most: int = 10**9, times: int = 1) -> list[list[object]]:
     ended = worlds.run(size, EXPORT.format(make=make, out=repr(out), most=most, times=times))
     return [one.told[-1] for one in ended]
 
@@ -109,9 +107,7 @@ except Exception as error:
 
 
 def test_a_rank_that_cannot_do_its_part_is_named_and_nothing_is_left(worlds: Worlds):
-    harm = (
-        "weights['0.weight'] = DTensor.from_local(torch.ones(3, 13), mesh_of(), [Partial()], run_check=False)"
-    )
+    harm = "weights['0.weight'] = DTensor.from_local(torch.ones(3, 13), mesh_of(), [Partial()], run_check=False)"
     rank_0, rank_1 = worlds.run(2, FAILS.format(harm=harm))
 
     assert rank_1.told[0][0] == "UnsupportedStateError"

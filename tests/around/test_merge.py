@@ -15,7 +15,7 @@ from archives import flip
 from fake_ranks import standing_at
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import ATTEMPT, Build, commit, write_all
-from states import difference
+from states import MIB, difference
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -32,7 +32,6 @@ from async_ckpt import (
 from async_ckpt.around import merge as merging
 from async_ckpt.errors import UntrustedObjectError
 from async_ckpt.host.memory import HostBuffer
-from async_ckpt.spec import MIB
 from async_ckpt.testing.servers import Server
 
 
@@ -44,19 +43,14 @@ def saved(folder: Path, world: int, build: Build, **how: Any) -> Path:
 
 def everything(rank: int) -> dict[str, Any]:
     """Each kind of leaf, tied tensors, and tensors in pieces of any form."""
-    strided = torch_cuts(
-        (2, 3), [(_StridedShard(0, split_factor=2), Shard(1)), (Shard(1), Shard(1))], [8, 13]
-    )
+    strided = torch_cuts((2, 3), [(_StridedShard(0, split_factor=2), Shard(1)), (Shard(1), Shard(1))], [8, 13])
     model = {name: tensor for name, (tensor, _) in strided.items()}
     model |= {
-        name: tensor
-        for name, (tensor, _) in fsdp2_over_tp(rank, {"dp": 3, "tp": 2}, MODEL_PARALLEL, [7, 13]).items()
+        name: tensor for name, (tensor, _) in fsdp2_over_tp(rank, {"dp": 3, "tp": 2}, MODEL_PARALLEL, [7, 13]).items()
     }
     return {
         "model": {**model, "tied": next(iter(model.values())), "none": torch.empty(0, 3)},
-        "dtypes": [
-            torch.tensor([1, 2], dtype=dtype) for dtype in (torch.bool, torch.bfloat16, torch.complex128)
-        ],
+        "dtypes": [torch.tensor([1, 2], dtype=dtype) for dtype in (torch.bool, torch.bfloat16, torch.complex128)],
         "array": np.arange(5),
         "texts": ("a", b"bytes", 1.5, None),
         "object": torch.Size([2, 3]),
@@ -184,9 +178,7 @@ def test_what_cannot_be_merged_is_told_before_anything_is_read(tmp_path: Path):
         async_ckpt.merge(run, 1, tmp_path / "x.tar.zst")
     with pytest.raises(IsADirectoryError):
         async_ckpt.merge(run, 1, tmp_path)
-    with pytest.raises(
-        NotCommittedError, match="is the folder of step 1, not of 7; give the root of the run"
-    ):
+    with pytest.raises(NotCommittedError, match="is the folder of step 1, not of 7; give the root of the run"):
         async_ckpt.merge(run / "step_00000001", 7, tmp_path / "x.tar")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for name in (f"rank_00000.{ATTEMPT}.tar", "x.tar"):

@@ -197,8 +197,7 @@ def test_a_file_of_more_holes_than_a_map_may_tell_of_is_packed_whole(tmp_path, m
     with_holes(tmp_path / "few/holes", 8)
     with_holes(tmp_path / "few/more holes", 9)
     sizes = {
-        path: sum(length for _, length in e.runs)
-        for path, e in zip("-fm", scan(tmp_path / "few")[0], strict=True)
+        path: sum(length for _, length in e.runs) for path, e in zip("-fm", scan(tmp_path / "few")[0], strict=True)
     }
 
     assert sizes["f"] < MIB
@@ -212,9 +211,7 @@ def test_members_of_8_gib_and_more_are_known_to_every_reader(tmp_path, size):
     entries = [
         TarEntry("./before", tarfile.REGTYPE, 0o644, 7, 3, runs=((0, 3),)),
         TarEntry("./large", tarfile.REGTYPE, 0o644, 7, size, runs=((0, size),)),
-        TarEntry(
-            "./with holes", tarfile.REGTYPE, 0o644, 7, 2 * size, runs=((size, 512), (2 * size - 512, 512))
-        ),
+        TarEntry("./with holes", tarfile.REGTYPE, 0o644, 7, 2 * size, runs=((size, 512), (2 * size - 512, 512))),
         TarEntry("./after", tarfile.REGTYPE, 0o644, 7, 3, runs=((0, 3),)),
     ]
     image = Tarball(entries)
@@ -338,9 +335,9 @@ def test_an_empty_file_has_no_image():
 small_trees = st.recursive(
     st.binary(max_size=200),
     lambda inside: st.dictionaries(
-        st.text(
-            st.characters(exclude_characters="/\0", exclude_categories=("Cs",)), min_size=1, max_size=30
-        ).filter(lambda name: name not in (".", "..")),
+        st.text(st.characters(exclude_characters="/\0", exclude_categories=("Cs",)), min_size=1, max_size=30).filter(
+            lambda name: name not in (".", "..")
+        ),
         inside,
         max_size=4,
     ),
@@ -410,9 +407,7 @@ def make_odd(path: Path, kind: str) -> None:
         path.symlink_to("link/../b")
 
 
-@pytest.mark.parametrize(
-    "kind", ["pipe", "socket", "link to an absolute path", "link out", "link that may lead out"]
-)
+@pytest.mark.parametrize("kind", ["pipe", "socket", "link to an absolute path", "link out", "link that may lead out"])
 def test_what_no_archive_can_give_back_is_refused_by_name_and_the_folder_kept(out, kind, monkeypatch):
     monkeypatch.chdir(out)
     (out / "x.tar").write_bytes(b"of before")

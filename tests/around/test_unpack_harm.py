@@ -167,9 +167,7 @@ HOSTILE: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-@pytest.mark.parametrize(
-    "after", [[], [member("first", b"harmless")]], ids=["alone", "behind a harmless one"]
-)
+@pytest.mark.parametrize("after", [[], [member("first", b"harmless")]], ids=["alone", "behind a harmless one"])
 def test_a_member_that_would_do_harm_is_refused_by_name(place, case, after):
     members, why = HOSTILE[case]
     error = refused(place, plain_tar([*after, *members]), UnsafeArchiveError, why)
@@ -562,9 +560,7 @@ def test_a_mere_marker_is_refused_with_that_reason(place, members):
 
 
 def test_a_marker_beside_something_is_a_file_like_any_other(tmp_path):
-    for number, members in enumerate(
-        ([member("MARKER", b"x"), member("weights", b"y")], [member("a/MARKER", b"x")])
-    ):
+    for number, members in enumerate(([member("MARKER", b"x"), member("weights", b"y")], [member("a/MARKER", b"x")])):
         (tmp_path / "x.tar").write_bytes(plain_tar(members))
         extract(tmp_path / "x.tar", tmp_path / str(number))
 
@@ -575,9 +571,7 @@ def test_a_marker_beside_something_is_a_file_like_any_other(tmp_path):
 def frames() -> list[bytes]:
     unsized = zstandard.ZstdCompressor(write_content_size=False, level=1)
     return [
-        zstandard.ZstdCompressor(write_checksum=True).compress(
-            random.Random(4).randbytes(400) + bytes(300_000)
-        ),
+        zstandard.ZstdCompressor(write_checksum=True).compress(random.Random(4).randbytes(400) + bytes(300_000)),
         unsized.compress(b"abc" * 1000),
         zstandard.compress(b""),
         struct.pack("<II", 0x184D2A50, 0),

@@ -188,9 +188,7 @@ def test_arguments_that_are_swapped_are_told_apart_at_once(tmp_path):
         wrap(np.save)(np.ones(1), path)
     for save in (safetensors.torch.save_file, lambda state, path: torch.save(state, path)):
         for state in ({"w": torch.ones(1)}, torch.nn.Linear(1, 1)):
-            with pytest.raises(
-                TypeError, match=r"swapped: (filename|path) must be a path, but is a (dict|Linear)"
-            ):
+            with pytest.raises(TypeError, match=r"swapped: (filename|path) must be a path, but is a (dict|Linear)"):
                 wrap(save)(path, state)
     assert list(tmp_path.iterdir()) == []
 

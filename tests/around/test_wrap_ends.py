@@ -169,9 +169,7 @@ def test_killed_in_the_middle_nothing_is_visible_and_the_next_call_sweeps(tmp_pa
 def test_a_living_process_is_not_swept(tmp_path, nursery):
     child = nursery.start(script(SAVES["held folder"]), tmp_path)
     child.wait_for_line("inside")
-    handle = wrap(lambda state, path: (os.mkdir(path), torch.save(state, path + "/other")))(
-        STATE, str(tmp_path / "x")
-    )
+    handle = wrap(lambda state, path: (os.mkdir(path), torch.save(state, path + "/other")))(STATE, str(tmp_path / "x"))
     handle.result()
     assert names_below(tmp_path / "x") == ["other"]
     (tmp_path / "go").touch()

@@ -59,9 +59,7 @@ def test_a_relative_path_is_meant_from_where_the_call_was_made(tmp_path, monkeyp
     assert names(tmp_path) == ["out/x"]
 
 
-@pytest.mark.parametrize(
-    "name", ["ä ö/ü🙂", "x" * 255, "ü" * 127, "a/b/c/d", ".hidden", "with space ", "-rf", "x/"]
-)
+@pytest.mark.parametrize("name", ["ä ö/ü🙂", "x" * 255, "ü" * 127, "a/b/c/d", ".hidden", "with space ", "-rf", "x/"])
 def test_unusual_names_are_names(tmp_path, name):
     wrap(save_text)("x", str(tmp_path / name) + ("/" if name.endswith("/") else "")).result()
     wrap(torch.save)(STATE, str(tmp_path / "s" / name[:250])).result()
@@ -127,9 +125,7 @@ def test_a_file_and_a_folder_do_not_take_each_others_place(tmp_path):
     over_file = wrap(save_tree)({"x": "new"}, str(tmp_path / "file"))
     over_folder = wrap(lambda path: (os.rmdir(path), save_text("new", path)))(str(tmp_path / "folder"))
 
-    with pytest.raises(
-        FileExistsError, match="is a file, but a folder was written; give another name"
-    ) as caught:
+    with pytest.raises(FileExistsError, match="is a file, but a folder was written; give another name") as caught:
         over_file.result()
     assert "is kept in" in caught.value.__notes__[0]
     with pytest.raises(IsADirectoryError, match="is a folder, but a file was written; give another name"):

@@ -52,9 +52,7 @@ def test_a_process_without_an_accelerator_has_none():
     assert set(RngState().state_dict()) <= {"python", "numpy", "torch"}
 
 
-def test_tensors_of_a_device_without_streams_are_copied_while_save_waits_and_none_is_deferred(
-    tmp_path, poor, caplog
-):
+def test_tensors_of_a_device_without_streams_are_copied_while_save_waits_and_none_is_deferred(tmp_path, poor, caplog):
     p = torch.nn.Parameter(torch.full((2 * ITEMS,), 3.0, device="sim"))
     p.grad = torch.ones_like(p)
     optimizer = torch.optim.SGD([p], lr=1.0)
@@ -79,9 +77,7 @@ def test_tensors_of_a_device_without_streams_are_copied_while_save_waits_and_non
     ]
 
 
-def test_a_device_that_publishes_no_more_than_is_needed_is_copied_from_beside_the_training(
-    tmp_path, sim, monkeypatch
-):
+def test_a_device_that_publishes_no_more_than_is_needed_is_copied_from_beside_the_training(tmp_path, sim, monkeypatch):
     for name in (
         "stream",
         "current_device",

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from folders import TREE, InBucket, InMemory, below, random_bytes, read, write
+from states import MIB
 
 import async_ckpt
 from async_ckpt import Place, StorageUnavailableError
-from async_ckpt.spec import MIB
 from async_ckpt.testing import FaultyProxy
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from folders import TREE, Far, InBucket, InMemory, below, random_bytes, read, write
+from states import MIB
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError, StorageUnavailableError
-from async_ckpt.spec import MIB
 from async_ckpt.storage.locks import TEMP_SUFFIX
 from async_ckpt.testing import FaultyProxy
 

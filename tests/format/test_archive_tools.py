@@ -48,9 +48,7 @@ def saved(state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def quietly(*command: str | Path) -> str:
     """What a command prints; it must succeed, and say nothing on stderr."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=dict(os.environ, LC_ALL="C.UTF-8")
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ, LC_ALL="C.UTF-8"))
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -74,9 +72,7 @@ def assert_same_members(folder: Path, path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tar", "bsdtar"])
-def test_a_tar_program_lists_and_extracts_it_without_a_warning(
-    name: str, saved: Path, tmp_path: Path
-) -> None:
+def test_a_tar_program_lists_and_extracts_it_without_a_warning(name: str, saved: Path, tmp_path: Path) -> None:
     program = tool(name)
     assert quietly(program, "-tf", saved).split() == MEMBERS
     quietly(program, "-xf", saved, "-C", tmp_path)
@@ -89,9 +85,7 @@ def test_one_member_comes_out_of_the_archive_or_out_of_a_pipe(name: str, saved: 
     program = tool(name)
     assert json.loads(quietly(program, "-xOf", saved, "index.json"))["format"] == "async_ckpt"
     with open(saved, "rb") as pipe:
-        done = subprocess.run(
-            [program, "-xO", "-f", "-", "index.json"], stdin=pipe, capture_output=True, check=True
-        )
+        done = subprocess.run([program, "-xO", "-f", "-", "index.json"], stdin=pipe, capture_output=True, check=True)
     assert json.loads(done.stdout)["step"] is None
     assert done.stderr == b""
 
@@ -121,9 +115,7 @@ def test_the_file_is_whole_pages_and_ends_in_two_zero_blocks(saved: Path, tmp_pa
     assert saved.stat().st_size % PAGE_BYTES == 0
     assert not any(saved.read_bytes()[-1024:])
     for size in (0, 1, 1000, 4096):
-        async_ckpt.save(
-            {"w": torch.ones(size, dtype=torch.int8), "x": list(range(size))}, tmp_path / "y.tar"
-        ).result()
+        async_ckpt.save({"w": torch.ones(size, dtype=torch.int8), "x": list(range(size))}, tmp_path / "y.tar").result()
         assert (tmp_path / "y.tar").stat().st_size % PAGE_BYTES == 0
         assert quietly(tool("tar"), "-tf", tmp_path / "y.tar").split() == [
             "index.json",

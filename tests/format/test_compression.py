@@ -107,9 +107,7 @@ def test_tar_and_safetensors_read_it_without_this_library(tmp_path):
 def test_extract_gives_back_the_members_of_a_compressed_save(tmp_path):
     save(big_state(), tmp_path / "x.tar.zst").result()
     with unpack(tmp_path / "x.tar.zst") as folder:
-        assert {"index.json", "model.safetensors", "optimizer.safetensors", "digests.json"} <= set(
-            os.listdir(folder)
-        )
+        assert {"index.json", "model.safetensors", "optimizer.safetensors", "digests.json"} <= set(os.listdir(folder))
 
 
 def test_every_frame_is_one_digest_block_by_itself(tmp_path):
@@ -205,9 +203,7 @@ def test_a_guarded_save_through_a_pool_that_is_too_small_for_it_ends(tmp_path, m
         assert all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
 
 
-def test_a_guarded_save_whose_first_segments_would_come_later_than_a_small_pool_can_wait_ends(
-    tmp_path, monkeypatch
-):
+def test_a_guarded_save_whose_first_segments_would_come_later_than_a_small_pool_can_wait_ends(tmp_path, monkeypatch):
     """What is copied at once fills the pool, and a compressor holds it until what comes before it is there."""
     monkeypatch.setattr(
         "async_ckpt.saving.default._one_off_saver",
@@ -305,9 +301,7 @@ def test_a_part_is_loaded_by_reading_a_part(tmp_path):
     save(state, tmp_path / "x.tar.zst").result()
     flip(tmp_path / "x.tar.zst", 20 * MIB)  # in a frame of the model's
 
-    assert (
-        difference(load(tmp_path / "x.tar.zst", select="optimizer")["optimizer"], state["optimizer"]) is None
-    )
+    assert difference(load(tmp_path / "x.tar.zst", select="optimizer")["optimizer"], state["optimizer"]) is None
     assert torch.equal(load(tmp_path / "x.tar.zst", select="model.bias")["model"]["bias"], torch.arange(5.0))
     with pytest.raises(CorruptCheckpointError, match=r"frame \d is damaged"):
         load(tmp_path / "x.tar.zst", select="model")
@@ -361,9 +355,7 @@ def test_a_compressed_archive_that_is_cut_off_is_damage_wherever_the_cut_is(smal
 
 @settings(max_examples=examples(80), deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(0, 255), st.booleans())
-def test_a_compressed_archive_with_a_wrong_byte_loads_exactly_or_is_damage(
-    tmp_path_factory, at, value, at_end
-):
+def test_a_compressed_archive_with_a_wrong_byte_loads_exactly_or_is_damage(tmp_path_factory, at, value, at_end):
     if not _smalls:
         path = tmp_path_factory.mktemp("small") / "x.tar.zst"
         save(state_at(1, 1), path).result()
@@ -407,9 +399,7 @@ def test_a_frame_that_holds_another_size_than_the_table_says_is_damage(small):
     frames = [zstandard.compress(b"x" * n) for n in (BLOCK, 512)]
     swapped = [ZstdFrame(len(frames[0]), BLOCK - 1), ZstdFrame(len(frames[1]), 513)]
     small.write_bytes(b"".join(frames) + dump(swapped))
-    with pytest.raises(
-        CorruptCheckpointError, match="a frame holds 4,194,304 bytes where the seek table says"
-    ):
+    with pytest.raises(CorruptCheckpointError, match="a frame holds 4,194,304 bytes where the seek table says"):
         load(small)
 
 

@@ -33,9 +33,7 @@ shapes = st.one_of(
 def specs(draw: Any) -> list[TensorSpec]:
     """Tensors of a state; some are tied to an earlier one."""
     paths = draw(
-        st.lists(
-            st.lists(path_keys, max_size=3).map(tuple), max_size=12, unique_by=lambda p: tuple(map(repr, p))
-        )
+        st.lists(st.lists(path_keys, max_size=3).map(tuple), max_size=12, unique_by=lambda p: tuple(map(repr, p)))
     )
     made: list[TensorSpec] = []
     for path in paths:
@@ -77,9 +75,7 @@ def test_pieces_and_literals_cover_every_byte_exactly_once(
     for number, segment in enumerate(segments):
         assert (segment.number, segment.offset) == (number, end)
         at = 0
-        owners = [(p.target, p.length) for p in segment.pieces] + [
-            (b, len(view)) for b, view in segment.literals
-        ]
+        owners = [(p.target, p.length) for p in segment.pieces] + [(b, len(view)) for b, view in segment.literals]
         for begin, length in sorted(owners):
             assert begin == at or length == 0
             at += length
@@ -96,9 +92,7 @@ def test_pieces_and_literals_cover_every_byte_exactly_once(
 
 @settings(max_examples=examples(200), deadline=None)
 @given(specs(), objects)
-def test_the_index_says_where_the_layout_puts_everything(
-    tensors: list[TensorSpec], pickled: bytes | None
-) -> None:
+def test_the_index_says_where_the_layout_puts_everything(tensors: list[TensorSpec], pickled: bytes | None) -> None:
     layout = laid_out(tensors, objects=pickled)
     told = index_of(layout)
     assert told.step == 3
@@ -412,9 +406,7 @@ def test_the_index_lists_what_each_member_stores(tensors: list[TensorSpec]) -> N
     told = index_of(laid_out(tensors))
     assert len(told.stored) == len(told.members)
     for number, stored in enumerate(told.stored):
-        assert list(stored) == [
-            t for t in told.tensors if t.slices[0].member == number and t.alias_of is None
-        ]
+        assert list(stored) == [t for t in told.tensors if t.slices[0].member == number and t.alias_of is None]
 
 
 def test_the_index_finds_members_by_name() -> None:

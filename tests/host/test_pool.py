@@ -98,9 +98,7 @@ def test_the_oldest_save_is_served_first_and_in_the_order_of_its_file(pool):
     served = []
     calls = []
     for number, order in enumerate([(2, 0), (1, 5), (3, 1), (1, 3), (2, 9)], start=1):
-        calls.append(
-            Call(lambda order=order: served.append((order, pool.lease(order, pin=False, check=nothing))))
-        )
+        calls.append(Call(lambda order=order: served.append((order, pool.lease(order, pin=False, check=nothing)))))
         until(lambda number=number: f"{number} waiting" in repr(pool))
     for number in range(5):
         (held[number] if number < MIN_SEGMENTS else served[0][1]).release()

@@ -15,14 +15,13 @@ import pytest
 import torch
 from racing import PATIENCE, Call, Skipping, until
 from scripted_disk import ScriptedStorage, scripted
-from states import SEGMENT, open_run, state_at, weight
+from states import MIB, SEGMENT, open_run, state_at, weight
 
 import async_ckpt
 from async_ckpt.host import waits
 from async_ckpt.host.threads import start_thread
 from async_ckpt.report import Progress
 from async_ckpt.saving import default
-from async_ckpt.spec import MIB
 from async_ckpt.staging import snapshot
 from async_ckpt.staging.host_copy import BufferPool
 
@@ -271,9 +270,7 @@ def test_a_wrapped_call_that_waits_for_the_memory_of_earlier_ones_is_told_of_it(
     wakes_up(timer)
     timer.sleep(2.0)
     until(lambda: len(lines()) == 1)
-    assert lines()[0] == (
-        "async_ckpt has waited 2 s for 1.0 MB of host memory, while earlier copies hold 1.0 MB"
-    )
+    assert lines()[0] == ("async_ckpt has waited 2 s for 1.0 MB of host memory, while earlier copies hold 1.0 MB")
     gate.open()
     waiter.outcome().result()
     first.result()
@@ -385,9 +382,7 @@ def script(body: str) -> str:
         ),
     ],
 )
-def test_the_line_is_seen_on_stderr_without_any_configuration_and_says_what_ctrl_c_does(
-    tmp_path, nursery, end, told
-):
+def test_the_line_is_seen_on_stderr_without_any_configuration_and_says_what_ctrl_c_does(tmp_path, nursery, end, told):
     child = nursery.start(script(end), tmp_path / "run")
     child.wait_for_line("async_ckpt has waited", "err")
     child.send(signal.SIGUSR1)
@@ -400,9 +395,7 @@ def test_the_line_is_seen_on_stderr_without_any_configuration_and_says_what_ctrl
 
 
 @needs_fork
-@pytest.mark.parametrize(
-    ("end", "status"), [("pass", 130), ("try: ckpt.close()\nfinally: go.set()", -signal.SIGINT)]
-)
+@pytest.mark.parametrize(("end", "status"), [("pass", 130), ("try: ckpt.close()\nfinally: go.set()", -signal.SIGINT)])
 def test_ctrl_c_then_does_what_was_said(tmp_path, nursery, end, status):
     child = nursery.start(script("async_ckpt.host.deadlines.ABANDON_SECONDS = 0.0\n" + end), tmp_path / "run")
     child.wait_for_line("Ctrl-C gives up", "err")

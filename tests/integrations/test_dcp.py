@@ -144,9 +144,7 @@ def test_a_folder_that_torch_has_written_is_left_alone(step):
     assert names_in(step) == {".metadata", "__0_0.distcp"}
 
 
-@pytest.mark.parametrize(
-    "state", [{}, {"none": torch.empty(0, 3)}, {"a": {}, "b": []}, {"scalar": torch.tensor(2.5)}]
-)
+@pytest.mark.parametrize("state", [{}, {"none": torch.empty(0, 3)}, {"a": {}, "b": []}, {"scalar": torch.tensor(2.5)}])
 def test_states_of_next_to_nothing_come_back(step, state):
     save(state, step)
     assert difference(plain(async_ckpt.load(step)), plain(state)) is None
@@ -342,9 +340,7 @@ def test_torchs_own_converters_get_the_nested_state(step):
     state = training()
     save(state, step)
     found: dict[str, Any] = {}
-    _load_state_dict(
-        found, storage_reader=TarStorageReader(step), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-    )
+    _load_state_dict(found, storage_reader=TarStorageReader(step), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     assert difference(plain(found), plain(state)) is None
     part = _load_state_dict_from_keys({"model"}, storage_reader=TarStorageReader(step))
     assert difference(plain(part), plain({"model": state["model"]})) is None
@@ -356,9 +352,7 @@ def test_torch_loads_what_a_checkpointer_has_saved(tmp_path):
     rng = async_ckpt.RngState()
     with open_run(tmp_path / "run") as ckpt:
         ckpt.save({**state, "frozen": frozen, "rng": rng}, 1).result()
-        ckpt.save(
-            {**state, "frozen": frozen, "array": array, "raw": b"abc"}, 2, unchanged={"frozen"}
-        ).result()
+        ckpt.save({**state, "frozen": frozen, "array": array, "raw": b"abc"}, 2, unchanged={"frozen"}).result()
 
     target = {**emptied(state), "frozen": emptied(frozen), "array": None, "raw": None}
     load(target, tmp_path / "run")
@@ -366,9 +360,7 @@ def test_torch_loads_what_a_checkpointer_has_saved(tmp_path):
     assert difference(plain({key: target[key] for key in state}), plain(state)) is None
     assert (target["array"] == array).all()
     assert target["raw"] == b"abc"
-    first = load(
-        {"rng": {"torch": torch.empty_like(torch.get_rng_state())}}, tmp_path / "run" / "step_00000001"
-    )
+    first = load({"rng": {"torch": torch.empty_like(torch.get_rng_state())}}, tmp_path / "run" / "step_00000001")
     assert first["rng"]["torch"].numel()
 
 

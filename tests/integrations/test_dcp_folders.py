@@ -60,9 +60,7 @@ def test_load_gives_the_state_that_torch_has_saved(tmp_path):
     folder = of_torch(state, tmp_path / "x")
 
     assert difference(plain(async_ckpt.load(folder)), plain(state)) is None
-    assert (
-        difference(plain(async_ckpt.load(folder, select="optim")), plain({"optim": state["optim"]})) is None
-    )
+    assert difference(plain(async_ckpt.load(folder, select="optim")), plain({"optim": state["optim"]})) is None
 
 
 def test_restore_fills_a_model_and_its_optimizer(tmp_path):
@@ -100,9 +98,7 @@ def test_a_folder_in_a_store_is_read_by_ranges_too(bucket, tmp_path):  # noqa: F
     state = training()
     folder = of_torch(state, tmp_path / "x")
     for name in os.listdir(folder):
-        bucket.server.client.put_object(
-            Bucket=bucket.name, Key=f"old/{name}", Body=(folder / name).read_bytes()
-        )
+        bucket.server.client.put_object(Bucket=bucket.name, Key=f"old/{name}", Body=(folder / name).read_bytes())
     assert difference(plain(async_ckpt.load(bucket.place("old"))), plain(state)) is None
 
 
@@ -164,8 +160,7 @@ def doubled(num_levels: int, field: str) -> bytes:
     """Metadata with a tuple that holds one tuple twice, which holds one twice, and so on."""
     tuples = b")\x94" + b"".join(b"h%c\x86\x94" % level for level in range(num_levels))
     names = [
-        b"\x8c%c%b" % (len(name), name.encode())
-        for name in ("state_dict_metadata", "storage_data", "planner_data")
+        b"\x8c%c%b" % (len(name), name.encode()) for name in ("state_dict_metadata", "storage_data", "planner_data")
     ]
     values = [tuples if field.encode() in name else b"}" for name in names]
     fields = b"".join(name + value for name, value in zip(names, values, strict=True))
@@ -186,11 +181,7 @@ def test_a_message_is_no_longer_than_the_metadata_justifies(tmp_path, field):
 )
 def test_nothing_in_a_metadata_is_hashed_or_shown_whole(tmp_path, key):
     tuples = b")\x94" + b"".join(b"h%c\x86\x94" % level for level in range(60)) + b"0"
-    data = (
-        doubled(0, "")
-        .replace(b"}(", b"}(" + tuples)
-        .replace(b"storage_data}", b"storage_data}" + key + b"K\x01s")
-    )
+    data = doubled(0, "").replace(b"}(", b"}(" + tuples).replace(b"storage_data}", b"storage_data}" + key + b"K\x01s")
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="cannot be trusted"):
         async_ckpt.load(tmp_path)
@@ -200,10 +191,7 @@ def test_nothing_in_a_metadata_is_hashed_or_shown_whole(tmp_path, key):
 def test_one_list_that_many_things_name_is_not_gone_through_each_time(tmp_path, what):
     """In two bytes a pickle names what it had before: a thousand names of a thousand items are a million."""
     num = 1000
-    empty = [
-        ChunkStorageMetadata(torch.Size([at]), torch.Size([0]))
-        for at in range(num if what == "chunks" else 1)
-    ]
+    empty = [ChunkStorageMetadata(torch.Size([at]), torch.Size([0])) for at in range(num if what == "chunks" else 1)]
     if what == "state":
         vars(empty[0]).update({f"more{at}": at for at in range(num)})
         empty *= num
@@ -229,9 +217,7 @@ def test_two_names_in_the_same_bytes_are_refused(tmp_path):
     for begin, length in ((0, 0), (first.length - 1, -1)):
         second.offset, second.length = begin, first.length + length
         (folder / ".metadata").write_bytes(pickle.dumps(data))
-        with pytest.raises(
-            CorruptCheckpointError, match=r"'w' and 'v' are in the same bytes of '__0_0\.distcp'"
-        ):
+        with pytest.raises(CorruptCheckpointError, match=r"'w' and 'v' are in the same bytes of '__0_0\.distcp'"):
             async_ckpt.load(folder)
 
 

@@ -67,9 +67,7 @@ def flat(state, path=()):
     ("before", "make", "after", "other"),
     [(4, "hsdp(2, 14)", 3, "fsdp(width=14)"), (2, "fsdp(width=14)", 4, "fsdp_tp(2)")],
 )
-def test_what_ranks_save_is_one_step_that_other_ranks_load_in_another_layout(
-    worlds, before, make, after, other
-):
+def test_what_ranks_save_is_one_step_that_other_ranks_load_in_another_layout(worlds, before, make, after, other):
     worlds.run(before, SAVE.format(make=make))
 
     want = kept(worlds, ".pt")

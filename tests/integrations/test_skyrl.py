@@ -84,9 +84,7 @@ def copied(state: Any) -> Any:
 
 
 def backend_of(one: Trainee, **options: Any) -> CheckpointBackend:
-    return CheckpointBackend(
-        LocalDispatch({"a": one}, world_size=WORLD_SIZE), tokenizer=Tokenizer(), **options
-    )
+    return CheckpointBackend(LocalDispatch({"a": one}, world_size=WORLD_SIZE), tokenizer=Tokenizer(), **options)
 
 
 def with_options(options: dict[str, Any]) -> Callable[[Any], Place]:
@@ -628,9 +626,7 @@ def test_a_sampler_checkpoint_is_the_export_of_the_model(trained, tmp_path):
 
 
 @pytest.mark.parametrize("in_store", [False, True])
-def test_weights_that_are_not_to_be_kept_leave_a_marker_as_skyrl_writes_it(
-    trained, tmp_path, s3, bucket, in_store
-):
+def test_weights_that_are_not_to_be_kept_leave_a_marker_as_skyrl_writes_it(trained, tmp_path, s3, bucket, in_store):
     name = "model_a/sampler_weights/x.tar.gz"
     place = CloudPath(f"s3://{bucket}/{name}", tmp_path / "cache") if in_store else tmp_path / name
     with backend_of(trained, place=with_options(s3.options)) as backend:

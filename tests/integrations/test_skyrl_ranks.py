@@ -156,9 +156,7 @@ here.tell(all(torch.equal(a.to_local(), b) for a, b in zip(one.model.parameters(
 """
 
 
-def test_what_differs_by_rank_is_each_ranks_own_and_whatever_is_complete_is_loaded(
-    worlds: Worlds, tmp_path: Path
-):
+def test_what_differs_by_rank_is_each_ranks_own_and_whatever_is_complete_is_loaded(worlds: Worlds, tmp_path: Path):
     folder = str(tmp_path / "global_step_7" / "policy")
 
     ended = worlds.run(2, ITS_OWN.format(folder=folder))
@@ -195,8 +193,6 @@ def test_without_the_optimizer_the_model_is_loaded_alone(worlds: Worlds, tmp_pat
     loaded = torch.load(f"{worlds.root}.loaded")
     assert not any(name.startswith("optimizer.state") for name in loaded)
     there = async_ckpt.load(f"{folder}/async_ckpt")
-    model = {
-        name.removeprefix("model."): value for name, value in loaded.items() if name.startswith("model.")
-    }
+    model = {name.removeprefix("model."): value for name, value in loaded.items() if name.startswith("model.")}
     assert difference(model, dict(there["model"])) is None
     assert async_ckpt.AsyncCheckpointer(f"{folder}/async_ckpt", ranks=(0, 1)).steps() == [7]

@@ -43,8 +43,7 @@ class Trainer:
     def __init__(self, seed: int, *, parts: int = 1, groups: str = "one group", steps: int = 2) -> None:
         torch.manual_seed(seed)
         self.parts = [
-            nn.ModuleDict({f"layer{n}": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))})
-            for n in range(parts)
+            nn.ModuleDict({f"layer{n}": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))}) for n in range(parts)
         ]
         configs = [
             titan.ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs=options)

@@ -17,7 +17,7 @@ import torch
 from archives import assemble, flip, forge_manifest, parsed_index, read_index
 from damage import STATE, assert_refused
 from slices import is_tried, some
-from states import difference, states_equal
+from states import MIB, difference, states_equal
 from torch import nn
 
 import async_ckpt
@@ -29,7 +29,6 @@ from async_ckpt import (
     NotCommittedError,
 )
 from async_ckpt.format import tar
-from async_ckpt.spec import MIB
 
 
 @pytest.fixture
@@ -80,9 +79,7 @@ def test_a_flipped_bit_of_the_index_is_damage_and_never_a_newer_format(verify: b
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
-def test_a_damaged_archive_of_a_newer_format_is_damaged_before_it_is_newer(
-    verify: bool, archive: Path
-) -> None:
+def test_a_damaged_archive_of_a_newer_format_is_damaged_before_it_is_newer(verify: bool, archive: Path) -> None:
     """Its digests are found by the size of the file alone: its index may be of another shape."""
     for num_bytes in range(0, 6 * 4096, 512):  # so that the digests lie at every distance from the end
         raw = {"format": "async_ckpt", "version": 99, "all": "different"}
@@ -106,9 +103,7 @@ def test_a_run_passes_over_an_archive_whose_version_was_damaged(small_run: Path)
 
 
 @pytest.mark.parametrize("how", [{"verify": False}, {"verify": False, "mmap": True}], ids=["read", "mmap"])
-def test_an_unverified_load_of_a_damaged_archive_loads_or_is_refused(
-    how: dict[str, Any], saved: Path
-) -> None:
+def test_an_unverified_load_of_a_damaged_archive_loads_or_is_refused(how: dict[str, Any], saved: Path) -> None:
     """Not looking at digests may give wrong values; it must not give another kind of error."""
     size = saved.stat().st_size
     for offset in some(range(0, size, 11), 3):

@@ -24,7 +24,7 @@ import torch
 from archives import assemble, forge, forge_manifest, little_memory, parsed_index, read_index
 from children import Nursery
 from damage import NUM_LIES, STATE, assert_refused, objects_swapped, refusal, torch_saved
-from states import difference
+from states import MIB, difference
 from torch import nn
 
 import async_ckpt
@@ -39,7 +39,6 @@ from async_ckpt import (
 from async_ckpt.format import digests, tar
 from async_ckpt.loading.archives.find import from_path
 from async_ckpt.loading.restore import RestoreOptions, restore_state
-from async_ckpt.spec import MIB
 
 
 class Triple(NamedTuple):
@@ -368,13 +367,9 @@ def test_an_honest_archive_made_by_the_forger_loads(saved: Path) -> None:
 
 TEXTS: dict[str, Callable[[str], str]] = {
     "deeply nested lists": lambda text: text.replace('"skeleton": ', '"skeleton": ' + "[" * 100_000, 1),
-    "deeply nested objects": lambda text: text.replace(
-        '"skeleton": ', '"skeleton": ' + '{"list":' * 100_000, 1
-    ),
+    "deeply nested objects": lambda text: text.replace('"skeleton": ', '"skeleton": ' + '{"list":' * 100_000, 1),
     "whole text nested": lambda text: "[" * 200_000 + "]" * 200_000,
-    "a number of a million digits": lambda text: text.replace(
-        '"step": null', '"step": ' + "9" * 1_000_000, 1
-    ),
+    "a number of a million digits": lambda text: text.replace('"step": null', '"step": ' + "9" * 1_000_000, 1),
     "an extent of many digits": lambda text: text.replace('"extent": [', '"extent": [' + "9" * 4000, 1),
     "a shape of many digits": lambda text: text.replace('"shape": [', '"shape": [' + "9" * 4000, 1),
     "infinity": lambda text: text.replace('"shape": [10', '"shape": [Infinity', 1),
@@ -395,9 +390,7 @@ def test_an_index_that_is_absurd_as_text_is_refused(change: Any, verify: bool, s
     honest = parsed_index(saved)
     before = json.dumps(read_index(saved))
     assert change(before) != before
-    between = saved.read_bytes()[
-        honest.members[0].data.offset - tar.BLOCK : honest.digests.data.offset - tar.BLOCK
-    ]
+    between = saved.read_bytes()[honest.members[0].data.offset - tar.BLOCK : honest.digests.data.offset - tar.BLOCK]
     saved.write_bytes(assemble(change(before).encode(), between))
     with little_memory():
         assert_refused(saved, CorruptCheckpointError, verify=verify)
@@ -409,9 +402,7 @@ NESTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "depth", [50, 150, 200, 250, 300, 320, 350, 400, 450, 480, 500, 600, 1000, 3000, 50_000]
-)
+@pytest.mark.parametrize("depth", [50, 150, 200, 250, 300, 320, 350, 400, 450, 480, 500, 600, 1000, 3000, 50_000])
 @pytest.mark.parametrize("kind", ["dict", "ordered", "list", "tuple"])
 def test_a_skeleton_of_any_depth_loads_or_is_refused(kind: str, depth: int, archive: Path) -> None:
     text = NESTED[kind]
@@ -664,9 +655,7 @@ def test_the_deepest_structures_are_restored_or_refused(kind: str, saved: Path) 
 
 @pytest.mark.parametrize("kind", ["bytes", "ndarray"])
 @pytest.mark.parametrize("aliased", [False, True])
-def test_bytes_that_many_leaves_ask_for_are_not_copied_for_each(
-    kind: str, aliased: bool, archive: Path
-) -> None:
+def test_bytes_that_many_leaves_ask_for_are_not_copied_for_each(kind: str, aliased: bool, archive: Path) -> None:
     async_ckpt.save({"b": bytes(8 * MIB)}, archive).result()
     numbers = range(1000) if aliased else [0] * 1000
 
@@ -684,11 +673,7 @@ def test_bytes_that_many_leaves_ask_for_are_not_copied_for_each(
 
 
 def fields_within_fields(depth: int) -> Any:
-    return (
-        "<f8"
-        if not depth
-        else [["a", fields_within_fields(depth - 1)], ["b", fields_within_fields(depth - 1)]]
-    )
+    return "<f8" if not depth else [["a", fields_within_fields(depth - 1)], ["b", fields_within_fields(depth - 1)]]
 
 
 # Of a few megabytes each, and minutes of arithmetic.

@@ -20,12 +20,11 @@ import torch
 from archives import little_memory
 from children import Nursery
 from damage import NUM_LIES, STATE, assert_refused, objects_swapped, refusal, torch_saved
-from states import difference
+from states import MIB, difference
 from torch import nn
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CheckpointError, CorruptCheckpointError, UntrustedObjectError
-from async_ckpt.spec import MIB
 
 
 @pytest.fixture
@@ -87,9 +86,7 @@ PICKLES = {
 
 @pytest.mark.parametrize("pickled", PICKLES.values(), ids=PICKLES.keys())
 @pytest.mark.parametrize("trust", [False, True])
-def test_objects_that_cannot_be_loaded_are_a_checkpoint_error(
-    pickled: bytes, trust: bool, saved: Path
-) -> None:
+def test_objects_that_cannot_be_loaded_are_a_checkpoint_error(pickled: bytes, trust: bool, saved: Path) -> None:
     objects_swapped(saved, pickled)
     assert_refused(saved, trust=trust)
     assert difference(async_ckpt.load(saved, select="m")["m"], STATE["m"]) is None
@@ -219,9 +216,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_objects_that_ask_for_much_more_than_they_hold_are_refused(
-    name: str, nursery: Nursery, saved: Path
-) -> None:
+def test_objects_that_ask_for_much_more_than_they_hold_are_refused(name: str, nursery: Nursery, saved: Path) -> None:
     """In a process that may take a quarter of a gigabyte and ten seconds of its processor: one more and the system ends it."""
     pickled = BOMBS[name]()
     assert len(pickled) < 2 * MIB

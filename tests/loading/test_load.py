@@ -89,9 +89,7 @@ SELECTED = {
 
 @pytest.mark.parametrize(("select", "expected"), SELECTED.values(), ids=SELECTED.keys())
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mmap"])
-def test_a_part_is_selected_by_name_glob_or_several(
-    select: Any, expected: Any, mmap: bool, saved: Path
-) -> None:
+def test_a_part_is_selected_by_name_glob_or_several(select: Any, expected: Any, mmap: bool, saved: Path) -> None:
     assert difference(async_ckpt.load(saved, select=select, mmap=mmap), expected) is None
 
 
@@ -146,9 +144,7 @@ def promised(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("lent", ["beside another", "alone"])
-@pytest.mark.parametrize(
-    "select", [None, "embedding", "embedding.*", "*.w", "e*", ["adapter", "embedding.w"]]
-)
+@pytest.mark.parametrize("select", [None, "embedding", "embedding.*", "*.w", "e*", ["adapter", "embedding.w"]])
 def test_a_group_that_a_manifest_promises_and_its_archive_lacks_is_corrupt(
     promised: Path, select: Any, lent: str
 ) -> None:
@@ -257,13 +253,9 @@ def test_a_tensor_that_begins_and_ends_inside_of_blocks_is_read_whole(archive: P
     for verify in (True, False):
         assert difference(async_ckpt.load(archive, verify=verify), state) is None
         for name in state:
-            assert (
-                difference(async_ckpt.load(archive, select=name, verify=verify), {name: state[name]}) is None
-            )
+            assert difference(async_ckpt.load(archive, select=name, verify=verify), {name: state[name]}) is None
     assert (
-        difference(
-            async_ckpt.load(archive, select=["t5", "t0", "t3"]), {n: state[n] for n in ("t0", "t3", "t5")}
-        )
+        difference(async_ckpt.load(archive, select=["t5", "t0", "t3"]), {n: state[n] for n in ("t0", "t3", "t5")})
         is None
     )
 
@@ -601,9 +593,7 @@ def test_a_step_that_is_named_and_deleted_while_it_is_opened_is_not_committed(
         def _at(self, call: str) -> Any:
             return storage._at(call)
 
-    monkeypatch.setattr(
-        find, "storage_at", lambda path: Below() if Path(path) == named else LocalStorage(path)
-    )
+    monkeypatch.setattr(find, "storage_at", lambda path: Below() if Path(path) == named else LocalStorage(path))
     with contextlib.suppress(NotCommittedError):
         assert async_ckpt.load(named, **how)["step"] == 2
 
@@ -729,9 +719,7 @@ def test_a_step_that_a_rollback_has_taken_out_of_the_run_is_not_its_newest(run: 
     kept, newer = (json.loads((run / f"step_{step:08d}" / "manifest.json").read_bytes()) for step in (1, 12))
     (run / f"rollback-1.{kept['attempt']}.json").write_bytes(b"announced")
     assert async_ckpt.load(run)["step"] == 12
-    forge_manifest(
-        run / "step_00000001" / "manifest.json", retires=[{"step": 12, "attempt": newer["attempt"]}]
-    )
+    forge_manifest(run / "step_00000001" / "manifest.json", retires=[{"step": 12, "attempt": newer["attempt"]}])
     assert async_ckpt.load(run)["step"] == 1
     forge_manifest(run / "step_00000012" / "manifest.json", attempt="0" * 8)  # committed since
     assert async_ckpt.load(run)["step"] == 12
@@ -748,9 +736,7 @@ _WRITER = """
 """
 
 
-def test_a_run_is_read_two_hundred_times_beside_a_process_that_writes_it(
-    tmp_path: Path, nursery: Nursery
-) -> None:
+def test_a_run_is_read_two_hundred_times_beside_a_process_that_writes_it(tmp_path: Path, nursery: Nursery) -> None:
     child = nursery.start(_WRITER, tmp_path / "run")
     try:
         child.wait_for_line("two steps")

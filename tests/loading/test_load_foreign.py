@@ -217,9 +217,7 @@ def sharded(folder: Path, weight_map: Any) -> Path:
 
 
 @pytest.mark.parametrize("of_b", [1, 2])
-def test_a_tensor_that_two_shards_have_comes_from_the_one_that_the_index_names(
-    tmp_path: Path, of_b: int
-) -> None:
+def test_a_tensor_that_two_shards_have_comes_from_the_one_that_the_index_names(tmp_path: Path, of_b: int) -> None:
     files = {"a": "model-1.safetensors", "b": f"model-{of_b}.safetensors", "c": "model-2.safetensors"}
     loaded = async_ckpt.load(sharded(tmp_path / "hf", files))
     assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
@@ -288,9 +286,7 @@ def test_pieces_of_tensors_in_safetensors_files_are_refused_whatever_they_are_ca
 
     (file,) = of_torchs_writer(tmp_path / "pieces", distributed=True)
     for path in (file, file.parent):
-        with pytest.raises(
-            CorruptCheckpointError, match=r"pieces of tensors, .* with its HuggingFaceStorageReader"
-        ):
+        with pytest.raises(CorruptCheckpointError, match=r"pieces of tensors, .* with its HuggingFaceStorageReader"):
             async_ckpt.load(path)
     shutil.copy(file, file.with_name(file.name.replace("shard-00001", "shard-00002")))
     with pytest.raises(NotCommittedError, match="pieces of tensors"):
@@ -314,9 +310,7 @@ def test_files_of_torch_say_what_loads_them(tmp_path: Path) -> None:
 
 def test_a_header_that_is_no_table_of_tensors_is_told_in_words(tmp_path: Path) -> None:
     for table in ({"w": 5}, {"w": {"dtype": "F32"}}):
-        error = refused(
-            write(tmp_path / "x.safetensors", table), "not a table of tensors, each with dtype, shape and"
-        )
+        error = refused(write(tmp_path / "x.safetensors", table), "not a table of tensors, each with dtype, shape and")
         assert "Error" not in str(error)
 
 
@@ -360,16 +354,11 @@ def test_an_extracted_archive_of_many_blocks_and_members_is_the_state(tmp_path: 
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_members_of_an_extracted_archive_that_are_not_selected_may_be_missing(
-    tmp_path: Path, verify: bool
-) -> None:
+def test_members_of_an_extracted_archive_that_are_not_selected_may_be_missing(tmp_path: Path, verify: bool) -> None:
     folder = extracted({**large_state(), "object": Thing()}, tmp_path)
     for lost in ("optimizer.safetensors", "objects.pt"):
         (folder / lost).unlink()
-    assert (
-        difference(async_ckpt.load(folder, select="model", verify=verify), {"model": large_state()["model"]})
-        is None
-    )
+    assert difference(async_ckpt.load(folder, select="model", verify=verify), {"model": large_state()["model"]}) is None
     for select, lost in (("optimizer.w1", "optimizer.safetensors"), ("object", "objects.pt")):
         refused(folder, f"{lost}: it is missing, though index.json names it", select=select, verify=verify)
     flip(folder / "model.safetensors", 9 * MIB)

@@ -14,7 +14,7 @@ from accelerators import Accelerator
 from archives import flip, forge, little_memory
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import commit, load_all, opened, write_all
-from states import difference
+from states import MIB, difference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +27,6 @@ from async_ckpt.loading.archives.contents import Part
 from async_ckpt.loading.archives.find import from_path
 from async_ckpt.loading.archives.merged_archives import MergedArchives
 from async_ckpt.loading.archives.step_archives import Readers
-from async_ckpt.spec import MIB
 from async_ckpt.state import PerRank
 
 
@@ -261,9 +260,7 @@ def test_a_step_of_several_ranks_loads_by_its_folder_and_by_that_of_its_run(of: 
 
 def test_a_group_that_a_step_of_other_ranks_has_lent_loads_with_the_rest(step: Path):
     """It was saved by four; now there are six, each with values of its own."""
-    own = write_all(
-        step.parent / "step_00000002", 6, lambda rank: {"rng": 10 + rank, "lr": 0.25}, per_rank=("rng",)
-    )
+    own = write_all(step.parent / "step_00000002", 6, lambda rank: {"rng": 10 + rank, "lr": 0.25}, per_rank=("rng",))
     later = commit(own, per_rank=("rng",), lent={"model": step})
 
     loaded = async_ckpt.load(later, from_ranks={"rng": 5})

@@ -31,9 +31,7 @@ from async_ckpt.slicing.sharded import local_part
 
 
 def on_three(tensor: torch.Tensor, placement: Any = None) -> DTensor:
-    return distribute_tensor(
-        tensor, init_device_mesh("cpu", (3,)), [placement or Shard(0)], src_data_rank=None
-    )
+    return distribute_tensor(tensor, init_device_mesh("cpu", (3,)), [placement or Shard(0)], src_data_rank=None)
 
 
 MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -109,9 +107,7 @@ def test_half_a_step_that_was_copied_by_hand_is_told(tmp_path: Path):
 
     shutil.rmtree(half)
     shutil.copytree(folder, half, ignore=shutil.ignore_patterns("archives*"))
-    with pytest.raises(
-        CorruptCheckpointError, match=r"archives\S* is missing, though the manifest of step 1"
-    ):
+    with pytest.raises(CorruptCheckpointError, match=r"archives\S* is missing, though the manifest of step 1"):
         restored_by_two(half)
 
     shutil.rmtree(half)

@@ -13,7 +13,7 @@ from fake_ranks import standing_at
 from matrix_restores import restore, saved
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import ATTEMPT, Build, commit, write_all
-from states import difference
+from states import MIB, difference
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -24,7 +24,6 @@ from async_ckpt.loading.archives import step_archives
 from async_ckpt.runs import layouts
 from async_ckpt.runs.receipts import Table
 from async_ckpt.slicing.sharded import local_part
-from async_ckpt.spec import MIB
 from async_ckpt.storage.local import LocalReader, LocalStorage
 
 BLOCK = 4 * MIB
@@ -123,9 +122,7 @@ def test_ranks_that_read_what_others_read_share_it(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("world", [5, 12, 40])
-def test_a_rank_opens_the_archives_that_overlap_its_own_rows(
-    world: int, tmp_path: Path, num_read: dict[str, int]
-):
+def test_a_rank_opens_the_archives_that_overlap_its_own_rows(world: int, tmp_path: Path, num_read: dict[str, int]):
     before, after = (rows((120, 2), 3)(n) for n in (8, world))
     folder = saved(tmp_path, 8, before)
     for rank in range(0, world, 3):
@@ -139,9 +136,7 @@ def test_a_rank_opens_the_archives_that_overlap_its_own_rows(
         assert names_of(range(first // 15, last // 15 + 1)) == archives_in(num_read)
 
 
-def test_one_process_that_selects_one_tensor_opens_the_archives_that_have_it(
-    tmp_path: Path, num_read: dict[str, int]
-):
+def test_one_process_that_selects_one_tensor_opens_the_archives_that_have_it(tmp_path: Path, num_read: dict[str, int]):
     """Under DDP each rank has written a share of the tensors."""
     state = {f"{n}": numbered((300, 100)) + n for n in range(12)}
     folder = saved(tmp_path, 6, lambda _: state)
@@ -168,9 +163,7 @@ def test_one_process_that_loads_everything_opens_all_archives_once(tmp_path: Pat
 
 
 def over_tp(mesh: dict[str, int], sizes: list[int]) -> Build:
-    return lambda rank: {
-        name: tensor for name, (tensor, _) in fsdp2_over_tp(rank, mesh, MODEL_PARALLEL, sizes).items()
-    }
+    return lambda rank: {name: tensor for name, (tensor, _) in fsdp2_over_tp(rank, mesh, MODEL_PARALLEL, sizes).items()}
 
 
 def stages(rank: int) -> dict[str, Any]:
@@ -209,9 +202,7 @@ def test_what_each_rank_has_written_follows_by_arithmetic(layout: str, shared: b
     assert bool(found.shared) <= shared
 
 
-def test_a_stage_of_another_cut_of_a_pipeline_opens_those_that_had_its_layers(
-    tmp_path: Path, num_read: dict[str, int]
-):
+def test_a_stage_of_another_cut_of_a_pipeline_opens_those_that_had_its_layers(tmp_path: Path, num_read: dict[str, int]):
     folder = saved(tmp_path, 4, stages)
     live = {"model": {name: torch.zeros(700, 600) for name in ("0.whole", "1.cut", "1.whole")}}
     num_read.clear()
@@ -237,9 +228,7 @@ def test_values_of_a_rank_that_is_chosen_are_read_from_its_archive(tmp_path: Pat
         restore(folder, 0, 2, live)
     with pytest.raises(KeyError, match="rank 6 has saved no rng; ranks 0, 1, 2, 3, 4, 5 have"):
         restore(folder, 0, 2, live, from_ranks={"rng": 6})
-    assert {rank: rng["seed"] for rank, rng in async_ckpt.load(folder)["rng"].items()} == dict(
-        enumerate(range(6))
-    )
+    assert {rank: rng["seed"] for rank, rng in async_ckpt.load(folder)["rng"].items()} == dict(enumerate(range(6)))
 
 
 # --- without a layout -------------------------------------------------------------------------------------------------
@@ -299,10 +288,7 @@ def test_a_layout_that_says_nothing_true_costs_looks_and_no_byte(tmp_path: Path)
     folder = many(tmp_path)
     path = folder / f"layout.{ATTEMPT}.json"
     told = layouts.parse(path.read_bytes())
-    lies = {
-        digest: text.replace("[1],[],true", "[1],[6,5,4,3,2,1,0],true")
-        for digest, text in told.structures.items()
-    }
+    lies = {digest: text.replace("[1],[],true", "[1],[6,5,4,3,2,1,0],true") for digest, text in told.structures.items()}
     path.write_bytes(layouts.dump(told._replace(structures=lies), Table(told.classes)))
 
     restored_by_two(folder)

@@ -15,7 +15,7 @@ from matrix_restores import SHAPES, SUITE, fully_sharded, layouts, saved, wrong_
 from matrix_slices import numbered
 from rank_archives import Build, opened, restore_at, write_all
 from slices import ALL, PART, some
-from states import difference
+from states import MIB, difference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -25,7 +25,6 @@ from async_ckpt import StateMismatchError
 from async_ckpt.loading.archives.contents import Part
 from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.slicing.sharded import local_part
-from async_ckpt.spec import MIB
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +44,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_each_rank_gets_its_own_of_what_any_layout_has_saved(
-    before: str, after: str, step_of: Callable[[str], Path]
-):
+def test_each_rank_gets_its_own_of_what_any_layout_has_saved(before: str, after: str, step_of: Callable[[str], Path]):
     """The oracle is torch's own cutting: what it made is emptied, filled, and compared with what it was."""
     world, build = SUITE[after]
 
@@ -85,9 +82,7 @@ def held(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("has_moments", [True, False], ids=["moments", "none yet"])
 @pytest.mark.parametrize("world", [3, 2], ids=["same layout", "another"])
-def test_a_sharded_model_and_its_optimizer_are_filled_where_they_are(
-    world: int, has_moments: bool, tmp_path: Path
-):
+def test_a_sharded_model_and_its_optimizer_are_filled_where_they_are(world: int, has_moments: bool, tmp_path: Path):
     paths = write_all(tmp_path, 3, lambda _: trained(3))
 
     for rank in range(world):
@@ -132,13 +127,9 @@ def test_another_shape_is_refused_by_name_before_anything_is_written(tmp_path: P
     with standing_at(0, 2), torch.no_grad():
         live = {
             "a": numbered((13, 6)).zero_(),
-            "b": distribute_tensor(
-                numbered((9,)), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
-            ),
+            "b": distribute_tensor(numbered((9,)), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None),
         }
-        with pytest.raises(
-            StateMismatchError, match=r"b is float32\[9\] here and float32\[7\] in the checkpoint"
-        ):
+        with pytest.raises(StateMismatchError, match=r"b is float32\[9\] here and float32\[7\] in the checkpoint"):
             restore_at(0, 2, paths, live)
 
         assert not live["a"].any()

@@ -22,9 +22,7 @@ GROUPS = {"one": lambda model: model.parameters(), "two": lambda model: [
 ]}  # fmt: skip
 
 
-def training(
-    seed: int, *, groups: str = "one", steps: int = 2, kind: Any = torch.optim.AdamW
-) -> dict[str, Any]:
+def training(seed: int, *, groups: str = "one", steps: int = 2, kind: Any = torch.optim.AdamW) -> dict[str, Any]:
     """With a part that is not trained."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
@@ -68,9 +66,7 @@ def wrapped(live: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_an_optimizer_takes_what_was_saved_by_the_names_of_its_parameters(
-    written: Any, groups: str, is_flat: bool
-):
+def test_an_optimizer_takes_what_was_saved_by_the_names_of_its_parameters(written: Any, groups: str, is_flat: bool):
     before, live = training(0, groups=groups), training(1, groups=groups)
 
     written(by_name(before, is_flat=is_flat), wrapped(live))

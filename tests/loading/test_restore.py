@@ -141,9 +141,7 @@ def test_a_part_of_a_snapshot_cannot_be_filled(ckpt: AsyncCheckpointer) -> None:
     ckpt.save(state, step=1).result()
     with async_ckpt.snapshot(state) as snap:
         for live in ({"model": snap["model"]}, {"model": state["model"], "parts": [snap["parts"][0]]}):
-            with pytest.raises(
-                TypeError, match=r"cannot fill a snapshot, as (model|parts\.0) is; give it the live"
-            ):
+            with pytest.raises(TypeError, match=r"cannot fill a snapshot, as (model|parts\.0) is; give it the live"):
                 ckpt.restore(live)
 
 
@@ -347,9 +345,7 @@ def test_an_optimizer_with_other_groups_does_not_fit(ckpt: AsyncCheckpointer) ->
 def test_lists_of_tensors_of_other_lengths_and_containers_of_other_kinds_do_not_fit(
     ckpt: AsyncCheckpointer,
 ) -> None:
-    ckpt.save(
-        {"l": [torch.ones(1)], "d": {"a": 1}, "m": [1], "o": 5, "t": torch.ones(1), "u": (1, 2)}, step=1
-    ).result()
+    ckpt.save({"l": [torch.ones(1)], "d": {"a": 1}, "m": [1], "o": 5, "t": torch.ones(1), "u": (1, 2)}, step=1).result()
     live = {
         "l": [torch.zeros(1), torch.zeros(1)], "d": [1], "m": nn.Linear(1, 1), "o": torch.optim.SGD([torch.ones(1)]),
         "t": np.zeros(1), "u": (0,),

@@ -52,9 +52,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "used"])
-def test_a_model_and_its_optimizer_come_back_in_place(
-    make: Any, fresh: bool, ckpt: AsyncCheckpointer
-) -> None:
+def test_a_model_and_its_optimizer_come_back_in_place(make: Any, fresh: bool, ckpt: AsyncCheckpointer) -> None:
     model = network()
     optimizer = make(model.parameters())
     trained(model, optimizer)
@@ -329,9 +327,7 @@ class Training:
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(
-            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1)
-        )
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 30)
         self.progress = {"step": 0, "losses": []}
@@ -457,9 +453,7 @@ def test_a_run_that_a_trainer_has_written_without_us_is_told_of(tmp_path, files,
     with AsyncCheckpointer(tmp_path, **options) as ckpt:
         with pytest.warns(RuntimeWarning, match=told):
             assert ckpt.restore({"w": torch.zeros(2)}) is None
-        assert {
-            p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()
-        } == files.keys()
+        assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()} == files.keys()
 
 
 def test_what_a_killed_process_of_ours_left_is_not_taken_for_somebody_elses(tmp_path):

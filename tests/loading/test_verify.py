@@ -40,11 +40,7 @@ from async_ckpt.testing import FaultyProxy
 
 def large_state() -> dict[str, Any]:
     """Eleven blocks, each with a tensor of its own."""
-    return {
-        "model": {
-            f"w{i}": torch.frombuffer(bytearray(noise(4 * MIB, i)), dtype=torch.uint8) for i in range(10)
-        }
-    }
+    return {"model": {f"w{i}": torch.frombuffer(bytearray(noise(4 * MIB, i)), dtype=torch.uint8) for i in range(10)}}
 
 
 @pytest.fixture
@@ -208,9 +204,7 @@ def test_an_archive_that_has_grown_is_refused(large: Path) -> None:
     refused(large, "should have")
 
 
-def test_an_archive_that_is_cut_short_while_it_is_read_is_refused(
-    large: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_archive_that_is_cut_short_while_it_is_read_is_refused(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Cut(LocalReader):
         def read_into(self, offset: int, target: memoryview) -> None:
             if len(target) == READ_BYTES:
@@ -408,9 +402,7 @@ def test_the_trackers_of_trainers_are_known_too(tmp_path: Path) -> None:
     assert "names step 4" in async_ckpt.verify(tmp_path).notes[0]
 
 
-def test_steps_that_retention_deletes_meanwhile_are_passed_over(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_retention_deletes_meanwhile_are_passed_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Overtaken(LocalStorage):
         def open(self, path: str) -> LocalReader:
             shutil.rmtree(run / "step_00000001", ignore_errors=True)

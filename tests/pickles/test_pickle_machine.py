@@ -47,10 +47,7 @@ values = st.recursive(
     | st.text(st.characters(exclude_categories=()), max_size=300)
     | st.binary(max_size=300),
     lambda inner: (
-        st.lists(inner)
-        | st.tuples(inner)
-        | st.tuples(inner, inner, inner, inner)
-        | st.dictionaries(st.text(), inner)
+        st.lists(inner) | st.tuples(inner) | st.tuples(inner, inner, inner, inner) | st.dictionaries(st.text(), inner)
     ),
 )
 

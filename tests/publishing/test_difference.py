@@ -12,6 +12,7 @@ import xxhash
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from states import MIB
 
 from async_ckpt.format import delta
 from async_ckpt.format.delta import (
@@ -25,7 +26,6 @@ from async_ckpt.format.delta import (
 )
 from async_ckpt.publishing import difference
 from async_ckpt.publishing.difference import WrongBaseError, apply, checksum_of, encode
-from async_ckpt.spec import MIB
 
 ENCODINGS: list[Any] = ["xor", "overwrite"]
 

@@ -235,9 +235,7 @@ def test_bits_are_what_counts_and_not_values(encoding, root, tmp_path):
 
 
 def test_where_positions_and_values_would_be_more_than_the_weights_there_is_an_anchor(root, tmp_path):
-    state = {
-        "weight": torch.zeros(400_000, dtype=torch.int32)
-    }  # of which more is changed than is applied at once
+    state = {"weight": torch.zeros(400_000, dtype=torch.int32)}  # of which more is changed than is applied at once
     with Publisher(root, encoding="overwrite") as publisher, Subscriber(root) as subscriber:
         for share in (0.0, 0.7, 0.9):  # the lowest of four bytes
             state["weight"] ^= (torch.rand(400_000) < share).int()
@@ -584,9 +582,7 @@ def test_what_a_failed_version_was_to_retire_is_still_there(root, monkeypatch):
         patch.setattr("async_ckpt.publishing.publication.copy", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             again.publish(2)
-    assert {name for name in files_below(root) if "weight" in name} == {
-        name for name in before if "weight" in name
-    }
+    assert {name for name in files_below(root) if "weight" in name} == {name for name in before if "weight" in name}
 
 
 # --- what is kept -------------------------------------------------------------------------------------------------
@@ -920,9 +916,7 @@ with async_ckpt.Publisher(place, on_rollback="retire") as publisher:
 
 
 @pytest.mark.parametrize("pattern", ["files", r"index\.json"])
-def test_a_publisher_that_wakes_after_it_was_overtaken_damages_nothing(
-    bucket, s3, proxy, tmp_path, nursery, pattern
-):
+def test_a_publisher_that_wakes_after_it_was_overtaken_damages_nothing(bucket, s3, proxy, tmp_path, nursery, pattern):
     slow = Place(f"s3://{bucket}/weights", options={**s3.options, "endpoint": proxy.endpoint})
     place = Place(f"s3://{bucket}/weights", options=s3.options)
     with Publisher(slow) as old:

@@ -111,9 +111,7 @@ def test_a_subscriber_makes_whole_weights_of_what_each_rank_has_published(
 
 
 def test_overwritten_positions_and_a_retention_that_keeps_what_is_whole(worlds: Worlds, tmp_path: Path):
-    told = published(
-        worlds, 2, "fsdp()", tmp_path / "out", versions=range(1, 9), encoding="overwrite", keep=1
-    )
+    told = published(worlds, 2, "fsdp()", tmp_path / "out", versions=range(1, 9), encoding="overwrite", keep=1)
 
     assert told[0][2] == told[1][2]
     assert told[0][2] == [7, 8] or told[0][2] == [4, 5, 6, 7, 8]  # by who was first to look
@@ -203,9 +201,7 @@ publisher.close()
 
 
 @pytest.mark.parametrize("store", [False, True], ids=["disk", "store"])
-def test_a_pull_never_mixes_two_starts(
-    worlds: Worlds, s3, bucket: str, tmp_path: Path, monkeypatch, store: bool
-):
+def test_a_pull_never_mixes_two_starts(worlds: Worlds, s3, bucket: str, tmp_path: Path, monkeypatch, store: bool):
     """Rank 1's version is replaced between the reading of rank 0's slices and of its own."""
     place = Place(f"s3://{bucket}/weights", options=s3.options) if store else Place(str(tmp_path / "out"))
     text = f"Place({place.url!r}, options={s3.options if store else {}})"
@@ -230,9 +226,7 @@ def test_a_pull_never_mixes_two_starts(
     assert_same(weights_in(tmp_path / "local"), again)
 
 
-def test_slices_whose_digests_are_not_those_of_one_start_are_refused(
-    worlds: Worlds, tmp_path: Path, monkeypatch
-):
+def test_slices_whose_digests_are_not_those_of_one_start_are_refused(worlds: Worlds, tmp_path: Path, monkeypatch):
     """As where a rank's index was exchanged for another one without a trace."""
     out = tmp_path / "out"
     published(worlds, 2, "fsdp()", out, versions=[1, 2])

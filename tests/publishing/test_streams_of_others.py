@@ -71,9 +71,7 @@ def assert_is(into: Path | torch.nn.Module, stream: Stream, version: int) -> Non
 
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 @pytest.mark.parametrize("checksums", ["xxh3-128", "adler32"])
-def test_a_stream_of_deltas_begins_with_the_model_that_is_given_as_its_base(
-    checksums, encoding, base, tmp_path
-):
+def test_a_stream_of_deltas_begins_with_the_model_that_is_given_as_its_base(checksums, encoding, base, tmp_path):
     stream = Stream(tmp_path / "stream", weights_in(base), encoding=encoding, checksums=checksums)
     train(stream, 2)
     stream.publish({})  # in which nothing has changed
@@ -121,9 +119,7 @@ def test_a_base_stands_for_no_version_that_was_deleted(stream, base, tmp_path):
         Subscriber(stream.root, base=base).pull(tmp_path / "local")
 
 
-def test_a_base_whose_weights_are_others_is_refused_and_the_right_one_is_begun_with_then(
-    stream, base, tmp_path
-):
+def test_a_base_whose_weights_are_others_is_refused_and_the_right_one_is_begun_with_then(stream, base, tmp_path):
     other, local = tmp_path / "other", tmp_path / "local"
     other.mkdir()
     save_file({name: tensor + 3 for name, tensor in weights_in(base).items()}, other / "model.safetensors")

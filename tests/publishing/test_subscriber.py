@@ -200,9 +200,7 @@ def test_of_an_index_no_flipped_bit_makes_other_weights(line, local, tmp_path, v
     data = path.read_bytes()
     line.subscriber().pull(local, 1)
     for number in some(range(8 * len(data)), 211):
-        path.write_bytes(
-            data[: number // 8] + bytes([data[number // 8] ^ 1 << number % 8]) + data[number // 8 + 1 :]
-        )
+        path.write_bytes(data[: number // 8] + bytes([data[number // 8] ^ 1 << number % 8]) + data[number // 8 + 1 :])
         into = tmp_path / f"{number}" if version == 1 else local
         try:
             line.subscriber().pull(into, version)
@@ -301,9 +299,7 @@ def test_without_its_anchor_a_chain_is_of_use_only_to_who_is_on_it(line, local, 
     no_anchor(line)
     assert Subscriber(line.root).pull(local).version == 4
     line.assert_is(4, local)
-    with pytest.raises(
-        NotCommittedError, match="version 1 is not there, and version 2 is a delta against it"
-    ):
+    with pytest.raises(NotCommittedError, match="version 1 is not there, and version 2 is a delta against it"):
         Subscriber(line.root).pull(tmp_path / "other")
 
 
@@ -496,9 +492,7 @@ def test_a_receiver_of_another_model_is_refused_and_keeps_what_it_has(line, tmp_
     with pytest.raises(StateMismatchError, match="of another model than the weights here"):
         line.subscriber().pull(local)
     assert files_below(local) == before
-    larger = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=99)
-    )
+    larger = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=99))
     in_bfloat16 = gpt2().to(torch.bfloat16)
     deeper = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=99, n_positions=16)
@@ -519,9 +513,7 @@ def test_a_delta_of_another_model_is_refused(line, local):
     """One that was written by others, so that nothing but its tensors tells."""
     subscriber = line.subscriber()
     subscriber.pull(local, 2)
-    with Publisher(
-        line.root + "-other" if isinstance(line.root, str) else line.root.with_name("other")
-    ) as publisher:
+    with Publisher(line.root + "-other" if isinstance(line.root, str) else line.root.with_name("other")) as publisher:
         publisher.publish({"weight": torch.ones(3)}, 2).result()
         publisher.publish({"weight": torch.zeros(3)}, 3).result()
     shutil.rmtree(line.folder(3))
@@ -612,9 +604,7 @@ def test_pulls_into_one_folder_come_one_after_the_other(line, local, monkeypatch
 def test_two_pulls_of_one_subscriber_at_once_are_refused_and_a_closed_one(line, local, monkeypatch, gate):
     subscriber = line.subscriber()
     real = folders.FolderReplica.seed
-    monkeypatch.setattr(
-        folders.FolderReplica, "seed", lambda self, anchor: (gate.passed(), real(self, anchor))[1]
-    )
+    monkeypatch.setattr(folders.FolderReplica, "seed", lambda self, anchor: (gate.passed(), real(self, anchor))[1])
     first = Call(lambda: subscriber.pull(local))
     gate.wait_reached()
     with pytest.raises(RuntimeError, match="use one for each thread"):
@@ -813,9 +803,7 @@ def test_files_of_the_user_stay_in_the_folder_and_those_of_versions_go(tmp_path,
     assert sorted(os.listdir(local / ".weight_sync")) == ["files.json", "lock", "state.json"]
 
 
-def test_an_anchor_whose_files_cannot_take_their_places_leaves_those_that_were_there(
-    line, local, monkeypatch
-):
+def test_an_anchor_whose_files_cannot_take_their_places_leaves_those_that_were_there(line, local, monkeypatch):
     line.subscriber().pull(local, 2)
     before = weights_below(local)
     real = os.replace
@@ -864,9 +852,7 @@ def test_what_is_pulled_while_it_is_deleted_is_an_error_and_the_next_pull_works(
 
     subscriber = line.subscriber()
     monkeypatch.setattr(source.VersionSource, "open", open_)
-    with pytest.raises(
-        NotCommittedError, match="version 1 is not there, and version 2 is a delta against it"
-    ):
+    with pytest.raises(NotCommittedError, match="version 1 is not there, and version 2 is a delta against it"):
         subscriber.pull(local)
     with Line(line.root, line.model) as again:
         again.publish(5)

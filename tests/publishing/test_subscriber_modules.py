@@ -80,9 +80,7 @@ def copied(model: Any) -> None:
     ],
     ids=lambda f: getattr(f, "__name__", ""),
 )
-def test_a_module_that_cannot_be_filled_in_place_is_refused_by_name_before_anything_changes(
-    change, told, root
-):
+def test_a_module_that_cannot_be_filled_in_place_is_refused_by_name_before_anything_changes(change, told, root):
     model = layers()
     change(model)
     first = model[0].weight.detach().clone()

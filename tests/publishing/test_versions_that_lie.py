@@ -69,15 +69,11 @@ def no_delta(told: Any) -> None:
 
 @pytest.mark.parametrize("change", [no_metadata, no_mark, nothing, no_delta], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("version", [1, 2], ids=["anchor", "delta"])
-def test_an_index_that_is_not_a_publishers_is_refused_by_name_where_a_publisher_publishes(
-    change, version, stage
-):
+def test_an_index_that_is_not_a_publishers_is_refused_by_name_where_a_publisher_publishes(change, version, stage):
     root = stage.fresh()
     edit(root / folder_of(version), change)
     for into in (root.with_name("local"), root.with_name("new"), Model()):
-        with pytest.raises(
-            CorruptCheckpointError, match=r"damaged, or another program's: a Publisher publishes"
-        ):
+        with pytest.raises(CorruptCheckpointError, match=r"damaged, or another program's: a Publisher publishes"):
             Subscriber(root).pull(into, version)
     assert not files_below(root.with_name("new")).keys() - {".weight_sync/lock"}
 
@@ -170,9 +166,7 @@ def theirs(stage: Stage) -> Path:
         shutil.rmtree(root / folder_of(version))
     as_others_write(root / folder_of(1))
     shutil.copytree(root / folder_of(1), root / folder_of(5))
-    index_of(root, 5).write_text(
-        json.dumps({"weight_map": dict.fromkeys(stage.were[1], "model.safetensors")})
-    )
+    index_of(root, 5).write_text(json.dumps({"weight_map": dict.fromkeys(stage.were[1], "model.safetensors")}))
     return root
 
 
@@ -270,9 +264,7 @@ def test_a_header_that_was_flipped_is_refused_also_where_it_says_the_same_of_the
 # --- names --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["\ud800.safetensors", "\ud800", ".Weight_Sync/state.json", "a\\b", "x/../y"]
-)
+@pytest.mark.parametrize("name", ["\ud800.safetensors", "\ud800", ".Weight_Sync/state.json", "a\\b", "x/../y"])
 def test_a_file_of_a_version_has_a_name_that_every_folder_can_have(name, stage):
     for sealed in (True, False):
         root = stage.fresh()
@@ -292,9 +284,7 @@ def test_a_file_of_a_version_has_a_name_that_every_folder_can_have(name, stage):
 def test_a_tensor_has_a_name_of_whole_characters(stage):
     root = stage.fresh()
     as_others_write(root / folder_of(1))
-    with_header(
-        root / folder_of(1) / "model.safetensors", lambda told: told.update({"\ud800": told.pop("norm")})
-    )
+    with_header(root / folder_of(1) / "model.safetensors", lambda told: told.update({"\ud800": told.pop("norm")}))
     edit(
         root / folder_of(1),
         lambda told: told["weight_map"].update({"\ud800": told["weight_map"].pop("norm")}),

@@ -94,9 +94,7 @@ def test_who_shares_tensors_that_are_cut_alike_is_found_once(kind, monkeypatch):
 def test_a_rank_holds_on_to_nothing_of_tensors_that_others_write():
     """Views of all of them would take longer than all else of a plan."""
     divided = StateDivider(3, 1024).divided(captured("DDP", 3, 1024, TENSORS), range(1024)).captured
-    nothing = [
-        tensor for spec, tensor in zip(divided.specs, divided.tensors, strict=True) if spec.shape == (0,)
-    ]
+    nothing = [tensor for spec, tensor in zip(divided.specs, divided.tensors, strict=True) if spec.shape == (0,)]
 
     assert len(nothing) > TENSORS // 2
     assert len({id(tensor) for tensor in nothing}) == 1

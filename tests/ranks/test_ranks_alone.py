@@ -100,16 +100,11 @@ def test_a_process_group_of_other_ranks_is_refused_by_a_checkpointer_that_knows_
     for rank, one in enumerate(worlds.run(2, script)):
         assert one.saves[1]["raised_by"] == "save"
         assert one.told[2:] == [one.saves[1]["text"]] * 2
-        assert (
-            f"there were 2 ranks, of which this was {rank}, and the process group now has 1"
-            in one.saves[1]["text"]
-        )
+        assert f"there were 2 ranks, of which this was {rank}, and the process group now has 1" in one.saves[1]["text"]
 
 
 @pytest.mark.parametrize("option", ["on_overlap", "due", "commit"])
-def test_what_needs_a_process_group_is_refused_with_ranks_when_it_is_constructed(
-    tmp_path, option: str
-) -> None:
+def test_what_needs_a_process_group_is_refused_with_ranks_when_it_is_constructed(tmp_path, option: str) -> None:
     given = {"on_overlap": "skip", "due": Due(seconds=3), "commit": "any"}[option]
     roots = [tmp_path / "a", tmp_path / "b"] if option == "commit" else tmp_path
     with pytest.raises(ValueError, match=f"^{option}=.* needs a process group.*leave it out"):
@@ -118,9 +113,7 @@ def test_what_needs_a_process_group_is_refused_with_ranks_when_it_is_constructed
 
 
 @pytest.mark.parametrize("has_group", [True, False])
-def test_rank_0_may_begin_later_than_a_shared_root_hides_what_it_has_written(
-    worlds: Worlds, has_group: bool
-) -> None:
+def test_rank_0_may_begin_later_than_a_shared_root_hides_what_it_has_written(worlds: Worlds, has_group: bool) -> None:
     script = f"""
     from async_ckpt.ranks import agreement
     agreement.SHARED_SECONDS = 0.05

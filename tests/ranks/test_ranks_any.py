@@ -74,9 +74,7 @@ def outcomes(ended) -> list[list[str]]:
     return [[save.get("status") or save["error"] for save in one.saves] for one in ended]
 
 
-def test_a_step_is_committed_where_all_ranks_are_first_and_at_the_other_root_when_they_are_there(
-    worlds, roots
-):
+def test_a_step_is_committed_where_all_ranks_are_first_and_at_the_other_root_when_they_are_there(worlds, roots):
     script = """
 if here.rank == 1:
     at("write", "/near/", lambda: here.hear("committed"))

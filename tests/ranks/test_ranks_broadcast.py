@@ -90,9 +90,7 @@ def test_under_ddp_all_ranks_together_read_the_state_about_once(worlds: Worlds, 
     assert [one[:3] for one in ends] == [[1, [], True]] * 3
     if not verify:
         state_bytes = 3 * 4 * 19 * WIDTH
-        assert (
-            sum(one[3] for one in ends) < 1.6 * state_bytes
-        )  # with what is small and of each, and three indices each
+        assert sum(one[3] for one in ends) < 1.6 * state_bytes  # with what is small and of each, and three indices each
 
 
 def test_replicas_of_hsdp_read_what_they_hold_once(worlds: Worlds):
@@ -112,9 +110,7 @@ def test_ranks_that_hold_different_slices_read_all_of_their_own_and_are_warned(w
 
 
 def test_ranks_that_hold_different_slices_get_the_right_ones_all_the_same(worlds: Worlds):
-    ends = told(
-        worlds, 2, "fsdp()", "dist.group.WORLD", before="import warnings; warnings.simplefilter('ignore')"
-    )
+    ends = told(worlds, 2, "fsdp()", "dist.group.WORLD", before="import warnings; warnings.simplefilter('ignore')")
 
     assert [one[:3] for one in ends] == [[1, [], True]] * 2
 

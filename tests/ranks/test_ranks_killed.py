@@ -64,9 +64,7 @@ def assert_is_whole(root: Any, told: dict[str, Any] | None) -> int:
         assert torch.equal(saved(root, step).tensors["model.cut"], numbered(41, 3) + step)
         assert torch.equal(saved(root, step).tensors["model.whole"], numbered(300, 1000) + step)
     if told is not None:
-        says = (
-            "committed" if told.get("status") == "committed" else "unknown" if told["undecided"] else "failed"
-        )
+        says = "committed" if told.get("status") == "committed" else "unknown" if told["undecided"] else "failed"
         assert says in ("unknown", "committed" if 2 in steps else "failed")
     return steps[-1]
 
@@ -118,9 +116,7 @@ def test_killed_at_any_call_of_the_disk_a_step_of_two_ranks_is_whole_or_not_ther
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_killed_at_any_request_that_changes_a_store_a_step_of_two_ranks_is_whole_or_not_there(
-    worlds, s3, bucket, who
-):
+def test_killed_at_any_request_that_changes_a_store_a_step_of_two_ranks_is_whole_or_not_there(worlds, s3, bucket, who):
     before = Place(f"s3://{bucket}/before", options=s3.options)
     worlds.run(2, BEFORE.format(root=_shown(before)))
 
@@ -131,9 +127,7 @@ def test_killed_at_any_request_that_changes_a_store_a_step_of_two_ranks_is_whole
                 root.storage().replace(path, before.storage().read(path)[0])
             yield root
 
-    for number, (root, told) in enumerate(
-        each_death(worlds, who, "die_at_request", roots(), num_tried=2 - who)
-    ):
+    for number, (root, told) in enumerate(each_death(worlds, who, "die_at_request", roots(), num_tried=2 - who)):
         newest = assert_is_whole(root, told)
         if ALL or not (who or number):
             assert_goes_on(worlds, root, newest)

@@ -95,9 +95,7 @@ def test_each_rank_gets_all_of_what_a_planner_has_shared_out_however_many_have_s
             want["model"]["weight"] = found["model"]["weight"]
         assert difference(found, want) is None
     assert (
-        difference(
-            async_ckpt.load(folder, select="model.bias"), {"model": {"bias": trained()["model"]["bias"]}}
-        )
+        difference(async_ckpt.load(folder, select="model.bias"), {"model": {"bias": trained()["model"]["bias"]}})
         is None
     )
 

@@ -114,9 +114,7 @@ EXPIRE = """
 """
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"[]", b'{"rank": 0}', b'{"rank": "0", "world_size": 2, "nonce": "x"}']
-)
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"rank": 0}', b'{"rank": "0", "world_size": 2, "nonce": "x"}'])
 def test_a_claim_that_nobody_can_read_is_refused_by_name(tmp_path, text):
     root = SharedRoot(
         Run(LocalStorage(tmp_path), clock=time.time), 0, World(1, 2, "first"), lambda: "token", lambda: None
@@ -137,11 +135,7 @@ def test_a_root_that_is_local_to_each_node_is_refused(worlds, has_group):
     assert (first.saves[0]["error"], first.saves[0]["rank"]) == ("PeerFailedError", 1)
     assert f"{worlds.root}/node0 must be shared by all ranks" in first.saves[0]["text"]
     assert second.saves[0]["error"] == "PeerFailedError"
-    seen = (
-        "rank 1 does not see there what rank 0 has written"
-        if has_group
-        else "rank 0 has not begun to write to"
-    )
+    seen = "rank 1 does not see there what rank 0 has written" if has_group else "rank 0 has not begun to write to"
     assert seen in second.saves[0]["text"]
     assert "a root that all ranks share" in second.saves[0]["text"].replace("Give", "give")
     assert [one.saves[1]["error"] for one in (first, second)] == ["PeerFailedError"] * 2

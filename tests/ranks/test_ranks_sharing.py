@@ -218,8 +218,5 @@ def test_a_step_of_which_something_was_not_written_is_not_committed(worlds: Worl
 
     assert [one.saves[0]["status"] for one in ended] == ["committed"] * 2
     for one in ended:
-        assert (
-            "2 ranks, the first of them 0, disagree on how to split replicated tensors"
-            in one.saves[1]["text"]
-        )
+        assert "2 ranks, the first of them 0, disagree on how to split replicated tensors" in one.saves[1]["text"]
     assert open_run(worlds.root).steps() == [1]

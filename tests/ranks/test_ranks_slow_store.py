@@ -88,9 +88,7 @@ def assert_whole(root: Place, steps: list[int]) -> None:
         assert torch.equal(tensors["model.whole"], numbered(300, 1000) + step)
 
 
-def test_a_proxy_takes_conditions_out_of_requests(
-    s3: Server, bucket: str, proxies: list[FaultyProxy]
-) -> None:
+def test_a_proxy_takes_conditions_out_of_requests(s3: Server, bucket: str, proxies: list[FaultyProxy]) -> None:
     def put(proxy: FaultyProxy) -> None:
         client = botocore.session.get_session().create_client(
             "s3",

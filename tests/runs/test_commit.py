@@ -20,6 +20,7 @@ from states import MIB, assert_is_state, leftovers, names_below, open_run, recor
 import async_ckpt
 from async_ckpt import (
     CorruptCheckpointError,
+    Keep,
     NotCommittedError,
     StepBehindError,
     StepExistsError,
@@ -27,7 +28,6 @@ from async_ckpt import (
 )
 from async_ckpt.runs.receipts import Receipt
 from async_ckpt.runs.run import Run
-from async_ckpt.spec import Keep
 from async_ckpt.storage.local import LocalStorage
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
@@ -227,9 +227,7 @@ def test_retention_keeps_the_newest_and_the_milestones(tmp_path, options, kept):
         assert ckpt.steps() == kept
         for step in kept:
             assert_is_state(ckpt.load(step), step)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
-        f"step_{s:08d}" for s in kept
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [f"step_{s:08d}" for s in kept]
 
 
 def test_the_future_resolves_before_retention_begins(tmp_path):

@@ -133,9 +133,7 @@ def texts(original: bytes) -> Iterator[tuple[str, bytes]]:
         yield lie, b"\n".join([*lines, json.dumps(told).encode()]) + b"\n"
 
 
-def wrong_answers(
-    path: Path, readers: Callable[[], Iterator[Callable[[], Any]]], each: int
-) -> list[tuple[Any, ...]]:
+def wrong_answers(path: Path, readers: Callable[[], Iterator[Callable[[], Any]]], each: int) -> list[tuple[Any, ...]]:
     """What the readers raise that is no error of this library, for everything that may be in a file; it is put back each time."""
     original, wrong = path.read_bytes(), []
     for number, (lie, data) in enumerate(texts(original)):
@@ -187,9 +185,7 @@ def test_the_files_of_a_publication_are_refused_by_name(line: Line, tmp_path: Pa
         subscriber = Subscriber(line.root)
         yield subscriber.versions
         yield lambda: subscriber.pull(torch.nn.Linear(4, 3))
-        yield lambda: subscriber.pull(
-            shutil.rmtree(tmp_path / "into", ignore_errors=True) or tmp_path / "into"
-        )
+        yield lambda: subscriber.pull(shutil.rmtree(tmp_path / "into", ignore_errors=True) or tmp_path / "into")
         yield publish
         shutil.rmtree(tmp_path / "copy")
 
@@ -226,9 +222,7 @@ def test_notes_in_a_pulled_folder_are_believed_or_passed_over(line: Line, tmp_pa
         "start-*",
     ],
 )
-def test_a_link_that_leads_to_itself_is_refused_by_name_or_passed_over(
-    sound: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_link_that_leads_to_itself_is_refused_by_name_or_passed_over(sound: Path, tmp_path: Path, name: str) -> None:
     root = shutil.copytree(sound, tmp_path / "run")
     (path,) = root.glob(name)
     shutil.rmtree(path) if path.is_dir() else path.unlink()

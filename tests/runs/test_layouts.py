@@ -13,7 +13,7 @@ import torch
 from archives import forge_manifest
 from racing import until
 from scripted_disk import scripted
-from states import assert_is_state, is_start, names_below, open_run, state_at
+from states import assert_is_state, is_start, names_below, open_run, records, state_at
 
 import async_ckpt
 from async_ckpt import (
@@ -96,9 +96,7 @@ def test_the_known_trackers_are_numbers_for_int_and_their_folder_is_found(tmp_pa
     assert (tmp_path / f"global_step_{step}" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(
-    "text", ["", "x", "{}{}", "{:x}", "{:8d}", "{}\n{}", "{}\nmore", "{step}", "{", "{:o}"]
-)
+@pytest.mark.parametrize("text", ["", "x", "{}{}", "{:x}", "{:8d}", "{}\n{}", "{}\nmore", "{step}", "{", "{:o}"])
 def test_a_tracker_whose_text_has_no_plain_step_is_refused(text):
     with pytest.raises(ValueError, match=r"text of tracker latest .* such as"):
         Tracker("latest", text)
@@ -300,9 +298,7 @@ def test_a_store_that_refuses_every_move_is_told_of_and_the_save_is_committed(tm
 
 def test_a_record_is_committed_with_its_step_and_stands_in_the_journal(tmp_path):
     with open_run(tmp_path) as ckpt:
-        ckpt.save(
-            state_at(1), step=1, record={"loss": 0.5, "epoch": 3, "lr": [1, 2.5], "tags": {"a": None}}
-        ).result()
+        ckpt.save(state_at(1), step=1, record={"loss": 0.5, "epoch": 3, "lr": [1, 2.5], "tags": {"a": None}}).result()
         ckpt.save(state_at(2), step=2).result()
 
     manifest = json.loads((tmp_path / "step_00000001/manifest.json").read_text())
@@ -368,9 +364,7 @@ CIRCLE.append(CIRCLE)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_record_that_cannot_be_written_is_refused_by_name_before_anything_is_started(
-    tmp_path, record, error, told
-):
+def test_a_record_that_cannot_be_written_is_refused_by_name_before_anything_is_started(tmp_path, record, error, told):
     with open_run(tmp_path) as ckpt:
         with pytest.raises(error, match=told):
             ckpt.save(state_at(1), step=1, record=record)
@@ -398,7 +392,7 @@ def test_overwriting_a_step_replaces_its_record(tmp_path):
     with open_run(tmp_path) as ckpt:
         ckpt.save(state_at(1), step=1, record={"loss": 1.0, "old": True}).result()
         ckpt.save(state_at(1), step=1, record={"loss": 0.5}, overwrite=True).result()
-        (line,) = ckpt._roots.runs[0].journal()
+        (line,) = records(tmp_path)
     assert line["loss"] == 0.5
     assert "old" not in line
 

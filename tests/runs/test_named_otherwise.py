@@ -36,9 +36,7 @@ def save(root: Path, *steps: int, **options: Any) -> None:
     ],
     ids=["verl", "skyrl", "deepspeed", "default", "own", "own with zeros"],
 )
-def test_a_run_that_is_opened_under_another_naming_says_which_one_to_give(
-    tmp_path, saved_as, opened_as, told
-):
+def test_a_run_that_is_opened_under_another_naming_says_which_one_to_give(tmp_path, saved_as, opened_as, told):
     save(tmp_path, 400, 500, naming=saved_as)
     with open_run(tmp_path, naming=opened_as) as ckpt:
         for use in (lambda: ckpt.restore(LIVE), ckpt.load, lambda: ckpt.restore(LIVE, step=500)):

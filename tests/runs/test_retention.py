@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from scripted_disk import scripted
 from states import assert_is_state, leftovers, names_below, open_run, state_at
 
-from async_ckpt import AsyncCheckpointer, Naming, NotCommittedError, StorageUnavailableError
+from async_ckpt import AsyncCheckpointer, Keep, Naming, NotCommittedError, StorageUnavailableError
 from async_ckpt.runs.manifest import Manifest
 from async_ckpt.runs.retention import Commits, deletable_steps
 from async_ckpt.runs.run import Run
-from async_ckpt.spec import Keep, keep_of
+from async_ckpt.spec import keep_of
 from async_ckpt.storage.local import LocalStorage
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
@@ -130,9 +130,7 @@ def test_another_rule_keeps_more_and_never_less(made, rules):
         return
     more = Keep(rules.last or 2, rules.every, rules.best, rules.seconds)
 
-    assert set(deletable_steps(more, Commits(made), now=NOW)) <= set(
-        deletable_steps(rules, Commits(made), now=NOW)
-    )
+    assert set(deletable_steps(more, Commits(made), now=NOW)) <= set(deletable_steps(rules, Commits(made), now=NOW))
 
 
 @pytest.mark.parametrize(
@@ -513,9 +511,7 @@ def test_a_metric_that_no_record_has_is_told_with_those_that_they_have(tmp_path)
         ):
             ckpt.best("loss", mode="min")
         ckpt.save(state_at(1), step=1, record={"lr": 0.5, "note": "x"}).result()
-        with pytest.raises(
-            NotCommittedError, match=r"has the metric 'loss' \(their records have lr\); give it"
-        ):
+        with pytest.raises(NotCommittedError, match=r"has the metric 'loss' \(their records have lr\); give it"):
             ckpt.best("loss", mode="min")
         with pytest.raises(NotCommittedError, match=r"has the metric 'note' \(their records have lr\)"):
             ckpt.best("note", mode="max")

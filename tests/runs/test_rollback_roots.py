@@ -106,10 +106,6 @@ def assert_goes_on(roots: list[Path], step: int, rule: str) -> None:
                 break
         ckpt.catch_up()  # under "any" a root may lag
     lines = [line(root) for root in roots]
-    assert (
-        lines[0]
-        == lines[1]
-        == [one for one in OLD if one[0] < step] + [(n, f"step {n}") for n in (step, step + 1)]
-    )
+    assert lines[0] == lines[1] == [one for one in OLD if one[0] < step] + [(n, f"step {n}") for n in (step, step + 1)]
     for root in roots:
         assert list(root.glob("rollback-*")) == []

@@ -160,7 +160,7 @@ def test_a_torn_last_line_of_the_journal_breaks_nothing(tmp_path):
             assert kept == [1, 2][: len(kept)]
         assert ckpt.steps() == [1, 2]
         ckpt.save(state_at(3), step=3).result()
-        assert [record["step"] for record in ckpt._roots.runs[0].journal()] == [1, 2, 3]
+        assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
 
 
 def test_the_journal_is_written_again_when_somebody_has_deleted_it(tmp_path):
@@ -170,7 +170,7 @@ def test_the_journal_is_written_again_when_somebody_has_deleted_it(tmp_path):
     with open_run(tmp_path) as ckpt:
         assert ckpt._roots.runs[0].journal() == []
         ckpt.save(state_at(2), step=2).result()
-        assert [record["step"] for record in ckpt._roots.runs[0].journal()] == [1, 2]
+        assert [record["step"] for record in records(tmp_path)] == [1, 2]
 
 
 def test_lines_that_are_no_records_are_passed_over():

@@ -81,9 +81,7 @@ def test_a_process_that_wakes_after_another_has_gone_on_commits_nothing_that_cou
             save(new, 3)
             save(new, 4)
             stop.release()
-            with pytest.raises(
-                RunTakenError, match=f"process {os.getpid()} on .*, which began to save"
-            ) as taken:
+            with pytest.raises(RunTakenError, match=f"process {os.getpid()} on .*, which began to save") as taken:
                 handle.result()
             assert taken.value.path == str(tmp_path)
             assert taken.value.pid == os.getpid()
@@ -472,9 +470,7 @@ def test_the_steps_that_count_are_those_of_the_definition(owners, listed):
     firsts = {n: min((i for i, (own, _) in enumerate(owners) if own == n), default=0) for n in listed}
     known = [Start(n, f"{n:08x}", first) for n, first in firsts.items()]
     commits = {
-        i: Commit(f"{i:08x}", f"{own:08d}.{own:08x}" if own else "")
-        for i, (own, there) in enumerate(owners)
-        if there
+        i: Commit(f"{i:08x}", f"{own:08d}.{own:08x}" if own else "") for i, (own, there) in enumerate(owners) if there
     }
 
     def is_out(step: int) -> bool:

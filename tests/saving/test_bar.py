@@ -66,9 +66,7 @@ def test_each_save_has_a_bar_of_its_own(tmp_path, monkeypatch):
             ckpt.save(state_at(step), step=step)
             ckpt.wait()
 
-    assert [
-        step for step in (1, 2) if any(line.startswith(f"step {step}: 100%") for line in screen.drawn)
-    ] == [
+    assert [step for step in (1, 2) if any(line.startswith(f"step {step}: 100%") for line in screen.drawn)] == [
         1,
         2,
     ]

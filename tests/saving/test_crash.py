@@ -18,9 +18,7 @@ from states import assert_is_state, leftovers, names_below, open_run, state_at, 
 
 import async_ckpt
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="forks, signals and tracing as Linux has them"
-)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, signals and tracing as Linux has them")
 
 _WHY_NOT = why_no_strace() if sys.platform == "linux" else "strace is of Linux"
 needs_strace = pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "")
@@ -300,9 +298,7 @@ class Refused:
         ("link:error=EIO", "StorageUnavailableError", errno.EIO),
     ],
 )
-def test_a_refused_call_fails_the_save_under_the_right_name_and_leaves_nothing(
-    tmp_path, nursery, fault, error, code
-):
+def test_a_refused_call_fails_the_save_under_the_right_name_and_leaves_nothing(tmp_path, nursery, fault, error, code):
     refused = Refused(nursery, tmp_path, fault)
 
     assert (refused.error, refused.errno) == (error, str(code))

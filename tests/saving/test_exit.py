@@ -100,9 +100,7 @@ SAVE = "ckpt = open_run(root); ckpt.save(state_at(1, 5), step=1)\n"
         ("del ckpt", 0),
     ],
 )
-def test_however_a_script_ends_its_last_save_is_committed_and_the_status_is_its_own(
-    tmp_path, nursery, end, status
-):
+def test_however_a_script_ends_its_last_save_is_committed_and_the_status_is_its_own(tmp_path, nursery, end, status):
     ended = nursery.run(script(SAVE + end), tmp_path / "run", whole_exit=True)
 
     assert ended.status == status, ended.err
@@ -154,9 +152,7 @@ def test_several_saves_are_drained_at_the_end(tmp_path, nursery):
         pytest.param(
             "raise SystemExit(4)",
             4,
-            marks=pytest.mark.xfail(
-                reason="Python tells no hook the status of a bare SystemExit: it becomes 75"
-            ),
+            marks=pytest.mark.xfail(reason="Python tells no hook the status of a bare SystemExit: it becomes 75"),
         ),
         ("raise RuntimeError('loss is nan')", 1),
     ],
@@ -216,9 +212,7 @@ def test_a_failing_status_survives_closed_streams(tmp_path, nursery):
 
 
 def test_the_library_without_a_save_ends_at_once(tmp_path, nursery):
-    ended = nursery.run(
-        script("ckpt = open_run(root); ckpt.prewarm(state_at(1)); print(ckpt.steps())"), tmp_path
-    )
+    ended = nursery.run(script("ckpt = open_run(root); ckpt.prewarm(state_at(1)); print(ckpt.steps())"), tmp_path)
 
     assert (ended.status, ended.out, ended.err) == (0, "[]\nother hook\n", "")
 
@@ -400,13 +394,9 @@ def hanging(body: str) -> str:
         ("raise RuntimeError('loss is nan')", 1),
     ],
 )
-def test_a_root_that_does_not_even_open_keeps_no_process_that_is_committed_elsewhere(
-    tmp_path, nursery, end, status
-):
+def test_a_root_that_does_not_even_open_keeps_no_process_that_is_committed_elsewhere(tmp_path, nursery, end, status):
     root = tmp_path / "run"
-    body = (
-        f"save_story.OPEN_SECONDS = 0.0\n{HANG_OPEN}{TWO_ROOTS}handle = ckpt.save(state_at(1, 5), step=1)\n"
-    )
+    body = f"save_story.OPEN_SECONDS = 0.0\n{HANG_OPEN}{TWO_ROOTS}handle = ckpt.save(state_at(1, 5), step=1)\n"
     ended = nursery.run(hanging(body + end), root)
 
     assert ended.status == status, ended.err
@@ -438,9 +428,7 @@ def test_a_save_whose_root_does_not_open_is_given_up_after_the_exit_timeout(tmp_
     assert names_below(root) == ["pipe"]
 
 
-def test_a_root_where_an_archive_is_never_finished_keeps_no_process_that_is_committed_elsewhere(
-    tmp_path, nursery
-):
+def test_a_root_where_an_archive_is_never_finished_keeps_no_process_that_is_committed_elsewhere(tmp_path, nursery):
     root = tmp_path / "run"
     body = f"save_delivery.LAG_SECONDS = 0.0\n{HANG_FINISH}{TWO_ROOTS}ckpt.save(state_at(1, 5), step=1)\n"
     ended = nursery.run(hanging(body), root)
@@ -640,9 +628,7 @@ def test_a_forked_child_cannot_wait_for_the_parents_save_nor_harm_it(tmp_path, n
     assert committed(tmp_path) == [1]
 
 
-def test_what_comes_when_the_threads_have_been_told_to_end_starts_none_that_would_never_end(
-    nursery, tmp_path
-):
+def test_what_comes_when_the_threads_have_been_told_to_end_starts_none_that_would_never_end(nursery, tmp_path):
     """What nobody waits for may go on until the loop ends, which is behind that."""
     body = """
     from async_ckpt.host import threads

@@ -27,9 +27,7 @@ class Training:
         self.now = 0.0
         self.step = 0
         self.saved: list[int] = []
-        self.policy = SavePolicy(
-            Due(**rules), clock=lambda: self.now, wall_clock=lambda: NOON.timestamp() + self.now
-        )
+        self.policy = SavePolicy(Due(**rules), clock=lambda: self.now, wall_clock=lambda: NOON.timestamp() + self.now)
 
     def run(self, seconds: float = 1.0) -> bool:
         """One step, and what the policy says after it."""
@@ -176,9 +174,7 @@ def test_after_going_back_a_step_is_due_once_more():
 # --- a deadline --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("step", "save", "margin"), [(1, 10, 0), (1, 10, 25), (7, 3, 10), (40, 90, 30), (0.25, 0, 0)]
-)
+@pytest.mark.parametrize(("step", "save", "margin"), [(1, 10, 0), (1, 10, 25), (7, 3, 10), (40, 90, 30), (0.25, 0, 0)])
 def test_one_save_is_made_at_the_last_step_after_which_another_would_be_too_late(step, save, margin):
     training = Training(deadline=NOON + timedelta(seconds=1000), margin_seconds=margin)
     training.run(step)

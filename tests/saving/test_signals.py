@@ -219,9 +219,7 @@ def test_an_ignored_signal_stays_ignored(tmp_path, nursery):
 
 
 @pytest.mark.parametrize("install", ["faulthandler.register(SIGUSR1)", "signal.getsignal = lambda _: None"])
-def test_a_handler_that_was_not_installed_from_python_is_left_alone_with_a_warning(
-    tmp_path, nursery, install
-):
+def test_a_handler_that_was_not_installed_from_python_is_left_alone_with_a_warning(tmp_path, nursery, install):
     body = f"""
     import faulthandler
     {install}
@@ -295,9 +293,7 @@ def test_every_checkpointer_is_told(tmp_path, nursery):
 @pytest.mark.parametrize("order", ["one two", "two one"])
 @pytest.mark.parametrize("before", ["SIG_DFL", "theirs"])
 @pytest.mark.parametrize("close", ["close()", "on_thread(close)"])
-def test_two_checkpointers_may_be_closed_in_any_order_and_on_any_thread(
-    tmp_path, nursery, order, before, close
-):
+def test_two_checkpointers_may_be_closed_in_any_order_and_on_any_thread(tmp_path, nursery, order, before, close):
     first, last = order.split()
     closing = {name: close.replace("close", f"{name}.close") for name in (first, last)}
     closing = {name: how if "thread" in how else f"{name}.close()" for name, how in closing.items()}
@@ -365,9 +361,7 @@ signal.signal(SIGTERM, over)
 
 
 def test_a_handler_that_was_installed_over_ours_stays_and_ours_passes_on(tmp_path, nursery):
-    body = (
-        "tell(SIGTERM)\nassert ckpt.preempted\nckpt.close()\nassert getsignal(SIGTERM) is over\ntell(SIGTERM)"
-    )
+    body = "tell(SIGTERM)\nassert ckpt.preempted\nckpt.close()\nassert getsignal(SIGTERM) is over\ntell(SIGTERM)"
 
     out = run(nursery, tmp_path, OVER + body, ends_by=signal.SIGTERM)
     assert out == "over\n" * 2
@@ -399,9 +393,7 @@ tell(SIGTERM)
 
 
 def test_what_the_user_has_put_there_since_is_not_touched(tmp_path, nursery):
-    body = (
-        "ckpt = open_(); signal.signal(SIGTERM, SIG_IGN); ckpt.close(); assert getsignal(SIGTERM) is SIG_IGN"
-    )
+    body = "ckpt = open_(); signal.signal(SIGTERM, SIG_IGN); ckpt.close(); assert getsignal(SIGTERM) is SIG_IGN"
 
     run(nursery, tmp_path, body)
 

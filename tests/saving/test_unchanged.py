@@ -445,9 +445,7 @@ def test_what_was_restored_in_part_is_not_as_it_was_saved_last(
             save(ckpt, training, 3)
 
 
-def test_a_name_that_matches_nothing_is_told_with_what_is_borrowed(
-    training: Training, tmp_path: Path
-) -> None:
+def test_a_name_that_matches_nothing_is_told_with_what_is_borrowed(training: Training, tmp_path: Path) -> None:
     with AsyncCheckpointer(tmp_path) as ckpt:
         for step in (1, 2):
             save(ckpt, training, step)

@@ -21,9 +21,7 @@ from async_ckpt.spec import BLOCK_BYTES, Extent
 Groups = dict[str, list[Extent]]
 
 
-def digested(
-    data: bytes, extents: Groups, order: Any = None, before: Groups | None = None
-) -> dict[str, GroupDigest]:
+def digested(data: bytes, extents: Groups, order: Any = None, before: Groups | None = None) -> dict[str, GroupDigest]:
     """The digests of the groups of a file, whose blocks come in some order."""
     blocks = [memoryview(data)[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
     found = GroupDigests(extents, before or {})
@@ -168,9 +166,7 @@ def test_a_group_is_known_beside_groups_that_are_borrowed_and_then_are_not(tmp_p
     state = {"model": torch.nn.Linear(1500, 1024), "values": {"v": torch.ones(2 * MIB)}}
     with open_run(tmp_path) as ckpt, async_ckpt.snapshot(state) as held:
         options: list[dict[str, Any]] = [{}, {"unchanged": {"model"}}, {}]
-        found = [
-            ckpt.save(held, step=step, **more).result().unchanged_groups for step, more in enumerate(options)
-        ]
+        found = [ckpt.save(held, step=step, **more).result().unchanged_groups for step, more in enumerate(options)]
     assert found == [(), ("model", "values"), ("model", "values")]
 
 

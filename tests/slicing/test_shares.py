@@ -46,9 +46,7 @@ def alike(shape: tuple[int, ...], rank: int, world: int, *, item_bytes: int = 4)
     return Holding(Slices.plain(shape), item_bytes, Replicas(Mesh.of((world,), range(world)), rank))
 
 
-def cut(
-    shape: tuple[int, ...], mesh: Mesh, coordinate: tuple[int, ...], *cuts: Cut, item_bytes: int = 4
-) -> Holding:
+def cut(shape: tuple[int, ...], mesh: Mesh, coordinate: tuple[int, ...], *cuts: Cut, item_bytes: int = 4) -> Holding:
     return held(Slices.at(coordinate, global_shape=shape, cuts=cuts, mesh=mesh), item_bytes=item_bytes)
 
 
@@ -56,9 +54,7 @@ def num_bytes(taken: dict[str, tuple[Rectangle, ...]], *, item_bytes: int = 4) -
     return sum(one.num_elements for rectangles in taken.values() for one in rectangles) * item_bytes
 
 
-def times_written(
-    shape: tuple[int, ...], name: str, by_rank: list[dict[str, tuple[Rectangle, ...]]]
-) -> list[int]:
+def times_written(shape: tuple[int, ...], name: str, by_rank: list[dict[str, tuple[Rectangle, ...]]]) -> list[int]:
     counts = torch.zeros(shape, dtype=torch.int32)
     for taken in by_rank:
         for rectangle in taken.get(name, ()):
@@ -120,10 +116,7 @@ def test_a_tensor_of_a_mebibyte_is_cut_at_rows_and_a_smaller_one_is_not():
     mesh = Mesh.of((2,), (0, 1))
     large, small = (256, 1_024), (255, 1_024)
 
-    by_rank = [
-        rectangles_to_write({"t": cut(large, mesh, (rank,)), "u": cut(small, mesh, (rank,))})
-        for rank in (0, 1)
-    ]
+    by_rank = [rectangles_to_write({"t": cut(large, mesh, (rank,)), "u": cut(small, mesh, (rank,))}) for rank in (0, 1)]
 
     assert by_rank[0]["t"] == (Rectangle((0, 0), (0, 0), (256, 1_024)),)
     assert [len(taken["u"]) for taken in by_rank] == [0, 1]
@@ -161,9 +154,7 @@ def test_rows_of_a_shard_are_counted_from_where_it_begins():
     mesh = Mesh.of((2, 2), range(4))
     shape = (1_024, 1_024)
 
-    by_rank = [
-        rectangles_to_write({"t": cut(shape, mesh, divmod(rank, 2), Cut(0, 1))})["t"] for rank in range(4)
-    ]
+    by_rank = [rectangles_to_write({"t": cut(shape, mesh, divmod(rank, 2), Cut(0, 1))})["t"] for rank in range(4)]
 
     assert by_rank[3] == (Rectangle((768, 0), (256, 0), (256, 1_024)),)
     assert times_written(shape, "t", [{"t": taken} for taken in by_rank]) == [1]
@@ -191,9 +182,7 @@ def test_copies_on_meshes_that_share_no_rank_are_lines_of_their_own():
         for rank in range(4)
     ]
 
-    assert times_written(shape, "norm", by_rank) == [
-        2
-    ]  # once on each mesh: nobody knows that they are the same
+    assert times_written(shape, "norm", by_rank) == [2]  # once on each mesh: nobody knows that they are the same
     assert times_written(shape, "whole", by_rank) == times_written(shape, "copied", by_rank) == [1]
     sizes = [num_bytes(taken) for taken in by_rank]
     assert max(sizes) <= 1.02 * sum(sizes) / 4
@@ -205,8 +194,7 @@ def test_small_whole_tensors_are_written_by_every_rank_up_to_16_mib_in_all():
     shapes = {f"t{number:04}": small for number in range(many + 3)} | {"large": large, "step": ()}
 
     by_rank = [
-        rectangles_to_write({name: alike(shape, rank, 2) for name, shape in shapes.items()})
-        for rank in range(2)
+        rectangles_to_write({name: alike(shape, rank, 2) for name, shape in shapes.items()}) for rank in range(2)
     ]
 
     times = {name: times_written(shape, name, by_rank) for name, shape in shapes.items()}
@@ -221,9 +209,7 @@ def test_small_whole_tensors_are_written_by_every_rank_up_to_16_mib_in_all():
 def test_small_replicated_dtensors_are_shared_out_and_not_written_by_every_rank():
     mesh = Mesh.of((2,), (0, 1))
 
-    by_rank = [
-        rectangles_to_write({"t": cut((8,), mesh, (rank,)), "u": cut((8,), mesh, (rank,))}) for rank in (0, 1)
-    ]
+    by_rank = [rectangles_to_write({"t": cut((8,), mesh, (rank,)), "u": cut((8,), mesh, (rank,))}) for rank in (0, 1)]
 
     assert [sorted(name for name in taken if taken[name]) for taken in by_rank] == [["t"], ["u"]]
 
@@ -232,9 +218,7 @@ def test_a_rank_writes_all_that_only_it_holds_and_nothing_that_is_said_to_be_a_c
     mine = Slices((4,), (Rectangle((2,), (0,), (2,)),), cuts=None)
     copy = Slices((4,), (Rectangle((2,), (0,), (2,)),), cuts=None, is_copy=True)
 
-    taken = rectangles_to_write(
-        {"mine": held(mine), "copy": held(copy), "big": held(Slices.plain((KIB, KIB)))}
-    )
+    taken = rectangles_to_write({"mine": held(mine), "copy": held(copy), "big": held(Slices.plain((KIB, KIB)))})
 
     assert taken["mine"] == mine.rectangles
     assert taken["copy"] == ()

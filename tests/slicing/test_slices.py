@@ -71,9 +71,7 @@ def with_spec(
 # --- as torch cuts ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dp", "tp", "sizes"), [(3, 2, [1, 7, 13, 19]), (3, 4, [5, 27])], ids=["3 x 2", "3 x 4"]
-)
+@pytest.mark.parametrize(("dp", "tp", "sizes"), [(3, 2, [1, 7, 13, 19]), (3, 4, [5, 27])], ids=["3 x 2", "3 x 4"])
 def test_fully_shard_over_tensor_parallelism_is_cut_from_the_right_whatever_the_size(
     dp: int, tp: int, sizes: list[int]
 ):
@@ -266,9 +264,7 @@ def ShardOrder(order: tuple[tuple[int, tuple[int, ...]], ...]) -> Any:  # noqa: 
 
 
 def test_a_shard_order_that_the_placements_do_not_have_is_an_error():
-    with pytest.raises(
-        ValueError, match=r"its shard order cuts dimension 0 along \[1\], its placements \[0, 1\]"
-    ):
+    with pytest.raises(ValueError, match=r"its shard order cuts dimension 0 along \[1\], its placements \[0, 1\]"):
         cuts_of([(0, 1), (0, 1)], (2, 2), order={0: [1]})
 
 
@@ -352,9 +348,7 @@ def test_a_local_shape_that_the_placements_do_not_give_is_refused_by_name(local:
 def test_a_cut_of_a_dimension_that_the_tensor_does_not_have_is_refused_by_name():
     tensor = on_mesh([Shard(2)], torch.ones(4), (4,))
 
-    with pytest.raises(
-        UnsupportedStateError, match=r"^w: .* cuts a dimension that a tensor of 1 does not have"
-    ):
+    with pytest.raises(UnsupportedStateError, match=r"^w: .* cuts a dimension that a tensor of 1 does not have"):
         Slicer().slice(tensor, name="w")
 
 
@@ -379,9 +373,7 @@ def test_a_tensor_without_elements_has_no_rectangles():
 
 @pytest.mark.usefixtures("alone")
 def test_a_tensor_without_dimensions_is_whole_on_every_rank_of_its_mesh():
-    tensor = distribute_tensor(
-        torch.tensor(7.0), init_device_mesh("cpu", (1,)), [Replicate()], src_data_rank=None
-    )
+    tensor = distribute_tensor(torch.tensor(7.0), init_device_mesh("cpu", (1,)), [Replicate()], src_data_rank=None)
 
     sliced = Slicer().slice(tensor, name="step")
 
@@ -430,9 +422,7 @@ def test_what_is_known_of_a_tensor_is_remembered_and_its_local_shape_still_looke
 def test_rows_of_rectangles_are_views_in_their_order():
     with standing_at(1, 2):
         mesh = init_device_mesh("cpu", (2,))
-        tensor = distribute_tensor(
-            numbered((12, 2)), mesh, [_StridedShard(0, split_factor=3)], src_data_rank=None
-        )
+        tensor = distribute_tensor(numbered((12, 2)), mesh, [_StridedShard(0, split_factor=3)], src_data_rank=None)
         sliced = Slicer().slice(tensor, name="t")
         assert [one.global_offsets[0] for one in sliced.slices.rectangles] == [2, 6, 10]
         rows = [Rectangle((7, 0), (3, 0), (1, 2)), sliced.slices.rectangles[2]]
@@ -471,9 +461,7 @@ def test_fsdp1_shards_are_where_their_metadata_says(size: int):
 @OF_FSDP1
 def test_fsdp1_over_tensor_parallelism_has_shards_within_shards():
     found = []
-    for rank in range(
-        2
-    ):  # the others torch's own code gets wrong: it takes ranks of a group for those of the world
+    for rank in range(2):  # the others torch's own code gets wrong: it takes ranks of a group for those of the world
         with standing_at(rank, 4):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
             cut_by_tp = distribute_tensor(numbered((8, 3)), mesh["tp"], [Shard(0)], src_data_rank=None)
@@ -553,9 +541,7 @@ def test_megatrons_tensors_say_where_they_lie_and_how_they_are_called():
     assert not list(wrong_bytes(sliced, (3, 8, 4)))
 
 
-@pytest.mark.parametrize(
-    ("replica", "is_copy"), [(0, False), (1, True), ((0, 0, 0), False), ((0, 1, 0), True)]
-)
+@pytest.mark.parametrize(("replica", "is_copy"), [(0, False), (1, True), ((0, 0, 0), False), ((0, 1, 0), True)])
 def test_megatrons_copies_are_written_by_another_rank(replica: Any, is_copy: bool):
     sharded = Megatron(torch.ones(4), (4,), (4,), (0,), replica_id=replica)
 

@@ -232,10 +232,7 @@ def test_more_saves_may_be_in_flight_than_there_are_threads_to_copy(tmp_path, si
     with open_run(tmp_path, max_in_flight=num_saves, segment_bytes=4 * MIB) as ckpt:
         ckpt.prewarm({"w": torch.full((ITEMS,), 0.0, device="sim")})
         with sim.ahead():
-            handles = [
-                ckpt.save({"w": torch.full((ITEMS,), float(n), device="sim")}, step=n)
-                for n in range(num_saves)
-            ]
+            handles = [ckpt.save({"w": torch.full((ITEMS,), float(n), device="sim")}, step=n) for n in range(num_saves)]
         for handle in handles:
             handle.result()
         assert all(bool((ckpt.load(n)["w"] == n).all()) for n in range(num_saves))
@@ -260,9 +257,7 @@ def test_a_device_that_broke_before_a_save_fails_it_and_the_host_is_saved_on(tmp
 
 @both
 @pytest.mark.parametrize("with_guard", [False, True])
-def test_a_device_that_breaks_while_it_is_copied_from_fails_the_save_and_keeps_its_memory(
-    tmp_path, sim, with_guard
-):
+def test_a_device_that_breaks_while_it_is_copied_from_fails_the_save_and_keeps_its_memory(tmp_path, sim, with_guard):
     p, optimizer = guarded()
     with open_run(tmp_path, host_bytes=32 * MIB, max_in_flight=2) as ckpt:
         with sim.ahead():
@@ -303,9 +298,7 @@ def test_one_of_two_devices_that_is_broken_does_not_harm_the_other(tmp_path, sim
 
 
 @pytest.mark.parametrize("with_guard", [False, True])
-def test_a_device_that_breaks_under_a_snapshot_fails_it_and_its_memory_is_lent_to_nobody(
-    sim, with_guard, monkeypatch
-):
+def test_a_device_that_breaks_under_a_snapshot_fails_it_and_its_memory_is_lent_to_nobody(sim, with_guard, monkeypatch):
     # Memory that is lost counts as lent for good, which would count in other tests.
     monkeypatch.setattr(default, "_held_memory", BufferPool(held=True))
     p, optimizer = guarded()
@@ -457,9 +450,7 @@ with device.ahead():
 
 @pytest.mark.parametrize("guard", ["guarded", "not guarded"])
 @pytest.mark.parametrize("schedule", ["early", "late"])
-def test_at_the_end_of_the_interpreter_copies_under_way_are_made_and_committed(
-    tmp_path, nursery, schedule, guard
-):
+def test_at_the_end_of_the_interpreter_copies_under_way_are_made_and_committed(tmp_path, nursery, schedule, guard):
     ended = nursery.run(AT_THE_END + SAVED, tmp_path, schedule, guard)
 
     assert ended == Ended(0, "", "")
@@ -468,9 +459,7 @@ def test_at_the_end_of_the_interpreter_copies_under_way_are_made_and_committed(
 
 
 @pytest.mark.parametrize("guard", ["guarded", "not guarded"])
-def test_a_device_that_broke_does_not_keep_the_interpreter_and_the_save_is_told_as_failed(
-    tmp_path, nursery, guard
-):
+def test_a_device_that_broke_does_not_keep_the_interpreter_and_the_save_is_told_as_failed(tmp_path, nursery, guard):
     ended = nursery.run(AT_THE_END + BROKEN, tmp_path, "late", guard)
 
     assert ended.status == 75

@@ -63,9 +63,7 @@ def test_small_tensors_that_lie_side_by_side_are_one_copy(tmp_path, sim, monkeyp
     assert many == few
 
 
-def test_a_call_enqueues_a_copy_for_each_large_tensor_however_many_segments_it_is_in(
-    tmp_path, sim, monkeypatch
-):
+def test_a_call_enqueues_a_copy_for_each_large_tensor_however_many_segments_it_is_in(tmp_path, sim, monkeypatch):
     # Scaled down, by eight: runs of 128 MiB instead of 1 GiB, and two operations for each instead of four.
     monkeypatch.setattr(pool, "MAX_RUN_BYTES", 128 * MIB)
     few = operations_of_call(sim, tmp_path / "few", monkeypatch, deferred=0, large=128)

@@ -38,9 +38,7 @@ def assert_all(state: dict[str, torch.Tensor], value: float) -> None:
         assert bool((tensor == value).all()), name
 
 
-def test_changing_tensors_on_the_training_stream_right_after_save_changes_nothing_in_the_checkpoint(
-    ckpt, accelerator
-):
+def test_changing_tensors_on_the_training_stream_right_after_save_changes_nothing_in_the_checkpoint(ckpt, accelerator):
     state = many_tensors(7.0, accelerator.kind)
     with accelerator.ahead():
         handle = ckpt.save(state, step=1)

@@ -132,9 +132,7 @@ def test_a_one_off_save_takes_a_guard_too(tmp_path):
 
 
 def test_many_guarded_steps_save_the_state_before_each(tmp_path):
-    model = torch.nn.Sequential(
-        torch.nn.Linear(512, 1024), torch.nn.LayerNorm(1024), torch.nn.Linear(1024, 512)
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.LayerNorm(1024), torch.nn.Linear(1024, 512))
     optimizer = torch.optim.AdamW(model.parameters())
     wanted = {}
     with open_run(tmp_path, host_bytes=BUDGET, guard=optimizer) as ckpt:
@@ -332,9 +330,7 @@ def test_none_is_no_guard():
 def test_small_tensors_and_hyperparameters_may_change_right_after_save(training):
     large, small = parameter(), torch.nn.Parameter(torch.full((1000,), 3.0))
     optimizer = sgd(large, small)
-    handle = training.ckpt.save(
-        {"large": large, "small": small, "optimizer": optimizer}, step=1, guard=optimizer
-    )
+    handle = training.ckpt.save({"large": large, "small": small, "optimizer": optimizer}, step=1, guard=optimizer)
     assert not handle.staging_completion.done()
     with torch.no_grad():
         small.zero_()
@@ -503,9 +499,7 @@ def test_a_write_before_the_guarded_step_is_found_although_the_step_waits(traini
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_a_change_of_any_one_bit_of_every_item_is_seen(training, dtype):
-    p = torch.nn.Parameter(
-        torch.zeros(PARAMETER_MIB * MIB // dtype.itemsize, dtype=dtype), requires_grad=False
-    )
+    p = torch.nn.Parameter(torch.zeros(PARAMETER_MIB * MIB // dtype.itemsize, dtype=dtype), requires_grad=False)
     optimizer = torch.optim.SGD([p])
     handle = training.ckpt.save({"p": p}, step=1, guard=optimizer)
     p.data.view(torch.uint8)[:: dtype.itemsize] ^= 1

@@ -495,9 +495,7 @@ def test_a_storage_that_is_resized_just_after_a_piece_of_it_was_copied_is_found(
     assert_torn(made.copy(), "t0")
 
 
-linux = pytest.mark.skipif(
-    device_module._process_vm_writev is None, reason="this system copies nothing for us"
-)
+linux = pytest.mark.skipif(device_module._process_vm_writev is None, reason="this system copies nothing for us")
 
 
 @linux

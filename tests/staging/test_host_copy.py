@@ -39,13 +39,9 @@ def memory():
 def copy_of(memory, crew):
     """Begins a copy."""
 
-    def begin(
-        tensors: Sequence[torch.Tensor], optimizers: Sequence[Any] = (), by: Crew | None = None
-    ) -> HostCopy:
+    def begin(tensors: Sequence[torch.Tensor], optimizers: Sequence[Any] = (), by: Crew | None = None) -> HostCopy:
         names = [f"t{number}" for number in range(len(tensors))]
-        made = HostCopy(
-            tensors, names, optimizers=optimizers, memory=memory, crew=by or crew, clock=monotonic
-        )
+        made = HostCopy(tensors, names, optimizers=optimizers, memory=memory, crew=by or crew, clock=monotonic)
         made.begin()
         return made
 

@@ -71,9 +71,7 @@ def trained(mib: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model and an optimizer with a state; with parameters of `mib` MiB, what a guard may defer."""
     model: torch.nn.Module = gpt2()
     if mib:
-        model = torch.nn.ModuleDict(
-            {"w": torch.nn.Linear(512, mib * 512, bias=False), "v": torch.nn.Linear(3, 3)}
-        )
+        model = torch.nn.ModuleDict({"w": torch.nn.Linear(512, mib * 512, bias=False), "v": torch.nn.Linear(3, 3)})
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     step(model, optimizer)
     return model, optimizer

@@ -25,13 +25,10 @@ from async_ckpt.state.optimizers import parts_of
 class Trainee:
     """Parts of a model, what optimizes them, and steps."""
 
-    def __init__(
-        self, seed: int, *, parts: int = 1, kind: Any = Container, steps: int = 2, **how: Any
-    ) -> None:
+    def __init__(self, seed: int, *, parts: int = 1, kind: Any = Container, steps: int = 2, **how: Any) -> None:
         torch.manual_seed(seed)
         self.parts = [
-            nn.ModuleDict({f"layer{n}": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))})
-            for n in range(parts)
+            nn.ModuleDict({f"layer{n}": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))}) for n in range(parts)
         ]
         self.optimizer = kind(*self.parts, **how)
         self.train(steps)
@@ -154,8 +151,7 @@ class Nested(Container):
             for name, p in zip(group["param_names"], group["params"], strict=True)
         }
         groups = [
-            {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            | {"params": group["param_names"]}
+            {k: v for k, v in group.items() if k not in ("params", "param_names")} | {"params": group["param_names"]}
             for one in self.optimizers
             for group in one.param_groups
         ]
@@ -165,9 +161,7 @@ class Nested(Container):
         flat = {f"state.{name}.{k}": v for name, one in state_dict["state"].items() for k, v in one.items()}
         for group in state_dict["param_groups"]:
             for name in group["params"]:
-                flat |= {
-                    f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"
-                }
+                flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
         super().load_state_dict(flat)
 
 
@@ -246,9 +240,7 @@ class Silent(Lazy):
 def test_names_are_found_in_modules_that_something_beside_it_holds(tmp_path: Path, saved: str, into: Any):
     kind, state_of = SAVED[saved]
     before, live = Trainee(0, kind=kind), Trainee(1, kind=into)
-    async_ckpt.save(
-        {"model": Parts(*before.parts), "optimizer": state_of(before)}, tmp_path / "x.tar"
-    ).result()
+    async_ckpt.save({"model": Parts(*before.parts), "optimizer": state_of(before)}, tmp_path / "x.tar").result()
     restore({"model": Parts(*live.parts), "optimizer": live.optimizer}, tmp_path / "x.tar")
     assert_goes_on_alike(before, live)
 
@@ -279,9 +271,7 @@ def test_numbers_are_not_taken_by_the_order_of_other_groups(tmp_path: Path, into
     before, live = Trainee(0, kind=plain), Trainee(1, kind=LIVE[into], groups=True)
     async_ckpt.save({"optimizer": before.optimizer}, tmp_path / "x.tar").result()
     was = live.inner
-    with pytest.raises(
-        StateMismatchError, match=r"parameter groups of \[2, 2\] here and of \[4\] in the checkpoint"
-    ):
+    with pytest.raises(StateMismatchError, match=r"parameter groups of \[2, 2\] here and of \[4\] in the checkpoint"):
         restore({"optimizer": live.optimizer}, tmp_path / "x.tar")
     assert difference(live.inner, was) is None
 
@@ -503,9 +493,7 @@ def test_groups_that_a_container_puts_together_are_all_saved(tmp_path: Path):
             super().state_dict()
             return {
                 "state": {},
-                "param_groups": [
-                    group for one in self.optimizers for group in one.state_dict()["param_groups"]
-                ],
+                "param_groups": [group for one in self.optimizers for group in one.state_dict()["param_groups"]],
             }
 
     one = Trainee(0, kind=Together, parts=2, several=True)

@@ -39,9 +39,7 @@ def ckpt(tmp_path: Path) -> Any:
 # --- any plain value ----------------------------------------------------------------------------------------------
 
 offsets = st.timedeltas(timedelta(hours=-23), timedelta(hours=23)).map(timezone)
-zones = st.one_of(
-    st.none(), st.just(UTC), offsets, st.sampled_from(["Europe/Berlin", "Asia/Kathmandu"]).map(ZoneInfo)
-)
+zones = st.one_of(st.none(), st.just(UTC), offsets, st.sampled_from(["Europe/Berlin", "Asia/Kathmandu"]).map(ZoneInfo))
 integers = st.one_of(st.integers(), st.integers(-(2**90), 2**90))
 paths = st.text(st.characters(exclude_characters="\x00"), max_size=12)
 values = st.one_of(
@@ -251,10 +249,7 @@ def test_a_dataclass_loads_as_a_dict_of_its_fields(archive: Path) -> None:
     assert difference(round_trip({"cfg": config()}, archive), {"cfg": AS_DICTS}) is None
     names = [".".join(map(str, row["path"])) for row in read_index(archive)["tensors"]]
     assert names == ["cfg.inner.w", "cfg.layers.1.t"]
-    assert (
-        difference(async_ckpt.load(archive, select="cfg.inner"), {"cfg": {"inner": AS_DICTS["inner"]}})
-        is None
-    )
+    assert difference(async_ckpt.load(archive, select="cfg.inner"), {"cfg": {"inner": AS_DICTS["inner"]}}) is None
 
 
 def test_a_dataclass_loads_as_itself_where_its_class_is_given(archive: Path) -> None:
@@ -332,9 +327,7 @@ def test_a_field_that_cannot_be_stored_is_named(archive: Path) -> None:
 def test_only_classes_that_are_stored_by_name_can_be_given(archive: Path) -> None:
     async_ckpt.save({"a": 1}, archive).result()
     for cls in (Path, "Config", int):
-        with pytest.raises(
-            TypeError, match="types must be classes of namedtuples, dataclasses or enums; got "
-        ):
+        with pytest.raises(TypeError, match="types must be classes of namedtuples, dataclasses or enums; got "):
             async_ckpt.load(archive, types=[cls])
 
 
@@ -534,11 +527,7 @@ class NamedArchives(NamedTuple):
 
 
 def test_records_of_every_kind_within_each_other_come_back(archive: Path) -> None:
-    state = {
-        "x": NamedArchives(
-            Frozen(deque([NamedArchives(Shade.DARK), Point(torch.ones(1), {1: Level.LOW})], 3), 1)
-        )
-    }
+    state = {"x": NamedArchives(Frozen(deque([NamedArchives(Shade.DARK), Point(torch.ones(1), {1: Level.LOW})], 3), 1))}
     loaded = round_trip(state, archive, types=[NamedArchives, Frozen, Point, Shade, Level])["x"]
     assert type(loaded.a.t) is deque
     assert loaded.a.t[0].a is Shade.DARK

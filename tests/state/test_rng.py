@@ -221,9 +221,7 @@ def test_lists_where_tuples_were_are_read_too() -> None:
     version, internal, gauss = state["random"]
     first = draw()
 
-    RngState().load_state_dict(
-        state | {"random": [version, list(internal), gauss], "numpy": list(state["numpy"])}
-    )
+    RngState().load_state_dict(state | {"random": [version, list(internal), gauss], "numpy": list(state["numpy"])})
 
     assert draw() == first
 
@@ -335,9 +333,7 @@ def test_states_of_devices_in_every_form_are_taken_where_there_are_none(form: st
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_own_devices")
 @pytest.mark.parametrize(("keys", "restores"), TRAINERS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_trainer_restores_its_devices(
-    archive: Path, keys: Any, restores: Callable[[dict[str, Any]], None]
-) -> None:
+def test_a_trainer_restores_its_devices(archive: Path, keys: Any, restores: Callable[[dict[str, Any]], None]) -> None:
     async_ckpt.save({"rng": RngState(keys)}, archive).result()
     first = draw_on_devices()
     every = keys == "open-instruct"

@@ -381,10 +381,7 @@ def test_a_tensor_larger_than_several_segments_comes_back(archive: Path) -> None
 
 def test_thousands_of_small_tensors_come_back(archive: Path) -> None:
     state = {
-        "m": {
-            f"t{i}": torch.full((i % 7,), i % 128, dtype=[torch.float32, torch.int8][i % 2])
-            for i in range(3000)
-        }
+        "m": {f"t{i}": torch.full((i % 7,), i % 128, dtype=[torch.float32, torch.int8][i % 2]) for i in range(3000)}
     }
     assert difference(round_trip(state, archive), state) is None
 
@@ -518,9 +515,7 @@ def test_any_tree_comes_back(state: Any, one_path: Path) -> None:
 @st.composite
 def any_tensors(draw: Any) -> torch.Tensor:
     """A view into random bytes of any dtype, with any strides that stay inside of them."""
-    name = draw(
-        st.sampled_from(["float64", "float32", "bfloat16", "float8_e5m2", "int16", "complex64", "complex128"])
-    )
+    name = draw(st.sampled_from(["float64", "float32", "bfloat16", "float8_e5m2", "int16", "complex64", "complex128"]))
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     strides = [draw(st.integers(0, 7)) for _ in shape]
     offset = draw(st.integers(0, 3))

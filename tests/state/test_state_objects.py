@@ -74,9 +74,7 @@ def member_names(path: Path) -> list[str]:
 
 
 def test_a_state_of_plain_data_has_no_pickle_in_it(archive: Path) -> None:
-    async_ckpt.save(
-        {"w": torch.ones(1), "values": list(VALUES), "arrays": list(ARRAYS.values())}, archive
-    ).result()
+    async_ckpt.save({"w": torch.ones(1), "values": list(VALUES), "arrays": list(ARRAYS.values())}, archive).result()
     assert "objects.pt" not in member_names(archive)
 
 
@@ -176,9 +174,7 @@ def test_what_torch_was_told_is_safe_loads_without_trust(leaf: Any, told: None, 
 
 
 @pytest.mark.parametrize("make", SAFE_TENSORS.values(), ids=SAFE_TENSORS.keys())
-def test_tensors_in_what_torch_was_told_is_safe_load_without_trust(
-    make: Any, told: None, archive: Path
-) -> None:
+def test_tensors_in_what_torch_was_told_is_safe_load_without_trust(make: Any, told: None, archive: Path) -> None:
     value = make()
     # torch warns of its own doings with quantised and sparse tensors.
     loaded = quiet(lambda: round_trip({"leaf": Settings(value)}, archive))["leaf"].value
@@ -211,9 +207,7 @@ def test_an_object_is_opened_only_with_trust(leaf: Any, archive: Path) -> None:
     assert difference(async_ckpt.load(archive, select=["w", "extra.n"])["extra"], {"n": 1}) is None
 
 
-def test_what_will_need_trust_is_told_when_it_is_saved(
-    archive: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_will_need_trust_is_told_when_it_is_saved(archive: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stated(Custom):
         """Nobody has saved one before."""
 
@@ -296,9 +290,7 @@ REFUSED = {
     "quantised": quantised,
     "fake": fake,
     "nested": lambda: quiet(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
-    "jagged": lambda: quiet(
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    ),
+    "jagged": lambda: quiet(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)),
     "lazy": lambda: nn.LazyLinear(2).weight,
     "wrapper": lambda: TwoTensors(torch.ones(2)),
     "empty wrapper": lambda: TwoTensors(torch.ones(0)),

@@ -120,9 +120,7 @@ def test_parts_are_selected_by_their_plain_names(archive: Path, ckpt: AsyncCheck
     live = compiled(network())
     before = live.state_dict()["_orig_mod.2.weight"].clone()
     ckpt.restore({"model": live}, select="model.0.*")
-    assert torch.equal(
-        live.state_dict()["_orig_mod.0.weight"], model.state_dict()["module.0._orig_mod.weight"]
-    )
+    assert torch.equal(live.state_dict()["_orig_mod.0.weight"], model.state_dict()["module.0._orig_mod.weight"])
     assert torch.equal(live.state_dict()["_orig_mod.2.weight"], before)
 
 
@@ -145,16 +143,10 @@ def test_a_submodule_called_module_keeps_its_name(archive: Path) -> None:
         assert difference(loaded, plain.state_dict()) is None, kind
 
 
-@pytest.mark.parametrize(
-    "saved_by", [lambda m: m, DistributedDataParallel, compiled], ids=["plain", "DDP", "compiled"]
-)
-@pytest.mark.parametrize(
-    "into", [lambda m: m, DistributedDataParallel, compiled], ids=["plain", "DDP", "compiled"]
-)
+@pytest.mark.parametrize("saved_by", [lambda m: m, DistributedDataParallel, compiled], ids=["plain", "DDP", "compiled"])
+@pytest.mark.parametrize("into", [lambda m: m, DistributedDataParallel, compiled], ids=["plain", "DDP", "compiled"])
 @pytest.mark.parametrize("inner", [nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 2, bias=False))])
-def test_a_submodule_called_module_is_restored_as_itself(
-    saved_by: Any, into: Any, inner: Any, ckpt: Any
-) -> None:
+def test_a_submodule_called_module_is_restored_as_itself(saved_by: Any, into: Any, inner: Any, ckpt: Any) -> None:
     """The one called `module` and what stands beside it have the same shape, and are not confused."""
 
     def make() -> nn.Module:
@@ -294,9 +286,7 @@ def test_names_that_fit_nothing_are_told_as_those_of_the_plain_model(ckpt: Async
         ckpt.restore({"model": DistributedDataParallel(nn.Sequential(nn.Linear(4, 8)))})
     assert caught.value.missing == ("model.0.bias",)
     assert caught.value.unexpected == ("model.other",)
-    assert caught.value.mismatched == (
-        "model.0.weight is float32[8, 4] here and float32[3, 4] in the checkpoint",
-    )
+    assert caught.value.mismatched == ("model.0.weight is float32[8, 4] here and float32[3, 4] in the checkpoint",)
 
 
 # --- what goes with the names -------------------------------------------------------------------------------------
@@ -316,9 +306,7 @@ class Versioned(nn.Linear):
 @pytest.mark.parametrize("into", INTO)
 @pytest.mark.parametrize("saved_by", WRAPPED.values(), ids=WRAPPED.keys())
 @pytest.mark.parametrize("raw", [False, True], ids=["module", "state dict"])
-def test_modules_are_told_the_version_that_was_saved_of_them(
-    saved_by: Any, into: Any, raw: bool, ckpt: Any
-) -> None:
+def test_modules_are_told_the_version_that_was_saved_of_them(saved_by: Any, into: Any, raw: bool, ckpt: Any) -> None:
     saved, inner = saved_by(nn.Sequential(nn.Linear(2, 2), Versioned(2, 2))), Versioned(2, 2)
     state = {"model": saved.state_dict() if raw else saved}
     restored(ckpt, state, {"model": WRAPPED[into](nn.Sequential(nn.Linear(2, 2), inner))})
@@ -352,9 +340,7 @@ PLAIN_NAMES = [name for name, _ in network().named_parameters()]
 
 @pytest.mark.parametrize("kind", ["DDP", "compiled", "DDP of compiled", "DDP of a compiled layer"])
 @pytest.mark.parametrize("first", ["model", "optimizer"])
-def test_an_optimizer_has_the_plain_names_of_its_parameters(
-    kind: str, first: str, ckpt: AsyncCheckpointer
-) -> None:
+def test_an_optimizer_has_the_plain_names_of_its_parameters(kind: str, first: str, ckpt: AsyncCheckpointer) -> None:
     model, optimizer = trained(WRAPPED[kind])
     before = copy.deepcopy(optimizer.state_dict())
     state = {"model": model, "optimizer": optimizer}

@@ -8,9 +8,9 @@ import uuid
 from functools import partial
 
 import pytest
+from states import MIB
 
 from async_ckpt.errors import CorruptCheckpointError, StorageUnavailableError
-from async_ckpt.spec import MIB
 from async_ckpt.storage.bulk import Parcel, copy, delete
 from async_ckpt.storage.fsspec.store import FsspecStorage
 from async_ckpt.storage.local import LocalStorage

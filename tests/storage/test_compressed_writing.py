@@ -65,9 +65,7 @@ def test_a_table_with_a_wrong_byte_is_refused_or_tells_of_the_same_bytes(frames,
     assert sum(frame.compressed for frame in found) == num_bytes
 
 
-@pytest.mark.parametrize(
-    "table", [b"", b"x", bytes(9), bytes(17), dump([ZstdFrame(1, 2)])[1:], dump([])[:-1]]
-)
+@pytest.mark.parametrize("table", [b"", b"x", bytes(9), bytes(17), dump([ZstdFrame(1, 2)])[1:], dump([])[:-1]])
 def test_what_is_no_table_is_said_to_be_none(table):
     with pytest.raises(ValueError, match="seek table"):
         parse(table, data_bytes=1)
@@ -160,9 +158,7 @@ def test_segments_by_many_threads_at_once_are_each_there_once(tmp_path, threads)
         random.Random(attempt).shuffle(numbers)
         todo, lock = iter(numbers), threading.Lock()
 
-        def work(
-            sink: ZstdSink = sink, segments: Segments = segments, todo: Any = todo, lock: Any = lock
-        ) -> None:
+        def work(sink: ZstdSink = sink, segments: Segments = segments, todo: Any = todo, lock: Any = lock) -> None:
             while True:
                 with lock:
                     number = next(todo, None)
@@ -409,9 +405,7 @@ def test_a_compressed_save_goes_to_a_bucket_and_is_loaded_by_ranges(bucket, prox
     part = load(place, select="small")
     assert torch.equal(part["small"]["bias"], state["small"]["bias"])
     ranges = [r.headers["range"] for r in proxy.requests[before:] if r.kind == "get_object"]
-    read = sum(
-        int(end) - int(begin) + 1 for begin, end in (r.removeprefix("bytes=").split("-") for r in ranges)
-    )
+    read = sum(int(end) - int(begin) + 1 for begin, end in (r.removeprefix("bytes=").split("-") for r in ranges))
     assert read < report.destinations[0].num_bytes * 0.75 or mib == 1
 
 

@@ -73,9 +73,7 @@ def script(body: str) -> str:
 
 
 def run(nursery, bucket, engine: str, body: str, *, whole_exit: bool = False):
-    ended = nursery.run(
-        script(body), bucket.url(), json.dumps(bucket.server.options), engine, whole_exit=whole_exit
-    )
+    ended = nursery.run(script(body), bucket.url(), json.dumps(bucket.server.options), engine, whole_exit=whole_exit)
     assert (ended.status, ended.err) == (0, ""), f"{ended.out}\n{ended.err}"
     return ended.out.splitlines()
 
@@ -132,9 +130,7 @@ def test_a_child_of_a_parent_that_has_used_a_store_works_or_is_refused_at_once(b
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_child_that_is_killed_in_the_middle_of_its_requests_leaves_the_parents_saves_alone(
-    bucket, nursery, engine
-):
+def test_a_child_that_is_killed_in_the_middle_of_its_requests_leaves_the_parents_saves_alone(bucket, nursery, engine):
     body = """
     ckpt = open_run(at("runs/a"))
     ckpt.save(state_at(1), 1).result()
@@ -159,9 +155,7 @@ def test_a_child_that_is_killed_in_the_middle_of_its_requests_leaves_the_parents
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_child_that_is_forked_ahead_of_the_first_request_works_and_so_does_its_parent(
-    bucket, nursery, engine
-):
+def test_a_child_that_is_forked_ahead_of_the_first_request_works_and_so_does_its_parent(bucket, nursery, engine):
     body = """
     ckpt, weights = open_run(at("runs/a")), Subscriber(at("weights"))
 

@@ -135,9 +135,7 @@ def test_a_store_that_ignores_conditions_is_found_out_and_told_once(through, pro
     assert len([r for r in caplog.records if "create-only puts" in r.message]) == 1
 
 
-def test_a_store_that_takes_e_tags_without_quotes_alone_replaces_what_was_read_and_nothing_else(
-    through, proxy
-):
+def test_a_store_that_takes_e_tags_without_quotes_alone_replaces_what_was_read_and_nothing_else(through, proxy):
     assert_replaces_what_was_read_and_nothing_else(through, proxy)
 
 
@@ -156,9 +154,7 @@ def test_the_tracker_moves_at_a_store_that_takes_e_tags_without_quotes_alone(s3,
     with open_run(Place(f"s3://{bucket}/run", options=options, engine="s3fs")) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(state_at(step), step=step).result()
-            assert s3.client.get_object(Bucket=bucket, Key="run/latest")["Body"].read() == (
-                b"step_%08d\n" % step
-            )
+            assert s3.client.get_object(Bucket=bucket, Key="run/latest")["Body"].read() == (b"step_%08d\n" % step)
         ckpt.wait()
         assert ckpt.metrics()["cleanup_failures"] == 0
 
@@ -299,10 +295,7 @@ def test_only_what_is_decided_and_old_by_the_stores_clock_is_swept(storage, monk
 
 def test_the_stores_clock_is_asked_without_a_trace(storage):
     storage.put_new("x", b"")
-    age = (
-        place_of(storage).now().timestamp()
-        - place_of(storage).modified(place_of(storage).name("x")).timestamp()
-    )
+    age = place_of(storage).now().timestamp() - place_of(storage).modified(place_of(storage).name("x")).timestamp()
 
     assert -2 < age < PATIENCE
     assert storage.names("") == ["x"]
@@ -554,9 +547,7 @@ def test_secrets_are_in_no_text(monkeypatch):
 
 
 def test_credentials_of_a_filesystem_that_was_handed_to_us_are_in_no_text(s3, bucket, proxy):
-    fs = s3fs.S3FileSystem(
-        key="my-key-id", secret="my-secret", endpoint_url=proxy.endpoint, skip_instance_cache=True
-    )
+    fs = s3fs.S3FileSystem(key="my-key-id", secret="my-secret", endpoint_url=proxy.endpoint, skip_instance_cache=True)
     storage = FsspecStorage(f"{bucket}/my-run", fs=fs)
     proxy.answer("AccessDenied")
     with pytest.raises(StorageUnavailableError) as caught:

@@ -40,9 +40,7 @@ def read_back(storage, path: str) -> bytes:
 # --- one object -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "num_bytes", [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 3 * SEGMENT + 4097], ids=str
-)
+@pytest.mark.parametrize("num_bytes", [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 3 * SEGMENT + 4097], ids=str)
 def test_an_object_appears_whole_when_it_is_finished_and_not_before(storage, num_bytes):
     data = os.urandom(num_bytes)
     save(storage, "a/b/x.tar", data)
@@ -282,9 +280,7 @@ def test_a_refused_part_ends_the_upload_and_leaves_none_open(through, proxy, s3,
     assert s3.keys(bucket) == []
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "kind"), [(MIB, "put_object"), (2 * SEGMENT, "complete_multipart_upload")]
-)
+@pytest.mark.parametrize(("num_bytes", "kind"), [(MIB, "put_object"), (2 * SEGMENT, "complete_multipart_upload")])
 def test_an_object_that_was_acknowledged_and_lost_is_found_missing(through, proxy, num_bytes, kind):
     proxy.lose(kind=kind)
     sink = through.create("x", num_bytes=num_bytes, segment_bytes=SEGMENT)
@@ -307,9 +303,7 @@ def test_a_completion_whose_answer_is_lost_is_known_by_its_e_tag(through, proxy)
 
 
 def test_a_store_that_never_answers_ends_at_the_deadline(s3, bucket, proxy):
-    storage = FsspecStorage(
-        f"s3://{bucket}/run", {**s3.options, "endpoint": proxy.endpoint, "deadline_seconds": 1}
-    )
+    storage = FsspecStorage(f"s3://{bucket}/run", {**s3.options, "endpoint": proxy.endpoint, "deadline_seconds": 1})
     proxy.black_hole(kind="upload_part")
     piece, *_ = cut(os.urandom(2 * SEGMENT))
     sink = storage.create("x", num_bytes=2 * SEGMENT, segment_bytes=SEGMENT)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from disks import write_whole
 from racing import Call
-from states import MIB, assert_is_state, leftovers, names_below, open_run, state_at
+from states import MIB, assert_is_state, leftovers, names_below, open_run, records, state_at
 
 import async_ckpt
 from async_ckpt import StorageUnavailableError
@@ -154,9 +154,7 @@ def test_every_descriptor_is_closed_again(disk):
 # --- reading ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("offset", "length"), [(0, 4096), (4096, 8192), (1, 5), (4095, 2), (0, 0), (12287, 1)]
-)
+@pytest.mark.parametrize(("offset", "length"), [(0, 4096), (4096, 8192), (1, 5), (4095, 2), (0, 0), (12287, 1)])
 def test_a_range_is_read_exactly_whatever_its_alignment(disk, offset, length):
     data = os.urandom(12288)
     write_whole(disk, "x", data)
@@ -468,9 +466,7 @@ def test_the_temp_file_of_a_living_writer_in_this_process_is_not_dead(disk):
 
 @needs_fcntl
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_the_temp_file_of_a_living_writer_elsewhere_is_not_dead_and_that_of_a_killed_one_is(
-    tmp_path, nursery
-):
+def test_the_temp_file_of_a_living_writer_elsewhere_is_not_dead_and_that_of_a_killed_one_is(tmp_path, nursery):
     disk = LocalStorage(tmp_path / "root")
     os.mkfifo(tmp_path / "stdin")
     child = nursery.start(WRITER, disk.root, stdin=str(tmp_path / "stdin"))
@@ -537,9 +533,7 @@ os._exit(0)  # how an interpreter ends is for other tests
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_of_two_processes_that_save_into_one_root_nothing_is_lost_that_either_was_told_is_committed(
-    tmp_path, nursery
-):
+def test_of_two_processes_that_save_into_one_root_nothing_is_lost_that_either_was_told_is_committed(tmp_path, nursery):
     root = tmp_path / "run"
     children = [nursery.start(TWO, root, first) for first in (0, 1)]
     ended = [child.ended() for child in children]
@@ -550,7 +544,7 @@ def test_of_two_processes_that_save_into_one_root_nothing_is_lost_that_either_wa
         assert ckpt.steps() == committed
         for step in committed:
             assert_is_state(ckpt.load(step), step, 5)
-        assert [record["step"] for record in ckpt._roots.runs[0].journal()] == committed
+        assert [record["step"] for record in records(root)] == committed
         assert (root / "latest").read_text() == f"step_{committed[-1]:08d}\n"
     assert leftovers(root) == []
 

@@ -169,9 +169,7 @@ def test_the_tracker_moves_at_a_store_that_takes_e_tags_without_quotes_alone(s3,
     with open_run(place) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(state_at(step), step=step).result()
-            assert s3.client.get_object(Bucket=bucket, Key="run/latest")["Body"].read() == (
-                b"step_%08d\n" % step
-            )
+            assert s3.client.get_object(Bucket=bucket, Key="run/latest")["Body"].read() == (b"step_%08d\n" % step)
         ckpt.wait()
         assert ckpt.metrics()["cleanup_failures"] == 0
 
@@ -291,9 +289,7 @@ def test_only_what_is_old_by_the_stores_clock_is_swept(store, monkeypatch):
     ["s3://", "s3:///prefix", "s3", "", "s3://u:topsecret@/x", "s3://b/a//b", "s3://b/../x", "ftp://b/x"],
 )
 def test_a_url_that_names_no_place_is_refused_when_it_is_given(url):
-    with pytest.raises(
-        ValueError, match=r"names no bucket|not an object store|a key must not have"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"names no bucket|not an object store|a key must not have") as caught:
         ObjectStorage(url)
     assert "topsecret" not in str(caught.value)
 
@@ -399,15 +395,11 @@ def bare(monkeypatch, tmp_path):
 
 
 def keys_sent(proxy) -> list[str]:
-    return [
-        request.headers["authorization"].split("Credential=")[1].split("/")[0] for request in proxy.requests
-    ]
+    return [request.headers["authorization"].split("Credential=")[1].split("/")[0] for request in proxy.requests]
 
 
 @pytest.mark.parametrize("botocore", [True, False])
-def test_keys_and_places_come_from_options_then_environment_then_files(
-    bare, monkeypatch, proxy, bucket, botocore
-):
+def test_keys_and_places_come_from_options_then_environment_then_files(bare, monkeypatch, proxy, bucket, botocore):
     if not botocore:
         monkeypatch.setattr(aws, "_botocore_session", lambda: None)
     (bare / "config").write_text(f"[profile lab]\nregion = eu-north-1\nendpoint_url = {proxy.endpoint}\n")
@@ -467,9 +459,7 @@ def test_without_keys_the_error_says_where_to_put_them(bare, proxy, bucket):
 def test_no_secret_is_in_what_people_read(s3, bucket, proxy, caplog):
     secrets = ["the-access-key", "the-secret-key", "the-session-token"]
     options = dict(zip(("access_key_id", "secret_access_key", "session_token"), secrets, strict=True))
-    far = ObjectStorage(
-        f"s3://{bucket}/run", {"endpoint": proxy.endpoint, "deadline_seconds": 1.0, **options}
-    )
+    far = ObjectStorage(f"s3://{bucket}/run", {"endpoint": proxy.endpoint, "deadline_seconds": 1.0, **options})
     told = [
         repr(far),
         far.locate("x"),
@@ -493,9 +483,7 @@ def test_no_secret_is_in_what_people_read(s3, bucket, proxy, caplog):
 
 def test_over_plain_http_to_another_host_the_payload_is_signed(bare):
     def unsigned(endpoint: str) -> bool:
-        return ObjectStorage("s3://bucket", {"endpoint": endpoint})._client.settings.aws.config[
-            "aws_unsigned_payload"
-        ]
+        return ObjectStorage("s3://bucket", {"endpoint": endpoint})._client.settings.aws.config["aws_unsigned_payload"]
 
     assert unsigned("https://store.example") is True
     assert unsigned("http://127.0.0.1:9000") is True

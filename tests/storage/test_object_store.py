@@ -142,11 +142,7 @@ def test_memory_that_is_needed_elsewhere_is_given_up_oldest_first(far, proxy):
     sink = archive.sink(far)
     archive.write(sink, 0)
     archive.write(sink, 1)
-    until(
-        lambda: (
-            sink._segments.next == 2 and proxy.count(kind="upload_part", where=lambda r: r.status == 200) == 2
-        )
-    )
+    until(lambda: sink._segments.next == 2 and proxy.count(kind="upload_part", where=lambda r: r.status == 200) == 2)
     until(lambda: not any(piece.num_views for piece in sink._segments.lent.values()))
     kept = sink.retryable, archive.lent
     first = sink.relieve(), archive.lent, sink.retryable

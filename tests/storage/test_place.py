@@ -110,9 +110,7 @@ def use_files(base: Place, tmp_path: Path) -> None:
     assert not async_ckpt.files.exists(below(base, "tree/a"))
 
 
-@pytest.mark.parametrize(
-    "use", [use_save_and_load, use_a_run, use_pack_and_unpack, use_wrap, use_export, use_files]
-)
+@pytest.mark.parametrize("use", [use_save_and_load, use_a_run, use_pack_and_unpack, use_wrap, use_export, use_files])
 def test_a_place_stands_wherever_a_path_does(base, tmp_path, use):
     use(base, tmp_path)
 
@@ -127,9 +125,7 @@ def test_files_go_from_a_local_place_to_one_that_is_far_and_back(s3, bucket, tmp
 
 def test_a_step_that_is_given_by_its_folder_is_read_with_what_it_has_borrowed(base):
     with open_run(base) as ckpt:
-        sizes = [
-            ckpt.save(with_frozen(step), step=step, unchanged="frozen").result().num_bytes for step in (1, 2)
-        ]
+        sizes = [ckpt.save(with_frozen(step), step=step, unchanged="frozen").result().num_bytes for step in (1, 2)]
     assert sizes[0] > MIB > sizes[1]
     assert difference(async_ckpt.load(below(base, "step_00000002")), with_frozen(2)) is None
 
@@ -158,9 +154,7 @@ def test_a_folder_to_pack_or_to_extract_to_is_given_as_any_local_path(local, tmp
 @pytest.mark.parametrize("far", ["memory://x/folder", Place("folder", fs=MemoryFileSystem())], ids=str)
 def test_a_folder_elsewhere_is_neither_packed_nor_extracted_to(far, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"is not a local path; fetch the folder with files\.download_directory"
-    ):
+    with pytest.raises(ValueError, match=r"is not a local path; fetch the folder with files\.download_directory"):
         async_ckpt.files.pack_folder(far, "x.tar")
     with pytest.raises(ValueError, match=r"is not a local path; .* copy it with files\.upload_directory"):
         async_ckpt.files.extract("x.tar", far)

@@ -385,9 +385,7 @@ def test_a_script_whose_save_fails_at_its_end_says_so_and_has_a_status(bucket, p
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
-def test_a_process_that_is_killed_in_the_middle_of_an_upload_leaves_only_what_is_swept(
-    far, nursery, monkeypatch
-):
+def test_a_process_that_is_killed_in_the_middle_of_an_upload_leaves_only_what_is_swept(far, nursery, monkeypatch):
     held = far.proxy.delay(None, kind="upload_part", target=r"partNumber=2\b")
     child = nursery.start(SAVE, far.url, json.dumps(far.options()), far.engine)
     held.wait()

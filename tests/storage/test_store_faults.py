@@ -219,9 +219,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(nursery, u
     assert ended.out.count(command) == 2
 
 
-def test_without_the_package_that_lists_uploads_a_save_works_and_the_lifecycle_rule_is_named(
-    s3, bucket, nursery
-):
+def test_without_the_package_that_lists_uploads_a_save_works_and_the_lifecycle_rule_is_named(s3, bucket, nursery):
     script = """
         import json, logging, sys
         sys.modules["s3fs"] = None
@@ -449,9 +447,7 @@ SECRETS = {
 
 def everything_told(error: BaseException | None) -> str:
     """All that a person could come to read of an error: its causes, contexts and notes."""
-    return (
-        "" if error is None else "".join(traceback.format_exception(error)) + repr(error) + repr(vars(error))
-    )
+    return "" if error is None else "".join(traceback.format_exception(error)) + repr(error) + repr(vars(error))
 
 
 def test_secrets_are_nowhere(far, caplog, recwarn):

@@ -519,10 +519,7 @@ def test_of_two_writers_of_one_step_exactly_one_commits(bucket, proxy, engines, 
     if overwrite:
         with OnServer(bucket, "obstore").run() as ckpt:
             ckpt.save(state_at(1), step=5).result()
-    runs = [
-        open_run(bucket.place("runs/a", engine, endpoint=proxy.endpoint), segment_bytes=PART)
-        for engine in engines
-    ]
+    runs = [open_run(bucket.place("runs/a", engine, endpoint=proxy.endpoint), segment_bytes=PART) for engine in engines]
     calls = [
         lambda ckpt=ckpt, number=number: ckpt.save(state_at(number), step=5, overwrite=overwrite).result()
         for number, ckpt in enumerate(runs, start=10)

@@ -14,9 +14,7 @@ def matches(request: Any) -> str:
 
 def as_ceph(proxy: Any) -> Any:
     """Ceph's gateway compares the e-tag with the header as it is, and so takes it without quotes alone."""
-    return proxy.answer(
-        "PreconditionFailed", kind="put_object", where=lambda request: matches(request).startswith('"')
-    )
+    return proxy.answer("PreconditionFailed", kind="put_object", where=lambda request: matches(request).startswith('"'))
 
 
 def assert_replaces_what_was_read_and_nothing_else(storage: Any, proxy: Any) -> None:

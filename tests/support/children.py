@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -87,6 +88,8 @@ def _know_stores() -> None:
         import botocore.session
         from botocore.loaders import JSONFileLoader
 
+        for name in ("obstore.store", "s3fs", "tenacity"):
+            importlib.import_module(name)
         read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
         JSONFileLoader.load_file = lambda _, path: read(path)
         session = botocore.session.Session()
@@ -159,9 +162,7 @@ class Nursery:
             start_new_session=True,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(
-                    [str(Path(__file__).parent), str(Path(async_ckpt.__file__).parents[1])]
-                ),
+                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(async_ckpt.__file__).parents[1])]),
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
             },

@@ -103,6 +103,4 @@ def stages(own: tuple[int, ...], seed: int, kind: Any = None) -> dict[str, Any]:
 
 def told(state: dict[str, Any]) -> dict[str, Any]:
     flat = {**state["optimizer"].state_dict(), **state["model"].state_dict()}
-    return {
-        name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in flat.items()
-    }
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in flat.items()}

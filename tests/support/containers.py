@@ -47,9 +47,7 @@ def load_flat_state(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> N
     for group in optimizer.param_groups:
         numbers = []
         for name in group["param_names"]:
-            own = {
-                k.rpartition(".")[2]: v for k, v in flat.items() if k.rpartition(".")[0] == f"state.{name}"
-            }
+            own = {k.rpartition(".")[2]: v for k, v in flat.items() if k.rpartition(".")[0] == f"state.{name}"}
             state.update({number: own} if own else {})
             numbers.append(number)
             number += 1
@@ -130,9 +128,7 @@ class Schedulers:
     """Those of a container, which all have the same to say."""
 
     def __init__(self, optimizers: Container) -> None:
-        self.schedulers = [
-            torch.optim.lr_scheduler.LambdaLR(one, lambda epoch: 0.9**epoch) for one in optimizers
-        ]
+        self.schedulers = [torch.optim.lr_scheduler.LambdaLR(one, lambda epoch: 0.9**epoch) for one in optimizers]
 
     def step(self) -> None:
         for one in self.schedulers:

@@ -57,9 +57,7 @@ def objects_swapped(path: Path, pickled: bytes) -> None:
     raw = read_index(path)
     raw["members"][-1][1] = len(pickled)
     between = data[honest.members[0].data.offset - tar.BLOCK : told.data.offset - tar.BLOCK]
-    between += (
-        tar.header(index.OBJECTS, len(pickled), mtime=0) + pickled + bytes(tar.padding_after(len(pickled)))
-    )
+    between += tar.header(index.OBJECTS, len(pickled), mtime=0) + pickled + bytes(tar.padding_after(len(pickled)))
     path.write_bytes(assemble(json.dumps(raw).encode(), between))
 
 

@@ -131,19 +131,11 @@ class LoraLayer(torch.nn.Module):
         shape = base.weight.shape
         if isinstance(base, torch.nn.Embedding):
             self.lora_A, self.lora_B = torch.nn.ModuleDict(), torch.nn.ModuleDict()
-            self.lora_embedding_A = torch.nn.ParameterDict(
-                {name: torch.rand(4, shape[0]) for name in adapters}
-            )
-            self.lora_embedding_B = torch.nn.ParameterDict(
-                {name: torch.rand(shape[1], 4) for name in adapters}
-            )
+            self.lora_embedding_A = torch.nn.ParameterDict({name: torch.rand(4, shape[0]) for name in adapters})
+            self.lora_embedding_B = torch.nn.ParameterDict({name: torch.rand(shape[1], 4) for name in adapters})
             return
-        self.lora_A = torch.nn.ModuleDict(
-            {name: torch.nn.Linear(shape[1], 4, bias=False) for name in adapters}
-        )
-        self.lora_B = torch.nn.ModuleDict(
-            {name: torch.nn.Linear(4, shape[0], bias=False) for name in adapters}
-        )
+        self.lora_A = torch.nn.ModuleDict({name: torch.nn.Linear(shape[1], 4, bias=False) for name in adapters})
+        self.lora_B = torch.nn.ModuleDict({name: torch.nn.Linear(4, shape[0], bias=False) for name in adapters})
         if dora:
             self.lora_magnitude_vector = torch.nn.ModuleDict({name: Magnitude(shape[0]) for name in adapters})
 

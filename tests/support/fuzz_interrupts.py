@@ -117,9 +117,7 @@ def main(num_saves: int) -> None:
                 if number % 500 == 0:
                     print(f"{number} of {num_saves // 2}, guarded={guarded}", flush=True)
             training.ckpt.close()
-            print(
-                f"guarded={guarded}: interrupted at {len(places)} different lines; every next save was right"
-            )
+            print(f"guarded={guarded}: interrupted at {len(places)} different lines; every next save was right")
 
 
 if __name__ == "__main__":

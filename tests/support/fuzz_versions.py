@@ -215,9 +215,9 @@ def mutated(draw: random.Random, told: Any) -> str:
     elif how == "odd":
         holder[key] = copy.deepcopy(draw.choice(ODD))
     elif how == "rename" and isinstance(holder, dict):
-        holder[
-            draw.choice([f"{key}x", "metadata", "weight_map", "async_ckpt", "\ud800", "delta_encoding"])
-        ] = holder.pop(key)
+        holder[draw.choice([f"{key}x", "metadata", "weight_map", "async_ckpt", "\ud800", "delta_encoding"])] = (
+            holder.pop(key)
+        )
     elif how == "nest":
         holder[key] = {"a": holder[key]}
     else:
@@ -286,9 +286,7 @@ def harm_file(draw: random.Random, folder: Path) -> str:
 
 
 def _weights(draw: random.Random, folder: Path) -> Path | None:
-    found = [
-        path for path in sorted(folder.glob("*.safetensors")) if path.is_file() and path.stat().st_size > 8
-    ]
+    found = [path for path in sorted(folder.glob("*.safetensors")) if path.is_file() and path.stat().st_size > 8]
     return draw.choice(found) if found else None
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from racing import PATIENCE, Call
 
+from async_ckpt import Keep
 from async_ckpt.runs.manifest import Archive, Manifest, parse
 from async_ckpt.runs.run import Run
 from async_ckpt.runs.starts import Tenure
-from async_ckpt.spec import Keep
 
 
 class Killed(BaseException):
@@ -49,9 +49,7 @@ class StoreOf:
     def names(self, folder: str) -> list[str]:
         self._turn("names", folder)
         below = f"{folder}/" if folder else ""
-        return sorted(
-            {path.removeprefix(below).split("/")[0] for path in self._objects.data if path.startswith(below)}
-        )
+        return sorted({path.removeprefix(below).split("/")[0] for path in self._objects.data if path.startswith(below)})
 
     def read(self, path: str) -> tuple[bytes, str]:
         self._turn("read", path)

@@ -15,9 +15,7 @@ SEGMENT = 5 * MIB  # the smallest that is a part by itself
 
 def behind(proxy, s3, bucket, **options) -> ObjectStorage:
     options = {"retry_config": {"max_retries": 1}, "deadline_seconds": 30.0} | options
-    return ObjectStorage(
-        f"s3://{bucket}/run", {**s3.options, "endpoint": proxy.endpoint, **options}, Skipping()
-    )
+    return ObjectStorage(f"s3://{bucket}/run", {**s3.options, "endpoint": proxy.endpoint, **options}, Skipping())
 
 
 class Loan:

@@ -77,9 +77,7 @@ def over_tp(dp: int, tp: int, placement: Any) -> Build:
     def build(_: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
         tensors = {
-            name: distribute_tensor(
-                numbered(shape), mesh["tp"], _that_fit([placement], shape), src_data_rank=None
-            )
+            name: distribute_tensor(numbered(shape), mesh["tp"], _that_fit([placement], shape), src_data_rank=None)
             for name, shape in SHAPES.items()
         }
         return _sharded(tensors, mesh["dp"])
@@ -151,9 +149,7 @@ def restore(folder: Path, rank: int, world: int, live: Any, *, verify: bool = Tr
     storage = LocalStorage(folder.parent)
     readers = Readers((rank, world), how.pop("from_ranks", None))
     use: Callable[[Any], None] = lambda parts: restore_state(parts, live, RestoreOptions(**how))  # noqa: E731
-    from_committed(
-        CommittedStep.at(storage, folder.name, lambda: storage), use, verify=verify, readers=readers
-    )
+    from_committed(CommittedStep.at(storage, folder.name, lambda: storage), use, verify=verify, readers=readers)
 
 
 def wrong_at(rank: int, world: int, build: Build, folder: Path) -> list[str]:
@@ -164,18 +160,14 @@ def wrong_at(rank: int, world: int, build: Build, folder: Path) -> list[str]:
             local_part(tensor).fill_(-1)
         restore(folder, rank, world, live)
         return [
-            name
-            for name, tensor in live.items()
-            if not torch.equal(local_part(tensor), local_part(expected[name]))
+            name for name, tensor in live.items() if not torch.equal(local_part(tensor), local_part(expected[name]))
         ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("most", type=int, help="data and tensor parallelism up to this size")
-    parser.add_argument(
-        "--targets", type=int, default=0, help="of each layout, only so many others at random"
-    )
+    parser.add_argument("--targets", type=int, default=0, help="of each layout, only so many others at random")
     parser.add_argument("--sources", type=int, default=0, help="only so many layouts, at random")
     parser.add_argument(
         "--ranks", type=int, default=4, help="of each target, the first, the last, and others at random"

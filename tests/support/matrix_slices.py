@@ -104,9 +104,7 @@ def _over_ranks(said: dict[int, Slices], writes: list[Rectangle], shape: tuple[i
             if slices.mesh.rank_at(slices.coordinate) != rank:
                 yield f"rank {rank} stands at {slices.coordinate} of {slices.mesh}"
             for coordinate in itertools.product(*map(range, slices.mesh.shape)):
-                there = Slices.at(
-                    coordinate, global_shape=slices.global_shape, cuts=slices.cuts, mesh=slices.mesh
-                )
+                there = Slices.at(coordinate, global_shape=slices.global_shape, cuts=slices.cuts, mesh=slices.mesh)
                 if said[slices.mesh.rank_at(coordinate)] != there:
                     yield f"rank {rank} is mistaken about the one at {coordinate}"
             break  # all of them say the same, as was just seen, or have other meshes
@@ -129,17 +127,13 @@ def fsdp2_over_tp(
         for size in sizes:
             name = f"{kind}_{size}"
             shapes[name] = (3, size) if any(getattr(one, "dim", 0) == 1 for one in placements) else (size, 2)
-            full = distribute_tensor(
-                numbered(shapes[name]), mesh[model], list(placements), src_data_rank=None
-            )
+            full = distribute_tensor(numbered(shapes[name]), mesh[model], list(placements), src_data_rank=None)
             module.register_parameter(name, torch.nn.Parameter(full))
     fully_shard(module, mesh=mesh[data])
     return {name: (parameter, shapes[name]) for name, parameter in module.named_parameters()}
 
 
-def torch_cuts(
-    mesh_shape: tuple[int, ...], placed: Iterable[tuple[Placement, ...]], sizes: Iterable[int]
-) -> Tensors:
+def torch_cuts(mesh_shape: tuple[int, ...], placed: Iterable[tuple[Placement, ...]], sizes: Iterable[int]) -> Tensors:
     """DTensors as `distribute_tensor` makes them, which cuts from left to right."""
     names = tuple("abc"[: len(mesh_shape)])
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)

@@ -85,9 +85,7 @@ def flip(path: Path, at: int) -> None:
 def files_below(folder: Path) -> dict[str, bytes]:
     """Every file, hidden ones too, and its bytes."""
     return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
 
 

@@ -75,15 +75,12 @@ def write(path: Path, captured: Capture, ranks: RankFacts) -> Path:
     return path
 
 
-def commit(
-    paths: Sequence[Path], *, per_rank: tuple[str, ...] = (), lent: Mapping[str, Path] | None = None
-) -> Path:
+def commit(paths: Sequence[Path], *, per_rank: tuple[str, ...] = (), lent: Mapping[str, Path] | None = None) -> Path:
     """Make a committed step of archives that lie in its folder; returns the folder. `lent` are groups of other steps."""
     folder = paths[0].parent
     exchange = Exchange(LocalStorage(folder.parent), folder.name, ATTEMPT)
     receipts = [
-        Receipt(rank, digest=parsed_digest(path), num_bytes=path.stat().st_size)
-        for rank, path in enumerate(paths)
+        Receipt(rank, digest=parsed_digest(path), num_bytes=path.stat().st_size) for rank, path in enumerate(paths)
     ]
     layout = layout_of([account_of(_index_of(path), per_rank) for path in paths])
     of_ranks = RankFiles(
@@ -132,9 +129,7 @@ def load_all(paths: Sequence[Path], *, verify: bool = True, select: Any = None, 
         return state_of([Part(merged)], select=select, **options)
 
 
-def restore_at(
-    rank: int, world: int, paths: Sequence[Path], live: Any, *, verify: bool = True, **how: Any
-) -> None:
+def restore_at(rank: int, world: int, paths: Sequence[Path], live: Any, *, verify: bool = True, **how: Any) -> None:
     """Fill what is live on a rank; this process stands there already."""
     merging: Mapping[str, Any] = {name: how.pop(name) for name in ("per_rank", "from_ranks") if name in how}
     with opened(paths, verify=verify, ranks=(rank, world), **merging) as merged:

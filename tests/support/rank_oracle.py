@@ -78,9 +78,7 @@ def _joined(tensor: IndexedTensor, pieces: list[tuple[IndexedTensor, Slice, torc
         where = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True))
         twice = is_there[where].clone()
         if bool(twice.any()):
-            assert torch.equal(whole[where][twice], data[twice]), (
-                f"{tensor.dotted}: two ranks wrote other bytes"
-            )
+            assert torch.equal(whole[where][twice], data[twice]), f"{tensor.dotted}: two ranks wrote other bytes"
         whole[where], is_there[where] = data, True
     assert bool(is_there.all()), f"{tensor.dotted}: nobody has written all of it"
     return whole

@@ -110,8 +110,6 @@ def _gather(value: Any, path: tuple[Any, ...], into: dict[str, torch.Tensor]) ->
     if isinstance(value, torch.Tensor):
         full = value.full_tensor() if isinstance(value, DTensor) else value
         into[".".join(map(str, path))] = full.detach().clone()
-    items = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    )
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         _gather(inner, (*path, key), into)

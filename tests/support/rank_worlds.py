@@ -92,9 +92,7 @@ class World:
         for rank, end in enumerate(ends):
             want = -signal.SIGKILL if rank in killed else 0
             assert rank in failed or end.status == want, f"rank {rank} ended with {end.status}\n{end.err}"
-        return [
-            Ended(end.status, [json.loads(line) for line in end.out.splitlines()], end.err) for end in ends
-        ]
+        return [Ended(end.status, [json.loads(line) for line in end.out.splitlines()], end.err) for end in ends]
 
 
 def _kill(child: Child) -> None:
@@ -150,9 +148,7 @@ class Worlds:
         children = [
             self._nursery.start(
                 code,
-                env={
-                    name: str(value) for name, value in {**launched, "RANK": rank, "LOCAL_RANK": rank}.items()
-                },
+                env={name: str(value) for name, value in {**launched, "RANK": rank, "LOCAL_RANK": rank}.items()},
             )
             for rank in range(size)
         ]

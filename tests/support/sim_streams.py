@@ -56,9 +56,7 @@ class Access:
 class _Work:
     __slots__ = ("does", "number", "waits_for")
 
-    def __init__(
-        self, number: int, does: Callable[[], None] | None, waits_for: Callable[[], bool] | None
-    ) -> None:
+    def __init__(self, number: int, does: Callable[[], None] | None, waits_for: Callable[[], bool] | None) -> None:
         self.number, self.does, self.waits_for = number, does, waits_for
 
 
@@ -146,9 +144,7 @@ class Scheduler:
                 self._note(access, queue.clock)
             self._advance()
 
-    def _put(
-        self, queue: Queue, does: Callable[[], None] | None, waits_for: Callable[[], bool] | None
-    ) -> None:
+    def _put(self, queue: Queue, does: Callable[[], None] | None, waits_for: Callable[[], bool] | None) -> None:
         queue.num_enqueued += 1
         for stream, number in self._seen.items():
             queue.clock[stream] = max(queue.clock.get(stream, 0), number)
@@ -165,9 +161,7 @@ class Scheduler:
         for other in before:
             is_before = other.is_before(clock)
             if not is_before and access.conflicts(other):
-                self.races.append(
-                    f"{other.told} on stream {other.stream} and {access.told} on {access.stream}"
-                )
+                self.races.append(f"{other.told} on stream {other.stream} and {access.told} on {access.stream}")
             covered = access.begin <= other.begin and other.end <= access.end
             if not (is_before and covered and (access.is_write or not other.is_write)):
                 left.append(other)

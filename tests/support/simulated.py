@@ -456,9 +456,7 @@ def _dispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
         stride = torch.empty(args[0], device="meta").stride()
         return _empty(args[0], stride, dtype, kwargs.get("device"))
     if name == "aten::empty_strided":
-        return _empty(
-            args[0], args[1], kwargs.get("dtype") or torch.get_default_dtype(), kwargs.get("device")
-        )
+        return _empty(args[0], args[1], kwargs.get("dtype") or torch.get_default_dtype(), kwargs.get("device"))
     if name == "aten::_copy_from":
         return _copy(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
     if name == "aten::record_stream":
@@ -533,13 +531,9 @@ def _enqueue(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if ".out" in op.name() or op.name().endswith("_out"):
             _resize(op, bound, written)
     else:
-        to_meta = _each_tensor(
-            lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta")
-        )
+        to_meta = _each_tensor(lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"))
         try:
-            meta = op(
-                *pytree.tree_map(to_meta, args), **pytree.tree_map(to_meta, _with_device(kwargs, "meta"))
-            )
+            meta = op(*pytree.tree_map(to_meta, args), **pytree.tree_map(to_meta, _with_device(kwargs, "meta")))
         except NotImplementedError:  # its size is in the values
             waited = pytree.tree_map(_each_tensor(_on_host), (args, _with_device(kwargs, "cpu")))
             return pytree.tree_map(_each_tensor(lambda t: t.to(device)), op(*waited[0], **waited[1]))
@@ -646,9 +640,7 @@ class Simulation:
     def object_to_capture(self, stream: Stream) -> None:
         """All streams of the training's are captured, or none: one that is waits for nothing outside of its graph."""
         if self.is_capturing and stream.queue.of_training:
-            raise RuntimeError(
-                "CUDA error: dependency created on uncaptured work in another stream (simulated)"
-            )
+            raise RuntimeError("CUDA error: dependency created on uncaptured work in another stream (simulated)")
 
     def is_registered(self, tensor: torch.Tensor) -> bool:
         begin, end = _span(tensor)

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from async_ckpt import AsyncCheckpointer, Place
-from async_ckpt.spec import MIB
 
+MIB = 1 << 20
 SEGMENT = 4 * MIB
 
 

@@ -75,9 +75,7 @@ def with_holes(path: Path, holes: int = 3) -> None:
 
 def tar(*arguments: object, cwd: Path | None = None) -> str:
     command = ["tar", *map(os.fsencode, map(str, arguments))]
-    return subprocess.run(command, check=True, capture_output=True, cwd=cwd).stdout.decode(
-        errors="surrogateescape"
-    )
+    return subprocess.run(command, check=True, capture_output=True, cwd=cwd).stdout.decode(errors="surrogateescape")
 
 
 def plain_tar(members: list[tuple[tarfile.TarInfo, bytes]], **options: Any) -> bytes:

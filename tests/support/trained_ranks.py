@@ -28,9 +28,7 @@ def trained(world: int | None, *, seed: int = 0) -> dict[str, Any]:
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(parameter)
             values = numbered(tuple(parameter.shape)) + len(name) + seed
-            local_part(state[name]).copy_(
-                local_part(values if world is None else distributed_like(parameter, values))
-            )
+            local_part(state[name]).copy_(local_part(values if world is None else distributed_like(parameter, values)))
     return {"model": model, "optimizer": optimizer}
 
 

@@ -130,9 +130,7 @@ def connect(proxy: FaultyProxy) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(url.hostname, url.port, timeout=PATIENCE)
 
 
-def ask(
-    proxy: FaultyProxy, method: str = "GET", target: str = "/b/k", body=None, **headers
-) -> tuple[int, bytes]:
+def ask(proxy: FaultyProxy, method: str = "GET", target: str = "/b/k", body=None, **headers) -> tuple[int, bytes]:
     """One request on a connection of its own."""
     with contextlib.closing(connect(proxy)) as connection:
         connection.request(method, target, body, headers)
@@ -161,9 +159,7 @@ def test_everything_passes_and_is_recorded(proxy, upstream):
     assert upstream.arrived[0] == ("PUT", "/b/k?partNumber=1&uploadId=u", BODY)
     assert proxy.count() == 4
     assert proxy.count(kind="get_object") == proxy.count(method="GET") == 2
-    assert (
-        proxy.count(target="partNumber") == proxy.count(where=lambda request: request.num_bytes == MIB) == 1
-    )
+    assert proxy.count(target="partNumber") == proxy.count(where=lambda request: request.num_bytes == MIB) == 1
 
 
 def test_one_connection_serves_many_requests(proxy, upstream):
@@ -492,9 +488,7 @@ class Waiting:
         url = urlsplit(proxy.endpoint)
         self._socket = socket.create_connection((url.hostname, url.port), PATIENCE)
         self._file = self._socket.makefile("rb")
-        self.send(
-            b"PUT /b/k HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nExpect: 100-continue\r\n\r\n" % len(BODY)
-        )
+        self.send(b"PUT /b/k HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\nExpect: 100-continue\r\n\r\n" % len(BODY))
 
     def send(self, data: bytes) -> None:
         self._socket.sendall(data)

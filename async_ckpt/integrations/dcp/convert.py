@@ -20,8 +20,8 @@ from ...loading.archives.find import from_path
 from ...loading.archives.step_archives import Readers
 from ...loading.fill import Wanted, fill, planned
 from ...loading.restore import RestoreOptions, restore_state
+from ...runs.foreign_entries import OF_DCP
 from ...runs.manifest import NAME as MANIFEST
-from ...runs.unmanaged import OF_DCP
 from ...spec import GIB, MIB
 from ...state.names import Select
 from ...storage.interface import Storage
@@ -125,9 +125,7 @@ def to_dcp(
     from_path(source, write, verify=verify, readers=Readers(from_ranks=from_ranks, reads_all=True))
 
 
-def _write_values(
-    folder: _DcpFolder, entries: Mapping[str, SavedItem], blobs: frozenset[str], *, trust: bool
-) -> None:
+def _write_values(folder: _DcpFolder, entries: Mapping[str, SavedItem], blobs: frozenset[str], *, trust: bool) -> None:
     for name, entry in entries.items():
         if entry.tensor is None:
             wanted, make = value_of(name, entry, trust=trust)

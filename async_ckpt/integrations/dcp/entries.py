@@ -97,9 +97,7 @@ def metadata_of(entries: Mapping[str, SavedItem], kept: Mapping[str, Any]) -> Me
         whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
         properties = TensorProperties(dtype=entry.file.dtype(entry.tensor))
         metadata[name] = TensorStorageMetadata(properties, size, [whole])
-    return Metadata(
-        metadata, planner_data=planner_data_of(kept, {name: entry.path for name, entry in entries.items()})
-    )
+    return Metadata(metadata, planner_data=planner_data_of(kept, {name: entry.path for name, entry in entries.items()}))
 
 
 def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted], Callable[[], Any]]:

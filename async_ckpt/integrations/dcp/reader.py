@@ -112,9 +112,7 @@ class TarStorageReader(StorageReader):
         )
         return metadata
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """There is nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -166,9 +164,7 @@ class TarStorageReader(StorageReader):
         return is_checkpoint_id(checkpoint_id)
 
     def _read(self, use: Callable[[Sequence[Part]], T]) -> T:
-        return from_path(
-            self._place, use, verify=self._verify, readers=readers_of_this_rank(self._from_ranks)
-        )
+        return from_path(self._place, use, verify=self._verify, readers=readers_of_this_rank(self._from_ranks))
 
 
 class _PlanReader:
@@ -205,9 +201,7 @@ class _PlanReader:
                 self._after.append(partial(self._planner.commit_tensor, item, target))
         for name, held in misplaced.items():
             for rectangle, part in held:
-                self._want(
-                    min(self._saved_as(name)), part.detach(), rectangle.global_offsets, rectangle.sizes
-                )
+                self._want(min(self._saved_as(name)), part.detach(), rectangle.global_offsets, rectangle.sizes)
         self._announce_needs()
         makers = [(item, self._value(item)) for item in values]
         fill(planned(self._wanted.values()))
@@ -251,10 +245,7 @@ class _PlanReader:
         """Whether the full target is the whole of one saved tensor."""
         entry = self._entries.get(min(saved_as))
         return (
-            len(saved_as) == 1
-            and entry is not None
-            and entry.tensor is not None
-            and entry.shape == tuple(target.shape)
+            len(saved_as) == 1 and entry is not None and entry.tensor is not None and entry.shape == tuple(target.shape)
         )
 
     def _announce_needs(self) -> None:
@@ -262,16 +253,12 @@ class _PlanReader:
         for file, wanted in self._wanted.values():
             file.need((read.number, _box(read)) for read in wanted)
 
-    def _want(
-        self, name: str, target: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]
-    ) -> None:
+    def _want(self, name: str, target: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         value, file = self._entries[name].value, self._entries[name].file
         if why := why_not(target):
             raise ValueError(f"{shown((name,))} cannot be filled: {why}")
         if tuple(target.shape) != sizes:
-            raise ValueError(
-                f"{shown((name,))}: {list(sizes)} items are read into a tensor of {list(target.shape)}"
-            )
+            raise ValueError(f"{shown((name,))}: {list(sizes)} items are read into a tensor of {list(target.shape)}")
         number = file.primary(value.number)
         into, dtype = target, file.dtype(number)
         if target.dtype != dtype:  # torch's own reader converts, too

@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
+from ...runs.foreign_entries import OF_DCP
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import Archive, Manifest, archive_name, parse
 from ...runs.naming import parse_step_name, pattern_of
 from ...runs.root import Root
 from ...runs.sweep import Sweeper
-from ...runs.unmanaged import OF_DCP
 from ...saving import default
 from ...saving.request import FileRequest
 from ...saving.targets import FileTarget
@@ -40,9 +40,9 @@ from ...slicing.slices import Rectangle, Slices
 from ...spans import wall_time
 from ...spec import RankFacts, Spread, TensorSpec, flag
 from ...state.capture import capture
-from ...state.containers import nested
 from ...state.division import RankShare
 from ...state.names import Path, shown
+from ...state.per_rank import nested
 from ...storage.interface import Storage
 from ...storage.place import Anywhere, Place, place_of, written_at
 from .fqn import KEPT, metadata_to_keep, path_of
@@ -459,6 +459,4 @@ def _value_in_blob(data: Any) -> tuple[Any, bool]:
 
 def _num_bytes(item: WriteItem) -> int:
     planned = item.tensor_data
-    return (
-        0 if planned is None else torch.Size(planned.chunk.sizes).numel() * planned.properties.dtype.itemsize
-    )
+    return 0 if planned is None else torch.Size(planned.chunk.sizes).numel() * planned.properties.dtype.itemsize

@@ -65,9 +65,7 @@ class OpenArchive(Contents):
         )
         # The last read: headers lie close together, and a store is slow to answer.
         self._nearby = Extent(0, 0), memoryview(b"")
-        self._verified_blocks = (
-            self._nearby
-        )  # the same for verified blocks: small tensors lie close together, too
+        self._verified_blocks = self._nearby  # the same for verified blocks: small tensors lie close together, too
         index_text = self._read_head()
         self._head_bytes = tar.BLOCK + len(index_text)
         try:
@@ -149,9 +147,7 @@ class OpenArchive(Contents):
         if len(blocks) == 1:
             mismatch = f"block {blocks[0]} (from byte {begins[0]:,}) does not match its digest"
         else:
-            mismatch = (
-                f"{len(blocks):,} blocks (the first from byte {begins[0]:,}) do not match their digests"
-            )
+            mismatch = f"{len(blocks):,} blocks (the first from byte {begins[0]:,}) do not match their digests"
         if begins[0] < self._head_bytes:  # then the names in the index cannot be trusted
             return self.corrupt(f"{mismatch}; the index is in it")
         inside = [member.name for member in self.index.members if _touches(member.data, blocks)]
@@ -227,9 +223,7 @@ class OpenArchive(Contents):
             (b"\x28\xb5\x2f\xfd", "zstd"),
         ):
             if header.startswith(magic):
-                return CorruptCheckpointError(
-                    f"{self.path}: not an async_ckpt archive: this is {kind}", path=self.path
-                )
+                return CorruptCheckpointError(f"{self.path}: not an async_ckpt archive: this is {kind}", path=self.path)
         if header[257:262] == b"ustar" and not header.startswith(b"index.json"):
             return CorruptCheckpointError(
                 f"{self.path}: not an async_ckpt archive, but another tar; use unpack() or extract()",
@@ -268,9 +262,7 @@ class OpenArchive(Contents):
 
     def headers(self, members: Iterable[int]) -> list[Extent]:
         """The extents of the headers of these members, to be verified with the data that is read of them."""
-        return [
-            self._headers[member] for member in sorted(members) if member in self._headers and self._digests
-        ]
+        return [self._headers[member] for member in sorted(members) if member in self._headers and self._digests]
 
     def _check_tar_header(self, member: Member) -> Extent:
         """The extent of a member's data, which its tar header must confirm."""

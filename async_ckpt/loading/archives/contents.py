@@ -190,9 +190,7 @@ class Contents:
         With `groups`, only these top-level entries are included.
         """
         try:
-            value, stored = decode(
-                self.index.skeleton, types=types, keep=_path_filter(groups, selector(select))
-            )
+            value, stored = decode(self.index.skeleton, types=types, keep=_path_filter(groups, selector(select)))
             self._check_stored(stored)
         except ValueError as error:
             raise self._unreadable(error) from error

@@ -26,9 +26,9 @@ from ...host.threads import run_together
 from ...pickles import saved_objects
 from ...slicing.cover import Box, cover
 from ...spec import DTYPES, Extent, Spread
-from ...state.containers import nested
 from ...state.dtypes import dtype_named
 from ...state.names import Path, Select, shown
+from ...state.per_rank import nested
 from ...state.tree import Encoder, StoredLeaf, replaced
 from ...storage.interface import Reader, Storage
 from .contents import Contents, Groups, Source
@@ -65,9 +65,7 @@ class OpenDcp(Contents):
         self._storage, self._stack = storage, stack
         try:
             metadata = dcp_metadata.parse(storage.read(dcp_metadata.NAME)[0])
-            paths = {
-                name: metadata.paths.get(name) or (name,) for name in (*metadata.tensors, *metadata.blobs)
-            }
+            paths = {name: metadata.paths.get(name) or (name,) for name in (*metadata.tensors, *metadata.blobs)}
             skeleton = _skeleton(paths, metadata.tensors)
         except ValueError as error:
             raise self.corrupt(f"its {dcp_metadata.NAME} cannot be trusted: {error}") from error
@@ -147,9 +145,7 @@ class OpenDcp(Contents):
         boxes = [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
         taken, missing = cover(tensor.shape, boxes)
         for box in missing:
-            raise self.corrupt(
-                f"{shown((name,))}: {box} of shape {list(tensor.shape)} is in none of its files"
-            )
+            raise self.corrupt(f"{shown((name,))}: {box} of shape {list(tensor.shape)} is in none of its files")
         needed = [(i, box) for i, box in taken if within is None or box.common(within)]
         self.need([(number, within)])
         sources = []
@@ -201,9 +197,7 @@ class OpenDcp(Contents):
             self._files[blob.file] = _TensorFile(reader, path=shown_as)
         file = self._files[blob.file]
         if blob.offset + blob.length > file.num_bytes:
-            raise file.corrupt(
-                f"it has {file.num_bytes:,} bytes, and {dcp_metadata.NAME} names more: truncated"
-            )
+            raise file.corrupt(f"it has {file.num_bytes:,} bytes, and {dcp_metadata.NAME} names more: truncated")
         return file
 
     def _read_blobs(self, blobs: Sequence[Blob]) -> list[bytes]:

@@ -19,6 +19,7 @@ from ...errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
+from ...runs.foreign_entries import foreign_kind, newest_of_other_namings
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import Archive, Manifest, parse, parse_intent, retired_attempts
 from ...runs.naming import parse_step_name
@@ -27,7 +28,6 @@ from ...runs.root import TRIES, overtaken_error
 from ...runs.roots import Roots
 from ...runs.run import Run
 from ...runs.starts import Commit, counts, split_starts
-from ...runs.unmanaged import foreign_kind, newest_of_other_namings
 from ...state.names import Selector, shown
 from ...storage.compressed import open_decompressed
 from ...storage.interface import Reader, Storage
@@ -110,9 +110,7 @@ def from_step(
     return from_committed(candidates[-1], use, verify=verify, readers=readers)
 
 
-def from_path(
-    path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANY_READER
-) -> T:
+def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANY_READER) -> T:
     """The result of `use` for the content of a path: an archive, a safetensors file, the folder of a step, the newest
     step of a run, or a folder that `parts_of_folder` recognises. Raises TypeError for `readers` that are not valid.
     """
@@ -121,9 +119,7 @@ def from_path(
     if file is not None:
         reader, shown = file
         with reader:
-            parts: Sequence[Part] = [
-                Part(open_contents(open_decompressed(reader, shown), path=shown, verify=verify))
-            ]
+            parts: Sequence[Part] = [Part(open_contents(open_decompressed(reader, shown), path=shown, verify=verify))]
             _check_names(parts, readers)
             return use(parts)
     storage = storage_at(path)
@@ -181,9 +177,7 @@ def committed_step(run: Anywhere, step: int | None) -> CommittedStep:
     number = max(folders) if step is None else step
     if number not in folders:
         path, others = storage.locate(""), ", ".join(map(str, sorted(folders)))
-        raise NotCommittedError(
-            f"{path}: step {number} is not committed there; {others} are", path=path, step=number
-        )
+        raise NotCommittedError(f"{path}: step {number} is not committed there; {others} are", path=path, step=number)
     return CommittedStep.at(storage, folders[number], lambda: storage)
 
 
@@ -227,10 +221,7 @@ class CommittedStep(NamedTuple):
     def archives(self, manifest: Manifest) -> list[NamedArchives]:
         """The step's own archives, and those of earlier steps that lend groups to it."""
         below = f"{self.folder}/" if self.folder else ""
-        own = [
-            (f"{below}{archive.name}", archive)
-            for archive in archives_of(self.storage, self.folder, manifest)
-        ]
+        own = [(f"{below}{archive.name}", archive) for archive in archives_of(self.storage, self.folder, manifest)]
         per_rank = manifest.ranks.per_rank if manifest.ranks else ()
         first = NamedArchives(
             self.storage,
@@ -253,8 +244,7 @@ class CommittedStep(NamedTuple):
         for (folder, step, archives), groups in groups_of.items():
             root = self.root()
             paths = [
-                (f"{folder}/{archive.name}", archive)
-                for archive in archives_in(root, folder, archives, manifest.step)
+                (f"{folder}/{archive.name}", archive) for archive in archives_in(root, folder, archives, manifest.step)
             ]
             lent_archives = first._replace(
                 storage=root,
@@ -281,10 +271,7 @@ def from_committed(
     for _ in range(TRIES):
         try:
             with contextlib.ExitStack() as stack:
-                archives = [
-                    StepArchives(sources, readers, stack, verify=verify)
-                    for sources in step.archives(manifest)
-                ]
+                archives = [StepArchives(sources, readers, stack, verify=verify) for sources in step.archives(manifest)]
                 parts = [source.part()._replace(made=manifest) for source in archives]
                 _check_names(parts, readers)
                 return use(parts)
@@ -293,9 +280,7 @@ def from_committed(
             if manifest == before:
                 raise
     path = step.storage.locate(step.folder)
-    raise StorageUnavailableError(
-        f"{path} was replaced {TRIES} times while it was read; load it again", path=path
-    )
+    raise StorageUnavailableError(f"{path} was replaced {TRIES} times while it was read; load it again", path=path)
 
 
 def _check_names(parts: Sequence[Part], readers: Readers) -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 
 from ...errors import CorruptCheckpointError, NotCommittedError
 from ...format import digests, index, safetensors, tar
-from ...runs.unmanaged import OF_DCP
+from ...runs.foreign_entries import OF_DCP
 from ...spec import BLOCK_BYTES, Json
 from ...state.names import Select, Selector, selector, shown
 from ...state.tree import StoredLeaf, flat

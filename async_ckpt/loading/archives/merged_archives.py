@@ -203,9 +203,7 @@ class MergedArchives(Contents):
                 )
         # A rank without a slice of a tensor does not know whether it is tied to another.
         ties = {
-            rank: tensor.alias_of
-            for rank, tensor in tensors.items()
-            if tensor.alias_of is not None or tensor.slices
+            rank: tensor.alias_of for rank, tensor in tensors.items() if tensor.alias_of is not None or tensor.slices
         }
         alias = None
         if any(i is not None for i in ties.values()):
@@ -265,9 +263,7 @@ class MergedArchives(Contents):
         if gaps and not self._opener.is_whole:
             # A caller that did not announce its tensors will want others, too: those that ranks divide among them.
             divided = [
-                n
-                for n, tensor in enumerate(self.index.tensors)
-                if tensor.alias_of is None and tensor.spread is None
+                n for n, tensor in enumerate(self.index.tensors) if tensor.alias_of is None and tensor.spread is None
             ]
             self._open([(number, within), *((n, None) for n in divided if n != number)])
             # Only a rank with a slice of a tensor knows what it is tied to.

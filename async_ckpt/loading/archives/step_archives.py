@@ -85,9 +85,7 @@ class NamedArchives(NamedTuple):
 class StepArchives:
     """Opens the archives of one step for one reader, on the thread that reads. `stack` closes them."""
 
-    def __init__(
-        self, named: NamedArchives, readers: Readers, stack: contextlib.ExitStack, *, verify: bool
-    ) -> None:
+    def __init__(self, named: NamedArchives, readers: Readers, stack: contextlib.ExitStack, *, verify: bool) -> None:
         self.named, self._readers, self._stack, self._verify = named, readers, stack, verify
         self._opened: dict[int, OpenArchive] = {}
         self._has_all_names = False
@@ -230,9 +228,7 @@ class StepArchives:
                 self.named.storage,
             )
             try:
-                opened[rank] = open_archive(
-                    storage, path, entry, self._verify, self._stack, self.named.named_by
-                )
+                opened[rank] = open_archive(storage, path, entry, self._verify, self._stack, self.named.named_by)
             except CorruptCheckpointError as error:
                 if isinstance(error.__cause__, FileNotFoundError) and (names := self._written_by(rank)):
                     first, more = ", ".join(names[:_MANY]), len(names) - _MANY

@@ -85,8 +85,7 @@ class Differences:
             self._missing += map(shown, lacking)
         else:
             self._lacks_selected |= any(
-                self._selector(path_of_key) or self._selector.reaches(dotted(path_of_key))
-                for path_of_key in lacking
+                self._selector(path_of_key) or self._selector.reaches(dotted(path_of_key)) for path_of_key in lacking
             )
 
     def add_value_of_each_rank(self, saved: ValuesByRank) -> None:

@@ -39,10 +39,7 @@ def is_plain_module(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
 
     `state_dict_of` takes the state dict, or returns the one taken before.
     """
-    if (
-        not isinstance(live, torch.nn.Module)
-        or type(live).load_state_dict is not torch.nn.Module.load_state_dict
-    ):
+    if not isinstance(live, torch.nn.Module) or type(live).load_state_dict is not torch.nn.Module.load_state_dict:
         return False
     for module in live.modules():
         hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())

@@ -118,9 +118,7 @@ class Match:
         """Fill one of torch's optimizers, or convert the state to the form that another one loads."""
         try:
             saved = self._with_empty_state(saved, path)
-            converter = OptimizerConverter(
-                live, saved, lambda: names_of_parameters(self._root), self._state_dicts.of
-            )
+            converter = OptimizerConverter(live, saved, lambda: names_of_parameters(self._root), self._state_dicts.of)
             saved = converter.convert(saved, is_of_some=lambda key: self.archive.is_of_some((*path, key)))
             if is_plain_optimizer(live):
                 return self._optimizer(live, saved, path)
@@ -207,9 +205,7 @@ class Match:
         if not is_sharded(live):
             return [(None, live)]
         slices, parts, _ = self._slicer.slice(live, name=shown(path))
-        return [
-            (rectangle.global_offsets, part) for rectangle, part in zip(slices.rectangles, parts, strict=True)
-        ]
+        return [(rectangle.global_offsets, part) for rectangle, part in zip(slices.rectangles, parts, strict=True)]
 
     def _module(self, module: torch.nn.Module, saved: Any, path: Path) -> Any:
         if not isinstance(saved, dict):
@@ -246,9 +242,7 @@ class Match:
         plain = PlainNames(live)
         expected = saved
         # Taking the state dict may gather what is sharded.
-        if (plain.are_shown or may_be_wrapped(saved)) and isinstance(
-            state := self._state_dicts.of(live), dict
-        ):
+        if (plain.are_shown or may_be_wrapped(saved)) and isinstance(state := self._state_dicts.of(live), dict):
             names = plain.of(state)
             live_name_of = {name: raw for raw, name in names.items()}
             values = self._by_plain_name(names, saved, path)
@@ -276,9 +270,7 @@ class Match:
         sizes = [len(group["params"]) for group in groups]
         live_sizes = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != live_sizes:
-            self.differences.add(
-                path, f"has parameter groups of {live_sizes} here and of {sizes} in the checkpoint"
-            )
+            self.differences.add(path, f"has parameter groups of {live_sizes} here and of {sizes} in the checkpoint")
             return optimizer
         if why := kind_difference(optimizer, groups):
             self.differences.add(path, f"{why}")
@@ -376,11 +368,7 @@ class Match:
     def _sequence(self, live: Any, saved: Any, path: Path) -> Any:
         if not live and type(live) is not deque:
             return self._materialize(saved)
-        if (
-            len(live) != len(saved)
-            and isinstance(live, list | deque)
-            and not any(map(is_filled_in_place, live))
-        ):
+        if len(live) != len(saved) and isinstance(live, list | deque) and not any(map(is_filled_in_place, live)):
             self._set_items(live, self._materialize(list(saved)))  # such as a history that has grown
             return live
         if len(live) != len(saved):

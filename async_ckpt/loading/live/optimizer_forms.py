@@ -136,9 +136,7 @@ class OptimizerConverter:
         live = self._optimizer.param_groups
         if self._own is not None and _sizes(live) != (sizes := _sizes(self._own["param_groups"])):
             if _sizes(inner) != sizes:
-                raise ValueError(
-                    "counts its parameters in a way of its own, and the checkpoint has their names"
-                )
+                raise ValueError("counts its parameters in a way of its own, and the checkpoint has their names")
             live = inner
         return [group["params"] for group in live]
 
@@ -172,8 +170,7 @@ class OptimizerConverter:
                 )
             known = self._known()
             names = [
-                [_name_of(parameter, known, own, _IS_NUMBERED) for parameter in group_names]
-                for group_names in live
+                [_name_of(parameter, known, own, _IS_NUMBERED) for parameter in group_names] for group_names in live
             ]
         self._refuse_another_kind(groups)
         _refuse_twice([name for group_names in names for name in group_names])
@@ -243,9 +240,7 @@ def _by_name(saved: Mapping[str, Any]) -> _ByName:
     return _nested(saved) if _is_nested(saved) else _flat(saved)
 
 
-def _group(
-    by_name: _ByName, ids: list[list[tuple[Any, str]]], is_of_some: Callable[[str], bool]
-) -> dict[str, Any]:
+def _group(by_name: _ByName, ids: list[list[tuple[Any, str]]], is_of_some: Callable[[str], bool]) -> dict[str, Any]:
     """A nested state in these groups, which list the key and the name of each parameter."""
     states: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -264,9 +259,7 @@ def _group(
         left -= own
     left = {name for name in left if not by_name.is_flat or not is_of_some(by_name.key_of(name))}
     if left:
-        raise ValueError(
-            f"has parameters in the checkpoint that it lacks here: {', '.join(sorted(left))[:200]}"
-        )
+        raise ValueError(f"has parameters in the checkpoint that it lacks here: {', '.join(sorted(left))[:200]}")
     return {
         "state": {identifier: state for identifier, state in states.items() if state},
         "param_groups": groups,
@@ -302,9 +295,7 @@ _IS_NUMBERED: Final = (
 )
 
 
-def _name_of(
-    parameter: torch.Tensor, known: Names, saved_names: Collection[str], why: str = _IS_NAMED
-) -> str:
+def _name_of(parameter: torch.Tensor, known: Names, saved_names: Collection[str], why: str = _IS_NAMED) -> str:
     candidates = sorted({*known.get(id(parameter), ())}.intersection(saved_names))
     if not candidates:
         raise ValueError(why)
@@ -314,9 +305,7 @@ def _name_of(
 def _refuse_twice(names: Sequence[str]) -> None:
     if len({*names}) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(
-            f"has several parameters of one name, in several modules beside it: {', '.join(twice)[:200]}"
-        )
+        raise ValueError(f"has several parameters of one name, in several modules beside it: {', '.join(twice)[:200]}")
 
 
 def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
@@ -343,11 +332,7 @@ def _is_nested(saved: Any) -> bool:
         return False
     names = [name for own in params for name in own or ()]
     states = saved.get("state", {}).values()
-    return (
-        bool(names)
-        and all(type(name) is str for name in names)
-        and all(isinstance(state, dict) for state in states)
-    )
+    return bool(names) and all(type(name) is str for name in names) and all(isinstance(state, dict) for state in states)
 
 
 def _is_flat(saved: Any) -> bool:

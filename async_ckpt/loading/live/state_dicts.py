@@ -47,9 +47,7 @@ class LiveStateDicts:
                 inner = list(value.values())
             elif isinstance(value, SEQUENCES):
                 inner = list(value)
-            elif callable(getattr(value, "load_state_dict", None)) and callable(
-                getattr(value, "state_dict", None)
-            ):
+            elif callable(getattr(value, "load_state_dict", None)) and callable(getattr(value, "state_dict", None)):
                 if not is_plain_optimizer(value):
                     with suppress(Exception):
                         self.of(value)

@@ -110,9 +110,7 @@ class Bucket:
         """Make a request, which s3fs repeats if that helps. Parameters that the method does not have are left out."""
         return self._await(lambda request: request(method), name, **parameters)
 
-    def _await(
-        self, requests: Callable[[Callable[..., Any]], Awaitable[Any]], name: str, **parameters: Any
-    ) -> Any:
+    def _await(self, requests: Callable[[Callable[..., Any]], Awaitable[Any]], name: str, **parameters: Any) -> Any:
         """Run a coroutine function that makes requests, on the loop of s3fs, within the deadline."""
         from fsspec.asyn import sync  # type: ignore[import-untyped]
 
@@ -223,9 +221,7 @@ class Bucket:
             return True
 
         return self.creates_exclusively() and bool(
-            self._conditions.replace(
-                put, is_there=partial(self._is_there, name, version), accepts=self._accepts
-            )
+            self._conditions.replace(put, is_there=partial(self._is_there, name, version), accepts=self._accepts)
         )
 
     def _is_there(self, name: str, version: str) -> bool:
@@ -320,9 +316,7 @@ class Bucket:
         moment: Moment = self.call("head_object", name)["LastModified"]
         return moment
 
-    def abort_uploads(
-        self, bucket: str, prefix: str, before: float = math.inf, *, exact: bool = False
-    ) -> list[str]:
+    def abort_uploads(self, bucket: str, prefix: str, before: float = math.inf, *, exact: bool = False) -> list[str]:
         """Abort uploads to keys with this prefix (`exact`: to this key), begun before this time. Returns their keys."""
         stale = [
             (upload["Key"], upload["UploadId"])

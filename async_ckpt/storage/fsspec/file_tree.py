@@ -238,9 +238,7 @@ class Draft:
             self._fs.makedirs(folder, exist_ok=True)
         except Exception as error:  # some filesystems fail if others make the folder at the same time
             if not self._fs.isdir(folder):
-                raise NotADirectoryError(
-                    errno.ENOTDIR, f"no folder could be made: {error}", folder
-                ) from error
+                raise NotADirectoryError(errno.ENOTDIR, f"no folder could be made: {error}", folder) from error
 
     def commit(self, *, create: bool = False) -> None:
         if self._temp is None:

@@ -148,9 +148,7 @@ def _class_of(scheme: str) -> Any:
     except ImportError as error:
         missing = next((e.name for e in chain(error) if isinstance(e, ImportError) and e.name), "")
         package = '"async_ckpt[fsspec]"' if scheme in ("s3", "s3a") else missing.partition(".")[0]
-        raise ImportError(
-            f"{scheme}:// needs a package that is missing ({error}): pip install {package}"
-        ) from error
+        raise ImportError(f"{scheme}:// needs a package that is missing ({error}): pip install {package}") from error
 
 
 def _for_s3fs(options: Mapping[str, Any], known: set[str]) -> dict[str, Any]:

@@ -61,9 +61,7 @@ class _HoldingSink:
 
     def _check_size(self, num_bytes: int | None) -> None:
         if num_bytes != self.num_bytes:
-            raise OSError(
-                errno.EIO, f"acknowledged and lost: {num_bytes} bytes are there of {self.num_bytes}"
-            )
+            raise OSError(errno.EIO, f"acknowledged and lost: {num_bytes} bytes are there of {self.num_bytes}")
 
     def _discard(self) -> None:
         raise NotImplementedError
@@ -209,9 +207,7 @@ class MultipartSink(_HoldingSink):
             )
         except FileNotFoundError as error:
             # The response to a first try may have been lost: then the e-tag is that of these parts.
-            if "NoSuchUpload" not in codes_of(error) or self._bucket.info(self._name).version != _etag_of(
-                parts
-            ):
+            if "NoSuchUpload" not in codes_of(error) or self._bucket.info(self._name).version != _etag_of(parts):
                 raise
 
     def _discard(self) -> None:
@@ -240,9 +236,7 @@ class AppendingSink(_HoldingSink):
     A thread that brings a segment while another one is writing leaves it to that thread, so none waits.
     """
 
-    def __init__(
-        self, files: FileTree, name: str, num_bytes: int, shown_as: str, translate: Translate
-    ) -> None:
+    def __init__(self, files: FileTree, name: str, num_bytes: int, shown_as: str, translate: Translate) -> None:
         super().__init__(num_bytes, shown_as, translate)
         self._files = files
         self._name = name

@@ -186,9 +186,7 @@ class FsspecStorage:
             sizes = self._place.sizes(self._place.name(folder))
         for path in sizes:
             if any(part in ("", ".", "..") for part in path.split("/")):
-                raise unusable_name(
-                    self.locate(folder), f"{path!r:.200} has an empty part, or one that is . or .."
-                )
+                raise unusable_name(self.locate(folder), f"{path!r:.200} has an empty part, or one that is . or ..")
         return dict(sorted(sizes.items()))
 
     def exists(self, path: str) -> bool:
@@ -227,9 +225,7 @@ class FsspecStorage:
             with self._translate_errors(folder):
                 now = self._place.now().timestamp()
                 dead = [
-                    name
-                    for name in names
-                    if now - self._modified_seconds(paths[name], now) > stores.ORPHAN_SECONDS
+                    name for name in names if now - self._modified_seconds(paths[name], now) > stores.ORPHAN_SECONDS
                 ]
         except StorageUnavailableError as error:  # without the store's clock there is no proof
             _log.debug("nothing was swept: %s", error)
@@ -297,9 +293,7 @@ class FsspecStorage:
                     needed_bytes=num_bytes,
                     free_bytes=None,
                 ) from cause
-            raise StorageUnavailableError(
-                f"{shown_path}: {reason}; {advice_on(error)}", path=shown_path
-            ) from cause
+            raise StorageUnavailableError(f"{shown_path}: {reason}; {advice_on(error)}", path=shown_path) from cause
 
 
 def _reason_of(error: BaseException, secrets: Sequence[str]) -> str:

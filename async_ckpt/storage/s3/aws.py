@@ -118,9 +118,7 @@ class AwsSetup:
         names = ("access_key_id", "secret_access_key", "session_token")
         sources: tuple[Mapping[str, str], ...] = (profile,) if self._profile else (os.environ, profile)
         for source in sources:
-            keys = {
-                name: source.get(f"AWS_{name.upper()}") or source.get(f"aws_{name}", "") for name in names
-            }
+            keys = {name: source.get(f"AWS_{name.upper()}") or source.get(f"aws_{name}", "") for name in names}
             if keys["access_key_id"]:
                 return {name: value for name, value in keys.items() if value}
         return {}

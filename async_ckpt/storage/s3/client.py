@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 
 from ... import spans
 from ...errors import StorageUnavailableError
-from ...host.calls import StuckError, WatchedCall
 from ...host.deadlines import ABORT_SECONDS, REQUEST_SECONDS
+from ...host.watched_calls import StuckError, WatchedCall
 from ...spans import TIMEKEEPER, Timekeeper
 from ...spec import KIB
 from .. import retry, stores
@@ -34,9 +34,7 @@ class Client:
     Making one sends no request. From any thread. `options` are those of BucketSettings.
     """
 
-    def __init__(
-        self, url: str, options: Mapping[str, Any] | None = None, timer: Timekeeper = TIMEKEEPER
-    ) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, timer: Timekeeper = TIMEKEEPER) -> None:
         self.timer = timer
         self.settings = BucketSettings(url, options)
         runtime.require(self.settings.url)
@@ -65,9 +63,7 @@ class Client:
             return False
         keys = [self.key(path) for path in paths]
         try:
-            self.persist(
-                lambda: self.ask_once(paths[0], lambda store: obstore.delete(store, keys), kind="many")
-            )
+            self.persist(lambda: self.ask_once(paths[0], lambda store: obstore.delete(store, keys), kind="many"))
         except (FileNotFoundError, StorageUnavailableError):
             self._deletes_many = False
         return self._deletes_many
@@ -218,9 +214,7 @@ class Client:
 
                 limit = spans.from_now(stores.ORPHAN_SECONDS)
                 options = {**self.settings.options, "deadline_seconds": ABORT_SECONDS}
-                abort_stale_uploads(
-                    self.settings.bucket, self.key(path), older_than=limit, options=options, exact=True
-                )
+                abort_stale_uploads(self.settings.bucket, self.key(path), older_than=limit, options=options, exact=True)
 
 
 def version_of(meta: Any) -> str:

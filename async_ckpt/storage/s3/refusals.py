@@ -39,9 +39,7 @@ ADVICE: Final = {
 EXPIRED_CODES: Final = frozenset({code for code, advice in ADVICE.items() if advice is LOG_IN})
 UNSUPPORTED_STATUSES: Final = frozenset({400, 405, 501})  # for an unknown condition
 TRANSIENT_STATUSES: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
-TRANSIENT_CODES: Final = frozenset(
-    {"SlowDown", "InternalError", "RequestTimeout", "ServiceUnavailable", "ServerBusy"}
-)
+TRANSIENT_CODES: Final = frozenset({"SlowDown", "InternalError", "RequestTimeout", "ServiceUnavailable", "ServerBusy"})
 # Two writers at once, neither of which has won yet; or an upload that is gone, since it was aborted, or its completion
 # succeeded and the response was lost. All of these are repeated.
 CONFLICT_CODES: Final = frozenset({"ConditionalRequestConflict", "OperationAborted", "NoSuchUpload"})

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from ...host.calls import WatchedCall
 from ...host.life import Life
+from ...host.watched_calls import WatchedCall
 from ...spans import Timekeeper
 from ..interface import MemoryLoan
 

@@ -18,9 +18,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import StorageUnavailableError
-from ...host.calls import StuckError, WatchedCall
 from ...host.deadlines import DROP_SECONDS
 from ...host.threads import Running, running_future, start_thread
+from ...host.watched_calls import StuckError, WatchedCall
 from .. import retry, stores
 from ..interface import Reader
 from .client import Client
@@ -272,9 +272,7 @@ class ObjectReader(Reader):
         except FileExistsError:
             is_same = False
         if not is_same:
-            raise StorageUnavailableError(
-                f"{shown} was replaced while it was being read; load it again", path=shown
-            )
+            raise StorageUnavailableError(f"{shown} was replaced while it was being read; load it again", path=shown)
 
     def close(self) -> None:
         """Nothing is held between reads."""

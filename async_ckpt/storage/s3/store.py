@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from ... import spans
 from ...errors import StorageUnavailableError
-from ...host.calls import WatchedCall
 from ...host.threads import run_together
+from ...host.watched_calls import WatchedCall
 from ...spans import TIMEKEEPER, Timekeeper
 from .. import stores
 from ..bulk import delete
@@ -44,9 +44,7 @@ class ObjectStorage:
     remote = True
     in_order = True
 
-    def __init__(
-        self, url: str, options: Mapping[str, Any] | None = None, timer: Timekeeper = TIMEKEEPER
-    ) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, timer: Timekeeper = TIMEKEEPER) -> None:
         self._client = Client(url, options, timer)
         self.url = self._client.settings.url
         self._lock = threading.Lock()
@@ -114,9 +112,7 @@ class ObjectStorage:
     def move(self, path: str, to: str) -> None:
         import obstore
 
-        self._client.ask(
-            path, lambda store: obstore.copy(store, self._client.key(path), self._client.key(to))
-        )
+        self._client.ask(path, lambda store: obstore.copy(store, self._client.key(path), self._client.key(to)))
         self.delete(path)
 
     def delete(self, path: str) -> None:
@@ -195,8 +191,7 @@ class ObjectStorage:
             return []
         limit = spans.before(self._client.now(), stores.ORPHAN_SECONDS)
         written = {
-            meta["path"].rpartition("/")[2]: meta["last_modified"]
-            for meta in self._client.list(folder)["objects"]
+            meta["path"].rpartition("/")[2]: meta["last_modified"] for meta in self._client.list(folder)["objects"]
         }
         dead = [name for name in names if name in written and written[name] < limit]
         for name in dead if delete else ():
@@ -314,9 +309,7 @@ class ObjectStorage:
             key = self._client.key(path)
             for mode in modes:
                 try:
-                    self._client.ask(
-                        path, partial(lambda mode, store: obstore.put(store, key, b"", mode=mode), mode)
-                    )
+                    self._client.ask(path, partial(lambda mode, store: obstore.put(store, key, b"", mode=mode), mode))
                 except FileExistsError:
                     continue
                 except StorageUnavailableError as error:

@@ -82,9 +82,7 @@ def foreign_kind(names: Collection[str]) -> str | None:
     return None
 
 
-def foreign_steps(
-    storage: Storage, is_own: Callable[[str], bool], is_library_name: Callable[[str], bool]
-) -> list[str]:
+def foreign_steps(storage: Storage, is_own: Callable[[str], bool], is_library_name: Callable[[str], bool]) -> list[str]:
     """The folders of steps, of any known naming, that have files of other programs; the newest first.
 
     `is_library_name` recognizes the leftovers of killed processes of this library.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_ckpt.state.containers import ListItems, nested
+from async_ckpt.state.per_rank import ListItems, nested
 from async_ckpt.state.skeletons import merge
 from async_ckpt.state.tree import Encoder, decode
 
@@ -45,11 +45,7 @@ def test_paths_that_contradict_each_other_are_refused(paths):
 
 def test_items_of_several_ranks_are_one_list():
     parts = {
-        rank: node(
-            nested(
-                [(("l", rank), {"rank": rank}), (("l", 3), "alike"), (("own", f"{rank}"), 1)], are_all=False
-            )
-        )
+        rank: node(nested([(("l", rank), {"rank": rank}), (("l", 3), "alike"), (("own", f"{rank}"), 1)], are_all=False))
         for rank in (2, 0, 1)
     }
     assert decode(parts[0])[0]["l"] == ListItems({0: {"rank": 0}, 3: "alike"})
