@@ -94,7 +94,7 @@ def export_hf(
         held = state_or_model if isinstance(state_or_model, SnapshotView) else None
         refuse_guard([held] if held is not None else [], guard)
         place = written_at(destination)
-        others = ExportMessages(place)
+        others = ExportMessages(place, storage)
         try:
             weights = weights_of(state_or_model, config_files)
         except BaseException as error:

@@ -78,8 +78,9 @@ class ExportMessages:
     replace their output, and they stop waiting for it. Made by each call of `export_hf`.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, destination: Storage) -> None:
         self._words: Words | None = None
+        self._destination = destination
         with contextlib.suppress(ValueError):  # without a process group there are no other ranks
             world = world_of(None, None)
             if world.store is not None:
@@ -97,9 +98,20 @@ class ExportMessages:
             with contextlib.suppress(RuntimeError):  # no store: nobody is informed, and no export fails
                 self._words.say(f"{self._key}/{'spread' if is_spread else 'whole'}", str(self._rank))
 
+    def announce_parts(self, folder: str) -> None:
+        """Say in which folder of parts a rank whose weights are spread leaves its slices."""
+        if self._words is not None:
+            with contextlib.suppress(RuntimeError):
+                self._words.say(f"{self._key}/parts", folder)
+
     def check_whole(self) -> None:
-        """Raises UnsupportedStateError if another rank's weights are spread. For ranks whose weights are whole."""
+        """Raises UnsupportedStateError if another rank's weights are spread. For ranks whose weights are whole.
+
+        That rank may have looked for this one's message before there was one, and be done: then its part goes here.
+        """
         if self._speaker_of("spread") is not None:
+            if (folder := self._speaker_of("parts")) is not None:
+                _delete_parts(self._destination, folder)
             raise UnsupportedStateError(
                 "none of this rank's weights is spread over ranks, but those that other ranks export to the same "
                 "folder are; nothing was written: make DTensors of this rank's weights, if need be on a mesh of "
@@ -129,15 +141,15 @@ class PartsFolder:
 
     def __init__(self, place: Place, destination: Storage) -> None:
         self.world = world_of(None, None)
-        self._folder = f"{_FOLDER}-{_token(self.world)}-{next(_counter)}"
+        self.folder = f"{_FOLDER}-{_token(self.world)}-{next(_counter)}"
+        self._destination = destination
         if destination.remote:
             # Inside the destination: no reader takes it for a part of a model, and it is deleted at the end.
-            self._above = destination
-            self.storage = replace(place, url=f"{place.text.rstrip('/')}/{self._folder}").storage()
+            self.storage = replace(place, url=f"{place.text.rstrip('/')}/{self.folder}").storage()
         else:
-            above, _, name = destination.locate("").rstrip(os.sep).rpartition(os.sep)
-            self._folder += f"-{name}"
-            self._above, self.storage = LocalStorage(above), LocalStorage(f"{above}/{self._folder}")
+            above, name = os.path.split(destination.locate("").rstrip(os.sep))
+            self.folder += f"-{name}"
+            self.storage = LocalStorage(f"{above}/{self.folder}")
 
     def target(self) -> FileTarget:
         return FileTarget(self.storage, self._name(self.world.rank))
@@ -160,11 +172,16 @@ class PartsFolder:
         return [self._name(rank) for rank in range(self.world.size)]
 
     def delete(self) -> None:
-        with contextlib.suppress(CheckpointError, OSError):
-            self._above.delete_all(self._folder)
+        _delete_parts(self._destination, self.folder)
 
     def _name(self, rank: int) -> str:
         return f"rank_{rank:05d}.tar"
+
+
+def _delete_parts(destination: Storage, folder: str) -> None:
+    above = destination if destination.remote else LocalStorage(os.path.dirname(destination.locate("").rstrip(os.sep)))
+    with contextlib.suppress(CheckpointError, OSError):
+        above.delete_all(folder)
 
 
 def begin_spread(
@@ -172,6 +189,7 @@ def begin_spread(
 ) -> SaveHandle:
     """Copy what this rank holds, and begin to write it; on rank 0, the folder after it."""
     saver = slices_saver(parts.world)
+    others.announce_parts(parts.folder)
     try:
         part = saver.save(FileRequest({_KEY: _first_replicas(weights.tensors)}, parts.target(), guard=guard))
     except BaseException as error:

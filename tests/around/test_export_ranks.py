@@ -125,7 +125,7 @@ def test_a_rank_that_lacks_some_weights_leaves_a_gap_that_is_told(worlds: Worlds
     assert not worlds.root.exists() or not list(worlds.root.iterdir())
 
 
-WHOLE_ON_ONE = """
+EXPORTING = """
 import async_ckpt
 from torch.distributed.device_mesh import DeviceMesh
 meshes = [DeviceMesh("cpu", [rank]) for rank in range(here.size)]
@@ -141,6 +141,10 @@ def export(weights, say=None):
     except Exception as error:
         here.tell([type(error).__name__, str(error)])
 
+"""
+WHOLE_ON_ONE = (
+    EXPORTING
+    + """
 for culprit in (1, 0):
     if here.rank == culprit:
         here.hear("called")
@@ -156,6 +160,7 @@ export(own | odd if here.rank == 1 else own)
 here.meet("failed")
 export({name: value + 1 for name, value in own.items()})
 """
+)
 
 
 def test_a_rank_whose_weights_are_whole_replaces_nothing_and_nobody_waits_for_it(worlds: Worlds):
@@ -171,6 +176,24 @@ def test_a_rank_whose_weights_are_whole_replaces_nothing_and_nobody_waits_for_it
     assert rank_0[3][0] == rank_1[3][0] == "done"
     found = exported(worlds.root / "hf")
     assert {name: tensor[0, 0].item() for name, tensor in found.items()} == {"layer0": 1, "layer1": 1}
+    assert [path.name for path in worlds.root.iterdir()] == ["hf"]
+
+
+def test_the_part_of_a_rank_that_was_done_before_it_could_know_goes_with_the_refusal(worlds: Worlds):
+    late = """
+export(own)
+here.meet("exported")
+if here.rank == 1:
+    export(own)
+    here.say("done")
+else:
+    here.hear("done")
+    export({"embed": torch.ones(4)})
+"""
+    rank_0, rank_1 = (one.told for one in worlds.run(2, EXPORTING + late))
+
+    assert [one[0] for one in rank_0] == ["done", "UnsupportedStateError"]
+    assert [one[0] for one in rank_1] == ["done", "done"]
     assert [path.name for path in worlds.root.iterdir()] == ["hf"]
 
 
