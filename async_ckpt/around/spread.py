@@ -231,8 +231,10 @@ class SpreadExport(Export):
 
     async def _write(self, off_loop: OffLoop) -> None:
         try:
-            await asyncio.wrap_future(self._part)
+            await asyncio.gather(asyncio.wrap_future(self._part), return_exceptions=True)
+            # First of all: a rank that refuses takes the folder away, also while a part is written to it.
             await off_loop(self._check_others_export)
+            self._part.result()
             if self._parts.world.rank == 0:
                 await self._wait_for_others(off_loop)
                 await off_loop(self._write_folder)
