@@ -148,6 +148,9 @@ def forks_on_purpose() -> None:
     warnings.filterwarnings("ignore", r".*multi-threaded, use of fork\(\)", DeprecationWarning)
 
 
+_ROOT = Path(async_ckpt.__file__).parents[1]
+
+
 class Nursery:
     """Runs scripts in processes of their own, at the price of a fork each."""
 
@@ -160,9 +163,10 @@ class Nursery:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            cwd=_ROOT,  # that of the test which happens to be the first may go with it
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(async_ckpt.__file__).parents[1])]),
+                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(_ROOT)]),
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
             },
