@@ -1,9 +1,9 @@
 """The command `async-ckpt`: what is there, whether it is whole, and what is in it.
 
-- `main.py` has the words of the command, their options, and the exit status; `screen.py` writes tables, or JSON.
-- `listing.py`: the steps of a run, the runs in a folder, the versions of a publication.
-- `inspection.py`: the names in a checkpoint, with shapes, places and statistics.
-- `soundness.py`: every byte against its digest. `doctor.py`: what this machine has.
+- `main.py` has the words of the command, and the exit status; `options.py` the options that they share.
+- `screen.py` writes tables, or JSON, and has the answer that is no.
+- Each word has a module that finds out and shows: `listing.py` (ls), `inspection.py`, `soundness.py` (verify),
+  `doctor.py`.
 
 It calls the public API, and `loading` and `runs` where that does not suffice. Nothing imports it.
 """

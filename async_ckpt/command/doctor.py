@@ -1,6 +1,6 @@
 """The facts about this machine that matter for checkpoints, one line for each, with advice.
 
-In: the machine, and a root where one is given. Out: lines. Knows nothing of: terminals.
+In: the machine, and a root where one is given. Out: findings, and their table. Knows nothing of: arguments.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import typer
+
 from ..host.limits import num_cpus
 from ..report import sized
 from ..storage.place import Place
+from .screen import NO, escaped, print_json, print_table
 
 Verdict = Literal["ok", "note", "bad"]
 
@@ -49,6 +52,21 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def show(root: Place | None, *, as_json: bool) -> None:
+    """Print the findings.
+
+    Raises:
+        typer.Exit: one of them is bad.
+    """
+    lines = list(findings(root))
+    if as_json:
+        print_json("findings", {"findings": [line.as_json() for line in lines]})
+    else:
+        print_table(("", "what", "is"), ((one.verdict, one.subject, escaped(one.text)) for one in lines))
+    if any(one.verdict == "bad" for one in lines):
+        raise typer.Exit(NO)
 
 
 def findings(root: Place | None) -> Iterator[Finding]:

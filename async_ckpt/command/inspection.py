@@ -1,6 +1,6 @@
 """The names in a checkpoint, with their shapes, places and statistics.
 
-In: archives that `loading` has opened. Out: rows of plain values. Knows nothing of: terminals. Nothing is unpickled.
+In: a place. Out: rows of plain values, and their table. Knows nothing of: arguments. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from typing import Any, Final
 import torch
 
 from ..loading.archives.contents import Contents, Part
+from ..loading.archives.find import from_path
 from ..loading.ranges import Range, read_ranges
+from ..report import sized
 from ..spec import DTYPES
 from ..state.names import dotted, shown
 from ..state.tree import StoredLeaf, leaves
+from ..storage.place import Place
+from .screen import Answer, escaped, print_json, print_table, print_text, short
 
 # What is in memory at once of a tensor whose statistics are taken.
 _CHUNK_BYTES: Final = 32 << 20
@@ -48,6 +52,52 @@ class NameRow:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -> None:
+    """Print the table of the names in a checkpoint, or its document.
+
+    Raises:
+        Answer: none of the names matches.
+    """
+    rows = from_path(place, lambda parts: rows_of(parts, patterns, stats=stats), verify=True)
+    if not rows:
+        raise Answer(f"{place.shown}: none of its names is {', '.join(patterns)}")
+    if as_json:
+        print_json("names", {"place": place.shown, "names": [row.as_json() for row in rows]})
+        return
+    statistics = ("min", "max", "mean", "std", "norm", "num_nan", "num_inf") if stats else ()
+    print_table(
+        ("name", "kind", "dtype", "shape", "size", "value", *statistics, "files"),
+        ((*_columns(row), *_statistics_in(row, statistics), _num_files(row)) for row in rows),
+        right=("size", *statistics, "files"),
+    )
+    totals: dict[str, int] = {}
+    for row in rows:
+        top = row.name.partition(".")[0]
+        totals[top] = totals.get(top, 0) + (row.num_bytes if row.alias_of is None else 0)
+    parts = ", ".join(f"{escaped(top)} {sized(size)}" for top, size in totals.items() if size)
+    print_text(f"{len(rows)} names, {sized(sum(totals.values()))}" + (f": {parts}" if parts else ""), "dim")
+
+
+def _columns(row: NameRow) -> tuple[str, ...]:
+    return (
+        escaped(row.name),
+        row.kind if row.alias_of is None else f"= {escaped(row.alias_of)}",
+        row.dtype or "",
+        "" if row.shape is None else "x".join(map(str, row.shape)) or "scalar",
+        sized(row.num_bytes) if row.dtype else "",
+        short(row.value) if row.kind == "value" else "",
+    )
+
+
+def _statistics_in(row: NameRow, keys: Sequence[str]) -> Iterator[str]:
+    return ("" if row.stats is None else f"{row.stats[key]:.5g}" for key in keys)
+
+
+def _num_files(row: NameRow) -> str:
+    files = {one.file for one in row.places}
+    return str(len(files)) if len(files) > 1 else ""
 
 
 def rows_of(parts: Sequence[Part], patterns: Sequence[str], *, stats: bool) -> list[NameRow]:

@@ -1,6 +1,6 @@
 """The steps of a run, the runs in a folder, and the versions of a publication, as rows.
 
-In: a storage. Out: rows of plain values. Knows nothing of: terminals.
+In: a place. Out: rows of plain values, and their table. Knows nothing of: arguments.
 
 A manifest that cannot be read is a row like others; nothing is changed on storage.
 """
@@ -16,13 +16,15 @@ from typing import Any, Final
 
 from ..errors import CheckpointError
 from ..host.threads import run_together
+from ..report import sized
 from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Manifest, is_retired_name, parse_intent
 from ..runs.naming import TRACKERS, parse_step_name, pattern_of
 from ..runs.run import Run
-from ..spans import Clock
+from ..spans import Clock, wall_time
 from ..storage.interface import Storage
 from ..storage.place import Place
+from .screen import USAGE, Answer, age, escaped, print_json, print_table, short
 
 _VERSION: Final = re.compile(r"weight_v\d{6,18}")
 _READERS: Final = 32
@@ -71,6 +73,27 @@ class VersionRow:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def show(place: Place, *, with_all: bool, as_json: bool) -> None:
+    """Print the table of what is at a place, or its document.
+
+    Raises:
+        Answer: there is nothing to list.
+    """
+    kind = kind_of(place)
+    if kind == "publication":
+        _print_versions(place, versions_of(place.storage()), as_json=as_json)
+    elif kind == "runs":
+        _print_runs(place, runs_in(place, clock=wall_time), as_json=as_json)
+    elif kind == "run":
+        _print_steps(place, steps_of(place.storage(), clock=wall_time, with_all=with_all), as_json=as_json)
+    elif kind == "step":
+        raise Answer(
+            f"{place.shown} is the folder of one step; look into it with async-ckpt inspect, or list its run", USAGE
+        )
+    else:
+        raise Answer(f"{place.shown}: no run, no step and no publication there")
 
 
 def kind_of(place: Place) -> str:
@@ -206,3 +229,74 @@ def _is_run(place: Place, name: str) -> bool:
 
 def _below(place: Place, name: str) -> Place:
     return replace(place, url=f"{place.text.rstrip('/')}/{name}")
+
+
+def _print_versions(place: Place, rows: Sequence[VersionRow], *, as_json: bool) -> None:
+    if as_json:
+        print_json("versions", {"place": place.shown, "versions": [row.as_json() for row in rows]})
+        return
+    print_table(
+        ("version", "kind", "base", "size", "marks"),
+        (
+            (
+                str(row.version),
+                row.kind,
+                "" if row.base is None else str(row.base),
+                sized(row.num_bytes),
+                ", ".join(row.marks),
+            )
+            for row in rows
+        ),
+        right=("version", "base", "size"),
+    )
+
+
+def _print_runs(place: Place, rows: Sequence[RunRow], *, as_json: bool) -> None:
+    if as_json:
+        print_json("runs", {"place": place.shown, "runs": [row.as_json() for row in rows]})
+        return
+    now = wall_time()
+    print_table(
+        ("run", "steps", "latest", "age", "size"),
+        (
+            (
+                escaped(row.name),
+                str(row.num_steps),
+                "" if row.latest is None else str(row.latest),
+                "" if row.created is None else age(row.created, now),
+                sized(row.num_bytes),
+            )
+            for row in rows
+        ),
+        right=("steps", "latest", "age", "size"),
+    )
+
+
+def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> None:
+    if as_json:
+        print_json("steps", {"place": place.shown, "steps": [row.as_json() for row in rows]})
+        return
+    now = wall_time()
+    metrics = sorted(
+        {
+            key
+            for row in rows
+            for key, value in row.record.items()
+            if isinstance(value, int | float | str) and key not in ("rolling", "ttl_seconds")
+        }
+    )
+    print_table(
+        ("step", "age", "size", "ranks", *map(escaped, metrics), "marks"),
+        (
+            (
+                str(row.step),
+                "" if row.created is None else age(row.created, now),
+                "" if row.num_bytes is None else sized(row.num_bytes),
+                str(row.num_ranks) if row.num_ranks else "",
+                *(short(row.record[key]) if key in row.record else "" for key in metrics),
+                ", ".join(row.marks),
+            )
+            for row in rows
+        ),
+        right=("step", "age", "size", "ranks", *metrics),
+    )

@@ -21,9 +21,22 @@ from rich.text import Text
 
 from ..spans import shown_time
 
+# Exit statuses, beside 0 and that of Ctrl-C.
+NO: Final = 1
+USAGE: Final = 2
+STORAGE: Final = 74  # EX_IOERR of sysexits.h
+
 # The version of the JSON documents. Keys are only added to them.
 JSON_VERSION: Final = 1
 _WIDE: Final = 10_000
+
+
+class Answer(Exception):
+    """An answer that is no, or a wrong call: what is said of it on stderr, and the exit status."""
+
+    def __init__(self, text: str, status: int = NO) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 def console() -> Console:

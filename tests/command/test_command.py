@@ -22,7 +22,6 @@ from rank_archives import commit, write_all
 from states import open_run
 
 import async_ckpt
-from async_ckpt.command import main
 from async_ckpt.command.main import status_of
 
 ESCAPES = "red\x1b[31m\nnext"
@@ -259,13 +258,16 @@ def test_doctor_says_how_things_are_and_no_secret(tmp_path: Path) -> None:
         (("ls", "nonsense://x"), 2, "nonsense"),
         (("ls",), 2, "Missing argument"),
         (("frobnicate",), 2, "No such command"),
-        (("ls", "s3://nobody/run", "--endpoint", "http://127.0.0.1:9", "--region", "x"), 74, "nobody"),
+        (
+            ("ls", "s3://nobody/run", "--endpoint", "http://127.0.0.1:9", "--region", "x", "--deadline", "1"),
+            74,
+            "nobody",
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_said_on_stderr(
-    tmp_path: Path, arguments: tuple[str, ...], status: int, said: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, arguments: tuple[str, ...], status: int, said: str
 ) -> None:
-    monkeypatch.setattr(main, "DEADLINE_SECONDS", 1.0)
     (tmp_path / "file").write_text("no archive")
     env = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
     ended = run_command(*(one.format(tmp=tmp_path) for one in arguments), **env)
