@@ -218,13 +218,14 @@ def test_prewarm_makes_all_that_the_first_save_needs_of_a_device(tmp_path, sim):
     with open_run(tmp_path) as ckpt:
         ckpt.prewarm(state)
         sim.sim.settle()
-        memory, streams, pinned = sim.sim.memories[0], len(sim.sim.scheduler.queues), set(sim.sim.registered)
+        memory, streams, pinned = sim.sim.memories[0], len(sim.sim.scheduler.queues), sim.sim.num_registrations
         before = memory.lent_bytes
         memory.most_bytes = before
         ckpt.save(state, step=1).result()
         assert memory.most_bytes <= before
         assert len(sim.sim.scheduler.queues) == streams
-        assert set(sim.sim.registered) <= pinned
+        # Not how many are left: a pool of an earlier test may go, and take its own with it, at any moment.
+        assert sim.sim.num_registrations == pinned
 
 
 def test_more_saves_may_be_in_flight_than_there_are_threads_to_copy(tmp_path, sim):

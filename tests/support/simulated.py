@@ -347,6 +347,7 @@ class Runtime:
         with SIM.scheduler.changed:
             SIM.scheduler.check(SIM.thread.device)
             SIM.registered[address] = num_bytes
+            SIM.num_registrations += 1
             SIM.scheduler.know_block(address)
         return 0
 
@@ -601,6 +602,7 @@ class Simulation:
         self.scheduler = Scheduler()
         self.memories = [Memory(device, self.scheduler) for device in range(NUM_DEVICES)]
         self.registered: dict[int, int] = {}
+        self.num_registrations = 0
         self.reset("early")
 
     def reset(self, schedule: str | int) -> None:
