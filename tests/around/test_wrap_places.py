@@ -122,14 +122,12 @@ def test_the_folder_that_a_function_finds_is_there_when_there_was_one(tmp_path):
 
 def test_a_file_and_a_folder_do_not_take_each_others_place(tmp_path):
     save_tree({"file": "old", "folder/a": "old"}, str(tmp_path))
-    over_file = wrap(save_tree)({"x": "new"}, str(tmp_path / "file"))
-    over_folder = wrap(lambda path: (os.rmdir(path), save_text("new", path)))(str(tmp_path / "folder"))
 
     with pytest.raises(FileExistsError, match="is a file, but a folder was written; give another name") as caught:
-        over_file.result()
+        wrap(save_tree)({"x": "new"}, str(tmp_path / "file")).result()
     assert "is kept in" in caught.value.__notes__[0]
     with pytest.raises(IsADirectoryError, match="is a folder, but a file was written; give another name"):
-        over_folder.result()
+        wrap(lambda path: (os.rmdir(path), save_text("new", path)))(str(tmp_path / "folder")).result()
     with pytest.raises(IsADirectoryError, match="is a folder; give the path of a file"):
         wrap(torch.save)(STATE, tmp_path / "folder")
     kept = {name: text for name, text in tree_of(tmp_path).items() if ".kept" not in name}
