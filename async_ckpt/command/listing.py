@@ -21,6 +21,7 @@ from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Manifest, is_retired_name, parse_intent
 from ..runs.naming import TRACKERS, parse_step_name, pattern_of
 from ..runs.run import Run
+from ..runs.starts import split_starts
 from ..spans import Clock, wall_time
 from ..storage.interface import Storage
 from ..storage.place import Place
@@ -104,7 +105,7 @@ def kind_of(place: Place) -> str:
         return "step"
     if any(map(_VERSION.fullmatch, names)):
         return "publication"
-    if _step_formats(names) and _has_steps(storage, names):
+    if step_formats(names) and _has_steps(storage, names):
         return "run"
     if any(_is_run(place, name) for name in names):
         return "runs"
@@ -115,7 +116,7 @@ def steps_of(storage: Storage, *, clock: Clock, with_all: bool = False) -> list[
     """The steps of a run, ascending; `with_all` also what is not committed. Of several namings, the steps of each."""
     names = storage.names("")
     rows: list[StepRow] = []
-    for step_format in _step_formats(names):
+    for step_format in step_formats(names):
         run = Run(storage, clock=clock, step_format=step_format, tracker=None)
         rows += _rows(run, names, with_all=with_all)
     _mark_newest(rows, storage, names)
@@ -129,7 +130,7 @@ def runs_in(place: Place, *, clock: Clock) -> list[RunRow]:
     def look(name: str) -> None:
         inner = _below(place, name).storage()
         names = inner.names("")
-        if _step_formats(names) and _has_steps(inner, names):
+        if step_formats(names) and _has_steps(inner, names):
             steps = [row for row in steps_of(inner, clock=clock) if row.num_bytes is not None]
             newest = max(steps, key=lambda row: row.step, default=None)
             rows[name] = RunRow(
@@ -209,9 +210,10 @@ def _mark_newest(rows: Sequence[StepRow], storage: Storage, names: Collection[st
                         row.marks.append(name if name != "latest" else "tracker")
 
 
-def _step_formats(names: Iterable[str]) -> list[str]:
+def step_formats(names: Iterable[str]) -> list[str]:
     """The formats of the folders that may be steps, each once."""
-    found = (parse_step_name(name) for name in names if parse_intent(name) is None)
+    others, _ = split_starts(sorted(names))
+    found = (parse_step_name(name) for name in others if parse_intent(name) is None)
     formats = {one.step_format for one in found if one is not None and "/" not in one.rest}
     return sorted(one for one in formats if pattern_of(one) is not None)
 
@@ -224,7 +226,7 @@ def _has_steps(storage: Storage, names: Sequence[str]) -> bool:
 def _is_run(place: Place, name: str) -> bool:
     storage = _below(place, name).storage()
     names = storage.names("")
-    return bool(_step_formats(names)) and _has_steps(storage, names)
+    return bool(step_formats(names)) and _has_steps(storage, names)
 
 
 def _below(place: Place, name: str) -> Place:

@@ -73,6 +73,25 @@ def verify(place: Where, as_json: AsJson = False) -> None:
     show(place, as_json=as_json)
 
 
+@app.command(epilog="Example: async-ckpt cp runs/a s3://bucket/runs/a --steps 100:500")
+@with_place
+def cp(
+    src: Annotated[Place, typer.Argument(help="A run, or the folder of a step.", show_default=False)],
+    dst: Annotated[Place, typer.Argument(help="The root that the steps go to.", show_default=False)],
+    steps: Annotated[
+        list[str] | None, typer.Option(help="A step, or a range such as 100:500; may be given several times.")
+    ] = None,
+    latest: Annotated[bool, typer.Option("--latest", help="The newest step only.")] = False,
+    best: Annotated[str | None, typer.Option(help="The best step by a metric: loss, or accuracy:max.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace other versions of the steps.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Copy a run, or some of its steps, to another root: verified, and resumed by the same command."""
+    from .copying import show
+
+    show(src, dst, ranges=steps or [], latest=latest, best=best, overwrite=overwrite, as_json=as_json)
+
+
 @app.command(epilog="Example: async-ckpt doctor runs/a")
 @with_place
 def doctor(

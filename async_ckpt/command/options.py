@@ -23,15 +23,13 @@ _DEADLINE_SECONDS: Final = 30.0
 Where = Annotated[Place, typer.Argument(help="A path or URL.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else.")]
 
-_OPTIONS: Final = {
-    "endpoint": (Annotated[str | None, typer.Option(help="The endpoint of an S3 store.")], None),
-    "region": (Annotated[str | None, typer.Option(help="The region of the store.")], None),
-    "profile": (Annotated[str | None, typer.Option(help="The profile in ~/.aws whose credentials are used.")], None),
-    "anonymous": (Annotated[bool, typer.Option("--anonymous", help="Ask the store without credentials.")], False),
-    "deadline": (
-        Annotated[float, typer.Option(help="How many seconds a store may take to answer a request.")],
-        _DEADLINE_SECONDS,
-    ),
+# The options of a store: their types, defaults and flags.
+_OPTIONS: Final[dict[str, tuple[type, Any, str]]] = {
+    "endpoint": (str, None, "The endpoint of an S3 store."),
+    "region": (str, None, "The region of the store."),
+    "profile": (str, None, "The profile in ~/.aws whose credentials are used."),
+    "anonymous": (bool, False, "Ask the store without credentials."),
+    "deadline": (float, _DEADLINE_SECONDS, "How many seconds a store may take to answer a request."),
 }
 _KEYWORD: Final = inspect.Parameter.KEYWORD_ONLY
 
@@ -41,16 +39,18 @@ def with_place(word: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(word, eval_str=True)
     parameters = [_as_argument(one) for one in signature.parameters.values()]
     places = [name for name, one in signature.parameters.items() if _is_place(one)]
-    parameters += [
-        inspect.Parameter(name, _KEYWORD, default=default, annotation=annotation)
-        for name, (annotation, default) in _OPTIONS.items()
-    ]
+    own = {place: _store_options(place if number else "") for number, place in enumerate(places)}
+    parameters += [option for options in own.values() for option in options]
 
     @functools.wraps(word)
     def called(**given: Any) -> None:
-        options = {name: given.pop(name) for name in _OPTIONS}
-        for name in places:
-            given[name] = None if given[name] is None else place_of(given[name], **options)
+        options: dict[str, Any] = {}
+        for place, parameters in own.items():
+            chosen = {one.name.rpartition("_")[2]: given.pop(one.name) for one in parameters}
+            options |= {name: value for name, value in chosen.items() if value is not None}
+            if given[place] is not None:
+                is_for_it = len(places) == 1 or not _is_local(given[place])
+                given[place] = place_of(given[place], **(options if is_for_it else {}))
         word(**given)
 
     called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -58,14 +58,34 @@ def with_place(word: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-def place_of(where: str, *, anonymous: bool, deadline: float, **given: str | None) -> Place:
+def place_of(where: str, *, anonymous: bool = False, deadline: float = _DEADLINE_SECONDS, **given: str | None) -> Place:
     """The place at a path or URL, with the options of its store that are given."""
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if anonymous:
         options["skip_signature"] = True
-    if scheme_of(where) not in (None, "file"):
+    if not _is_local(where):
         options["deadline_seconds"] = deadline
     return Place(where, options=options or None)
+
+
+def _is_local(where: str) -> bool:
+    return scheme_of(where) in (None, "file")
+
+
+def _store_options(place: str) -> list[inspect.Parameter]:
+    """The options of a store. Those of a second place begin with its name, and are as for the first unless given."""
+    options = []
+    for name, (kind, default, text) in _OPTIONS.items():
+        full, annotation = name, kind if default is not None else kind | None
+        if place:
+            full, default, annotation = f"{place}_{name}", None, kind | None
+            text = f"The same for {place.upper()}, if it differs."
+        flag = f"--{full.replace('_', '-')}"
+        parameter = inspect.Parameter(
+            full, _KEYWORD, default=default, annotation=Annotated[annotation, typer.Option(flag, help=text)]
+        )
+        options.append(parameter)
+    return options
 
 
 def _is_place(parameter: inspect.Parameter) -> bool:

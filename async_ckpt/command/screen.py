@@ -12,10 +12,12 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -59,6 +61,24 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
 
 def print_text(text: str, style: str = "") -> None:
     console().print(Text(text, style=style), soft_wrap=True)
+
+
+@contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, where that is a terminal, for so many bytes; it is advanced by calls, from any thread."""
+    if not sys.stderr.isatty() or not total:
+        yield lambda _: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task(label, total=total)
+        yield lambda num_bytes: bars.advance(bar, num_bytes)
 
 
 def print_json(kind: str, document: Mapping[str, Any]) -> None:

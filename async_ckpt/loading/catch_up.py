@@ -1,4 +1,4 @@
-"""Catching up a root that was unavailable: steps are copied, whole and verified, from a root that has them.
+"""Copies of steps from root to root, whole and verified; and the catching up of a root that was unavailable.
 
 In: runs. Out: the same commits at another root. Knows nothing of: tensors, saves under way.
 """
@@ -6,14 +6,16 @@ In: runs. Out: the same commits at another root. Knows nothing of: tensors, save
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection
 
 from ..errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StepExistsError
 from ..runs.manifest import Archive, missing_error
-from ..runs.receipts import archives_of
+from ..runs.receipts import archives_of, read_beside
 from ..runs.roots import Roots
 from ..runs.run import Run
 from ..storage.bulk import Parcel, copy
+from ..storage.interface import Reader, Storage
 from .archives.archive import OpenArchive
 
 
@@ -33,7 +35,7 @@ def catch_up(
         for source in holders:
             check()
             try:
-                _copy_step(source, run, step, check)
+                copy_step(source, run, step, check=check, background=True)
             except (NotCommittedError, StepExistsError):
                 break  # retention was faster, or another process has committed the step here
             except CorruptCheckpointError as error:
@@ -48,49 +50,101 @@ def catch_up(
     return copied
 
 
-def _copy_step(source: Run, target: Run, step: int, check: Callable[[], None]) -> None:
-    """Copy the archives of a step, then commit it. The copies are locked until then, so that no sweep deletes them."""
-    replaced = target.manifest_to_replace(step)
-    manifest = source.manifest(step)
-    for earlier in sorted({other.step for other in manifest.elsewhere} - {step}):
-        committed = target.committed(earlier)
-        if committed is None or committed.attempt != source.manifest(earlier).attempt:
-            _copy_step(source, target, earlier, check)  # the lender must be committed first
-    with contextlib.ExitStack() as sinks:
-        folder = source.folder(step)
-        for archive in (*archives_of(source.storage, folder, manifest), *manifest.beside):
-            _copy_archive(source, target, step, archive, check, sinks)
-        for entry in (manifest.ranks.archives, manifest.ranks.layout) if manifest.ranks else ():
-            target.storage.replace(
-                f"{target.folder(step)}/{entry.name}", source.storage.read(f"{folder}/{entry.name}")[0]
-            )
-        target.adopt(manifest, replaces=replaced)
-
-
-def _copy_archive(
+def copy_step(
     source: Run,
     target: Run,
     step: int,
-    archive: Archive,
-    check: Callable[[], None],
-    sinks: contextlib.ExitStack,
-) -> None:
-    """Copy one archive. `sinks` closes its sink."""
-    path = source.archive_path(step, archive)
-    try:
-        reader = source.storage.open(path)
-    except FileNotFoundError as error:
-        raise missing_error(source.storage.locate(path), step) from error
+    *,
+    check: Callable[[], None] = lambda: None,
+    background: bool = False,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> list[int]:
+    """Copy a step to another root, and first the steps that lend to it. Returns the steps that it has committed there.
 
-    with reader:
-        opened = OpenArchive(reader, path=source.storage.locate(path), verify=True)
-        if (reader.num_bytes, opened.digest) != (archive.num_bytes, archive.digest):
-            raise opened.corrupt("it is not the archive that its manifest names")
-        parcel = Parcel(lambda: reader, path, archive.num_bytes, opened.verify)
+    A step that is committed there in another version is replaced. An archive that is there already, as an interrupted
+    copy leaves it, is not copied again. The copies are locked until the commit, so that no sweep deletes them.
+    `on_bytes` is called on any thread, with the numbers of bytes that were compared with their digests.
+
+    Raises NotCommittedError, StepExistsError if another process has committed the step there meanwhile,
+    CorruptCheckpointError for a damaged source, StorageUnavailableError and StorageFullError.
+    """
+    committed: list[int] = []
+    replaced = target.manifest_to_replace(step)
+    manifest = source.manifest(step)
+    for earlier in sorted({other.step for other in manifest.elsewhere} - {step}):
+        lender = target.committed(earlier)
+        if lender is None or lender.attempt != source.manifest(earlier).attempt:
+            committed += copy_step(source, target, earlier, check=check, background=background, on_bytes=on_bytes)
+    with contextlib.ExitStack() as locks:
+        folder = source.folder(step)
+        parcels = []
+        for archive in (*archives_of(source.storage, folder, manifest), *manifest.beside):
+            path = target.archive_path(step, archive)
+            if _is_there(target.storage, path, archive):
+                if not target.storage.is_held(path):  # a copy beside this one holds it until it has committed
+                    locks.callback(target.storage.hold(path))
+                on_bytes(archive.num_bytes)
+            else:
+                parcels.append(_Original(source, step, archive, on_bytes).parcel(path))
         copy(
-            [parcel],
+            parcels,
             target.storage,
-            background=True,
+            background=background,
             check=check,
-            finished=lambda sink: sinks.callback(sink.close),
+            finished=lambda sink: locks.callback(sink.close),
         )
+        for entry in (manifest.ranks.archives, manifest.ranks.layout) if manifest.ranks else ():
+            data = read_beside(source.storage, folder, entry, step)
+            target.storage.replace(f"{target.folder(step)}/{entry.name}", data)
+        target.adopt(manifest, replaces=replaced)
+    return [*committed, step]
+
+
+def _is_there(storage: Storage, path: str, archive: Archive) -> bool:
+    """Whether an object is this archive, by its size and its own digest: objects appear whole."""
+    try:
+        with storage.open(path) as reader:
+            same_size = reader.num_bytes == archive.num_bytes
+            return same_size and OpenArchive(reader, path=path, verify=True).digest == archive.digest
+    except (FileNotFoundError, IsADirectoryError, CorruptCheckpointError):
+        return False
+
+
+class _Original:
+    """An archive that is being copied. It is opened when its copy begins, and forgotten with its last byte."""
+
+    def __init__(self, source: Run, step: int, archive: Archive, on_bytes: Callable[[int], None]) -> None:
+        self._storage, self._path = source.storage, source.archive_path(step, archive)
+        self._step, self._archive = step, archive
+        self._on_bytes = on_bytes
+        self._opened: OpenArchive | None = None
+        self._num_left = archive.num_bytes  # under _lock
+        self._lock = threading.Lock()
+
+    def parcel(self, path: str) -> Parcel:
+        return Parcel(self._open, path, self._archive.num_bytes, self._verify)
+
+    def _open(self) -> Reader:
+        shown = self._storage.locate(self._path)
+        try:
+            reader = self._storage.open(self._path)
+        except FileNotFoundError as error:
+            raise missing_error(shown, self._step) from error
+        try:
+            opened = OpenArchive(reader, path=shown, verify=True)
+            if (reader.num_bytes, opened.digest) != (self._archive.num_bytes, self._archive.digest):
+                raise opened.corrupt("it is not the archive that its manifest names")
+        except BaseException:
+            reader.close()
+            raise
+        self._opened = opened
+        return reader
+
+    def _verify(self, offset: int, data: memoryview) -> None:
+        assert self._opened is not None
+        self._opened.verify(offset, data)
+        self._on_bytes(len(data))
+        with self._lock:
+            self._num_left -= len(data)
+            if not self._num_left:
+                self._opened = None  # of hundreds of ranks, the indices would add up

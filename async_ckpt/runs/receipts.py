@@ -265,7 +265,7 @@ def archives_in(storage: Storage, folder: str, archives: Sequence[Archive], name
     attempt = _ALL.fullmatch(archives[0].name) if len(archives) == 1 else None
     if attempt is None:
         return tuple(archives)
-    data = _read(storage, folder, archives[0], named_by)
+    data = read_beside(storage, folder, archives[0], named_by)
     if not data or len(data) % _RECORD.size:
         path = storage.locate(f"{folder}/{archives[0].name}")
         raise CorruptCheckpointError(f"{path}: {len(data)} bytes are not a list of archives", path=path)
@@ -279,7 +279,7 @@ def table_of(storage: Storage, folder: str, manifest: Manifest) -> Table:
     """The table of a commit. Raises CorruptCheckpointError."""
     if manifest.ranks is None:
         return Table()
-    data = _read(storage, folder, manifest.ranks.layout, manifest.step)
+    data = read_beside(storage, folder, manifest.ranks.layout, manifest.step)
     try:
         return Table.unpacked(table(unseal(data)))
     except (ValueError, KeyError) as error:
@@ -287,7 +287,8 @@ def table_of(storage: Storage, folder: str, manifest: Manifest) -> Table:
         raise CorruptCheckpointError(f"{path}: {error!r:.300}", path=path) from error
 
 
-def _read(storage: Storage, folder: str, archive: Archive, named_by: int) -> bytes:
+def read_beside(storage: Storage, folder: str, archive: Archive, named_by: int) -> bytes:
+    """The content of an object that is no archive, as the manifest of a step names it. Raises CorruptCheckpointError."""
     path = f"{folder}/{archive.name}" if folder else archive.name
     try:
         data = storage.read(path)[0]

@@ -1,0 +1,162 @@
+"""Copies of steps to another root.
+
+In: a place with a run, and the root that the steps go to. Out: the same commits there, and a table of them.
+Knows nothing of: arguments.
+
+The steps are copied one after the other, the oldest first; of each, all archives at once. Each is committed when its
+bytes have been compared with their digests and are durable, so the root is a run at every instant. A copy that was
+ended goes on where it was: steps that are there, and archives that are, are not copied again. The tracker comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from ..errors import NotCommittedError, StepExistsError
+from ..loading.catch_up import copy_step
+from ..report import sized
+from ..runs.run import Run
+from ..runs.starts import refuse_if_alive
+from ..spans import monotonic
+from ..storage.place import Place
+from .screen import NO, USAGE, Answer, print_json, print_table, print_text, progress
+from .selection import ChosenRun, best_step, open_run, runs_at, steps_in
+
+_COPIED: Final = "copied"
+_THERE: Final = "was there"
+_LENDER: Final = "copied, lends"
+_GONE: Final = "deleted meanwhile"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRow:
+    """The outcome for one step: "copied", "copied, lends" if it was not asked for, "was there", "deleted meanwhile"."""
+
+    step: int
+    num_bytes: int
+    outcome: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def show(
+    source: Place,
+    target: Place,
+    *,
+    ranges: Sequence[str],
+    latest: bool,
+    best: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Copy steps, and print a table of them, or a document.
+
+    Raises:
+        Answer: there is nothing to copy, or the steps are named in two ways.
+        StepExistsError: a step is there in another version, and `overwrite` was not given.
+        CorruptCheckpointError: a step is damaged at its source. Those copied before it stay.
+    """
+    if bool(ranges) + latest + (best is not None) > 1:
+        raise Answer("name the steps in one way: --steps, --latest or --best", USAGE)
+    chosen = [(one, _steps(one, ranges, latest=latest, best=best)) for one in runs_at(source)]
+    begin = monotonic()
+    rows = [
+        row
+        for one, steps in chosen
+        for row in copy_steps(one, target, steps, overwrite=overwrite, is_whole=not (ranges or latest or best))
+    ]
+    seconds = monotonic() - begin
+    num_bytes = sum(row.num_bytes for row in rows if row.outcome in (_COPIED, _LENDER))
+    if as_json:
+        print_json(
+            "copies",
+            {
+                "source": source.shown,
+                "target": target.shown,
+                "steps": [row.as_json() for row in rows],
+                "num_bytes": num_bytes,
+                "seconds": seconds,
+            },
+        )
+        return
+    print_table(
+        ("step", "size", "outcome"),
+        ((str(row.step), sized(row.num_bytes) if row.num_bytes else "", row.outcome) for row in rows),
+        right=("step", "size"),
+    )
+    speed = f", {sized(num_bytes / seconds)}/s" if num_bytes and seconds else ""
+    print_text(f"{sized(num_bytes)} copied to {target.shown} in {seconds:.1f} s{speed}", "dim")
+
+
+def _steps(one: ChosenRun, ranges: Sequence[str], *, latest: bool, best: str | None) -> list[int]:
+    run = one.run
+    if one.step is not None:
+        if ranges or latest or best:
+            raise Answer("the source is the folder of one step; name the root of its run to choose others", USAGE)
+        return [one.step]
+    if best is not None:
+        return [best_step(run, best)]
+    if ranges:
+        return steps_in(run, ranges)
+    steps = run.steps()
+    if not steps:
+        raise Answer(f"{run.storage.locate('')}: nothing is committed there", NO)
+    return steps[-1:] if latest else steps
+
+
+def copy_steps(
+    source: ChosenRun, target: Place, steps: Sequence[int], *, overwrite: bool, is_whole: bool
+) -> list[CopyRow]:
+    """Copy steps with those that lend to them, then the tracker. With `is_whole`, no step must be missing at the end.
+
+    Raises:
+        RunTakenError: a living process writes to the target.
+        StepExistsError: as `show` does; nothing has been copied then.
+    """
+    to = open_run(target.storage(), source.naming)
+    _refuse_same(source.run, to)
+    to.steps()
+    refuse_if_alive(to.storage, to.starts)
+    manifests = {step: source.run.committed(step) for step in steps}
+    there = {step: to.committed(step) for step in steps}
+    rows: dict[int, CopyRow] = {}
+    for step in steps:
+        own, other = manifests[step], there[step]
+        if other is not None and own is not None and other.attempt == own.attempt:
+            rows[step] = CopyRow(step, own.num_bytes, _THERE)
+        elif other is not None and not overwrite:
+            raise StepExistsError(
+                f"step {step} is committed in {to.storage.locate('')} in another version; pass --overwrite to replace "
+                "it, or copy to another root",
+                step=step,
+            )
+    total = sum(manifest.num_bytes for step, manifest in manifests.items() if manifest and step not in rows)
+    with progress("copy", total) as advance:
+        for step in steps:
+            if step in rows:
+                continue
+            try:
+                copied = copy_step(source.run, to, step, on_bytes=advance)
+            except NotCommittedError:
+                if not is_whole:  # it was named; of a whole run, retention was faster
+                    raise
+                rows[step] = CopyRow(step, 0, _GONE)
+                continue
+            except StepExistsError:  # by a copy beside this one
+                copied = []
+            for other_step in copied:
+                manifest = to.committed(other_step)
+                outcome = _COPIED if other_step in manifests else _LENDER
+                rows[other_step] = CopyRow(other_step, manifest.num_bytes if manifest else 0, outcome)
+            if not copied:
+                rows[step] = CopyRow(step, 0, _THERE)
+    to.announce()
+    return [rows[step] for step in sorted(rows)]
+
+
+def _refuse_same(source: Run, target: Run) -> None:
+    if source.storage.locate("").rstrip("/") == target.storage.locate("").rstrip("/"):
+        raise Answer(f"{source.storage.locate('')} is both source and target", USAGE)
