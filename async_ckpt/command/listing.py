@@ -213,7 +213,7 @@ def _mark_newest(rows: Sequence[StepRow], storage: Storage, names: Collection[st
 def step_formats(names: Iterable[str]) -> list[str]:
     """The formats of the folders that may be steps, each once."""
     others, _ = split_starts(sorted(names))
-    found = (parse_step_name(name) for name in others if parse_intent(name) is None)
+    found = (parse_step_name(name) for name in others if parse_intent(name) is None and not name.startswith("."))
     formats = {one.step_format for one in found if one is not None and "/" not in one.rest}
     return sorted(one for one in formats if pattern_of(one) is not None)
 

@@ -92,6 +92,44 @@ def cp(
     show(src, dst, ranges=steps or [], latest=latest, best=best, overwrite=overwrite, as_json=as_json)
 
 
+@app.command(epilog="Example: async-ckpt prune runs/a --keep last=3 --keep best=loss:min:2 --dry-run")
+@with_place
+def prune(
+    place: Where,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="A rule, given once for each: last=3, every=1000, best=loss:min:2, seconds=86400."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which steps would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
+    unattended: Annotated[
+        bool, typer.Option("--unattended", help="No process writes to the run; a store cannot tell.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete the steps that no rule keeps, as the retention of a training would. The newest step always stays."""
+    from .pruning import show
+
+    show(place, keep or [], dry_run=dry_run, yes=yes, unattended=unattended, as_json=as_json)
+
+
+@app.command(epilog="Example: async-ckpt repair runs/a --apply")
+@with_place
+def repair(
+    place: Where,
+    unretire: Annotated[int | None, typer.Option(help="Commit this step again, which a rollback has retired.")] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Mend it; without this, nothing is changed.")] = False,
+    unattended: Annotated[
+        bool, typer.Option("--unattended", help="No process writes to the run; a store cannot tell.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find what of a run is not as its manifests say, and make it again: tracker, journal, layouts, leftovers."""
+    from .repair import show
+
+    show(place, unretire=unretire, apply=apply, unattended=unattended, as_json=as_json)
+
+
 @app.command(epilog="Example: async-ckpt doctor runs/a")
 @with_place
 def doctor(

@@ -55,7 +55,11 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
     chosen = []
     for step_format in step_formats(names) if step_name is None else [step_name.step_format]:
         naming = Naming(step_format, _tracker_in(storage, names, step_format))
-        chosen.append(ChosenRun(open_run(storage, naming, keep), naming, step_name and step_name.step))
+        run = open_run(storage, naming, keep)
+        if step_name is not None or run.steps():  # other files may have numbers in their names
+            chosen.append(ChosenRun(run, naming, step_name and step_name.step))
+    if not chosen:
+        raise Answer(f"{place.shown}: nothing is committed there")
     return chosen
 
 
@@ -74,13 +78,13 @@ def usual_tracker(step_format: str) -> tuple[str, str] | str | None:
 
 def _tracker_in(storage: Storage, names: Sequence[str], step_format: str) -> tuple[str, str] | str | None:
     """The tracker of a naming among the files in a root, with the text that it has."""
-    rest = parse_step_name(step_format.format(1))
+    rest, usual = parse_step_name(step_format.format(1)), usual_tracker(step_format)
     for name in TRACKERS:
         if name in names:
             text = storage.read(name)[0][:100].decode(errors="replace")
             tracked = parse_step_name(text)
-            if tracked is None:
-                return name  # damaged: it gets the usual text again
+            if tracked is None:  # damaged: it gets the usual text again
+                return usual if isinstance(usual, tuple) and usual[0] == name else name
             if tracked.rest.strip() == "{}":
                 return name, text.replace(tracked.digits, "{}", 1)
             if rest is not None and tracked.rest.strip() == rest.rest:

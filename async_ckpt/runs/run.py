@@ -399,6 +399,11 @@ class Run:
             going = [step for step in going if step not in needed]
         return going
 
+    def protected(self) -> set[int]:
+        """The steps that retention keeps now, whatever its rules say, beside the newest."""
+        tracked_step = self._announcer.tracked_step()
+        return set() if tracked_step is None else {tracked_step}
+
     def discard(self, step: int, attempt: str, rank: int = 0) -> None:
         """Delete the archive of an attempt that was not committed, unless its manifest is there all the same."""
         self._sweeper.discard(step, attempt, rank)
@@ -410,6 +415,10 @@ class Run:
     def sweep(self) -> list[str]:
         """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives, and intents."""
         return self._sweeper.sweep()
+
+    def leftovers(self) -> list[str]:
+        """The leftovers that `sweep` would delete, but for uploads."""
+        return self._sweeper.sweep(delete=False)
 
     def sweep_once(self, *, has_ranks: bool = False) -> None:
         """Sweep once in a process, since its own failures leave nothing. With several ranks, only old leftovers."""
@@ -454,8 +463,7 @@ class Run:
     def _protected(self, step: int, view: Commits, in_flight: Collection[int]) -> set[int]:
         """The steps that retention keeps after the commit of `step`, whatever its rules say."""
         newer = takewhile(lambda later: later >= step, reversed(view))
-        tracked_step = self._announcer.tracked_step()
-        return {*in_flight, *newer, *([] if tracked_step is None else [tracked_step])}
+        return {*in_flight, *newer, *self.protected()}
 
     def _warn_of_missing_metric(self, view: Commits) -> None:
         if self._root.has_warned("best"):

@@ -213,7 +213,7 @@ class Tenure:
         """Raise RunTakenError if one of these starts is later than this process's own."""
         later = [start for start in starts if own is not None and own.is_before(start)]
         if later:
-            self._lost = storage.locate(""), max(later), _process_of(storage, max(later))
+            self._lost = storage.locate(""), max(later), about_start(storage, max(later))
             self.refuse_if_lost()
 
 
@@ -259,14 +259,14 @@ def refuse_if_alive(storage: Storage, starts: Sequence[Start]) -> None:
     """Raise RunTakenError if another living process provably has the newest of these starts."""
     newest = max(starts, default=None)
     if newest is not None and newest.token not in _tokens and storage.is_held(newest.name):
-        raise _taken_error(storage.locate(""), newest, _process_of(storage, newest), is_alive=True)
+        raise _taken_error(storage.locate(""), newest, about_start(storage, newest), is_alive=True)
 
 
 def _about_this_process() -> dict[str, object]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "since": wall_time()}
 
 
-def _process_of(storage: Storage, start: Start) -> dict[str, object]:
+def about_start(storage: Storage, start: Start) -> dict[str, object]:
     """The description of a start's process; empty if it cannot be read."""
     with suppress(CheckpointError, OSError, ValueError):
         fields = unseal(storage.read(start.name)[0])

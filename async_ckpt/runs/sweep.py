@@ -146,20 +146,24 @@ class Sweeper:
             earlier = [name for name in unnamed if name.startswith(own) and _attempt_of(name) != attempt]
             self._storage.delete_many([f"{folder}/{name}" for name in earlier])
 
-    def sweep(self) -> list[str]:
-        """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives, and intents."""
-        swept = self._storage.sweep_uploads()
+    def sweep(self, *, delete: bool = True) -> list[str]:
+        """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives, and intents.
+
+        Without `delete`, they are only listed, but for the uploads.
+        """
+        swept = self._storage.sweep_uploads() if delete else []
         listing = self._root.relist()
-        with suppress(CheckpointError):
-            self._root.finish_rollbacks(listing.intents)
+        if delete:
+            with suppress(CheckpointError):
+                self._root.finish_rollbacks(listing.intents)
         newest = self._root.newest(listing)
         swept_names: list[str] = []
-        tasks = [partial(self._sweep_folder, step, newest, swept_names) for step in listing.steps]
-        self._root.do_all([partial(self._sweep_folder, None, newest, swept_names), *tasks])
-        for step, attempt in listing.intents:
-            if self._is_dead_intent(step, attempt):
-                self._storage.delete(intent_name(step, attempt))
-                swept_names.append(intent_name(step, attempt))
+        sweep_folder = partial(self._sweep_folder, newest=newest, swept=swept_names, delete=delete)
+        self._root.do_all([partial(sweep_folder, step) for step in (None, *listing.steps)])
+        dead = [intent_name(*intent) for intent in listing.intents if self._is_dead_intent(*intent)]
+        swept_names += dead
+        if delete:
+            self._storage.delete_many(dead)
         return swept + sorted(swept_names)
 
     def _is_dead_intent(self, step: int, attempt: str) -> bool:
@@ -202,7 +206,7 @@ class Sweeper:
                 "delete them yourself, or pass Keep(whole_folder=True)",
             )
 
-    def _sweep_folder(self, step: int | None, newest: int | None, swept: list[str]) -> None:
+    def _sweep_folder(self, step: int | None, *, newest: int | None, swept: list[str], delete: bool) -> None:
         """Sweep the folder of a step, or the root itself."""
         folder = "" if step is None else self._root.folder(step)
         names = self._storage.names(folder)
@@ -216,7 +220,7 @@ class Sweeper:
             alone = [n for n in candidates if n not in of_ranks]
             return [*sweep(alone), *sweep(sorted(of_ranks), of_ranks=True)]
 
-        temps = dead_of([n for n in names if _TEMP.fullmatch(n)], delete=True)
+        temps = dead_of([n for n in names if _TEMP.fullmatch(n)], delete=delete)
         archives = [n for n in names if _ARCHIVE.fullmatch(n)]
         dead: list[str] = []
         known = None if step is None else self._root.known.get(step)
@@ -227,32 +231,35 @@ class Sweeper:
             # Read again after the locks: a writer releases its lock only once its manifest is there.
             named = self.read_folder(step).named | (self._borrowed_names(step) if dead else set())
             dead = [name for name in dead if name not in named]
-        self._storage.delete_many([f"{folder}/{name}" for name in dead])
+        if delete:
+            self._storage.delete_many([f"{folder}/{name}" for name in dead])
         if step is None:  # claims of starts of several ranks
             claims = [n for n in names if _CLAIM.fullmatch(n)]
-            dead += self._storage.sweep("", claims, delete=True, decided=True, of_ranks=True)
+            dead += self._storage.sweep("", claims, delete=delete, decided=True, of_ranks=True)
         elif decided:
-            dead += self._sweep_beside(folder, names, {*dead})
-        if step is not None and len(temps) == len(names):
+            dead += self._sweep_beside(folder, names, {*dead}, delete=delete)
+        if delete and step is not None and len(temps) == len(names):
             # A writer was killed before it had written anything.
             self._storage.remove_if_empty(folder)
         swept += [f"{folder}/{name}" if folder else name for name in (*temps, *dead)]
 
-    def _sweep_beside(self, folder: str, names: Iterable[str], dead: set[str]) -> list[str]:
+    def _sweep_beside(self, folder: str, names: Iterable[str], dead: set[str], *, delete: bool) -> list[str]:
         """Sweep the other objects of attempts of several ranks that have no archives here any more."""
         living = {_attempt_of(n) for n in names if _ARCHIVE.fullmatch(n) and n not in dead}
         orphans = [n for n in names if is_beside(n) and _attempt_of(n) not in living]
-        swept = self._storage.sweep(folder, orphans, delete=True, decided=True, of_ranks=True)
+        swept = self._storage.sweep(folder, orphans, delete=delete, decided=True, of_ranks=True)
         attempts = {_attempt_of(n) for n in (*swept, *dead)} - living
         for name in filter(is_receipt_folder, names):
             path = f"{folder}/{name}"
             if _attempt_of(name) in attempts:
-                self._storage.delete_all(path)
+                if delete:
+                    self._storage.delete_all(path)
             elif _attempt_of(name) not in living:  # its ranks were killed before any had begun an archive
                 receipts = self._storage.names(path)
-                old = self._storage.sweep(path, receipts, delete=True, decided=True, of_ranks=True)
+                old = self._storage.sweep(path, receipts, delete=delete, decided=True, of_ranks=True)
                 swept += [f"{name}/{receipt}" for receipt in old]
-                self._storage.remove_if_empty(path)
+                if delete:
+                    self._storage.remove_if_empty(path)
         return swept
 
     def sweep_once(self, *, has_ranks: bool = False) -> None:

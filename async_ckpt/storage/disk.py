@@ -95,6 +95,8 @@ def open_regular(path: Path, flags: int) -> int:
                 path=str(path),
             ) from None
         raise
+    except NotADirectoryError as error:  # what is above it is a file, so there is no such name
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
     try:
         _refuse_kind(path, os.fstat(fd).st_mode)
         if O_NONBLOCK:

@@ -2,90 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
-import pty
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from buckets import bucket  # noqa: F401
+from commands import documented, in_process, in_terminal, run_command
 from exported import gpt2
 from published import Line, flip
 from rank_archives import commit, write_all
 from states import open_run
 
 import async_ckpt
-from async_ckpt.command.main import status_of
 
 ESCAPES = "red\x1b[31m\nnext"
 
 
-class Ended(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run_command(*arguments: Any, **env: str) -> Ended:
-    """In this process: a new one would import torch anew for each of these tests."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as err,
-    ):
-        for name, value in env.items():
-            patch.setenv(name, value)
-        status = status_of([*map(str, arguments)])
-    return Ended(status, out.getvalue(), err.getvalue())
-
-
-def in_process(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "async_ckpt", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 class Thing:
     """An object that is no plain data."""
-
-
-def documented(*arguments: Any, status: int = 0) -> Any:
-    ended = run_command(*arguments, "--json")
-    assert ended.returncode == status, ended.stderr
-    return json.loads(ended.stdout)
-
-
-def in_terminal(*arguments: Any, columns: int = 80) -> bytes:
-    """What a terminal of so many columns is written."""
-    ours, theirs = pty.openpty()
-    child = subprocess.Popen(
-        [sys.executable, "-m", "async_ckpt", *map(str, arguments)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "COLUMNS": str(columns), "TERM": "xterm"},
-    )
-    os.close(theirs)
-    written = b""
-    try:
-        while piece := os.read(ours, 65536):
-            written += piece
-    except OSError:
-        pass  # the child has closed it
-    assert child.wait(60) == 0, written
-    os.close(ours)
-    return written
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +68,14 @@ def test_ls_lists_the_steps_of_a_run(root: Path) -> None:
 def test_ls_lists_the_runs_in_a_folder(root: Path) -> None:
     (run,) = documented("ls", root.parent)["runs"]
     assert (run["name"], run["num_steps"], run["latest"]) == ("a", 2, 2)
+
+
+def test_files_with_numbers_in_their_names_are_no_steps(root: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(root, tmp_path / "a"))
+    (copy / "events.out.tfevents.1700000000").write_text("of another program")
+    (copy / "step_00000009").write_text("a file with the name of a step")
+    assert [row["step"] for row in documented("ls", copy)["steps"]] == [1, 2]
+    assert documented("repair", copy)["damages"] == []
 
 
 def test_ls_goes_on_with_the_rest_where_a_manifest_is_damaged(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""The deletion of steps by the rules of retention, after somebody has seen which.
+
+In: a place with a run, and rules. Out: a run without the steps that they do not keep. Knows nothing of: arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import typer
+
+from ..report import sized
+from ..runs.run import Run
+from ..runs.starts import about_start, refuse_if_alive
+from ..spans import shown_time
+from ..spec import Keep
+from ..storage.place import Place
+from .screen import USAGE, Answer, escaped, print_json, print_table, print_text
+from .selection import ChosenRun, parse_best, runs_at
+
+_RULES: Final = "last=3, every=1000, best=loss:min:2 or seconds=86400"
+
+
+@dataclass(frozen=True, slots=True)
+class PruneRow:
+    """A step and its fate. `num_bytes` is None for a step whose manifest is damaged."""
+
+    step: int
+    num_bytes: int | None
+    deleted: bool
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unattended: bool, as_json: bool) -> None:
+    """Show the steps that the rules keep and delete, ask, and delete.
+
+    `unattended` says that no process writes to the run, where that cannot be found out.
+
+    Raises:
+        Answer: a rule is not one, somebody said no, or a living process may have the run.
+        RunTakenError: a living process has the run.
+    """
+    keep = parse_keep(rules)
+    if not (dry_run or yes or sys.stdin.isatty()):
+        raise Answer("nobody can be asked here: pass --yes to delete, or --dry-run to look", USAGE)
+    chosen = runs_at(place, keep=keep)
+    if chosen[0].step is not None:
+        raise Answer(f"{place.shown} is the folder of one step; name the root of its run", USAGE)
+    rows = [row for one in chosen for row in _planned(one.run)]
+    going = [row for row in rows if row.deleted]
+    freed = sum(row.num_bytes or 0 for row in going)
+    if not as_json:
+        print_table(
+            ("step", "size", "fate"),
+            (
+                (
+                    str(row.step),
+                    "damaged" if row.num_bytes is None else sized(row.num_bytes),
+                    "delete" if row.deleted else "keep",
+                )
+                for row in rows
+            ),
+            right=("step", "size"),
+        )
+        print_text(f"{len(going)} of {len(rows)} steps go, {sized(freed)} of {escaped(place.shown)}")
+    if going and not dry_run:
+        for one in chosen:
+            refuse_writer(one.run, unattended=unattended)
+        if not (yes or typer.confirm("Delete them?", err=True)):
+            raise Answer("nothing was deleted")
+        gone = {step for one in chosen for step in _delete(one)}
+        rows = [PruneRow(row.step, row.num_bytes, row.step in gone) for row in rows]
+    if as_json:
+        freed = sum(row.num_bytes or 0 for row in rows if row.deleted)
+        print_json(
+            "pruning",
+            {"place": place.shown, "dry_run": dry_run, "steps": [row.as_json() for row in rows], "num_bytes": freed},
+        )
+
+
+def parse_keep(rules: Sequence[str]) -> Keep:
+    """The retention of rules such as "last=3".
+
+    Raises:
+        Answer: one is not a rule, or there is none.
+        ValueError: a rule has a value that it cannot have.
+    """
+    values: dict[str, Any] = {}
+    for rule in rules:
+        name, _, text = rule.partition("=")
+        if name in values:
+            raise Answer(f"--keep {name}=… is given twice; one rule of a kind is used", USAGE)
+        try:
+            if name in ("last", "every"):
+                values[name] = int(text)
+            elif name == "seconds":
+                values[name] = float(text)
+            elif name == "best" and text:
+                values[name] = parse_best(text)
+            else:
+                raise ValueError(name)
+        except ValueError as error:
+            raise Answer(f"--keep takes {_RULES}, not {rule!r}", USAGE) from error
+    if not values:
+        raise Answer(f"say which steps stay: --keep {_RULES}; the newest always does", USAGE)
+    return Keep(**values)
+
+
+def refuse_writer(run: Run, *, unattended: bool) -> None:
+    """Refuse to change a run that another process writes to, or may write to.
+
+    On a disk the lock on the newest start tells, and a process of this machine by its number. A store has no locks.
+
+    Raises:
+        RunTakenError: the newest start is locked by a living process.
+        Answer: its process is alive, or cannot be asked.
+    """
+    run.steps()
+    refuse_if_alive(run.storage, run.starts)
+    newest = max(run.starts, default=None)
+    if newest is None or unattended or not run.storage.remote:
+        return
+    about = about_start(run.storage, newest)
+    host, pid, since = about.get("host"), about.get("pid"), about.get("since")
+    writer = f"process {pid!r:.20} on {host!a:.100}" if pid and host else "a process that left no name"
+    when = f", which began at {shown_time(float(since))}" if isinstance(since, int | float) else ""
+    if host == socket.gethostname() and isinstance(pid, int) and _lives(pid):
+        raise Answer(
+            f"{run.storage.locate('')}: {writer}{when}, saves there and is alive on this machine; end it first, or pass "
+            "--unattended if it saves elsewhere by now"
+        )
+    if host != socket.gethostname():
+        raise Answer(
+            f"{run.storage.locate('')}: {writer}{when}, saved there last. A store has no locks, so whether it is alive "
+            "cannot be seen from here; make sure that it has ended, and pass --unattended"
+        )
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # of another user
+    return True
+
+
+def _planned(run: Run) -> list[PruneRow]:
+    commits = run.view()
+    going = {*run.steps_to_delete(commits, protected=run.protected())}
+    return [
+        PruneRow(step, manifest.num_bytes if manifest else None, step in going) for step, manifest in commits.items()
+    ]
+
+
+def _delete(one: ChosenRun) -> list[int]:
+    newest = one.run.latest()
+    return [] if newest is None else one.run.retain(newest, replaced=None, in_flight=())
