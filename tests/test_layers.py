@@ -309,7 +309,9 @@ def test_a_function_has_few_parameters():
         f"{name}.{node.name}": num
         for name, tree in MODULES.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (num := num_parameters(node)) > 8
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (num := num_parameters(node)) > 8
+        and name != "command.main"  # a word has a parameter for each of its options
     }
     assert found == LONG_SIGNATURES
 

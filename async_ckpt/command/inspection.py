@@ -15,13 +15,13 @@ import torch
 
 from ..loading.archives.contents import Contents, Part
 from ..loading.archives.find import from_path
-from ..loading.ranges import Range, read_ranges
 from ..report import sized
 from ..spec import DTYPES
 from ..state.names import dotted, shown
-from ..state.tree import StoredLeaf, leaves
+from ..state.tree import StoredLeaf
 from ..storage.place import Place
 from .screen import Answer, escaped, print_json, print_table, print_text, short
+from .sources import chunks, walked
 
 # What is in memory at once of a tensor whose statistics are taken.
 _CHUNK_BYTES: Final = 32 << 20
@@ -111,7 +111,7 @@ def _rows_in(part: Part, patterns: Sequence[str], *, stats: bool) -> Iterator[Na
     archive = part.archive
     archive.learn_names()
     tree, _ = archive.tree(groups=part.groups)
-    for path, leaf in _walked(tree, ()):
+    for path, leaf in walked(tree, ()):
         name = dotted(path)
         if not patterns or any(_matches(name, pattern) for pattern in patterns):
             yield _row(archive, path, leaf, stats=stats)
@@ -119,19 +119,6 @@ def _rows_in(part: Part, patterns: Sequence[str], *, stats: bool) -> Iterator[Na
 
 def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
-
-
-def _walked(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    inner: list[tuple[Any, Any]] = []
-    if isinstance(value, dict):
-        inner = list(value.items())
-    elif isinstance(value, list | tuple) and any(isinstance(leaf, StoredLeaf) for leaf in leaves(value)):
-        inner = list(enumerate(value))
-    if inner and not isinstance(value, StoredLeaf):
-        for key, one in inner:
-            yield from _walked(one, (*path, key))
-    elif not isinstance(value, dict):
-        yield path, value
 
 
 def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool) -> NameRow:
@@ -197,14 +184,6 @@ def statistics(archive: Contents, number: int) -> dict[str, float]:
 
 
 def _pieces(archive: Contents, number: int) -> Iterator[torch.Tensor]:
-    """The items of a tensor as float64, row by row; of complex ones the absolute values."""
-    tensor, dtype = archive.index.tensors[number], archive.dtype(number)
-    item_bytes = DTYPES[tensor.dtype][0]
-    total = math.prod(tensor.shape) * item_bytes
-    step = _CHUNK_BYTES // item_bytes * item_bytes
-    memory = torch.empty(min(step, total), dtype=torch.uint8)
-    for begin in range(0, total, step):
-        length = min(step, total - begin)
-        read_ranges([Range(archive, number, begin, length, 0)], memory)
-        items = memory[:length].view(dtype)
-        yield (items.abs() if dtype.is_complex else items).to(torch.float64)
+    """The items of a tensor as float64, piece by piece; of complex ones the absolute values."""
+    for items in chunks(archive, number):
+        yield (items.abs() if items.is_complex() else items).to(torch.float64)

@@ -18,7 +18,7 @@ import typer
 
 from ..errors import CheckpointError, StorageUnavailableError
 from ..storage.place import Place
-from .options import AsJson, Where, with_place
+from .options import AsJson, Where, place_like, with_place
 from .screen import NO, STORAGE, USAGE, Answer, escaped
 
 _INTERRUPTED: Final = 130
@@ -31,6 +31,17 @@ app = typer.Typer(
     rich_markup_mode=None,
     add_completion=True,
 )
+
+Select = Annotated[
+    list[str] | None, typer.Option(help="Names, beginnings of names, or patterns; may be given several times.")
+]
+Trust = Annotated[bool, typer.Option("--trust", help="Unpickle what is no plain data, which may run any code.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+As = Annotated[str | None, typer.Option("--as", help="archive, step, safetensors, hf, torch or dcp; else by the name.")]
+FromRank = Annotated[
+    list[str] | None, typer.Option(help="NAME=RANK: whose value to take where each rank has its own, such as rng=0.")
+]
+Strip = Annotated[str, typer.Option(help="The beginning that names lose, such as 'model.'.")]
 
 
 @app.command(epilog="Example: async-ckpt ls runs/a")
@@ -128,6 +139,70 @@ def repair(
     from .repair import show
 
     show(place, unretire=unretire, apply=apply, unattended=unattended, as_json=as_json)
+
+
+@app.command(epilog="Example: async-ckpt diff runs/a/step_00000100 runs/b/step_00000100 --rtol 1e-5")
+@with_place
+def diff(
+    a: Annotated[Place, typer.Argument(help="A checkpoint of any format.", show_default=False)],
+    b: Annotated[Place, typer.Argument(help="Another one.", show_default=False)],
+    select: Select = None,
+    rtol: Annotated[float, typer.Option(help="Differences up to this times the item of B are none.")] = 0.0,
+    atol: Annotated[float, typer.Option(help="Differences up to this are none.")] = 0.0,
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints name by name: shapes, dtypes, values."""
+    from .diffing import show
+
+    show(a, b, select=select or [], rtol=rtol, atol=atol, trust=trust, as_json=as_json)
+
+
+@app.command(epilog="Example: async-ckpt extract runs/a/step_00000100 --select 'model.*' --to out/model.safetensors")
+@with_place
+def extract(
+    src: Annotated[Place, typer.Argument(help="A checkpoint of any format.", show_default=False)],
+    select: Select = None,
+    to: Annotated[str, typer.Option(help="A path or URL.", show_default=False)] = "",
+    as_: As = None,
+    strip: Strip = "",
+    from_rank: FromRank = None,
+    trust: Trust = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write some names of a checkpoint to a file or folder of any format."""
+    from .conversion import ConversionRequest, show
+
+    if not to:
+        raise Answer("--to says where the names go: F.safetensors, F.pt, F.tar, or a folder with --as hf", USAGE)
+    request = ConversionRequest(
+        src, place_like(src, to), tuple(select or ()), strip, trust, overwrite, tuple(from_rank or ())
+    )
+    show(request, as_, as_json=as_json)
+
+
+@app.command(epilog="Example: async-ckpt convert model.pt out/model.tar")
+@with_place
+def convert(
+    src: Annotated[Place, typer.Argument(help="A checkpoint of any format.", show_default=False)],
+    dst: Annotated[Place, typer.Argument(help="A file or folder.", show_default=False)],
+    as_: As = None,
+    select: Select = None,
+    strip: Strip = "",
+    from_rank: FromRank = None,
+    trust: Trust = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint in another format; a step that several ranks have saved, as one state."""
+    from .conversion import ConversionRequest, show
+
+    show(
+        ConversionRequest(src, dst, tuple(select or ()), strip, trust, overwrite, tuple(from_rank or ())),
+        as_,
+        as_json=as_json,
+    )
 
 
 @app.command(epilog="Example: async-ckpt doctor runs/a")

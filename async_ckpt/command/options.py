@@ -68,6 +68,11 @@ def place_of(where: str, *, anonymous: bool = False, deadline: float = _DEADLINE
     return Place(where, options=options or None)
 
 
+def place_like(place: Place, where: str) -> Place:
+    """Another place, at the store of this one if it is at a store."""
+    return Place(where) if _is_local(where) else Place(where, options=place.options)
+
+
 def _is_local(where: str) -> bool:
     return scheme_of(where) in (None, "file")
 

@@ -133,8 +133,8 @@ def refuse_writer(run: Run, *, unattended: bool) -> None:
     when = f", which began at {shown_time(float(since))}" if isinstance(since, int | float) else ""
     if host == socket.gethostname() and isinstance(pid, int) and _lives(pid):
         raise Answer(
-            f"{run.storage.locate('')}: {writer}{when}, saves there and is alive on this machine; end it first, or pass "
-            "--unattended if it saves elsewhere by now"
+            f"{run.storage.locate('')}: {writer}{when}, saves there and is alive on this machine; end it first, or "
+            "pass --unattended if it saves elsewhere by now"
         )
     if host != socket.gethostname():
         raise Answer(

@@ -10,6 +10,7 @@ tensors together are never larger than the file, and a pickle is examined before
 
 from __future__ import annotations
 
+import math
 import mmap as mmap_module
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -22,6 +23,8 @@ from .archives.contents import CPU, Contents, Groups, Part
 from .fill import Wanted, fill, planned
 
 Verify = bool | Literal["first"]
+# Returns so many bytes of host memory, as a dense uint8 tensor.
+Memory = Callable[[int], torch.Tensor]
 
 
 def load_state(
@@ -33,11 +36,12 @@ def load_state(
     types: Iterable[type] = (),
     mmap: bool = False,
     groups: Groups = None,
+    memory: Memory | None = None,
 ) -> Any:
     """Build the saved state on the CPU, or on the device `map_location`. Tied tensors are tied again.
 
     With `mmap`, tensors are views of the mapped archive. Their pages are read when they are first touched, or now if
-    the archive is verified.
+    the archive is verified. With `memory`, tensors lie in what that returns.
     """
     device = CPU if map_location is None else torch.device(map_location)
     archive.learn_names(everything=select is None and groups is None)
@@ -50,6 +54,8 @@ def load_state(
     if mmap:
         mapped = archive.map()
         tensors = {n: _view(archive, n, mapped) for n in numbers}
+    elif memory is not None:
+        tensors = {n: _in_memory(archive, n, memory) for n in numbers}
     else:
         tensors = {n: archive.empty(n, CPU if n in on_host else device) for n in numbers}
     plan = planned([(archive, [Wanted(n, tensor) for n, tensor in tensors.items()])])
@@ -145,6 +151,7 @@ def state_of(
     trust: bool,
     mmap: bool,
     types: Iterable[type],
+    memory: Memory | None = None,
 ) -> Any:
     """Build the state from the files, or from maps of them."""
     if map_location is not None:
@@ -163,6 +170,7 @@ def state_of(
             types=types,
             mmap=mmap,
             groups=part.groups,
+            memory=memory,
         )
 
     return load_parts(parts, load)
@@ -180,6 +188,13 @@ def _check_device(map_location: str | torch.device, *, is_used: bool) -> None:
             f'map_location={map_location!r:.100} is no device that torch can use here ({why:.200}); give "cpu", or '
             "leave it out"
         ) from error
+
+
+def _in_memory(archive: Contents, number: int, memory: Memory) -> torch.Tensor:
+    archive.sources(number)  # all of its items are there
+    tensor, dtype = archive.index.tensors[number], archive.dtype(number)
+    flat = memory(math.prod(tensor.shape) * dtype.itemsize)
+    return flat.view(dtype).view(tensor.shape)
 
 
 def _view(archive: Contents, number: int, mapped: mmap_module.mmap) -> torch.Tensor:

@@ -288,7 +288,7 @@ def table_of(storage: Storage, folder: str, manifest: Manifest) -> Table:
 
 
 def read_beside(storage: Storage, folder: str, archive: Archive, named_by: int) -> bytes:
-    """The content of an object that is no archive, as the manifest of a step names it. Raises CorruptCheckpointError."""
+    """The content of an object that is no archive, as a manifest names it. Raises CorruptCheckpointError."""
     path = f"{folder}/{archive.name}" if folder else archive.name
     try:
         data = storage.read(path)[0]

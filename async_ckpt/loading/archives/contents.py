@@ -167,6 +167,11 @@ class Contents:
                     content[run.target : run.target + run.length] = data
         return bytes(content)
 
+    @property
+    def is_local_file(self) -> bool:
+        """Whether `map` takes this: a file on this machine, as it is."""
+        return isinstance(self._reader, LocalReader)
+
     def map(self) -> mmap_module.mmap:
         """A map of the opened file, even if its path now names another; only this process sees writes to it."""
         if not isinstance(self._reader, LocalReader):

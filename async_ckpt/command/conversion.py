@@ -1,0 +1,309 @@
+"""A checkpoint in another format.
+
+In: a place with a checkpoint of any format, and a destination. Out: the same tensors and values there, as far as the
+format can hold them. Knows nothing of: arguments.
+
+Safetensors files are written piece by piece. A state for the other formats consists of views of files, which the kernel
+reads as they are needed. A destination appears whole, when it is durable.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from .. import AsyncCheckpointer
+from ..around.hf_weights import Weights
+from ..around.shards import INDEX, MAX_SHARD_BYTES, Shard, index_of, shards_of, view_of
+from ..report import sized
+from ..runs.naming import Naming, parse_step_name
+from ..saving.planner import pool_for
+from ..saving.request import FileRequest
+from ..saving.saver import Saver
+from ..saving.targets import FileTarget
+from ..spec import DTYPES
+from ..state.dtypes import dtype_name
+from ..storage.place import Place
+from ..storage.scratch import Scratch, publish, sync_all
+from ..storage.sequential import Appender
+from ..storage.url import local_path, parent_and_name
+from .screen import USAGE, Answer, escaped, print_json, print_text, progress
+from .selection import usual_tracker
+from .sources import NamedItem, shown_name, shown_value, with_items, with_state
+
+FORMATS: Final = ("archive", "step", "safetensors", "hf", "torch", "dcp")
+_BY_SUFFIX: Final = {
+    ".tar": "archive",
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".ckpt": "torch",
+}
+_SHOWN_NAMES: Final = 5
+# The memory of a save. It waits for memory rather than take more.
+_HOST_BYTES: Final = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionRequest:
+    """The wishes of a user: names to take, the beginning that names lose, and what may be done."""
+
+    source: Place
+    target: Place
+    select: tuple[str, ...] = ()
+    strip: str = ""
+    trust: bool = False
+    overwrite: bool = False
+    from_ranks: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"select": list(self.select) or None, "trust": self.trust, "from_ranks": self.rank_of_names}
+
+    @property
+    def rank_of_names(self) -> dict[str, int] | None:
+        """The ranks whose values are taken, by name."""
+        pairs = [text.rpartition("=") for text in self.from_ranks]
+        if not all(name and rank.isdecimal() for name, _, rank in pairs):
+            raise Answer("--from-rank takes a name and a rank, such as rng=0", USAGE)
+        return {name: int(rank) for name, _, rank in pairs} or None
+
+
+def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) -> None:
+    """Convert a checkpoint, and print what was written, or its document.
+
+    Raises:
+        Answer: the format is not known, cannot hold the checkpoint, or the destination is there.
+        UntrustedObjectError: something would have to be unpickled, and that was not allowed.
+        CorruptCheckpointError: the source is damaged. Nothing is left at the destination.
+    """
+    name = format_name or _format_of(request.target)
+    if name not in FORMATS:
+        raise Answer(f"--as takes {', '.join(FORMATS)}, not {name!r}", USAGE)
+    if name not in ("archive", "step", "safetensors") and not request.target.is_local:
+        raise Answer(
+            f"{request.target.shown}: {name} is written to a local path; convert to a folder, and upload that", USAGE
+        )
+    num_bytes = _WRITERS[name](request)
+    if as_json:
+        print_json(
+            "conversion",
+            {"source": request.source.shown, "target": request.target.shown, "format": name, "num_bytes": num_bytes},
+        )
+    else:
+        print_text(f"{escaped(request.target.shown)}: {name}, {sized(num_bytes)}")
+
+
+def _format_of(target: Place) -> str:
+    name = target.text.rstrip("/").rpartition("/")[2]
+    suffix = next((suffix for suffix in _BY_SUFFIX if name.lower().endswith(suffix)), None)
+    if suffix is not None:
+        return _BY_SUFFIX[suffix]
+    if parse_step_name(name) is not None:
+        return "step"
+    raise Answer(
+        f"{target.shown}: the name does not say which format is meant; pass --as {', '.join(FORMATS)}, or a name that "
+        f"ends in {', '.join(_BY_SUFFIX)}",
+        USAGE,
+    )
+
+
+# --- safetensors --------------------------------------------------------------------------------------------------
+
+
+def _write_safetensors(request: ConversionRequest) -> int:
+    _refuse_existing(request)
+    storage, name = request.target.object()
+
+    def write(items: Sequence[NamedItem]) -> int:
+        shard = _shards(request, items, max_bytes=1 << 62)[0]
+        with progress("convert", shard.num_bytes) as advance:
+            return _append(
+                Appender(storage, name, limit_bytes=shard.num_bytes), shard, _by_name(request, items), advance
+            )
+
+    return with_items(request.source, write, **request.options)
+
+
+def _write_hf(request: ConversionRequest) -> int:
+    def write(items: Sequence[NamedItem]) -> int:
+        shards, by_name = _shards(request, items, max_bytes=MAX_SHARD_BYTES), _by_name(request, items)
+        with _LocalTarget(request) as written, progress("convert", sum(s.num_bytes for s in shards)) as advance:
+            written.mkdir()
+            for shard in shards:
+                with (written / shard.name).open("wb") as file:
+                    file.write(shard.head)
+                    for name in shard.tensors:
+                        for chunk in _chunks(by_name[name]):
+                            file.write(view_of(chunk))
+                            advance(chunk.nbytes)
+            if len(shards) > 1:
+                (written / INDEX).write_bytes(index_of(shards))
+            return sum(path.stat().st_size for path in written.iterdir())
+
+    return with_items(request.source, write, **request.options)
+
+
+def _append(out: Appender, shard: Shard, by_name: Mapping[str, NamedItem], advance: Callable[[int], None]) -> int:
+    try:
+        out.append(memoryview(shard.head))
+        for name in shard.tensors:
+            for chunk in _chunks(by_name[name]):
+                out.append(view_of(chunk))
+                advance(chunk.nbytes)
+        out.finish()
+    except BaseException:
+        out.abort()
+        raise
+    out.sink.close()
+    return out.num_bytes
+
+
+def _chunks(item: NamedItem) -> Sequence[torch.Tensor] | Any:
+    assert item.chunks is not None
+    return (chunk.view(torch.uint8) for chunk in item.chunks())
+
+
+def _by_name(request: ConversionRequest, items: Sequence[NamedItem]) -> dict[str, NamedItem]:
+    return {item.name.removeprefix(request.strip): item for item in items}
+
+
+def _shards(request: ConversionRequest, items: Sequence[NamedItem], *, max_bytes: int) -> list[Shard]:
+    """The plan of the files. Raises Answer for what safetensors cannot hold."""
+    refused = [f"{shown_name(item)} ({_why_not(item)})" for item in items if _why_not(item)]
+    if refused:
+        more = f" and {len(refused) - _SHOWN_NAMES} more" if len(refused) > _SHOWN_NAMES else ""
+        raise Answer(
+            f"safetensors cannot hold {', '.join(refused[:_SHOWN_NAMES])}{more}; nothing was written. Choose the "
+            "weights with --select, such as 'model.*', or convert to an archive"
+        )
+    by_name = _by_name(request, items)
+    if len(by_name) != len(items):
+        raise Answer(f"without {request.strip!r}, two names are the same; leave out --strip", USAGE)
+    tensors = {name: torch.empty(item.shape, dtype=item.dtype, device="meta") for name, item in by_name.items()}
+    return shards_of(Weights("model", tensors, {}, {}, lambda copy: copy), max_bytes)
+
+
+def _why_not(item: NamedItem) -> str:
+    if item.dtype is None:
+        return shown_value(item.value)[:40]
+    if DTYPES[dtype_name(item.dtype)][1] is None:
+        return f"dtype {dtype_name(item.dtype)}"
+    return ""
+
+
+# --- states -------------------------------------------------------------------------------------------------------
+
+
+def _write_archive(request: ConversionRequest) -> int:
+    _refuse_existing(request)
+    saver = Saver(pool_for(host_bytes=_HOST_BYTES))
+    target = FileTarget.at(request.target)
+
+    def write(state: Any) -> int:
+        return saver.save(FileRequest(state, target)).result().num_bytes
+
+    return _with_state(request, write)
+
+
+def _write_step(request: ConversionRequest) -> int:
+    parent, name = parent_and_name(request.target.url, fs=request.target.fs)
+    step_name = parse_step_name(name)
+    if step_name is None:
+        raise Answer(f"{request.target.shown}: a step has a number in its name, such as step_00000100", USAGE)
+    naming = Naming(step_name.step_format, usual_tracker(step_name.step_format))
+    root = replace(request.target, url=parent)
+
+    def write(state: Any) -> int:
+        with AsyncCheckpointer(root, naming=naming, host_bytes=_HOST_BYTES) as ckpt:
+            report = ckpt.save(state, step_name.step, overwrite=request.overwrite).result()
+        return report.num_bytes
+
+    return _with_state(request, write)
+
+
+def _write_torch(request: ConversionRequest) -> int:
+    def write(state: Any) -> int:
+        with _LocalTarget(request) as written:
+            torch.save(state, written)
+            return written.stat().st_size
+
+    return _with_state(request, write)
+
+
+def _write_dcp(request: ConversionRequest) -> int:
+    import torch.distributed.checkpoint as torch_dcp
+
+    def write(state: Any) -> int:
+        if not isinstance(state, dict):
+            raise Answer("torch.distributed.checkpoint saves a dict; this checkpoint is none")
+        with _LocalTarget(request) as written:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                writer = torch_dcp.FileSystemWriter(written)  # type: ignore[attr-defined]
+                torch_dcp.save(state, storage_writer=writer, no_dist=True)  # type: ignore[attr-defined]
+            return sum(path.stat().st_size for path in written.iterdir())
+
+    return _with_state(request, write)
+
+
+def _with_state(request: ConversionRequest, write: Callable[[Any], int]) -> int:
+    def converted(state: Any) -> int:
+        return write(_stripped(state, request.strip))
+
+    scratch = local_path(request.target.text).parent if request.target.is_local else Path.cwd()
+    scratch.mkdir(parents=True, exist_ok=True)
+    return with_state(request.source, converted, scratch=scratch, **request.options)
+
+
+def _stripped(state: Any, prefix: str) -> Any:
+    """The state below the dotted name that ends in `prefix`."""
+    for key in filter(None, prefix.rstrip(".").split(".")):
+        if not isinstance(state, dict) or key not in state or len(state) > 1:
+            raise Answer(f"--strip {prefix!r}: not all names begin with it; choose them with --select", USAGE)
+        state = state[key]
+    return state
+
+
+# --- destinations -------------------------------------------------------------------------------------------------
+
+
+class _LocalTarget:
+    """A local file or folder that is written beside its place, and appears there at the end of the `with` block."""
+
+    def __init__(self, request: ConversionRequest) -> None:
+        _refuse_existing(request)
+        self._target = local_path(request.target.text)
+        self._scratch = Scratch(self._target.parent, self._target.name)
+
+    def __enter__(self) -> Path:
+        return self._scratch.folder / self._target.name
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        with self._scratch:
+            if error is None:
+                written = self._scratch.folder / self._target.name
+                sync_all(written)
+                publish(written, self._target)
+
+
+def _refuse_existing(request: ConversionRequest) -> None:
+    storage, name = request.target.object()
+    if not request.overwrite and (storage.exists(name) or storage.names(name)):
+        raise Answer(f"{request.target.shown} is there; pass --overwrite to replace it, or give another name")
+
+
+_WRITERS: Final[dict[str, Callable[[ConversionRequest], int]]] = {
+    "archive": _write_archive,
+    "step": _write_step,
+    "safetensors": _write_safetensors,
+    "hf": _write_hf,
+    "torch": _write_torch,
+    "dcp": _write_dcp,
+}
