@@ -300,7 +300,7 @@ LONG_SIGNATURES = {
     "checkpointer.__init__": 21,
     "checkpointer.save": 11,
     "checkpointer.restore": 10,
-    "runs.run.commit": 9,
+    "runs.run.commit": 10,
 }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ..errors import CheckpointError
 from ..host.threads import run_together
@@ -20,27 +20,37 @@ from ..report import sized
 from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Manifest, is_retired_name, parse_intent
 from ..runs.naming import TRACKERS, parse_step_name, pattern_of
+from ..runs.receipts import archives_of
+from ..runs.record import number
+from ..runs.retention import Commits
 from ..runs.run import Run
 from ..runs.starts import split_starts
 from ..spans import Clock, wall_time
 from ..storage.interface import Storage
 from ..storage.place import Place
-from .screen import USAGE, Answer, age, escaped, print_json, print_table, short
+from .screen import USAGE, Answer, age, escaped, print_json, print_table, short, shown_seconds
 
 _VERSION: Final = re.compile(r"weight_v\d{6,18}")
+_BEST: Final = re.compile(r"(?P<metric>.+?)(:(?P<mode>min|max))?(:(?P<count>\d+))?")
 _READERS: Final = 32
 _LOOKED_INTO: Final = 8
 
 
 @dataclass(slots=True)
 class StepRow:
-    """One step of a run. `marks` are facts about it in words."""
+    """One step of a run. `marks` are facts about it in words.
+
+    `seconds` are those from the call of `save` until it was durable, `stall_seconds` those that it held the training
+    up; None if the manifest does not say.
+    """
 
     step: int
     folder: str
     created: float | None = None
     num_bytes: int | None = None
     num_ranks: int | None = None
+    seconds: float | None = None
+    stall_seconds: float | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
     marks: list[str] = field(default_factory=list)
 
@@ -76,8 +86,8 @@ class VersionRow:
         return asdict(self)
 
 
-def show(place: Place, *, with_all: bool, as_json: bool) -> None:
-    """Print the table of what is at a place, or its document.
+def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json: bool) -> None:
+    """Print the table of what is at a place, or its document. `check` and `best` are for the steps of a run.
 
     Raises:
         Answer: there is nothing to list.
@@ -88,7 +98,10 @@ def show(place: Place, *, with_all: bool, as_json: bool) -> None:
     elif kind == "runs":
         _print_runs(place, runs_in(place, clock=wall_time), as_json=as_json)
     elif kind == "run":
-        _print_steps(place, steps_of(place.storage(), clock=wall_time, with_all=with_all), as_json=as_json)
+        rows = steps_of(place.storage(), clock=wall_time, with_all=with_all, check=check)
+        if best is not None:
+            _mark_best(rows, best)
+        _print_steps(place, rows, as_json=as_json)
     elif kind == "step":
         raise Answer(
             f"{place.shown} is the folder of one step; look into it with async-ckpt inspect, or list its run", USAGE
@@ -112,13 +125,16 @@ def kind_of(place: Place) -> str:
     return "nothing"
 
 
-def steps_of(storage: Storage, *, clock: Clock, with_all: bool = False) -> list[StepRow]:
-    """The steps of a run, ascending; `with_all` also what is not committed. Of several namings, the steps of each."""
+def steps_of(storage: Storage, *, clock: Clock, with_all: bool = False, check: bool = False) -> list[StepRow]:
+    """The steps of a run, ascending; `with_all` also what is not committed. Of several namings, the steps of each.
+
+    With `check`, steps of which an archive is missing, or has another size, are marked.
+    """
     names = storage.names("")
     rows: list[StepRow] = []
     for step_format in step_formats(names):
         run = Run(storage, clock=clock, step_format=step_format, tracker=None)
-        rows += _rows(run, names, with_all=with_all)
+        rows += _rows(run, names, with_all=with_all, check=check)
     _mark_newest(rows, storage, names)
     return sorted(rows, key=lambda row: (row.step, row.folder))
 
@@ -151,20 +167,21 @@ def versions_of(storage: Storage) -> list[VersionRow]:
     from ..publishing.versions import Versions  # it needs torch
 
     versions, rows = Versions(storage), []
-    for number in versions.numbers():
+    for version in versions.numbers():
         try:
-            index = versions.read(number)
+            index = versions.read(version)
         except CheckpointError as error:
-            rows.append(VersionRow(number, "damaged", None, 0, [str(error)]))
+            rows.append(VersionRow(version, "damaged", None, 0, [str(error)]))
             continue
-        num_bytes = sum(storage.sizes(folder_of(number)).values())
-        marks = [] if versions.is_complete(number) else [f"version {index.base} is missing"]
-        rows.append(VersionRow(number, "anchor" if index.base is None else "delta", index.base, num_bytes, marks))
+        num_bytes = sum(storage.sizes(folder_of(version)).values())
+        marks = [] if versions.is_complete(version) else [f"version {index.base} is missing"]
+        rows.append(VersionRow(version, "anchor" if index.base is None else "delta", index.base, num_bytes, marks))
     return rows
 
 
-def _rows(run: Run, names: list[str], *, with_all: bool) -> Iterator[StepRow]:
+def _rows(run: Run, names: list[str], *, with_all: bool, check: bool) -> Iterator[StepRow]:
     commits = run.view()
+    broken = _broken(run, commits) if check else {}
     borrowed_from = {one.step for made in commits.values() if made for one in made.elsewhere if one.step != made.step}
     for step, manifest in commits.items():
         row = StepRow(step, run.folder(step))
@@ -174,6 +191,8 @@ def _rows(run: Run, names: list[str], *, with_all: bool) -> Iterator[StepRow]:
             _fill(row, manifest)
         if step in borrowed_from:
             row.marks.append("lends")
+        if step in broken:
+            row.marks.append(f"broken: {broken[step]}")
         yield row
     if with_all:
         for name in names:
@@ -185,9 +204,58 @@ def _rows(run: Run, names: list[str], *, with_all: bool) -> Iterator[StepRow]:
             yield StepRow(name_of_step.step, name, marks=["retired" if is_retired else "not committed"])
 
 
+def _broken(run: Run, commits: Commits) -> dict[int, str]:
+    """The damage of steps, as far as the names and sizes of their objects tell."""
+    found: dict[int, str] = {}
+
+    def look(step: int, manifest: Manifest) -> None:
+        folder = run.folder(step)
+        sizes = run.storage.sizes(folder)
+        try:
+            archives = (*archives_of(run.storage, folder, manifest), *manifest.beside)
+        except CheckpointError as error:
+            found[step] = str(error)
+            return
+        wrong = [one for one in archives if sizes.get(one.name) != one.num_bytes]
+        if wrong:
+            is_there = wrong[0].name in sizes
+            found[step] = f"{wrong[0].name} {'has another size' if is_there else 'is missing'}"
+
+    run.do_all([partial(look, step, manifest) for step, manifest in commits.items() if manifest is not None])
+    for step, manifest in commits.items():
+        lenders = sorted({one.step for one in manifest.elsewhere} & found.keys()) if manifest else []
+        if lenders:
+            found.setdefault(step, f"it borrows from {lenders[0]}")
+    return found
+
+
+def _mark_best(rows: Sequence[StepRow], text: str) -> None:
+    metric, mode, count = parse_best(text)
+    values = [(value, row.step, row) for row in rows if (value := number(row.record.get(metric))) is not None]
+    if not values:
+        raise Answer(f"no record of these steps has the metric {metric!r}")
+    values.sort(key=lambda one: (one[0] if mode == "max" else -one[0], one[1]))
+    for _, _, row in values[-count:]:
+        row.marks.append("best")
+
+
+def parse_best(text: str) -> tuple[str, Literal["min", "max"], int]:
+    """A metric, which end of it is best, and how many: "loss", "loss:min", "accuracy:max:3".
+
+    Raises:
+        Answer: it is none.
+    """
+    match = _BEST.fullmatch(text)
+    if match is None or int(match["count"] or 1) < 1:
+        raise Answer(f"give the metric as loss, loss:min or accuracy:max:3, not {text!r}", USAGE)
+    return match["metric"], "max" if match["mode"] == "max" else "min", int(match["count"] or 1)
+
+
 def _fill(row: StepRow, manifest: Manifest) -> None:
     row.created, row.num_bytes, row.num_ranks = manifest.created, manifest.num_bytes, manifest.world_size
     row.record = manifest.record
+    if manifest.times is not None:
+        row.seconds, row.stall_seconds = manifest.times.seconds, manifest.times.stall_seconds
     if manifest.record.get("rolling"):
         row.marks.append("rolling")
     if manifest.record.get("ttl_seconds") is not None:
@@ -288,17 +356,20 @@ def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> Non
         }
     )
     print_table(
-        ("step", "age", "size", "ranks", *map(escaped, metrics), "marks"),
+        ("step", "age", "size", "ranks", "seconds", "bandwidth", "stall", *map(escaped, metrics), "marks"),
         (
             (
                 str(row.step),
                 "" if row.created is None else age(row.created, now),
                 "" if row.num_bytes is None else sized(row.num_bytes),
                 str(row.num_ranks) if row.num_ranks else "",
+                "" if row.seconds is None else f"{row.seconds:.2f}",
+                f"{sized(row.num_bytes / row.seconds)}/s" if row.num_bytes and row.seconds else "",
+                "" if row.stall_seconds is None else shown_seconds(row.stall_seconds),
                 *(short(row.record[key]) if key in row.record else "" for key in metrics),
                 ", ".join(row.marks),
             )
             for row in rows
         ),
-        right=("step", "age", "size", "ranks", *metrics),
+        right=("step", "age", "size", "ranks", "seconds", "bandwidth", "stall", *metrics),
     )

@@ -49,12 +49,14 @@ Strip = Annotated[str, typer.Option(help="The beginning that names lose, such as
 def ls(
     place: Where,
     all_: Annotated[bool, typer.Option("--all", help="Also steps that are retired or not committed.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Mark steps that lack an archive.")] = False,
+    best: Annotated[str | None, typer.Option(help="Mark the best by a metric: loss, or accuracy:max:3.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the steps of a run, the runs in a folder, or the versions of a publication."""
     from .listing import show
 
-    show(place, with_all=all_, as_json=as_json)
+    show(place, with_all=all_, check=check, best=best, as_json=as_json)
 
 
 @app.command(epilog="Example: async-ckpt inspect runs/a/step_00000100 'model.*' --stats")

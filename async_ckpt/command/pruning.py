@@ -20,8 +20,9 @@ from ..runs.starts import about_start, refuse_if_alive
 from ..spans import shown_time
 from ..spec import Keep
 from ..storage.place import Place
+from .listing import parse_best
 from .screen import USAGE, Answer, escaped, print_json, print_table, print_text
-from .selection import ChosenRun, parse_best, runs_at
+from .selection import ChosenRun, runs_at
 
 _RULES: Final = "last=3, every=1000, best=loss:min:2 or seconds=86400"
 

@@ -113,6 +113,11 @@ def age(created: float, now: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def shown_seconds(seconds: float) -> str:
+    """A short time for people, such as "3.2 ms"."""
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
 def short(value: Any) -> str:
     """A value of a record in few characters."""
     if isinstance(value, float):

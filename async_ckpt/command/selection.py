@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from ..errors import NotCommittedError
 from ..runs.naming import NAMINGS, STEP_FORMAT, TRACKER, TRACKERS, Naming, parse_step_name, words_for
@@ -20,11 +20,10 @@ from ..spec import Keep
 from ..storage.interface import Storage
 from ..storage.place import Place
 from ..storage.url import parent_and_name
-from .listing import kind_of, step_formats
+from .listing import kind_of, parse_best, step_formats
 from .screen import USAGE, Answer
 
 _RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")
-_BEST: Final = re.compile(r"(?P<metric>.+?)(:(?P<mode>min|max))?(:(?P<count>\d+))?")
 
 
 class ChosenRun(NamedTuple):
@@ -112,14 +111,6 @@ def steps_in(run: Run, ranges: Sequence[str]) -> list[int]:
             raise Answer(f"{run.storage.locate('')}: no committed step in {text}; {have} committed")
         chosen.update(within)
     return sorted(chosen)
-
-
-def parse_best(text: str) -> tuple[str, Literal["min", "max"], int]:
-    """A metric, which end of it is best, and how many: "loss", "loss:min", "accuracy:max:3"."""
-    match = _BEST.fullmatch(text)
-    if match is None or int(match["count"] or 1) < 1:
-        raise Answer(f"give the metric as loss, loss:min or accuracy:max:3, not {text!r}", USAGE)
-    return match["metric"], "max" if match["mode"] == "max" else "min", int(match["count"] or 1)
 
 
 def best_step(run: Run, text: str) -> int:

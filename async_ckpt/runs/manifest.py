@@ -117,14 +117,22 @@ class RankFiles:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveTimes:
+    """How long a save took, of rank 0: from the call until its archives were durable, and what it cost the training."""
+
+    seconds: float
+    stall_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """One committed checkpoint. `created` is wall time in seconds since the epoch.
 
     `replaces` are the earlier attempts at this step, the last first: a root that holds one of those was away. `record`
     is the user's: plain JSON data, whose fields `rolling` and `ttl_seconds` retention obeys. `start` names the start of
     the run that committed it (see `starts`); it is empty in manifests of older versions and other tools. `retires` are
-    the newer commits that this one retires. A commit of several ranks has `ranks` instead of `archives`, so that its
-    size does not grow with their number.
+    the newer commits that this one retires. `times` are for people; older versions and other tools write none. A commit
+    of several ranks has `ranks` instead of `archives`, so that its size does not grow with their number.
     """
 
     step: int
@@ -138,6 +146,7 @@ class Manifest:
     retires: tuple[Retired, ...] = ()
     ranks: RankFiles | None = None
     start: str = ""
+    times: SaveTimes | None = None
 
     @property
     def own_names(self) -> list[str]:
@@ -201,6 +210,7 @@ def parse(data: bytes, *, path: str) -> Manifest:
             items(raw["retires"], _retired),
             ranks,
             _start(raw.get("start", "")),
+            None if raw.get("times") is None else _times(raw["times"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not a manifest ({error!r:.300})", path=path) from error
@@ -263,6 +273,11 @@ def _elsewhere(raw: object) -> GroupLocation:
 def _retired(raw: object) -> Retired:
     fields = table(raw)
     return Retired(whole(fields["step"]), "" if fields["attempt"] == "" else _attempt(fields["attempt"]))
+
+
+def _times(raw: object) -> SaveTimes:
+    fields = table(raw)
+    return SaveTimes(number(fields["seconds"]), number(fields["stall_seconds"]))
 
 
 def _attempt(raw: object) -> str:

@@ -36,7 +36,7 @@ from ..spec import Keep
 from ..storage.interface import Storage
 from .announce import Announcer
 from .foreign_entries import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
-from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, intent_name
+from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, SaveTimes, intent_name
 from .naming import STEP_FORMAT, TRACKER, tracker_of
 from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
 from .root import Listing, Root, commit_of
@@ -225,6 +225,7 @@ class Run:
         elsewhere: tuple[GroupLocation, ...] = (),
         ranks: RankFiles | None = None,
         world_size: int = 1,
+        times: SaveTimes | None = None,
     ) -> Manifest:
         """Make the durable archives of an attempt the step's checkpoint, by its manifest. Call `announce` after that.
 
@@ -255,6 +256,7 @@ class Run:
             retires,
             ranks,
             self._start_label(None if retires else before, listing),
+            times,
         )
         if retires:
             self.storage.put_new(intent_name(step, attempt), manifest.dump())

@@ -30,7 +30,7 @@ from ..host.deadlines import AGAIN_SECONDS, END_SECONDS, LAG_SECONDS
 from ..host.loop import OffLoop
 from ..host.threads import running_future
 from ..report import Destination
-from ..runs.manifest import Archive
+from ..runs.manifest import Archive, SaveTimes
 from ..spans import Spans
 from ..storage.interface import Sink, Storage
 from .drain import Drain, Lane
@@ -49,6 +49,9 @@ class Target:
 
     num_bytes_beside = 0
     """Bytes of other objects of the checkpoint, which `commit` writes."""
+
+    times: SaveTimes | None = None
+    """How long the save took, set before `commit`."""
 
     def __init__(self, storage: Storage, name: str, shown: str | None = None) -> None:
         """`shown` names the place in reports and messages, if that is not the object."""

@@ -21,7 +21,7 @@ from ..host.life import Life
 from ..host.loop import OffLoop
 from ..host.threads import running_future
 from ..report import SaveReport
-from ..runs.manifest import Archive
+from ..runs.manifest import Archive, SaveTimes
 from ..spans import Spans
 from ..staging.snapshot import Snapshot
 from .block_digests import GroupDigest, GroupDigests
@@ -83,6 +83,8 @@ class Attempt:
     ) -> None:
         self.drain, self.targets, self.staging, self.spans = drain, targets, staging, spans
         self._rule, self._writers = rule, writers
+        # The seconds of the call, once the caller has its handle.
+        self.called: Future[float] = running_future()
         self._deliveries: list[Delivery] = []  # from `open` on, in the order of the targets
 
     @property
@@ -207,7 +209,11 @@ class Attempt:
 
     async def commit(self, durable: Sequence[Delivery]) -> None:
         """Commit the durable deliveries. Raises the error of one that the save needs."""
+        seconds = self.spans.total()
+        call_seconds = self.called.result() if self.called.done() else seconds
+        times = SaveTimes(seconds, call_seconds + self.staging.stall_seconds)
         for delivery in durable:
+            delivery.target.times = times
             try:
                 await delivery.commit(self._archives)
             except BaseException as error:
@@ -302,8 +308,7 @@ class StateSave(Save):
         drain = attempt.drain
         super().__init__(step, attempt.targets[0].path, snapshot.completion, lambda: drain.progress)
         self.attempt, self.snapshot = attempt, snapshot
-        # The seconds of the call, once the caller has its handle.
-        self.called: Future[float] = running_future()
+        self.called = attempt.called
         self._num_tensors, self._groups, self._unchanged_in = num_tensors, groups, unchanged_in
 
     async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:

@@ -262,6 +262,7 @@ class StepTarget(Target):
                 elsewhere=elsewhere,
                 ranks=self._of_ranks,
                 world_size=self._agreement.world_size,
+                times=self.times,
             )
 
     def _is_committed_as(self, manifest: Manifest, archives: tuple[Archive, ...], *, late: bool) -> None:
