@@ -61,7 +61,18 @@ def test_ls_lists_the_steps_of_a_run(root: Path) -> None:
     assert second["num_bytes"] == sum(path.stat().st_size for path in (root / "step_00000002").glob("*.tar"))
 
     lines = run_command("ls", root).stdout.splitlines()
-    assert lines[0].split() == ["step", "age", "size", "ranks", "seconds", "bandwidth", "stall", "loss", "note", "marks"]
+    assert lines[0].split() == [
+        "step",
+        "age",
+        "size",
+        "ranks",
+        "seconds",
+        "bandwidth",
+        "stall",
+        "loss",
+        "note",
+        "marks",
+    ]
     assert len(lines) == 3
 
 
