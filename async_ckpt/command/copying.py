@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from ..errors import NotCommittedError, StepExistsError
+from ..errors import CorruptCheckpointError, NotCommittedError, StepExistsError
+from ..loading.archives.find import CommittedStep
 from ..loading.catch_up import copy_step
+from ..loading.verify import Verification
 from ..report import sized
 from ..runs.run import Run
 from ..runs.starts import refuse_if_alive
@@ -27,12 +29,15 @@ from .selection import ChosenRun, best_step, open_run, runs_at, steps_in
 _COPIED: Final = "copied"
 _THERE: Final = "was there"
 _LENDER: Final = "copied, lends"
+_MENDED: Final = "mended"
 _GONE: Final = "deleted meanwhile"
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
-    """The outcome for one step: "copied", "copied, lends" if it was not asked for, "was there", "deleted meanwhile"."""
+    """The outcome for one step: "copied", "copied, lends" if it was not asked for, "was there", "mended" if it was there
+    and damaged, "deleted meanwhile".
+    """
 
     step: int
     num_bytes: int
@@ -69,7 +74,7 @@ def show(
         for row in copy_steps(one, target, steps, overwrite=overwrite, is_whole=not (ranges or latest or best))
     ]
     seconds = monotonic() - begin
-    num_bytes = sum(row.num_bytes for row in rows if row.outcome in (_COPIED, _LENDER))
+    num_bytes = sum(row.num_bytes for row in rows if row.outcome in (_COPIED, _LENDER, _MENDED))
     if as_json:
         print_json(
             "copies",
@@ -112,6 +117,9 @@ def copy_steps(
 ) -> list[CopyRow]:
     """Copy steps with those that lend to them, then the tracker. With `is_whole`, no step must be missing at the end.
 
+    With `overwrite`, steps that are there in another version are replaced, and those that are there are read, and
+    copied again where they are damaged.
+
     Raises:
         RunTakenError: a living process writes to the target.
         StepExistsError: as `show` does; nothing has been copied then.
@@ -123,10 +131,14 @@ def copy_steps(
     manifests = {step: source.run.committed(step) for step in steps}
     there = {step: to.committed(step) for step in steps}
     rows: dict[int, CopyRow] = {}
+    damaged: set[int] = set()
     for step in steps:
         own, other = manifests[step], there[step]
         if other is not None and own is not None and other.attempt == own.attempt:
-            rows[step] = CopyRow(step, own.num_bytes, _THERE)
+            if not overwrite or _is_sound(to, step):
+                rows[step] = CopyRow(step, own.num_bytes, _THERE)
+            else:
+                damaged.add(step)
         elif other is not None and not overwrite:
             raise StepExistsError(
                 f"step {step} is committed in {to.storage.locate('')} in another version; pass --overwrite to replace "
@@ -139,7 +151,7 @@ def copy_steps(
             if step in rows:
                 continue
             try:
-                copied = copy_step(source.run, to, step, on_bytes=advance)
+                copied = copy_step(source.run, to, step, on_bytes=advance, mends=step in damaged)
             except NotCommittedError:
                 if not is_whole:  # it was named; of a whole run, retention was faster
                     raise
@@ -150,12 +162,21 @@ def copy_steps(
             for other_step in copied:
                 manifest = to.committed(other_step)
                 outcome = _COPIED if other_step in manifests else _LENDER
+                outcome = _MENDED if step in damaged else outcome
                 rows[other_step] = CopyRow(other_step, manifest.num_bytes if manifest else 0, outcome)
             if not copied:
                 rows[step] = CopyRow(step, 0, _THERE)
     to.announce()
     to.sweep()  # what an earlier copy that was killed has left
     return [rows[step] for step in sorted(rows)]
+
+
+def _is_sound(run: Run, step: int) -> bool:
+    try:
+        Verification().compare_step(CommittedStep.of(run, step))
+    except CorruptCheckpointError:
+        return False
+    return True
 
 
 def _refuse_same(source: Run, target: Run) -> None:

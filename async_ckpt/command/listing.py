@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..errors import CheckpointError
 from ..host.threads import run_together
@@ -30,7 +30,10 @@ from ..storage.interface import Storage
 from ..storage.place import Place
 from .screen import USAGE, Answer, age, escaped, print_json, print_table, short, shown_seconds
 
-_VERSION: Final = re.compile(r"weight_v\d{6,18}")
+if TYPE_CHECKING:
+    from ..publishing.versions import Versions
+
+_VERSION: Final = re.compile(r"weight_v\d{6,18}|rank_\d{5}_of_\d{5}")
 _BEST: Final = re.compile(r"(?P<metric>.+?)(:(?P<mode>min|max))?(:(?P<count>\d+))?")
 _READERS: Final = 32
 _LOOKED_INTO: Final = 8
@@ -74,13 +77,18 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """One version of a publication: an anchor, or a delta against `base`."""
+    """One version of a publication: an anchor, or a delta against `base`, and on how many ranks it is complete.
+
+    Of a publication by ranks, it is a delta if it is one on any rank, and `base` is the oldest of their bases.
+    """
 
     version: int
     kind: str
     base: int | None
     num_bytes: int
     marks: list[str]
+    num_ranks: int = 1
+    num_complete: int = 1
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,7 +102,7 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
     """
     kind = kind_of(place)
     if kind == "publication":
-        _print_versions(place, versions_of(place.storage()), as_json=as_json)
+        _print_versions(place, versions_of(place), as_json=as_json)
     elif kind == "runs":
         _print_runs(place, runs_in(place, clock=wall_time), as_json=as_json)
     elif kind == "run":
@@ -161,22 +169,61 @@ def runs_in(place: Place, *, clock: Clock) -> list[RunRow]:
     return [rows[name] for name in sorted(rows)]
 
 
-def versions_of(storage: Storage) -> list[VersionRow]:
-    """The versions of a publication, ascending."""
-    from ..format.delta import folder_of
-    from ..publishing.versions import Versions  # it needs torch
+def versions_of(place: Place) -> list[VersionRow]:
+    """The versions of a publication, ascending; of each world of ranks those that a rank has begun."""
+    from ..publishing.rank_versions import RankVersions, worlds_in
+    from ..publishing.versions import Versions  # they need torch
 
-    versions, rows = Versions(storage), []
+    ranks = RankVersions(place)
+    names = ranks.storage.names("")
+    rows = [*_versions_at(Versions(ranks.storage)).values()]
+    whole = ranks.sizes(names)
+    for size, begun in worlds_in(names).items():
+        by_rank: list[dict[int, VersionRow]] = []
+
+        def look(versions: Versions, to: list[dict[int, VersionRow]] = by_rank) -> None:
+            to.append(_versions_at(versions))
+
+        run_together("look", [partial(look, ranks.of_rank(rank, size)) for rank in begun], max_threads=_READERS)
+        for version in sorted({version for versions in by_rank for version in versions}):
+            of_ranks = [versions[version] for versions in by_rank if version in versions]
+            rows.append(_of_ranks(of_ranks, size, is_whole=whole.get(version) == size))
+    return sorted(rows, key=lambda row: (row.version, row.num_ranks))
+
+
+def _versions_at(versions: Versions) -> dict[int, VersionRow]:
+    from ..format.delta import folder_of
+
+    rows: dict[int, VersionRow] = {}
     for version in versions.numbers():
         try:
-            index = versions.read(version)
+            base = versions.read(version).base
         except CheckpointError as error:
-            rows.append(VersionRow(version, "damaged", None, 0, [str(error)]))
+            rows[version] = VersionRow(version, "damaged", None, 0, [str(error)], num_complete=0)
             continue
-        num_bytes = sum(storage.sizes(folder_of(version)).values())
-        marks = [] if versions.is_complete(version) else [f"version {index.base} is missing"]
-        rows.append(VersionRow(version, "anchor" if index.base is None else "delta", index.base, num_bytes, marks))
+        num_bytes = sum(versions.storage.sizes(folder_of(version)).values())
+        is_complete = versions.is_complete(version)
+        marks = [] if is_complete else [f"version {base} is missing"]
+        kind = "anchor" if base is None else "delta"
+        rows[version] = VersionRow(version, kind, base, num_bytes, marks, num_complete=int(is_complete))
     return rows
+
+
+def _of_ranks(rows: Sequence[VersionRow], num_ranks: int, *, is_whole: bool) -> VersionRow:
+    """One row for the slices of a version that ranks have published."""
+    kinds = {row.kind for row in rows}
+    marks = [*dict.fromkeys(mark for row in rows for mark in row.marks)]
+    if len(rows) == num_ranks and not is_whole:
+        marks.append("of two starts")
+    return VersionRow(
+        rows[0].version,
+        next(kind for kind in ("damaged", "delta", "anchor") if kind in kinds),
+        min((row.base for row in rows if row.base is not None), default=None),
+        sum(row.num_bytes for row in rows),
+        marks,
+        num_ranks,
+        sum(row.num_complete for row in rows),
+    )
 
 
 def _rows(run: Run, names: list[str], *, with_all: bool, check: bool) -> Iterator[StepRow]:
@@ -306,18 +353,19 @@ def _print_versions(place: Place, rows: Sequence[VersionRow], *, as_json: bool) 
         print_json("versions", {"place": place.shown, "versions": [row.as_json() for row in rows]})
         return
     print_table(
-        ("version", "kind", "base", "size", "marks"),
+        ("version", "kind", "base", "size", "ranks", "marks"),
         (
             (
                 str(row.version),
                 row.kind,
                 "" if row.base is None else str(row.base),
                 sized(row.num_bytes),
+                f"{row.num_complete} of {row.num_ranks}" if row.num_ranks > 1 else "",
                 ", ".join(row.marks),
             )
             for row in rows
         ),
-        right=("version", "base", "size"),
+        right=("version", "base", "size", "ranks"),
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -79,11 +80,17 @@ def inspect(
 
 @app.command(epilog="Example: async-ckpt verify runs/a")
 @with_place
-def verify(place: Where, as_json: AsJson = False) -> None:
-    """Read every byte of an archive, a step or a run, and compare it with the digests."""
+def verify(
+    place: Where,
+    base: Annotated[
+        Path | None, typer.Option(help="The folder of the model that a publication began with, if it is not there.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of an archive, a step, a run or a publication, and compare it with the digests."""
     from .soundness import show
 
-    show(place, as_json=as_json)
+    show(place, base=base, as_json=as_json)
 
 
 @app.command(epilog="Example: async-ckpt cp runs/a s3://bucket/runs/a --steps 100:500")
@@ -96,7 +103,9 @@ def cp(
     ] = None,
     latest: Annotated[bool, typer.Option("--latest", help="The newest step only.")] = False,
     best: Annotated[str | None, typer.Option(help="The best step by a metric: loss, or accuracy:max.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace other versions of the steps.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace other versions of the steps, and damaged ones.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy a run, or some of its steps, to another root: verified, and resumed by the same command."""

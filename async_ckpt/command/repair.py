@@ -32,6 +32,7 @@ from .pruning import refuse_writer
 from .screen import NO, USAGE, Answer, escaped, print_json, print_table, print_text
 from .selection import ChosenRun, runs_at, usual_tracker
 
+LEFTOVERS: Final = "leftovers"
 _SHOWN_LEFTOVERS: Final = 3
 
 
@@ -103,7 +104,7 @@ def damages_of(place: Place, chosen: list[ChosenRun], unretire: int | None) -> I
         if leftovers := run.leftovers():
             more = f" and {len(leftovers) - _SHOWN_LEFTOVERS} more" if len(leftovers) > _SHOWN_LEFTOVERS else ""
             text = f"of writers that have ended: {', '.join(leftovers[:_SHOWN_LEFTOVERS])}{more}"
-            yield Damage("leftovers", text, run.sweep)
+            yield Damage(LEFTOVERS, text, run.sweep)
     newest = max(chosen, key=lambda one: _newest_commit(one.run))
     commits = newest.run.view()
     if commits:

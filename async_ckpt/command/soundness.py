@@ -1,45 +1,297 @@
-"""Every byte of a checkpoint against its digest.
+"""The soundness of what is at a place: bytes against digests, and what names it against manifests.
 
 In: a place. Out: a report, as text or a document. Knows nothing of: arguments.
+
+A run that is being written to goes on during the check. So trackers and journals are looked at before the bytes are
+read and after that, and only what was wrong both times is reported.
 """
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
 import typer
 
-from .. import CorruptCheckpointError, verify
+from ..errors import CheckpointError, FormatVersionError, StorageUnavailableError
+from ..loading.archives.find import opened_as_file, step_at
+from ..loading.verify import StepCheck, Verification, checks_of_run, notes_on, trackers_in
+from ..publishing.subscriber import VersionCheck, checks_of_versions
+from ..report import sized
+from ..runs.naming import parse_step_name
+from ..spans import monotonic
 from ..storage.place import Place
-from .screen import NO, escaped, print_json, print_text
+from .listing import kind_of
+from .repair import LEFTOVERS, damages_of
+from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress
+from .selection import runs_at
+
+_SHOWN_NAMES: Final = 3
 
 
-def show(place: Place, *, as_json: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is not sound: what it costs, and the command that mends it; empty if it costs nothing, or none
+    does.
+    """
+
+    subject: str
+    text: str
+    cost: str = ""
+    mend: str = ""
+    tensors: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Soundness:
+    """What was found at a place: the sound steps or versions, the faults, and facts that are no faults."""
+
+    is_publication: bool = False
+    sound: list[int] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_archives: int = 0
+    num_bytes: int = 0
+
+    @property
+    def subject(self) -> str:
+        """The things that were checked, for people: "3 steps, 100 to 300"."""
+        numbers, word = sorted({*self.sound, *self.damaged}), "version" if self.is_publication else "step"
+        if not numbers:
+            return "the archive"
+        if len(numbers) == 1:
+            return f"{word} {numbers[0]}"
+        return f"{len(numbers)} {word}s, {numbers[0]} to {numbers[-1]}"
+
+
+def show(place: Place, *, base: Path | None, as_json: bool) -> None:
     """Verify what is at a place, and print the report.
 
     Raises:
-        CorruptCheckpointError: something is damaged, and no document was asked for.
-        typer.Exit: something is damaged, as the document says.
+        typer.Exit: something is not sound, as the report says.
+        Answer: there is nothing to verify.
     """
+    begin = monotonic()
+    found = soundness_of(place, base=base)
+    seconds = monotonic() - begin
+    if as_json:
+        print_json("verification", _document(place, found))
+    else:
+        for fault in found.faults:
+            print_text(escaped(f"{fault.subject}: {fault.text}"))
+            for word, text in (("costs", fault.cost), ("mend", fault.mend)):
+                if text:
+                    print_text(f"  {word}: {escaped(text)}")
+        for note in found.notes:
+            print_text(escaped(f"note: {note}"))
+        print_text(_summary(place, found, seconds))
+    if found.faults:
+        raise typer.Exit(NO)
+
+
+def _summary(place: Place, found: Soundness, seconds: float) -> str:
+    if not found.faults:
+        verdict = f"{found.subject}, sound"
+    elif not found.damaged:
+        verdict = f"{found.subject}, sound; but see above"
+    else:
+        verdict = f"{found.subject}, {len(found.damaged)} damaged"
+    speed = f" at {sized(found.num_bytes / seconds)}/s" if found.num_bytes and seconds else ""
+    return f"{escaped(place.shown)}: {verdict}; {sized(found.num_bytes)} read in {seconds:.2f} s{speed}"
+
+
+def _document(place: Place, found: Soundness) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "place": place.shown,
+        "sound": not found.faults,
+        "versions" if found.is_publication else "steps": found.sound,
+        "damaged": found.damaged,
+        "faults": [fault.as_json() for fault in found.faults],
+        "num_archives": found.num_archives,
+        "num_bytes": found.num_bytes,
+        "notes": found.notes,
+    }
+    if found.faults:
+        first = found.faults[0]
+        document |= {"error": first.text, "tensors": list(first.tensors)}
+    return document
+
+
+def soundness_of(place: Place, *, base: Path | None = None) -> Soundness:
+    """Verify an archive, the folder of a step, the steps of a run, or the versions of a publication.
+
+    `base` is the folder of the base model of a publication.
+
+    Raises:
+        Answer: there are several runs.
+        NotCommittedError: there is nothing to verify.
+        ValueError: the file has no digests.
+    """
+    file = opened_as_file(place)
+    if file is not None:
+        reader, path = file
+        with reader, progress("verify", reader.num_bytes) as advance:
+            verification = Verification(advance)
+            try:
+                verification.compare_file(reader, path)
+            except CheckpointError as error:
+                return _with_totals(Soundness(faults=[_fault_of_file(path, error)]), verification)
+            return _with_totals(Soundness(), verification)
+    kind = kind_of(place)
+    if kind == "publication":
+        return _of_publication(place, base)
+    if kind == "runs":
+        raise Answer(f"{place.shown}: several runs; name one of them", USAGE)
+    return _of_step(place) if kind == "step" else _of_run(place)
+
+
+def _with_totals(found: Soundness, verification: Verification) -> Soundness:
+    found.num_archives, found.num_bytes = len(verification.errors), verification.num_bytes
+    return found
+
+
+def _fault_of_file(path: str, error: CheckpointError) -> Fault:
+    if isinstance(error, FormatVersionError):
+        return Fault(path, _without(path, error), "it cannot be read here", "pip install --upgrade async_ckpt")
+    tensors = getattr(error, "tensors", ())
+    return Fault(path, _without(path, error), _among(tensors), "fetch or save the file again", tensors)
+
+
+def _without(path: str, error: CheckpointError) -> str:
+    return str(error).removeprefix(f"{path}: ")
+
+
+# --- steps --------------------------------------------------------------------------------------------------------
+
+
+def _of_step(place: Place) -> Soundness:
+    step = step_at(place.storage(), place)
+    assert step is not None
+    error = None
     try:
-        report = verify(place)
-    except CorruptCheckpointError as error:
-        if not as_json:
-            raise
-        print_json(
-            "verification",
-            {"place": place.shown, "sound": False, "error": str(error), "tensors": list(error.tensors)},
-        )
-        raise typer.Exit(NO) from None
-    if not as_json:
-        print_text(escaped(str(report)))
+        manifest = step.read()
+    except CheckpointError as unread:
+        name = parse_step_name(place.text.rstrip("/").rpartition("/")[2])
+        number, total, error = name.step if name else 0, 0, unread
+    else:
+        number, total = manifest.step, manifest.num_bytes
+    with progress("verify", total) as advance:
+        verification = Verification(advance)
+        if error is None:
+            try:
+                verification.compare_step(step)
+            except StorageUnavailableError:
+                raise
+            except CheckpointError as damage:
+                error = damage
+    found = Soundness()
+    _note_step(found, StepCheck(number, "", error), "ROOT")
+    return _with_totals(found, verification)
+
+
+def _of_run(place: Place) -> Soundness:
+    storage, found = place.storage(), Soundness()
+    trackers, before = trackers_in(storage), [*_faults_beside(place)]
+    with progress("verify", _num_bytes(place)) as advance:
+        verification = Verification(advance)
+        for check in checks_of_run(storage, verification):
+            _note_step(found, check, place.shown)
+    goes_back_to = max(found.sound, default=None)
+    if found.damaged and max(found.damaged) > max(found.sound, default=-1):
+        newest = "no step" if goes_back_to is None else f"step {goes_back_to}"
+        found.notes.append(f"of the sound steps, the newest is {newest}")
+    still = {*_faults_beside(place)} if before else set()
+    found.faults += [fault for fault in before if fault in still]
+    reported = {fault.subject for fault in found.faults}
+    if found.sound or found.damaged:
+        steps = sorted({*found.sound, *found.damaged})
+        others = {name: text for name, text in trackers.items() if name not in reported}
+        found.notes += notes_on(others, steps)
+    return _with_totals(found, verification)
+
+
+def _num_bytes(place: Place) -> int:
+    """The bytes that the progress counts up to."""
+    views = (one.run.view().values() for one in runs_at(place))
+    return sum(manifest.num_bytes for view in views for manifest in view if manifest is not None)
+
+
+def _faults_beside(place: Place) -> Iterator[Fault]:
+    """Trackers, journals and layouts that are not as the manifests say."""
+    for damage in damages_of(place, runs_at(place), None):
+        if damage.mend is not None and damage.subject != LEFTOVERS:
+            yield Fault(damage.subject, damage.text, mend=f"async-ckpt repair {place.shown} --apply")
+
+
+def _note_step(found: Soundness, check: StepCheck, root: str) -> None:
+    if check.error is None:
+        found.sound.append(check.step)
         return
-    print_json(
-        "verification",
-        {
-            "place": place.shown,
-            "sound": True,
-            "steps": list(report.steps),
-            "num_archives": report.num_archives,
-            "num_bytes": report.num_bytes,
-            "notes": list(report.notes),
-        },
-    )
+    found.damaged.append(check.step)
+    subject, path = f"step {check.step}", getattr(check.error, "path", "")
+    text = "; ".join([str(check.error), *getattr(check.error, "__notes__", ())])
+    if isinstance(check.error, FormatVersionError):
+        found.faults.append(Fault(subject, text, "it cannot be read here", "pip install --upgrade async_ckpt"))
+        return
+    tensors = getattr(check.error, "tensors", ())
+    cost = _among(tensors) + f" of step {check.step}"
+    lies_in = parse_step_name(path.rpartition("/")[0].rpartition("/")[2])
+    step = lies_in.step if lies_in else check.step
+    if step != check.step:
+        cost = f"{cost}, which borrows from step {step}" if tensors else f"perhaps what is borrowed from step {step}"
+    mend = f"async-ckpt cp OTHER_ROOT {root} --steps {step} --overwrite, where another root has the step"
+    found.faults.append(Fault(subject, text, cost, mend, tensors))
+
+
+def _among(tensors: Sequence[str]) -> str:
+    """Some names, and the number of the others; everything if none is known."""
+    if not tensors:
+        return "everything"
+    more = f" and {len(tensors) - _SHOWN_NAMES:,} more" if len(tensors) > _SHOWN_NAMES else ""
+    return ", ".join(tensors[:_SHOWN_NAMES]) + more
+
+
+# --- versions -----------------------------------------------------------------------------------------------------
+
+
+def _of_publication(place: Place, base: Path | None) -> Soundness:
+    found = Soundness(is_publication=True)
+    with tempfile.TemporaryDirectory(prefix="async-ckpt-verify-") as scratch:
+        checks = [*_with_progress(checks_of_versions(place, Path(scratch), base=base))]
+    found.num_archives, found.num_bytes = len(checks), sum(check.num_bytes for check in checks)
+    found.damaged = sorted({check.version for check in checks if check.error is not None})
+    found.sound = sorted({check.version for check in checks} - {*found.damaged})
+    anchors = {check.version for check in checks if check.kind == "anchor"}
+    for check in checks:
+        if check.error is not None:
+            subject = f"version {check.version}" + (f" in {check.folder}" if check.folder else "")
+            found.faults.append(
+                Fault(
+                    subject,
+                    str(check.error),
+                    f"version {check.version} cannot be pulled",
+                    _remedy(check.version, anchors, found.damaged),
+                )
+            )
+    return found
+
+
+def _with_progress(checks: Iterable[VersionCheck]) -> Iterator[VersionCheck]:
+    with progress("verify", 1) as advance:
+        for check in checks:
+            advance(check.num_bytes)
+            yield check
+
+
+def _remedy(version: int, anchors: set[int], damaged: Sequence[int]) -> str:
+    later = min((number for number in anchors if number > version and number not in damaged), default=None)
+    if later is not None:
+        return f"pull version {later}, which is an anchor, or a later one"
+    return "publish an anchor: a new Publisher's first version is one"

@@ -17,6 +17,7 @@ from ..runs.run import Run
 from ..storage.bulk import Parcel, copy
 from ..storage.interface import Reader, Storage
 from .archives.archive import OpenArchive
+from .verify import Verification
 
 
 def catch_up(
@@ -58,12 +59,14 @@ def copy_step(
     check: Callable[[], None] = lambda: None,
     background: bool = False,
     on_bytes: Callable[[int], None] = lambda _: None,
+    mends: bool = False,
 ) -> list[int]:
     """Copy a step to another root, and first the steps that lend to it. Returns the steps that it has committed there.
 
     A step that is committed there in another version is replaced. An archive that is there already, as an interrupted
     copy leaves it, is not copied again. The copies are locked until the commit, so that no sweep deletes them.
-    `on_bytes` is called on any thread, with the numbers of bytes that were compared with their digests.
+    `on_bytes` is called on any thread, with the numbers of bytes that were compared with their digests. With `mends`,
+    archives that are there are read too, and damaged ones replaced; the step stays committed meanwhile.
 
     Raises NotCommittedError, StepExistsError if another process has committed the step there meanwhile,
     CorruptCheckpointError for a damaged source, StorageUnavailableError and StorageFullError.
@@ -73,14 +76,16 @@ def copy_step(
     manifest = source.manifest(step)
     for earlier in sorted({other.step for other in manifest.elsewhere} - {step}):
         lender = target.committed(earlier)
-        if lender is None or lender.attempt != source.manifest(earlier).attempt:
-            committed += copy_step(source, target, earlier, check=check, background=background, on_bytes=on_bytes)
+        if mends or lender is None or lender.attempt != source.manifest(earlier).attempt:
+            committed += copy_step(
+                source, target, earlier, check=check, background=background, on_bytes=on_bytes, mends=mends
+            )
     with contextlib.ExitStack() as locks:
         folder = source.folder(step)
         parcels = []
         for archive in (*archives_of(source.storage, folder, manifest), *manifest.beside):
             path = target.archive_path(step, archive)
-            if _is_there(target.storage, path, archive):
+            if _is_there(target.storage, path, archive, reads_all=mends):
                 if not target.storage.is_held(path):  # a copy beside this one holds it until it has committed
                     locks.callback(target.storage.hold(path))
                 on_bytes(archive.num_bytes)
@@ -100,12 +105,20 @@ def copy_step(
     return [*committed, step]
 
 
-def _is_there(storage: Storage, path: str, archive: Archive) -> bool:
-    """Whether an object is this archive, by its size and its own digest: objects appear whole."""
+def _is_there(storage: Storage, path: str, archive: Archive, *, reads_all: bool) -> bool:
+    """Whether an object is this archive, by its size and its own digest: objects appear whole. With `reads_all`,
+    by all of its bytes.
+    """
     try:
         with storage.open(path) as reader:
-            same_size = reader.num_bytes == archive.num_bytes
-            return same_size and OpenArchive(reader, path=path, verify=True).digest == archive.digest
+            if (
+                reader.num_bytes != archive.num_bytes
+                or OpenArchive(reader, path=path, verify=True).digest != archive.digest
+            ):
+                return False
+            if reads_all:
+                Verification().compare_file(reader, path)
+            return True
     except (FileNotFoundError, IsADirectoryError, CorruptCheckpointError):
         return False
 

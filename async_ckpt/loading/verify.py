@@ -8,9 +8,9 @@ Nothing is decoded or unpickled. An archive that several steps share is read onc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..errors import (
     CheckpointError,
@@ -25,8 +25,9 @@ from ..runs.naming import TRACKERS, parse_step_name
 from ..runs.root import TRIES, overtaken_error
 from ..spans import Clock, monotonic
 from ..spec import Extent
+from ..state.names import shown
 from ..storage.compressed import open_decompressed
-from ..storage.interface import Storage
+from ..storage.interface import Reader, Storage
 from ..storage.place import Anywhere, storage_at
 from .archives.archive import OpenArchive
 from .archives.contents import Contents, Part
@@ -52,38 +53,59 @@ def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
     Raises CorruptCheckpointError; for a run, after all of it has been read.
     """
     begin = clock()
-    verification = _Verification()
+    verification = Verification()
     steps: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     file = opened_as_file(path)
     if file is not None:
         reader, shown = file
         with reader:
-            verification.compare([Part(open_contents(open_decompressed(reader, shown), path=shown, verify=True))])
+            verification.compare_file(reader, shown)
     else:
         storage = storage_at(path)
         shown = storage.locate("")
         step = step_at(storage, path)
         if step is not None:
             steps = (step.read().step,)
-            from_committed(step, verification.compare, verify=True, readers=_READS_ALL)
+            verification.compare_step(step)
         else:
             steps, notes = _verify_run(storage, verification)
     return VerifyReport(shown, len(verification.errors), verification.num_bytes, clock() - begin, steps, notes)
 
 
-class _Verification:
-    """The archives that a verification has read. `verify_path` creates one, and all of its steps share it.
+class StepCheck(NamedTuple):
+    """A committed step of a run that was verified: its folder there, and its error if it is not sound."""
 
-    Archives are identified by their path and their own digest, so that one that steps share is read once.
+    step: int
+    folder: str
+    error: CheckpointError | None
+
+
+class Verification:
+    """The archives that a verification has read. One is created for each verification, and all of its steps share it.
+
+    Archives are identified by their path and their own digest, so that one that steps share is read once. `on_bytes`
+    is called on any thread, with the numbers of bytes that were compared.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         self.errors: dict[tuple[str, str], CorruptCheckpointError | None] = {}
         self.num_bytes = 0
+        self._on_bytes = on_bytes
 
-    def compare(self, parts: Sequence[Part]) -> None:
-        """Read the archives of a step that have not been read yet. Raises CorruptCheckpointError if one is damaged."""
+    def compare_file(self, reader: Reader, path: str) -> None:
+        """Read an archive outside of a run. Raises CorruptCheckpointError."""
+        self._compare([Part(open_contents(open_decompressed(reader, path), path=path, verify=True))])
+
+    def compare_step(self, step: CommittedStep) -> None:
+        """Read the archives of a step that have not been read yet, with those that lend to it.
+
+        Raises CorruptCheckpointError, which names the damaged tensors of all archives; NotCommittedError if the step
+        was deleted; FormatVersionError.
+        """
+        from_committed(step, self._compare, verify=True, readers=_READS_ALL)
+
+    def _compare(self, parts: Sequence[Part]) -> None:
         check_lent(parts, None)
         files = (_require_digests(file) for part in parts for file in part.archive.files)
         archives = {(archive.path, archive.digest): archive for archive in files}
@@ -94,15 +116,31 @@ class _Verification:
         def compare(read: Read, segment: Segment) -> None:
             path, data = read.archive.path, segment.view[: read.extent.length]
             blocks[path].extend(at_path[path].damaged_blocks(read.extent.offset, data))
+            self._on_bytes(read.extent.length)
 
         run_reads([read for archive in at_path.values() for read in _reads(archive)], compare)
         for path, digest in fresh:
             archive, damaged = at_path[path], sorted(blocks[path])
             self.errors[path, digest] = archive.damage_error(damaged) if damaged else None
             self.num_bytes += archive.index.file_bytes
-        found_errors = [error for key in archives if (error := self.errors[key]) is not None]
-        if found_errors:
-            raise _with_notes(found_errors[0], found_errors[1:])
+        if any(self.errors[key] is not None for key in archives):
+            raise self._error_of(parts)
+
+    def _error_of(self, parts: Sequence[Part]) -> CorruptCheckpointError:
+        """The first error of these archives, with all tensors of the step that are damaged, and other errors as notes."""
+        errors: dict[str, CorruptCheckpointError] = {}
+        tensors: dict[str, None] = {}
+        for part in parts:
+            for file in map(_require_digests, part.archive.files):
+                error = self.errors[file.path, file.digest]
+                if error is not None:
+                    errors[file.path] = error
+                    mine = {
+                        shown(t.path) for t in file.index.tensors if part.groups is None or t.path[0] in part.groups
+                    }
+                    tensors |= dict.fromkeys(name for name in error.tensors if name in mine)
+        first, *others = errors.values()
+        return _with_notes(CorruptCheckpointError(str(first), path=first.path, tensors=tuple(tensors)), others)
 
 
 def _require_digests(file: Contents) -> OpenArchive:
@@ -121,30 +159,37 @@ def _reads(archive: OpenArchive) -> list[Read]:
     return [Read(archive, Extent(begin, min(READ_BYTES, covered - begin)), []) for begin in begins]
 
 
-def _verify_run(storage: Storage, verification: _Verification) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def checks_of_run(storage: Storage, verification: Verification) -> Iterator[StepCheck]:
+    """Verify the committed steps of a run, in ascending order. Those that retention deletes meanwhile are left out.
+
+    Raises NotCommittedError if nothing is committed, and StorageUnavailableError.
+    """
+    folders = sorted(committed_folders(storage))
+    if not folders:
+        raise nothing_committed(storage)
+    for step, folder in folders:
+        try:
+            verification.compare_step(CommittedStep.at(storage, folder, lambda: storage))
+        except NotCommittedError:
+            continue  # retention was faster
+        except (CorruptCheckpointError, FormatVersionError) as error:
+            yield StepCheck(step, folder, error)
+        else:
+            yield StepCheck(step, folder, None)
+
+
+def _verify_run(storage: Storage, verification: Verification) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The steps of a run and notes on its trackers. Raises an error if a step is not sound."""
     root = storage.locate("")
     for _ in range(TRIES):
-        trackers = _trackers(storage)
-        folders = sorted(committed_folders(storage))
-        if not folders:
-            raise nothing_committed(storage)
-        sound: list[int] = []
-        errors: list[tuple[int, CheckpointError]] = []
-        for step, folder in folders:
-            try:
-                committed = CommittedStep.at(storage, folder, lambda: storage)
-                from_committed(committed, verification.compare, verify=True, readers=_READS_ALL)
-            except NotCommittedError:
-                continue  # retention was faster
-            except (CorruptCheckpointError, FormatVersionError) as error:
-                errors.append((step, error))
-            else:
-                sound.append(step)
+        trackers = trackers_in(storage)
+        checks = list(checks_of_run(storage, verification))
+        sound = [check.step for check in checks if check.error is None]
+        errors = [(check.step, check.error) for check in checks if check.error is not None]
         if errors:
             raise _run_error(root, sound, errors)
         if sound:
-            return tuple(sound), _notes(trackers, sound)
+            return tuple(sound), notes_on(trackers, sound)
     raise overtaken_error(root)
 
 
@@ -168,13 +213,13 @@ def _steps(steps: Sequence[int]) -> str:
     return ", ".join(f"step {step}" for step in steps) or "none"
 
 
-def _with_notes(error: CorruptCheckpointError, others: Sequence[CheckpointError]) -> CorruptCheckpointError:
+def _with_notes(error: CorruptCheckpointError, others: Iterable[CheckpointError]) -> CorruptCheckpointError:
     for other in others:
         error.add_note(str(other))
     return error
 
 
-def _trackers(storage: Storage) -> dict[str, str]:
+def trackers_in(storage: Storage) -> dict[str, str]:
     """The content of the existing trackers, by their names."""
     texts = {}
     for name in TRACKERS:
@@ -183,7 +228,7 @@ def _trackers(storage: Storage) -> dict[str, str]:
     return texts
 
 
-def _notes(trackers: Mapping[str, str], steps: Sequence[int]) -> tuple[str, ...]:
+def notes_on(trackers: Mapping[str, str], steps: Sequence[int]) -> tuple[str, ...]:
     """Notes on trackers that do not name the newest step; another program may have written them."""
     notes = []
     for name, text in trackers.items():

@@ -12,23 +12,25 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from shutil import rmtree
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 import torch
 
 from ..errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCommittedError
-from ..format.delta import VersionIndex
+from ..format.delta import VersionIndex, folder_of
 from ..host.loop import get_loop
+from ..host.threads import Crew
 from ..report import PullReport
 from ..saving.default import held_memory
 from ..saving.policy import whole_step
 from ..spans import Spans
-from ..storage.place import Anywhere, local_place, written_at
+from ..storage.place import Anywhere, Place, local_place, written_at
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
 from .module import fill, refuse_misfit
-from .rank_versions import RankVersions, WholeVersion, assemble
+from .rank_versions import RankVersions, WholeVersion, assemble, folder_of_rank, worlds_in
 from .replica import MemoryReplica, Replica, new_crew, update_replica
 from .source import Anchor, VersionSource, WeightsState
 from .versions import Versions
@@ -353,3 +355,71 @@ def _allocate(num_bytes: int) -> torch.Tensor:
             f"a pull into a module, or of versions that ranks have published, takes the weights once in host memory, "
             f"{num_bytes:,} bytes, which are not free; pull into a folder, or free some"
         ) from None
+
+
+# --- the soundness of all versions ---------------------------------------------------------------------------------
+
+
+class VersionCheck(NamedTuple):
+    """A version that was checked, at the root of all or in the folder of a rank, and its error if it is not sound.
+
+    `kind` is "anchor", "delta" or, if its index cannot be read, "damaged". `num_bytes` are those of its files.
+    """
+
+    version: int
+    folder: str  # below the root: empty, or the folder of a rank
+    kind: str
+    num_bytes: int
+    error: CheckpointError | None
+
+
+def checks_of_versions(place: Place, scratch: Path, *, base: Path | None = None) -> Iterator[VersionCheck]:
+    """Check all versions at a root, and those of the ranks that publish slices there.
+
+    Each is applied to a folder that is thrown away, in ascending order, so that every checksum is compared and each
+    delta is applied once. A version that is built on a damaged one cannot be had either, up to the next anchor.
+
+    `base` is the folder of a base model that is not published. `scratch` gets as many bytes as the model has, and for
+    anchors twice as many. Raises StorageUnavailableError and StorageFullError.
+    """
+    base_model, ranks, crew = BaseModel(base) if base is not None else None, RankVersions(place), new_crew()
+    names = ranks.storage.names("")
+    try:
+        yield from _checks_at("", Versions(ranks.storage), scratch / "versions", base_model, crew)
+        for size, begun in sorted(worlds_in(names).items()):
+            for rank in sorted(begun):
+                folder = folder_of_rank(rank, size)
+                yield from _checks_at(folder, ranks.of_rank(rank, size), scratch / folder, None, crew)
+        for version, size in ranks.sizes(names).items():
+            try:
+                ranks.read_whole(version, size)
+            except (CorruptCheckpointError, NotCommittedError) as error:
+                yield VersionCheck(version, "", "damaged", 0, error)
+    finally:
+        crew.stop()
+
+
+def _checks_at(
+    folder: str, versions: Versions, scratch: Path, base: BaseModel | None, crew: Crew
+) -> Iterator[VersionCheck]:
+    damaged: set[int] = set()
+    for number in versions.numbers():
+        kind, error = "damaged", None
+        try:
+            index = versions.read(number)
+            kind = "anchor" if index.base is None else "delta"
+            if index.base in damaged:
+                raise CorruptCheckpointError(
+                    f"{versions.root}: version {number} is a delta against version {index.base}, which is damaged",
+                    path=versions.root,
+                )
+            replica = FolderReplica(scratch)
+            with replica.locked():
+                update_replica(replica, versions, number, crew, base=base)
+        except (CorruptCheckpointError, NotCommittedError) as found:
+            if number not in versions.numbers():
+                continue  # retention was faster
+            error = found
+            damaged.add(number)
+        yield VersionCheck(number, folder, kind, sum(versions.storage.sizes(folder_of(number)).values()), error)
+    rmtree(scratch, ignore_errors=True)

@@ -353,7 +353,8 @@ class Run:
         self._root.listing = None
         if manifest.retires:
             self._root.finish_rollbacks([(manifest.step, manifest.attempt)])
-        self._sweeper.delete_replaced(manifest.step, replaces[0] if replaces else None)
+        if replaces and replaces[0].attempt != manifest.attempt:  # else its archives were mended
+            self._sweeper.delete_replaced(manifest.step, replaces[0])
 
     def committed(self, step: int) -> Manifest | None:
         """The step's manifest; None if there is none that can be read."""

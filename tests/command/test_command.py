@@ -183,21 +183,6 @@ def test_inspect_reads_folders_of_hugging_face(tmp_path: Path) -> None:
     assert any(row["name"] == "transformer.wte.weight" for row in rows)
 
 
-def test_verify_says_what_is_damaged(tmp_path: Path) -> None:
-    with open_run(tmp_path / "run") as ckpt:
-        ckpt.save({"w": torch.arange(4e6)}, 1).result()
-    assert documented("verify", tmp_path / "run")["sound"] is True
-    (archive,) = (tmp_path / "run").glob("step_*/*.tar")
-    flip(archive, 10_000_000)
-
-    told = documented("verify", archive.parent, status=1)
-
-    assert (told["sound"], told["tensors"]) == (False, ["w"])
-    ended = run_command("verify", tmp_path / "run")
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert archive.name in ended.stderr
-
-
 def test_doctor_says_how_things_are_and_no_secret(tmp_path: Path) -> None:
     ended = run_command("doctor", tmp_path, "--json", AWS_ACCESS_KEY_ID="AKIASECRET")
     told = json.loads(ended.stdout)["findings"]
@@ -213,7 +198,6 @@ def test_doctor_says_how_things_are_and_no_secret(tmp_path: Path) -> None:
         (("ls", "{tmp}"), 1, "no run, no step and no publication there"),
         (("inspect", "{tmp}/nowhere"), 1, "there is nothing at this path"),
         (("inspect", "{tmp}/file"), 1, "file"),
-        (("verify", "{tmp}/file"), 1, "file"),
         (("ls", "nonsense://x"), 2, "nonsense"),
         (("ls",), 2, "Missing argument"),
         (("frobnicate",), 2, "No such command"),
