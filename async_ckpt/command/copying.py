@@ -35,8 +35,8 @@ _GONE: Final = "deleted meanwhile"
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
-    """The outcome for one step: "copied", "copied, lends" if it was not asked for, "was there", "mended" if it was there
-    and damaged, "deleted meanwhile".
+    """The outcome for one step: "copied", "copied, lends" if it was not asked for, "was there", "mended" if it was
+    there and damaged, "deleted meanwhile".
     """
 
     step: int

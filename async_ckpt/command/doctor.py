@@ -11,8 +11,11 @@ import resource
 import shutil
 import sys
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +25,9 @@ import typer
 
 from ..host.limits import num_cpus
 from ..report import sized
+from ..spans import wall_time
 from ..storage.place import Place
+from ..storage.url import scheme_of
 from .screen import NO, escaped, print_json, print_table
 
 Verdict = Literal["ok", "note", "bad"]
@@ -40,6 +45,12 @@ _CREDENTIALS: Final = {
     "AWS_ACCESS_KEY_ID": "s3://", "AWS_PROFILE": "s3://", "AWS_WEB_IDENTITY_TOKEN_FILE": "s3://",
     "GOOGLE_APPLICATION_CREDENTIALS": "gs://", "AZURE_STORAGE_ACCOUNT_KEY": "az://", "AZURE_STORAGE_SAS_TOKEN": "az://",
 }  # fmt: skip
+
+
+_CLOCK_SECONDS: Final = 5.0
+_MAX_SKEW_SECONDS: Final = 5.0
+# S3 refuses what was signed longer ago, or is signed for a time so far ahead.
+_REFUSED_SKEW_SECONDS: Final = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,3 +194,47 @@ def _store(root: Place) -> Iterator[Finding]:
         yield Finding("bad", root.shown, str(error))
     else:
         yield Finding("ok", root.shown, "answers")
+    yield from _clock(root)
+
+
+def _clock(root: Place) -> Iterator[Finding]:
+    """The clock of this machine against that of a store, which says its time in the head of any answer."""
+    endpoint = _endpoint(root)
+    if endpoint is None:
+        return
+    try:
+        begin = wall_time()
+        try:
+            date = urllib.request.urlopen(endpoint, timeout=_CLOCK_SECONDS).headers["Date"]
+        except urllib.error.HTTPError as refused:  # it is not a question that needs an answer
+            date = refused.headers["Date"]
+        middle = (begin + wall_time()) / 2
+        skew = middle - parsedate_to_datetime(date).timestamp() - 0.5  # the store leaves out what is below a second
+    except (OSError, ValueError, TypeError) as error:
+        yield Finding("note", "clock", f"{endpoint} does not say its time ({error})")
+        return
+    seconds, direction = abs(skew), "ahead of" if skew > 0 else "behind"
+    if seconds <= _MAX_SKEW_SECONDS:
+        yield Finding("ok", "clock", f"agrees with that of {endpoint}")
+    else:
+        refusal = "; requests are refused for it" if seconds > _REFUSED_SKEW_SECONDS else ""
+        verdict: Verdict = "bad" if refusal else "note"
+        yield Finding(
+            verdict,
+            "clock",
+            f"{seconds:.0f} s {direction} that of {endpoint}{refusal}: set it by NTP (chrony, timedatectl)",
+        )
+
+
+def _endpoint(root: Place) -> str | None:
+    """The URL that a store answers at; None if it is not known."""
+    scheme = scheme_of(root.text)
+    if scheme in ("gs", "gcs"):
+        return "https://storage.googleapis.com"
+    if scheme == "s3":
+        from ..storage.s3.aws import AwsSetup
+
+        options = {key: value for key, value in (root.options or {}).items() if value is not None}
+        setup = AwsSetup(options)
+        return setup.endpoint or f"https://s3.{setup.config['aws_region']}.amazonaws.com"
+    return None

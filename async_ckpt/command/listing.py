@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -28,6 +28,7 @@ from ..runs.starts import split_starts
 from ..spans import Clock, wall_time
 from ..storage.interface import Storage
 from ..storage.place import Place
+from .options import place_below
 from .screen import USAGE, Answer, age, escaped, print_json, print_table, short, shown_seconds
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def runs_in(place: Place, *, clock: Clock) -> list[RunRow]:
     rows: dict[str, RunRow] = {}
 
     def look(name: str) -> None:
-        inner = _below(place, name).storage()
+        inner = place_below(place, name).storage()
         names = inner.names("")
         if step_formats(names) and _has_steps(inner, names):
             steps = [row for row in steps_of(inner, clock=clock) if row.num_bytes is not None]
@@ -339,13 +340,9 @@ def _has_steps(storage: Storage, names: Sequence[str]) -> bool:
 
 
 def _is_run(place: Place, name: str) -> bool:
-    storage = _below(place, name).storage()
+    storage = place_below(place, name).storage()
     names = storage.names("")
     return bool(step_formats(names)) and _has_steps(storage, names)
-
-
-def _below(place: Place, name: str) -> Place:
-    return replace(place, url=f"{place.text.rstrip('/')}/{name}")
 
 
 def _print_versions(place: Place, rows: Sequence[VersionRow], *, as_json: bool) -> None:

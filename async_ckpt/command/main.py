@@ -216,6 +216,20 @@ def convert(
     )
 
 
+@app.command(epilog="Example: async-ckpt bench runs --size 100MB --tensors 50")
+@with_place
+def bench(
+    root: Annotated[Place | None, typer.Argument(help="A folder or URL to write to.", show_default="here")] = None,
+    size: Annotated[str, typer.Option(help="The size of the state that is saved, such as 1GB or 512MiB.")] = "1GB",
+    tensors: Annotated[int, typer.Option(help="The number of its tensors.")] = 300,
+    as_json: AsJson = False,
+) -> None:
+    """Measure in a minute what a disk or store gives, and what saves and restores reach beside it."""
+    from .bench import BenchRequest, show, size_of
+
+    show(BenchRequest(root or Place("."), size_of(size), tensors), as_json=as_json)
+
+
 @app.command(epilog="Example: async-ckpt doctor runs/a")
 @with_place
 def doctor(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Final, get_args, get_origin
 
 import typer
@@ -71,6 +72,11 @@ def place_of(where: str, *, anonymous: bool = False, deadline: float = _DEADLINE
 def place_like(place: Place, where: str) -> Place:
     """Another place, at the store of this one if it is at a store."""
     return Place(where) if _is_local(where) else Place(where, options=place.options)
+
+
+def place_below(place: Place, name: str) -> Place:
+    """A place inside another one."""
+    return replace(place, url=f"{place.text.rstrip('/')}/{name}")
 
 
 def _is_local(where: str) -> bool:

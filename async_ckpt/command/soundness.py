@@ -33,7 +33,7 @@ _SHOWN_NAMES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class SoundnessFault:
     """One thing that is not sound: what it costs, and the command that mends it; empty if it costs nothing, or none
     does.
     """
@@ -50,12 +50,12 @@ class Fault:
 
 @dataclass(slots=True)
 class Soundness:
-    """What was found at a place: the sound steps or versions, the faults, and facts that are no faults."""
+    """The findings at a place: the sound steps or versions, the faults, and facts that are no faults."""
 
     is_publication: bool = False
     sound: list[int] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[SoundnessFault] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_archives: int = 0
     num_bytes: int = 0
@@ -157,11 +157,11 @@ def _with_totals(found: Soundness, verification: Verification) -> Soundness:
     return found
 
 
-def _fault_of_file(path: str, error: CheckpointError) -> Fault:
+def _fault_of_file(path: str, error: CheckpointError) -> SoundnessFault:
     if isinstance(error, FormatVersionError):
-        return Fault(path, _without(path, error), "it cannot be read here", "pip install --upgrade async_ckpt")
+        return SoundnessFault(path, _without(path, error), "it cannot be read here", "pip install --upgrade async_ckpt")
     tensors = getattr(error, "tensors", ())
-    return Fault(path, _without(path, error), _among(tensors), "fetch or save the file again", tensors)
+    return SoundnessFault(path, _without(path, error), _among(tensors), "fetch or save the file again", tensors)
 
 
 def _without(path: str, error: CheckpointError) -> str:
@@ -223,11 +223,11 @@ def _num_bytes(place: Place) -> int:
     return sum(manifest.num_bytes for view in views for manifest in view if manifest is not None)
 
 
-def _faults_beside(place: Place) -> Iterator[Fault]:
+def _faults_beside(place: Place) -> Iterator[SoundnessFault]:
     """Trackers, journals and layouts that are not as the manifests say."""
     for damage in damages_of(place, runs_at(place), None):
         if damage.mend is not None and damage.subject != LEFTOVERS:
-            yield Fault(damage.subject, damage.text, mend=f"async-ckpt repair {place.shown} --apply")
+            yield SoundnessFault(damage.subject, damage.text, mend=f"async-ckpt repair {place.shown} --apply")
 
 
 def _note_step(found: Soundness, check: StepCheck, root: str) -> None:
@@ -238,7 +238,7 @@ def _note_step(found: Soundness, check: StepCheck, root: str) -> None:
     subject, path = f"step {check.step}", getattr(check.error, "path", "")
     text = "; ".join([str(check.error), *getattr(check.error, "__notes__", ())])
     if isinstance(check.error, FormatVersionError):
-        found.faults.append(Fault(subject, text, "it cannot be read here", "pip install --upgrade async_ckpt"))
+        found.faults.append(SoundnessFault(subject, text, "it cannot be read here", "pip install --upgrade async_ckpt"))
         return
     tensors = getattr(check.error, "tensors", ())
     cost = _among(tensors) + f" of step {check.step}"
@@ -247,7 +247,7 @@ def _note_step(found: Soundness, check: StepCheck, root: str) -> None:
     if step != check.step:
         cost = f"{cost}, which borrows from step {step}" if tensors else f"perhaps what is borrowed from step {step}"
     mend = f"async-ckpt cp OTHER_ROOT {root} --steps {step} --overwrite, where another root has the step"
-    found.faults.append(Fault(subject, text, cost, mend, tensors))
+    found.faults.append(SoundnessFault(subject, text, cost, mend, tensors))
 
 
 def _among(tensors: Sequence[str]) -> str:
@@ -273,7 +273,7 @@ def _of_publication(place: Place, base: Path | None) -> Soundness:
         if check.error is not None:
             subject = f"version {check.version}" + (f" in {check.folder}" if check.folder else "")
             found.faults.append(
-                Fault(
+                SoundnessFault(
                     subject,
                     str(check.error),
                     f"version {check.version} cannot be pulled",

@@ -127,7 +127,7 @@ class Verification:
             raise self._error_of(parts)
 
     def _error_of(self, parts: Sequence[Part]) -> CorruptCheckpointError:
-        """The first error of these archives, with all tensors of the step that are damaged, and other errors as notes."""
+        """The first error of these archives, with all damaged tensors of the step, and the other errors as notes."""
         errors: dict[str, CorruptCheckpointError] = {}
         tensors: dict[str, None] = {}
         for part in parts:
