@@ -6,6 +6,7 @@ In: a place. Out: rows of plain values, and their table. Knows nothing of: argum
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -23,17 +24,20 @@ from ..storage.place import Place
 from .screen import Answer, escaped, print_json, print_table, print_text, short
 from .sources import chunks, walked
 
-# What is in memory at once of a tensor whose statistics are taken.
-_CHUNK_BYTES: Final = 32 << 20
+_RANK: Final = re.compile(r"rank_(\d{5,})[^/]*$")
+# As torch prints: larger tensors are summed up by the items at the ends of each dimension.
+_PRINTED_ITEMS: Final = 1000
+_EDGE_ITEMS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class BytesInFile:
-    """A part of a tensor in a file: `num_bytes` from `offset` on."""
+    """A part of a tensor in a file: `num_bytes` from `offset` on. `rank` is the one that has written the file."""
 
     file: str
     offset: int
     num_bytes: int
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -
     Raises:
         Answer: none of the names matches.
     """
-    rows = from_path(place, lambda parts: rows_of(parts, patterns, stats=stats), verify=True)
+    rows, items = from_path(place, lambda parts: _looked_at(parts, patterns, stats=stats), verify=True)
     if not rows:
         raise Answer(f"{place.shown}: none of its names is {', '.join(patterns)}")
     if as_json:
@@ -68,10 +72,14 @@ def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -
         return
     statistics = ("min", "max", "mean", "std", "norm", "num_nan", "num_inf") if stats else ()
     print_table(
-        ("name", "kind", "dtype", "shape", "size", "value", *statistics, "files"),
-        ((*_columns(row), *_statistics_in(row, statistics), _num_files(row)) for row in rows),
-        right=("size", *statistics, "files"),
+        ("name", "kind", "dtype", "shape", "size", "value", *statistics, "ranks"),
+        ((*_columns(row), *_statistics_in(row, statistics), _ranks(row)) for row in rows),
+        right=("size", *statistics),
     )
+    if items is not None:
+        print_text(items)
+        for one in rows[0].places:
+            print_text(escaped(f"{one.file}: {one.num_bytes:,} bytes from {one.offset:,}"), "dim")
     totals: dict[str, int] = {}
     for row in rows:
         top = row.name.partition(".")[0]
@@ -95,9 +103,60 @@ def _statistics_in(row: NameRow, keys: Sequence[str]) -> Iterator[str]:
     return ("" if row.stats is None else f"{row.stats[key]:.5g}" for key in keys)
 
 
-def _num_files(row: NameRow) -> str:
-    files = {one.file for one in row.places}
-    return str(len(files)) if len(files) > 1 else ""
+def _ranks(row: NameRow) -> str:
+    """The ranks that have written parts of a tensor, such as "0-3, 7"; nothing if it was rank 0 alone."""
+    ranks = sorted({one.rank for one in row.places if one.rank is not None})
+    if ranks in ([], [0]):
+        return ""
+    begins = [rank for rank in ranks if rank - 1 not in ranks]
+    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
+
+
+def _rank_of(path: str) -> int | None:
+    match = _RANK.search(path)
+    return int(match[1]) if match else None
+
+
+def _looked_at(parts: Sequence[Part], patterns: Sequence[str], *, stats: bool) -> tuple[list[NameRow], str | None]:
+    """The rows, and the items of the tensor as torch prints them if it is the only one that was asked for."""
+    rows = rows_of(parts, patterns, stats=stats)
+    if not patterns or len(rows) != 1 or rows[0].kind not in ("tensor", "array"):
+        return rows, None
+    for part in parts:
+        tree, _ = part.archive.tree(groups=part.groups)
+        for path, leaf in walked(tree, ()):
+            if shown(path) == rows[0].name and isinstance(leaf, StoredLeaf):
+                return rows, printed(part.archive, part.archive.primary(leaf.number))
+    return rows, None
+
+
+def printed(archive: Contents, number: int) -> str:
+    """A tensor as torch prints it. Of a large one, only the items that are shown are kept: three at each end."""
+    shape = tuple(archive.index.tensors[number].shape)
+    kept_sizes = [min(size, 2 * _EDGE_ITEMS + 1) for size in shape] if math.prod(shape) > _PRINTED_ITEMS else [*shape]
+    indices = torch.zeros((), dtype=torch.int64)
+    for size, kept_size in zip(shape, kept_sizes, strict=True):
+        ends = torch.arange(kept_size)
+        if kept_size < size:
+            ends[-_EDGE_ITEMS:] += size - kept_size
+        indices = indices.unsqueeze(-1) * size + ends
+    flat = indices.reshape(-1)  # ascending: where the kept items are in the tensor
+    dtype, begin = archive.dtype(number), 0
+    kept = torch.empty(len(flat), dtype.itemsize, dtype=torch.uint8)  # bytes, since few operations know every dtype
+    for items in chunks(archive, number):
+        inside = slice(*torch.searchsorted(flat, torch.tensor([begin, begin + len(items)])).tolist())
+        kept[inside] = items.view(torch.uint8).view(-1, dtype.itemsize)[flat[inside] - begin]
+        begin += len(items)
+    return _text_of(kept.view(-1).view(dtype).view(kept_sizes), is_summary=kept_sizes != [*shape])
+
+
+def _text_of(items: torch.Tensor, *, is_summary: bool) -> str:
+    torch.set_printoptions(threshold=0 if is_summary else _PRINTED_ITEMS, edgeitems=_EDGE_ITEMS)
+    try:
+        return str(items)
+    finally:
+        torch.set_printoptions(profile="default")
 
 
 def rows_of(parts: Sequence[Part], patterns: Sequence[str], *, stats: bool) -> list[NameRow]:
@@ -131,7 +190,12 @@ def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool) ->
     primary = archive.primary(leaf.number)
     num_bytes = math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
     places = tuple(
-        BytesInFile(source.file.path, source.piece.extent.offset, source.piece.extent.length)
+        BytesInFile(
+            source.file.path,
+            source.piece.extent.offset,
+            source.piece.extent.length,
+            _rank_of(source.file.path),
+        )
         for source in archive.sources(primary)
     )
     return NameRow(

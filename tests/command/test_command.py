@@ -165,16 +165,42 @@ def test_inspect_takes_patterns_and_says_when_there_is_nothing(root: Path) -> No
     assert "none of its names is typo" in ended.stderr
 
 
-def test_inspect_of_several_ranks_says_in_how_many_files_a_tensor_is(tmp_path: Path) -> None:
+PRINTED = [
+    torch.tensor(2.5),
+    torch.zeros(0, 3),
+    torch.arange(1000),
+    torch.arange(1001.0) * 1e5,
+    torch.rand(3, 400, dtype=torch.float64),
+    torch.rand(9, 8, 7, 6).bfloat16(),
+    torch.rand(5, 5, 5, 5, 5),
+    torch.rand(20, 100, dtype=torch.complex64),
+    torch.rand(40, 50) > 0.5,
+    torch.rand(2000).to(torch.float8_e4m3fn),
+    torch.full((50, 50), float("nan")),
+]
+
+
+def test_inspect_prints_one_tensor_as_torch_does(tmp_path: Path) -> None:
+    with open_run(tmp_path / "run") as ckpt:
+        ckpt.save({f"t{number:02d}": tensor for number, tensor in enumerate(PRINTED)}, 1).result()
+    for number, tensor in enumerate(PRINTED):
+        printed = run_command("inspect", tmp_path / "run", f"t{number:02d}").stdout
+        assert f"\n{tensor!s}\n" in printed
+    assert "tensor(" not in run_command("inspect", tmp_path / "run", "t0*").stdout
+
+
+def test_inspect_of_several_ranks_says_which_have_written_a_tensor(tmp_path: Path) -> None:
     folder = tmp_path / "step_00000001"
     folder.mkdir()
     commit(
-        write_all(folder, 2, lambda rank: {"whole": torch.arange(1e6), "own": rank}, per_rank=("own",)),
+        write_all(folder, 4, lambda rank: {"whole": torch.arange(1e6), "own": rank}, per_rank=("own",)),
         per_rank=("own",),
     )
     rows = {row["name"]: row for row in documented("inspect", folder)["names"]}
     assert rows["whole"]["shape"] == [1_000_000]
-    assert len({place["file"] for place in rows["whole"]["places"]}) == 2
+    assert len({place["file"] for place in rows["whole"]["places"]}) == 4
+    assert sorted(place["rank"] for place in rows["whole"]["places"]) == [0, 1, 2, 3]
+    assert " 0-3" in run_command("inspect", folder, "whole").stdout
 
 
 def test_inspect_reads_folders_of_hugging_face(tmp_path: Path) -> None:
