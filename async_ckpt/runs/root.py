@@ -29,7 +29,7 @@ from .starts import Commit, Start, counts, out_of_line, split_starts
 # A writer that keeps one step deletes it with its next save, so a slow reader comes too late many times.
 TRIES: Final = 100
 # The number of concurrent requests to a store.
-_READS_IN_FLIGHT: Final = 16
+_READS_IN_FLIGHT: Final = 128
 
 _log = logging.getLogger("async_ckpt")
 

@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ..errors import StorageUnavailableError
-from ..host.pool import Lease, SegmentPool
 from ..host.threads import Crew, Task, run_together
 from ..spec import MIB
 from .interface import Reader, Sink, Storage
+
+if TYPE_CHECKING:
+    from ..host.pool import Lease
 
 # One ranged read, and one part of an upload: large enough that the latency of a request does not count.
 _SEGMENT_BYTES: Final = 8 * MIB
@@ -90,6 +92,8 @@ class _Copy:
     def __init__(
         self, to: Storage, segment_bytes: int, check: Callable[[], None], finished: Callable[[Sink], object]
     ) -> None:
+        from ..host.pool import SegmentPool  # it needs torch, which deletions do without
+
         self.to = to
         self.segment_bytes = segment_bytes
         self.finished = finished
