@@ -1,12 +1,13 @@
 """A loopback server that speaks enough S3 to take and give objects, and spends next to nothing on it.
 
 In: requests. Out: answers as S3 gives them, to clients that need not prove who they are. Knows nothing of: clients.
-Run as `python -m benchmarks.store_server KEEP GIGABITS` it is such a server itself, and ends when its standard input does.
+Run as `python -m benchmarks.store_server KEEP GIGABITS LATENCY` it is such a server itself, and ends when its standard input does.
 
 Servers that keep and hash what they are sent spend seconds of processor on each GB, and on a few cores hide what the
 client costs. Here the kernel throws large bodies away before they are copied out of it. With `keep` they stay, in
 memory that the kernel sends from without a copy. What is small, such as a manifest, is kept in either case. With
-`gigabits` what is sent comes in no faster than over a link of so many per second.
+`gigabits` what is sent comes in no faster than over a link of so many per second, and each request is answered
+`latency` seconds late.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _REASONS: Final = {
 
 
 @contextmanager
-def store_server(*, keep: bool = False, gigabits: float = math.inf) -> Iterator[str]:
+def store_server(*, keep: bool = False, gigabits: float = math.inf, latency: float = 0.0) -> Iterator[str]:
     """The endpoint of such a server, in a process of its own, for as long as the block lasts."""
-    command = [sys.executable, "-m", __name__, str(int(keep)), str(gigabits)]
+    command = [sys.executable, "-m", __name__, str(int(keep)), str(gigabits), str(latency)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -124,8 +125,9 @@ class Link:
 class Store:
     """What all connections share."""
 
-    def __init__(self, *, keep: bool, link: Link) -> None:
+    def __init__(self, *, keep: bool, link: Link, latency: float) -> None:
         self.keep = keep
+        self.latency = latency
         self.link = link
         self._lock = threading.Lock()
         self._objects: dict[str, Object] = {}  # under _lock, like all below
@@ -207,6 +209,7 @@ class Connection:
                 url = urlsplit(target)
                 query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
                 bucket, _, key = unquote(url.path).lstrip("/").partition("/")
+                sleep(self._store.latency)
                 self._answer(bucket, key, query)
 
     def _answer(self, bucket: str, key: str, query: dict[str, str]) -> None:
@@ -409,8 +412,8 @@ def _unframed(data: bytes) -> bytes:
         at = end + 2 + length + 2
 
 
-def main(keep: bool, gigabits: float) -> None:
-    store = Store(keep=keep, link=Link(gigabits))
+def main(keep: bool, gigabits: float, latency: float) -> None:
+    store = Store(keep=keep, link=Link(gigabits), latency=latency)
     nowhere = mmap.mmap(-1, _DISCARD_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
 
@@ -427,4 +430,4 @@ def main(keep: bool, gigabits: float) -> None:
 
 
 if __name__ == "__main__":
-    main(keep=sys.argv[1] == "1", gigabits=float(sys.argv[2]))
+    main(keep=sys.argv[1] == "1", gigabits=float(sys.argv[2]), latency=float(sys.argv[3]))
