@@ -5,16 +5,19 @@ Knows nothing of: arguments.
 
 The steps are copied one after the other, the oldest first; of each, all archives at once. Each is committed when its
 bytes have been compared with their digests and are durable, so the root is a run at every instant. A copy that was
-ended goes on where it was: steps that are there, and archives that are, are not copied again. The tracker comes last.
+ended goes on where it was: steps that are there, and archives that are, are not copied again. A step that is damaged at
+its source is left out. The tracker comes last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from ..errors import CorruptCheckpointError, NotCommittedError, StepExistsError
+import typer
+
+from ..errors import CorruptCheckpointError, FormatVersionError, NotCommittedError, StepExistsError
 from ..loading.archives.find import CommittedStep
 from ..loading.catch_up import copy_step
 from ..loading.verify import Verification
@@ -31,17 +34,20 @@ _THERE: Final = "was there"
 _LENDER: Final = "copied, lends"
 _MENDED: Final = "mended"
 _GONE: Final = "deleted meanwhile"
+_DAMAGED: Final = "damaged"
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
     """The outcome for one step: "copied", "copied, lends" if it was not asked for, "was there", "mended" if it was
-    there and damaged, "deleted meanwhile".
+    there and damaged, "deleted meanwhile"; "damaged" if it is not sound at its source, and was not copied, with the
+    error.
     """
 
     step: int
     num_bytes: int
     outcome: str
+    error: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,7 +68,7 @@ def show(
     Raises:
         Answer: there is nothing to copy, or the steps are named in two ways.
         StepExistsError: a step is there in another version, and `overwrite` was not given.
-        CorruptCheckpointError: a step is damaged at its source. Those copied before it stay.
+        typer.Exit: a step is damaged at its source. All others are copied.
     """
     if bool(ranges) + latest + (best is not None) > 1:
         raise Answer("name the steps in one way: --steps, --latest or --best", USAGE)
@@ -76,22 +82,23 @@ def show(
     seconds = monotonic() - begin
     num_bytes = sum(row.num_bytes for row in rows if row.outcome in (_COPIED, _LENDER, _MENDED))
     if as_json:
-        print_json(
-            "copies",
-            {
-                "source": source.shown,
-                "target": target.shown,
-                "steps": [row.as_json() for row in rows],
-                "num_bytes": num_bytes,
-                "seconds": seconds,
-            },
-        )
-        return
+        document = {"source": source.shown, "target": target.shown, "steps": [row.as_json() for row in rows]}
+        print_json("copies", {**document, "num_bytes": num_bytes, "seconds": seconds})
+    else:
+        _print(rows, target, num_bytes, seconds)
+    if any(row.error for row in rows):
+        raise typer.Exit(NO)
+
+
+def _print(rows: Sequence[CopyRow], target: Place, num_bytes: int, seconds: float) -> None:
     print_table(
         ("step", "size", "outcome"),
         ((str(row.step), in_table(row.num_bytes) if row.num_bytes else "", row.outcome) for row in rows),
         right=("step", "size"),
     )
+    for row in rows:
+        if row.error:
+            print_text(escaped(f"step {row.step} was not copied: {row.error}"))
     speed = f", {sized(num_bytes / seconds)}/s" if num_bytes and seconds else ""
     print_text(f"{sized(num_bytes)} copied to {escaped(target.shown)} in {seconds:.1f} s{speed}", "dim")
 
@@ -128,47 +135,52 @@ def copy_steps(
     _refuse_same(source.run, to)
     to.steps()
     refuse_if_alive(to.storage, to.starts)
-    manifests = {step: source.run.committed(step) for step in steps}
-    there = {step: to.committed(step) for step in steps}
-    rows: dict[int, CopyRow] = {}
-    damaged: set[int] = set()
-    for step in steps:
-        own, other = manifests[step], there[step]
-        if other is not None and own is not None and other.attempt == own.attempt:
-            if not overwrite or _is_sound(to, step):
-                rows[step] = CopyRow(step, own.num_bytes, _THERE)
-            else:
-                damaged.add(step)
-        elif other is not None and not overwrite:
-            raise StepExistsError(
-                f"step {step} is committed in {to.storage.locate('')} in another version; pass --overwrite to replace "
-                "it, or copy to another root",
-                step=step,
-            )
-    total = sum(manifest.num_bytes for step, manifest in manifests.items() if manifest and step not in rows)
-    with progress("copy", total) as advance:
-        for step in steps:
-            if step in rows:
-                continue
-            try:
-                copied = copy_step(source.run, to, step, on_bytes=advance, mends=step in damaged)
-            except NotCommittedError:
-                if not is_whole:  # it was named; of a whole run, retention was faster
-                    raise
-                rows[step] = CopyRow(step, 0, _GONE)
-                continue
-            except StepExistsError:  # by a copy beside this one
-                copied = []
-            for other_step in copied:
-                manifest = to.committed(other_step)
-                outcome = _COPIED if other_step in manifests else _LENDER
-                outcome = _MENDED if step in damaged else outcome
-                rows[other_step] = CopyRow(other_step, manifest.num_bytes if manifest else 0, outcome)
-            if not copied:
-                rows[step] = CopyRow(step, 0, _THERE)
+    plans = {step: _planned(source.run, to, step, overwrite=overwrite) for step in steps}
+    rows = {step: CopyRow(step, _num_bytes(to, step), _THERE) for step, plan in plans.items() if plan == _THERE}
+    with progress("copy", sum(_num_bytes(source.run, step) for step in steps if step not in rows)) as advance:
+        for step, plan in plans.items():
+            if step not in rows:  # as what lends to one before it
+                copied = _copied(source.run, to, step, advance, mends=plan == _MENDED, is_whole=is_whole)
+                rows |= {row.step: row if row.step in plans else replace(row, outcome=_LENDER) for row in copied}
     to.announce()
     to.sweep()  # what an earlier copy that was killed has left
     return [rows[step] for step in sorted(rows)]
+
+
+def _planned(source: Run, to: Run, step: int, *, overwrite: bool) -> str:
+    own, other = source.committed(step), to.committed(step)
+    if own is not None and other is not None and other.attempt == own.attempt:
+        return _THERE if not overwrite or _is_sound(to, step) else _MENDED
+    if own is not None and other is not None and not overwrite:
+        raise StepExistsError(
+            f"step {step} is committed in {to.storage.locate('')} in another version; pass --overwrite to replace "
+            "it, or copy to another root",
+            step=step,
+        )
+    return _COPIED
+
+
+def _copied(
+    source: Run, to: Run, step: int, advance: Callable[[int], None], *, mends: bool, is_whole: bool
+) -> list[CopyRow]:
+    """The rows of a step and of those that lend to it, after they were copied."""
+    try:
+        copied = copy_step(source, to, step, on_bytes=advance, mends=mends)
+    except NotCommittedError:
+        if not is_whole:  # it was named; of a whole run, retention was faster
+            raise
+        return [CopyRow(step, 0, _GONE)]
+    except StepExistsError:  # by a copy beside this one
+        copied = []
+    except (CorruptCheckpointError, FormatVersionError) as error:
+        return [CopyRow(step, 0, _DAMAGED, str(error))]
+    outcome = _MENDED if mends else _COPIED
+    return [CopyRow(one, _num_bytes(to, one), outcome) for one in copied] or [CopyRow(step, 0, _THERE)]
+
+
+def _num_bytes(run: Run, step: int) -> int:
+    manifest = run.committed(step)
+    return manifest.num_bytes if manifest is not None else 0
 
 
 def _is_sound(run: Run, step: int) -> bool:

@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, FormatVersionError
 from ..host.threads import run_together
 from ..report import sized
 from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Manifest, is_retired_name, parse_intent
+from ..runs.manifest import parse as parse_manifest
 from ..runs.naming import TRACKERS, parse_step_name, pattern_of
 from ..runs.receipts import archives_of
 from ..runs.record import number
@@ -245,7 +246,8 @@ def _rows(run: Run, names: list[str], *, with_all: bool, check: bool) -> Iterato
     for step, manifest in commits.items():
         row = StepRow(step, run.folder(step))
         if manifest is None:
-            row.marks.append("its manifest is damaged")
+            is_newer = isinstance(unread_error(run, step), FormatVersionError)
+            row.marks.append(f"its manifest is {'of a newer async_ckpt' if is_newer else 'damaged'}")
         else:
             _fill(row, manifest)
         if step in borrowed_from:
@@ -261,6 +263,18 @@ def _rows(run: Run, names: list[str], *, with_all: bool, check: bool) -> Iterato
             inside = run.storage.names(name)
             is_retired = any(map(is_retired_name, inside)) or MANIFEST in inside
             yield StepRow(name_of_step.step, name, marks=["retired" if is_retired else "not committed"])
+
+
+def unread_error(run: Run, step: int) -> CheckpointError | None:
+    """The reason why the manifest of a step cannot be read; None if it can be, or is gone by now."""
+    path = f"{run.folder(step)}/{MANIFEST}"
+    try:
+        parse_manifest(run.storage.read(path)[0], path=run.storage.locate(path))
+    except CheckpointError as error:
+        return error
+    except FileNotFoundError:
+        pass
+    return None
 
 
 def _broken(run: Run, commits: Commits) -> dict[int, str]:

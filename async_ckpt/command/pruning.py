@@ -22,7 +22,7 @@ from ..spec import Keep
 from ..storage.place import Place
 from .listing import parse_best
 from .screen import USAGE, Answer, counted, escaped, in_table, print_json, print_table, print_text
-from .selection import ChosenRun, runs_at
+from .selection import ChosenRun, refuse_newer, runs_at
 
 _RULES: Final = "last=3, every=1000, best=loss:min:2 or seconds=86400"
 
@@ -47,6 +47,7 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
     Raises:
         Answer: a rule is not one, somebody said no, or a living process may have the run.
         RunTakenError: a living process has the run.
+        FormatVersionError: a step was saved by a newer async_ckpt.
     """
     keep = parse_keep(rules)
     if not (dry_run or yes or sys.stdin.isatty()):
@@ -54,6 +55,8 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
     chosen = runs_at(place, keep=keep)
     if chosen[0].step is not None:
         raise Answer(f"{place.shown} is the folder of one step; name the root of its run", USAGE)
+    for one in chosen:
+        refuse_newer(one.run)
     rows = [row for one in chosen for row in _planned(one.run)]
     going = [row for row in rows if row.deleted]
     freed = sum(row.num_bytes or 0 for row in going)

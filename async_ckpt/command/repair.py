@@ -30,7 +30,7 @@ from ..storage.interface import Storage
 from ..storage.place import Place
 from .pruning import refuse_writer
 from .screen import NO, USAGE, Answer, escaped, print_json, print_table, print_text
-from .selection import ChosenRun, runs_at, usual_tracker
+from .selection import ChosenRun, refuse_newer, runs_at, usual_tracker
 
 LEFTOVERS: Final = "leftovers"
 _SHOWN_LEFTOVERS: Final = 3
@@ -54,13 +54,15 @@ def show(place: Place, *, unretire: int | None, apply: bool, unattended: bool, a
     Raises:
         Answer: a living process may have the run, or the step cannot be put back.
         RunTakenError: a living process has the run.
+        FormatVersionError: a step was saved by a newer async_ckpt.
         typer.Exit: there is damage, and it was not mended.
     """
     chosen = runs_at(place)
     if chosen[0].step is not None:
         raise Answer(f"{place.shown} is the folder of one step; name the root of its run", USAGE)
-    if apply:
-        for one in chosen:
+    for one in chosen:
+        refuse_newer(one.run)
+        if apply:
             refuse_writer(one.run, unattended=unattended)
     damages = []
     for damage in damages_of(place, chosen, unretire):

@@ -33,6 +33,8 @@ STORAGE: Final = 74  # EX_IOERR of sysexits.h
 # The version of the JSON documents. Keys are only added to them.
 JSON_VERSION: Final = 1
 _WIDE: Final = 10_000
+# The least width for the last column of a table.
+_FOLDED: Final = 16
 
 
 class Answer(Exception):
@@ -52,7 +54,8 @@ def console() -> Console:
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> None:
     """A table without lines; columns named in `right` are aligned there. Empty columns are left out.
 
-    Only where a terminal is too narrow for it, rich lays it out: for thousands of rows that takes seconds.
+    Only where a terminal is too narrow for it, rich lays it out: for thousands of rows that takes seconds. Where it is
+    narrower still, each row is several lines.
     """
     cells = [[*columns], *map(list, rows)]
     shown = [n for n in range(len(columns)) if any(row[n] for row in cells[1:])]
@@ -72,12 +75,32 @@ def _aligned(text: str, width: int, is_right: bool) -> str:
 
 
 def _print_folded(to: Console, cells: Sequence[Sequence[str]], shown: Sequence[int], right: Iterable[str]) -> None:
+    """The table with its last column folded; where nothing is left for that, each row as lines of heading and value."""
+    taken = sum(max(cell_len(row[n]) for row in cells) + 2 for n in shown[:-1])
+    if to.width - taken < _FOLDED:
+        _print_rows(to, cells, shown)
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for n in shown:
-        table.add_column(cells[0][n], justify="right" if cells[0][n] in right else "left", overflow="fold")
+        table.add_column(
+            cells[0][n],
+            justify="right" if cells[0][n] in right else "left",
+            overflow="fold",
+            no_wrap=n != shown[-1],
+        )
     for row in cells[1:]:
         table.add_row(*(Text(row[n]) for n in shown))
     to.print(table)
+
+
+def _print_rows(to: Console, cells: Sequence[Sequence[str]], shown: Sequence[int]) -> None:
+    """Each row as a line for its first cell, and an indented line for each of the others that is not empty."""
+    first, *others = shown
+    width = max(cell_len(cells[0][n]) for n in others)
+    for row in cells[1:]:
+        to.print(Text(f"{cells[0][first]} {row[first]}".strip(), style="bold"), soft_wrap=True)
+        for n in filter(row.__getitem__, others):
+            to.print(Text(f"  {_aligned(cells[0][n], width, False)}  {row[n]}"), soft_wrap=True)
 
 
 def print_text(text: str, style: str = "") -> None:

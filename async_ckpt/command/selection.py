@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from ..errors import NotCommittedError
+from ..errors import FormatVersionError, NotCommittedError
 from ..runs.naming import NAMINGS, STEP_FORMAT, TRACKER, TRACKERS, Naming, parse_step_name, words_for
 from ..runs.retention import best_of, describe_missing_metric
 from ..runs.run import Run
@@ -20,7 +20,7 @@ from ..spec import Keep
 from ..storage.interface import Storage
 from ..storage.place import Place
 from ..storage.url import parent_and_name
-from .listing import kind_of, nothing_at, parse_best, step_formats
+from .listing import kind_of, nothing_at, parse_best, step_formats, unread_error
 from .screen import USAGE, Answer
 
 _RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")
@@ -60,6 +60,17 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
     if not chosen:
         raise Answer(f"{place.shown}: nothing is committed there")
     return chosen
+
+
+def refuse_newer(run: Run) -> None:
+    """Refuse to change a run of which a step is of a later format: here, its manifest counts as damaged.
+
+    Raises FormatVersionError.
+    """
+    for step, manifest in run.view().items():
+        error = unread_error(run, step) if manifest is None else None
+        if isinstance(error, FormatVersionError):
+            raise error
 
 
 def open_run(storage: Storage, naming: Naming, keep: Keep | None = None) -> Run:

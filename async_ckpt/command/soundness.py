@@ -27,7 +27,7 @@ from ..storage.place import Place
 from .listing import kind_of
 from .repair import LEFTOVERS, damages_of
 from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress
-from .selection import runs_at
+from .selection import refuse_newer, runs_at
 
 _SHOWN_NAMES: Final = 3
 
@@ -207,8 +207,8 @@ def _of_run(place: Place) -> Soundness:
             _note_step(found, check, place.shown)
     goes_back_to = max(found.sound, default=None)
     if found.damaged and max(found.damaged) > max(found.sound, default=-1):
-        newest = "no step" if goes_back_to is None else f"step {goes_back_to}"
-        found.notes.append(f"of the sound steps, the newest is {newest}")
+        newest = "no step is sound" if goes_back_to is None else f"the newest sound step is {goes_back_to}"
+        found.notes.append(newest)
     still = {*_faults_beside(place)} if before else set()
     found.faults += [fault for fault in before if fault in still]
     reported = {fault.subject for fault in found.faults}
@@ -226,8 +226,14 @@ def _num_bytes(place: Place) -> int:
 
 
 def _faults_beside(place: Place) -> Iterator[SoundnessFault]:
-    """Trackers, journals and layouts that are not as the manifests say."""
-    for damage in damages_of(place, runs_at(place), None):
+    """Trackers, journals and layouts that are not as the manifests say; nothing if not all manifests can be read here."""
+    chosen = runs_at(place)
+    try:
+        for one in chosen:
+            refuse_newer(one.run)
+    except FormatVersionError:
+        return
+    for damage in damages_of(place, chosen, None):
         if damage.mend is not None and damage.subject != LEFTOVERS:
             yield SoundnessFault(damage.subject, damage.text, mend=f"async-ckpt repair {place.shown} --apply")
 

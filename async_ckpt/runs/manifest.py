@@ -213,7 +213,8 @@ def parse(data: bytes, *, path: str) -> Manifest:
             None if raw.get("times") is None else _times(raw["times"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path}: not a manifest ({error!r:.300})", path=path) from error
+        why = error if type(error) is ValueError else repr(error)
+        raise CorruptCheckpointError(f"{path}: not a manifest ({why!s:.300})", path=path) from error
 
 
 def seal(fields: Mapping[str, Any]) -> bytes:

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from archives import forge_manifest
 from buckets import bucket  # noqa: F401
 from children import Nursery
 from commands import documented, run_command
 from folders import read as tree_of
+from published import flip
 from rank_archives import commit, write_all
 from slices import some
 from states import leftovers, open_run
@@ -222,16 +224,32 @@ def test_a_root_to_which_a_living_process_saves_is_refused(tmp_path: Path, sourc
     assert run_command("cp", source, target).returncode == 0
 
 
-def test_a_damaged_step_is_not_copied_and_those_before_it_are(tmp_path: Path, source: Path) -> None:
+def test_damaged_steps_are_not_copied_and_all_others_are(tmp_path: Path, source: Path) -> None:
     (archive,) = (source / "step_00000003").glob("*.tar")
-    data = bytearray(archive.read_bytes())
-    data[len(data) // 2] ^= 1
-    archive.write_bytes(data)
+    flip(archive, archive.stat().st_size // 2)
+    flip(source / "step_00000002/manifest.json", 200)
 
-    ended = run_command("cp", source, tmp_path / "b")
-    assert ended.returncode == 1
-    assert archive.name in ended.stderr
-    assert_is_copy(tmp_path / "b", [1, 2])
+    told = documented("cp", source, tmp_path / "b", status=1)["steps"]
+
+    assert {row["step"]: row["outcome"] for row in told} == {1: "copied", 2: "damaged", 3: "damaged", 4: "copied"}
+    assert "manifest.json" in told[1]["error"]
+    assert archive.name in told[2]["error"]
+    assert_is_copy(tmp_path / "b", [1, 4])
+    assert "step 2 was not copied: " in run_command("cp", source, tmp_path / "b").stdout
+
+
+def test_a_step_of_a_later_format_is_left_out_and_nothing_of_its_run_is_changed(tmp_path: Path, source: Path) -> None:
+    forge_manifest(source / "step_00000002/manifest.json", version=9)
+    before = tree_of(source)
+
+    assert documented("ls", source)["steps"][1]["marks"] == ["its manifest is of a newer async_ckpt"]
+    told = documented("cp", source, tmp_path / "b", status=1)["steps"]
+    assert [row["step"] for row in told if row["outcome"] == "copied"] == [1, 3, 4]
+    assert [fault["subject"] for fault in documented("verify", source, status=1)["faults"]] == ["step 2"]
+    for change in (("prune", "--keep", "last=1", "--yes"), ("repair", "--apply")):
+        ended = run_command(change[0], source, *change[1:])
+        assert (ended.returncode, "install a newer async_ckpt" in ended.stderr) == (1, True)
+    assert tree_of(source) == before
 
 
 def test_two_copies_to_one_root_at_once_leave_one_whole_run(tmp_path: Path, source: Path) -> None:
@@ -283,7 +301,7 @@ def _committed(root: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (("{tmp}/nowhere", "{tmp}/b"), 1, "no run there"),
+        (("{tmp}/nowhere", "{tmp}/b"), 1, "there is nothing at this path"),
         (("{tmp}/a", "{tmp}/a"), 2, "both source and target"),
         (("{tmp}/a", "{tmp}/b", "--steps", "x"), 2, "--steps takes"),
         (("{tmp}/a", "{tmp}/b", "--steps", ":"), 0, ""),

@@ -80,7 +80,7 @@ def test_a_damaged_archive_is_named_with_its_tensors_and_mended_by_the_command_i
     assert (told["sound"], told["steps"], told["damaged"]) == (False, [1, 2], [3])
     (fault,) = told["faults"]
     assert (fault["subject"], fault["tensors"], fault["cost"]) == ("step 3", ["head"], "head of step 3")
-    assert told["notes"] == ["of the sound steps, the newest is step 2"]
+    assert told["notes"] == ["the newest sound step is 2"]
     mend(fault, OTHER_ROOT=copy)
     assert documented("verify", root)["steps"] == [1, 2, 3]
     assert {path.name for path in root.rglob("*")} == {path.name for path in copy.rglob("*")}

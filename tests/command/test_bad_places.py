@@ -1,0 +1,91 @@
+"""Stores that refuse or never answer: each command ends with one line and a status."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Ended, run_command
+from states import open_run
+
+KEYS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "secret-of-the-test"}
+READERS = [
+    ("ls",),
+    ("inspect",),
+    ("verify",),
+    ("diff", "{root}"),
+    ("cp", "{tmp}/b"),
+    ("convert", "{tmp}/x.pt"),
+    ("repair",),
+]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with open_run(tmp_path / "a") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save({"w": torch.full((1000,), float(step))}, step).result()
+    return tmp_path / "a"
+
+
+def arguments_of(call: tuple[str, ...], place: Any, root: Path, tmp: Path) -> list[str]:
+    word, *others = call
+    return [word, str(place), *(other.format(root=root, tmp=tmp) for other in others)]
+
+
+def assert_is_one_line(ended: Ended, status: int, *said: str) -> None:
+    assert (ended.returncode, ended.stdout) == (status, ""), ended.stderr
+    assert ended.stderr.startswith("async-ckpt: ")
+    assert ended.stderr.count("\n") == 1
+    for text in said:
+        assert text in ended.stderr
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A store that answers every request with 403."""
+
+    def answer(self) -> None:
+        body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[list[str]]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield ["--endpoint", f"http://127.0.0.1:{server.server_port}", "--region", "us-east-1"]
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("call", READERS, ids=lambda call: call[0])
+def test_wrong_credentials_are_said_without_the_secret(
+    root: Path, tmp_path: Path, refusing: list[str], call: tuple[str, ...]
+) -> None:
+    ended = run_command(*arguments_of(call, "s3://bucket/a", root, tmp_path), *refusing, "--json", **KEYS)
+    assert_is_one_line(ended, 74, "403", "s3://bucket/a")
+    assert KEYS["AWS_SECRET_ACCESS_KEY"] not in ended.stderr
+
+
+@pytest.mark.parametrize("call", [*READERS, ("bench", "--size", "1MB")], ids=lambda call: call[0])
+def test_a_store_that_never_answers_is_given_up(root: Path, tmp_path: Path, call: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        store = ["--endpoint", f"http://127.0.0.1:{mute.getsockname()[1]}", "--region", "x", "--deadline", "0.5"]
+        ended = run_command(*arguments_of(call, "s3://bucket/a", root, tmp_path), *store, "--json", **KEYS)
+    assert_is_one_line(ended, 74, "s3://bucket/a")
