@@ -166,7 +166,8 @@ class RankVersions:
     def __init__(self, place: Place) -> None:
         self._place, self.storage = place, place.storage()
         self._by_rank: dict[tuple[int, int], Versions] = {}
-        self._whole: dict[int, int] = {}  # the size of its world, by version, of those that all ranks have
+        # By version, of those that all ranks have: the size of the world, and the start that rank 0 has published it in.
+        self._whole: dict[int, tuple[int, str]] = {}
         self._marks: frozenset[str] = frozenset()  # in the last listing
 
     def of_rank(self, rank: int, size: int) -> Versions:
@@ -177,18 +178,20 @@ class RankVersions:
 
     def sizes(self, names: Iterable[str] | None = None) -> dict[int, int]:
         """The whole versions, ascending, each with the size of its world. `names` are the names at the root."""
-        whole: dict[int, int] = {}
+        whole: dict[int, tuple[int, str]] = {}
         listed = [*(self.storage.names("") if names is None else names)]
         if marks_in(listed) != self._marks:  # versions were replaced: discard the cache
             self._marks, self._whole, self._by_rank = marks_in(listed), {}, {}
         for size, begun in worlds_in(listed).items():
             if len(begun) < size:
                 continue
-            for number in self.of_rank(0, size).numbers():
-                if self._whole.get(number) == size or self._is_whole(number, size):
-                    whole[number] = size
+            versions = self.of_rank(0, size)
+            for number in versions.numbers():
+                world = size, versions.start_of(number)
+                if self._whole.get(number) == world or self._is_whole(number, size):
+                    whole[number] = world
         self._whole = dict(sorted(whole.items()))
-        return dict(self._whole)
+        return {number: size for number, (size, _) in self._whole.items()}
 
     def of_other_worlds(self, size: int | None) -> dict[str, Versions]:
         """The versions at the root of other worlds, by folder. `size` is None, and the folder "", for a whole model."""
