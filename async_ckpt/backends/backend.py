@@ -92,6 +92,20 @@ class Backend:
 
     # --- memory -------------------------------------------------------------------------------------------------
 
+    def free_bytes(self, device: torch.device) -> int | None:
+        """The memory of a device that no process has; None if torch does not report it."""
+        mem_get_info = getattr(self.module, "mem_get_info", None)
+        return None if mem_get_info is None else int(mem_get_info(device)[0])
+
+    def is_broken(self, device: torch.device) -> bool:
+        """True if every call for this device fails by now, as after a failed assert of a kernel."""
+        try:
+            with self.on_device(device):
+                self.module.Stream(device).query()
+        except RuntimeError:
+            return True
+        return False
+
     def host_memory(self, num_bytes: int) -> torch.Tensor | None:  # noqa: ARG002
         """Page-locked memory by torch's allocator, for a runtime that cannot lock existing memory; None for others."""
         return None

@@ -188,7 +188,7 @@ def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[
         for tensor in _params_and_state(optimizer):
             if is_captured:
                 captured.add(tensor.data_ptr())
-            elif _is_large(tensor) and tensor.is_contiguous():
+            elif is_large(tensor) and tensor.is_contiguous():
                 other = guarded.setdefault(tensor.data_ptr(), tensor)
                 if other is not tensor and tensor.nbytes > other.nbytes:
                     guarded[tensor.data_ptr()] = tensor
@@ -198,7 +198,7 @@ def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[
         i: owner
         for i, tensor in enumerate(tensors)
         # A flat buffer begins like the first parameter in it, but has more bytes.
-        if _is_large(tensor)
+        if is_large(tensor)
         and (owner := guarded.get(tensor.data_ptr())) is not None
         and (tensor is owner or tensor.nbytes <= owner.nbytes)
         and is_dense(tensor)
@@ -215,7 +215,8 @@ def _params_and_state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor
                 yield value
 
 
-def _is_large(tensor: torch.Tensor) -> bool:
+def is_large(tensor: torch.Tensor) -> bool:
+    """True for a strided tensor that is worth deferring."""
     return tensor.layout is torch.strided and tensor.nbytes >= DEFERRED_BYTES
 
 

@@ -20,7 +20,7 @@ from async_ckpt.backends.cuda import Cuda
 from async_ckpt.backends.npu_xpu import Npu
 from async_ckpt.loading import fill as fill_module
 from async_ckpt.saving import default
-from async_ckpt.staging import device as device_module
+from async_ckpt.staging import side_stream
 from async_ckpt.staging.guard import deferrable
 
 ITEMS = MIB // 4
@@ -185,7 +185,7 @@ def test_where_the_driver_makes_no_stream_torchs_pool_gives_one(cuda, monkeypatc
 
 
 def test_each_device_has_one_stream_for_all_saves_and_one_for_all_loads(tmp_path, sim, monkeypatch):
-    monkeypatch.setattr(device_module._side_of, "_made", {})
+    monkeypatch.setattr(side_stream.side_of, "_made", {})
     monkeypatch.setattr(fill_module._stream_of, "_made", {})
     before = len(sim.sim.scheduler.queues)
     with open_run(tmp_path, max_in_flight=2) as ckpt:
