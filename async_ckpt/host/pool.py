@@ -24,7 +24,7 @@ from typing import Final, Protocol
 
 import torch
 
-from ..backends import UNSUPPORTED
+from ..backends import UNSUPPORTED, backend_of
 from ..spec import GIB, MIB, SEGMENT_BYTES, align_up
 from .limits import spare_memory_bytes
 from .memory import HostBuffer, Segment
@@ -416,6 +416,8 @@ class SegmentPool:
         if self._pin_refused or memory.pinned:
             return
         code = memory.pin(device)
+        if code and backend_of(device).is_broken(device):
+            return  # the copies will say so
         if code:
             self._pin_refused = True
         if code not in (0, UNSUPPORTED):

@@ -109,7 +109,7 @@ class Device:
         A tensor that has an alias is read through the alias. Raises MemoryGoneError if its memory is gone.
         """
         with self._side.lock, self.on_side():
-            gathered: list[_Part] = []
+            gathered: list[_Gatherable] = []
             begin = end = 0
             for part in self._parts(into, pieces, tensors, dense, aliases):
                 if gathered and not (end == part.target and part.may_lie_at(part.target - begin)):
@@ -130,28 +130,28 @@ class Device:
         tensors: list[torch.Tensor],
         dense: list[bool],
         aliases: Mapping[int, Alias],
-    ) -> Iterator[_Part]:
+    ) -> Iterator[_Gatherable]:
         """Enqueue the copies of all that crosses the bus alone. Yields the rest, which may be gathered before."""
         for target, number, source, length in pieces:
             if (alias := aliases.get(number)) is not None:
-                # By the copy engine alone, which refuses an address that is not mapped; a kernel would break the device.
+                # By the copy engine alone: it refuses an address that is not mapped, where a kernel would break the device.
                 self._copy(into, target, alias.part_now(source, length))
             elif dense[number]:
                 part = flat_bytes(tensors[number])
                 if length != part.numel():
                     part = part[source : source + length]
                 if length < PACK_BELOW:
-                    yield _Part(target, part, is_flat=True)
+                    yield _Gatherable(target, part, is_flat=True)
                 else:
                     self._copy(into, target, part)
             else:
                 for at, block, first, last in _blocks(tensors[number], source, source + length, SCRATCH_BYTES):
                     if last - first == block.nbytes:
-                        yield _Part(target + at - source, block, is_flat=False)
+                        yield _Gatherable(target + at - source, block, is_flat=False)
                     else:  # the begin or the end of a run of segments is in it
                         self._copy_strided(into, target + at + first - source, block, first, last)
 
-    def _copy_gathered(self, into: torch.Tensor, parts: list[_Part], begin: int, end: int) -> None:
+    def _copy_gathered(self, into: torch.Tensor, parts: list[_Gatherable], begin: int, end: int) -> None:
         """Copy parts that lie side by side in the file, by way of one buffer if there is more to do than one copy."""
         scratch = None if len(parts) == 1 and parts[0].is_flat else self._side.scratch(end - begin)
         if scratch is None:
@@ -223,7 +223,7 @@ class Device:
         return True
 
 
-class _Part(NamedTuple):
+class _Gatherable(NamedTuple):
     """Bytes of one tensor that may be gathered with those beside it: flat bytes, or a view of which all is copied."""
 
     target: int

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final, Protocol
 
 import torch
 
-from .device import Alias, sample_by_kernel, sample_now
+from .device import Alias, MemoryGoneError, sample_by_kernel, sample_now
 from .tensors import SourceTensors
 
 # The number of bytes that are compared in each deferred tensor.
@@ -97,8 +98,8 @@ class Tripwires:
     def look_at_bytes(self) -> None:
         """Take the second samples: every copy is done or enqueued, and no optimizer steps yet."""
         for device, tensors in self._on.items():
-            if (sample := self._sample(device, tensors, self._gone)) is not None:
-                self._after[device] = sample
+            with suppress(MemoryGoneError):  # it is in `_gone`
+                self._after[device] = self._sample(device, tensors, self._gone)
         self._look_for_gone()
 
     def _look_for_gone(self) -> None:
@@ -115,17 +116,19 @@ class Tripwires:
                     torn.add(watched.number)
         return sorted(torn)
 
-    def _sample(self, device: torch.device, tensors: Sequence[_WatchedTensor], gone: set[int] | None) -> _Sample | None:
+    def _sample(self, device: torch.device, tensors: Sequence[_WatchedTensor], gone: set[int] | None) -> _Sample:
         """Sample tensors of one device: at once on the host, or on the device's side stream, behind the copies.
 
-        None if one of them is gone from a device: reading memory that is not mapped would break it.
+        Raises MemoryGoneError if one is gone from a device: reading memory that is not mapped would break it.
         """
         if device not in self._devices:
             return _HostSample(tensors, gone)
         parts = [w.alias.part(0, SAMPLE_BYTES, w.stride) for w in tensors]
         if gone is not None:
             self._look_for_gone()
-        return None if gone else self._devices[device].sample(parts)
+        if gone:
+            raise MemoryGoneError
+        return self._devices[device].sample(parts)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
