@@ -134,7 +134,7 @@ class Device:
         """Enqueue the copies of all that crosses the bus alone. Yields the rest, which may be gathered before."""
         for target, number, source, length in pieces:
             if (alias := aliases.get(number)) is not None:
-                # By the copy engine alone: it refuses an address that is not mapped, where a kernel would break the device.
+                # By the copy engine alone: it refuses an address that is not mapped; a kernel would break the device.
                 self._copy(into, target, alias.part_now(source, length))
             elif dense[number]:
                 part = flat_bytes(tensors[number])
