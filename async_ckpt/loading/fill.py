@@ -191,7 +191,7 @@ class _Ring:
             self._idle.put(buffer)
 
     def _new(self) -> Segment:
-        """A new buffer. With `pin`, all that are missing are page-locked together, as each call of the driver is slow."""
+        """A new buffer. With `pin`, all that are missing are page-locked by one call, since each takes long."""
         with self._making:
             if self._num_missing <= 0:  # another thread has made them meanwhile
                 return self._idle.get_nowait()
@@ -304,7 +304,7 @@ class _Upload:
 
 
 class _FillTarget:
-    """Memory to fill. A tensor that is not dense, or on a device without a backend, is filled by way of a dense copy."""
+    """Memory to fill. What is not dense, or on a device without a backend, is filled by way of a dense copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
