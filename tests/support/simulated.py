@@ -196,10 +196,13 @@ _ended: deque[Any] = deque(maxlen=10_000)  # is read by torch a little longer
 
 
 @_Deleter
-def _delete(managed: Any) -> None:
-    given = _given_out.pop(ctypes.addressof(managed.contents))
+def _delete(
+    managed: Any, given_out: dict[int, Any] = _given_out, ended: deque[Any] = _ended, address_of: Any = ctypes.addressof
+) -> None:
+    """At the interpreter's end tensors go after the names of this module."""
+    given = given_out.pop(address_of(managed.contents))
     given[0].freed.append(given[1])
-    _ended.append(given)
+    ended.append(given)
 
 
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_delete))  # tensors may outlive this module
