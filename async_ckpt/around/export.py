@@ -23,7 +23,7 @@ from ..storage.place import Anywhere, local_place, written_at
 from .hf_folder import Export, ExportRequest
 from .hf_weights import weights_of
 from .shards import MAX_SHARD_BYTES
-from .spread import ExportMessages, PartsFolder, begin_spread, is_spread, looks_spread
+from .spread import ExportMessages, PartsFolder, begin_spread, looks_spread
 
 # Files in a config folder that are not copied: weights in any format and their indices, archives, hidden files.
 _NOT_COPIED: Final = re.compile(
@@ -101,9 +101,9 @@ def export_hf(
             if looks_spread(state_or_model):
                 PartsFolder(place, storage).record_failure(error)
             raise
-        others.announce(is_spread=is_spread(weights))
+        others.announce(is_spread=weights.is_spread)
         request = ExportRequest(storage, config_files, max_shard_bytes, spans, called)
-        if is_spread(weights):
+        if weights.is_spread:
             return begin_spread(request, weights, PartsFolder(place, storage), others, guard)
         others.check_whole()
         request = request._replace(check=others.check_whole)

@@ -23,7 +23,7 @@ import tarfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Final, Literal, Protocol, Self
 from weakref import WeakSet, WeakValueDictionary
 
@@ -204,9 +204,7 @@ class CheckpointBackend:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
             self.close()
         except CheckpointError as failed:
@@ -433,8 +431,6 @@ def _values_of_rank(value: Any, rank: int | None, path: tuple[Any, ...]) -> Any:
             raise StateMismatchError(
                 f"{shown(path)} was saved by each rank for itself, and there are not as many ranks now; load it with "
                 "async_ckpt.load, or save values that are the same on all ranks",
-                missing=(),
-                unexpected=(),
                 mismatched=(shown(path),),
             )
         return value[rank]

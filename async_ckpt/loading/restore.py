@@ -21,7 +21,7 @@ from ..spec import with_article
 from ..state.names import Select, selector
 from ..state.plain import is_frozen, is_record
 from .archives.contents import Contents, Part
-from .fill import Wanted, boxes_wanted, fill, planned
+from .fill import Wanted, fill, planned
 from .live.match import Match
 from .live.state_dicts import LiveStateDicts
 from .load import Verify, check_lent, check_select, raise_unless_any
@@ -82,7 +82,7 @@ def restore_state(
     if sharing is not None:
         wanted = _own(wanted, sharing)
     for archive, items in wanted:
-        archive.need((number, boxes_wanted(into, offsets)) for number, into, offsets in items)
+        archive.need((item.number, item.box) for item in items)
     plan = planned(wanted)
     if options.verify == "first":
         fill(plan, copy=False, pool=pool)

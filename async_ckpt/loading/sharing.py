@@ -102,7 +102,6 @@ class Sharing:
                     f"rank {rank} could not read its part of what is broadcast: {failure} - and the live state is "
                     "partly overwritten by now: restore another step before training on",
                     rank=rank,
-                    undecided=False,
                 )
         if any(step != result for step, _, _ in answers):
             raise ValueError(

@@ -26,7 +26,7 @@ from ..format.delta import INDEX, SliceOf, VersionIndex, folder_of, identity_of
 from ..ranks.meeting import RankZeroWord
 from ..ranks.world import World
 from ..slicing.cover import Box, cover
-from ..slicing.sharded import Slicer, is_sharded
+from ..slicing.sharded import Slicer
 from ..staging.device import as_integers
 from ..state.dtypes import dtype_name, dtype_named
 from ..storage.place import Place
@@ -34,10 +34,6 @@ from .replica import MemoryReplica
 from .versions import Versions, marks_in
 
 _FOLDER: Final = re.compile(r"rank_(\d{5})_of_(\d{5})")
-
-
-def is_spread(weights: Weights) -> bool:
-    return any(map(is_sharded, weights.tensors.values()))
 
 
 def folder_of_rank(rank: int, size: int) -> str:
@@ -87,9 +83,7 @@ def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
         if sliced.slices.replicas().number:
             continue
         shape, dtype = sliced.slices.global_shape, dtype_name(tensor.dtype)
-        held = [
-            (Box(r.global_offsets, r.sizes), p) for r, p in zip(sliced.slices.rectangles, sliced.parts, strict=True)
-        ]
+        held = list(zip(map(Box.of, sliced.slices.rectangles), sliced.parts, strict=True))
         if not prod(shape):  # an empty tensor, of which no rank holds a slice
             held = [(Box.whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
         for box, part in held:

@@ -207,9 +207,7 @@ def other_model(version: str, names: Collection[str]) -> StateMismatchError:
     example = f" (such as {min(names)!a:.200})" if names else ""
     return StateMismatchError(
         f"{version}: it is of another model than the weights here{example}; pull it into another folder or module",
-        missing=(),
         unexpected=tuple(sorted(names)),
-        mismatched=(),
     )
 
 

@@ -179,7 +179,6 @@ class Agreement:
             f"{NOT_ALONE[0].upper()}{NOT_ALONE[1:]}; and "
             "give a root that all ranks share",
             rank=0,
-            undecided=False,
         )
 
     def _more(self, structure: Structure) -> dict[str, Any]:
@@ -237,7 +236,6 @@ class Agreement:
             "Give a root that all "
             "ranks share: a folder on a shared file system, or an object store",
             rank=who if self.decides else 0,
-            undecided=False,
         )
 
     def _raise_too_many(self, rank: int) -> NoReturn:
@@ -247,7 +245,6 @@ class Agreement:
         raise PeerFailedError(
             f"step {self._joint.step} is not committed: {reason}; give ranks= the same number on every rank",
             rank=rank,
-            undecided=False,
         )
 
     def _raise_missing(self, receipts: dict[int, Receipt]) -> None:
@@ -266,7 +263,6 @@ class Agreement:
             f"step {self._joint.step} is not committed: after {PEER_SECONDS:.0f} s nothing was heard of rank"
             f"{'s' if len(missing) > 1 else ''} {who}. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}{shared}",
             rank=missing[0],
-            undecided=False,
         )
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest | None:
@@ -439,7 +435,6 @@ def _peers_failed(step: int, causes: Sequence[Cause]) -> PeerFailedError:
     return PeerFailedError(
         f"step {step} is not committed: {reasons}{more}",
         rank=causes[0].rank if causes else 0,
-        undecided=False,
     )
 
 

@@ -215,6 +215,13 @@ def _put_device(module: Any, names: tuple[str, ...], state: torch.Tensor) -> Non
 # A key that is replaced by the name of the accelerator's kind.
 _ACCELERATOR: Final = "accelerator"
 
+_KEYS_OF_VERL: Final[Mapping[str, Callable[[], Any]]] = {
+    "cpu": torch.get_rng_state,
+    "numpy": partial(_get_numpy, legacy=True),
+    "random": random.getstate,
+    _ACCELERATOR: _get_current,
+}
+
 _KEY_SETS: Final[Mapping[Keys | None, Mapping[str, Callable[[], Any]]]] = {
     None: {
         "python": random.getstate,
@@ -222,18 +229,8 @@ _KEY_SETS: Final[Mapping[Keys | None, Mapping[str, Callable[[], Any]]]] = {
         "numpy": _get_numpy,
         _ACCELERATOR: _get_all_in_use,
     },
-    "skyrl": {
-        "cpu": torch.get_rng_state,
-        "numpy": partial(_get_numpy, legacy=True),
-        "random": random.getstate,
-        _ACCELERATOR: _get_current,
-    },
-    "verl": {
-        "cpu": torch.get_rng_state,
-        "numpy": partial(_get_numpy, legacy=True),
-        "random": random.getstate,
-        _ACCELERATOR: _get_current,
-    },
+    "skyrl": _KEYS_OF_VERL,
+    "verl": _KEYS_OF_VERL,
     "open-instruct": {
         "torch_cpu_rng_state": torch.get_rng_state,
         "numpy_rng_state": partial(_get_numpy, legacy=True),

@@ -137,6 +137,27 @@ class Appender:
         return f"<Appender {self.num_bytes:,} bytes to {self.sink!r}>"
 
 
+class AppenderFile(io.RawIOBase):
+    """An object that is written from front to back, as the file that a function writes to."""
+
+    def __init__(self, out: Appender) -> None:
+        super().__init__()
+        self._out = out
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if self.closed:
+            raise ValueError("the function has returned, and its file is complete")
+        view = memoryview(data).cast("B")
+        self._out.append(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._out.num_bytes
+
+
 class ReadAhead(io.RawIOBase):
     """An object as a binary file, read ahead by a crew of this object. For one thread.
 

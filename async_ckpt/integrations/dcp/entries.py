@@ -5,7 +5,6 @@ In: opened archives. Out: torch's metadata, and values as torch.save writes them
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -124,10 +123,3 @@ def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted],
 
     wanted = [Wanted(number, tensor) for number, tensor in tensors.items()]
     return wanted, lambda: replaced(entry.value, give)
-
-
-def torch_saved(value: Any) -> bytes:
-    """The bytes of a value, as torch's planners write what is not a tensor."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()

@@ -380,7 +380,7 @@ class MergedArchives(Contents):
                 continue
             for coordinate in itertools.product(*map(range, mesh.shape)):
                 slices = Slices.at(coordinate, global_shape=tensor.shape, cuts=cuts, mesh=mesh).rectangles
-                boxes = [Box(rectangle.global_offsets, rectangle.sizes) for rectangle in slices]
+                boxes = list(map(Box.of, slices))
                 if any(held.common(box) for held in boxes for box in missing):
                     owners.add(mesh.rank_at(coordinate))
             break  # the archives of one step agree on the mesh
