@@ -194,14 +194,16 @@ class Storage(Protocol):
         written (`of_ranks`), which may run on another machine.
         """
 
-    def hold(self, path: str) -> Callable[[], None]:
+    def hold(self, path: str) -> Callable[[], None]:  # noqa: ARG002
         """Lock an object, as a sign to other processes that this one lives, until the returned function is called.
 
         Does nothing in places without locks, such as stores.
         """
+        return lambda: None
 
-    def is_held(self, path: str) -> bool:
+    def is_held(self, path: str) -> bool:  # noqa: ARG002
         """Whether another living process provably has locked an object."""
+        return False
 
     def sweep_uploads(self) -> list[str]:
         """Abort unfinished uploads below this root, older than a day by the store's clock. Returns their names."""

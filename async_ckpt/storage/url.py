@@ -15,11 +15,9 @@ from ..errors import CorruptCheckpointError, StorageUnavailableError
 
 StrPath = str | os.PathLike[str]
 
-
 SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
     name: name for name in ("az", "azure", "abfs", "abfss", "adl")
 }
-
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
 # A chain of fsspec, which is one filesystem on another; a URL within a foreign text.

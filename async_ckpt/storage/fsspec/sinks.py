@@ -8,8 +8,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from ...errors import CheckpointError, StorageUnavailableError
@@ -126,8 +126,7 @@ class MultipartSink(_HoldingSink):
             return [self._held.pop(offset) for offset in offsets]
 
     def _send(self, number: int, segments: list[tuple[memoryview, MemoryLoan]]) -> None:
-        body = Body([view for view, _ in segments])
-        try:
+        with self._body_of(segments) as body:
             with self._translate():
                 response = self._bucket.call(
                     "upload_part", self._name, UploadId=self._begin_upload(), PartNumber=number + 1, Body=body
@@ -136,6 +135,13 @@ class MultipartSink(_HoldingSink):
             with self._lock:
                 self._parts[number] = {"PartNumber": number + 1, **part}
                 self.num_retries += response["ResponseMetadata"].get("RetryAttempts", 0)
+
+    @contextmanager
+    def _body_of(self, segments: list[tuple[memoryview, MemoryLoan]]) -> Iterator[Body]:
+        """The body of a request within the block, whose end releases the segments. An error ends the sink."""
+        body = Body([view for view, _ in segments])
+        try:
+            yield body
         except BaseException as error:
             self._give_up(error)
             raise
@@ -181,18 +187,10 @@ class MultipartSink(_HoldingSink):
 
     def _put_whole(self) -> None:
         segments = self._take(0)
-        body = Body([view for view, _ in segments])
-        try:
+        with self._body_of(segments) as body:
             if not segments:
                 raise OSError(errno.EIO, f"not all of {self.num_bytes} bytes arrived")
             self._bucket.call("put_object", self._name, Body=body)
-        except BaseException as error:
-            self._give_up(error)
-            raise
-        finally:
-            body.close()
-            for _, lease in segments:
-                lease.release()
 
     def _complete(self) -> None:
         parts = [self._parts[number] for number in sorted(self._parts)]
