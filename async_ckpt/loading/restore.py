@@ -74,9 +74,10 @@ def restore_state(
     nothing_fits = not any(match.fits for match, _ in matches)
     for match, _ in matches:
         try:
-            match.raise_problems(options.strict or nothing_fits)
+            archive = match.archive
+            match.differences.raise_any(archive.path, archive.names(), strict=options.strict or nothing_fits)
         except StateMismatchError:
-            match.archive.check_headers()  # if the index is damaged, raise that error instead
+            archive.check_headers()  # if the index is damaged, raise that error instead
             raise
     wanted = [(match.archive, [*match.wanted.values()]) for match, _ in matches]
     if sharing is not None:

@@ -429,10 +429,6 @@ class Run:
 
     # --- tracker and journal ----------------------------------------------------------------------------------
 
-    def journal(self) -> list[dict[str, object]]:
-        """The records of `checkpoints.jsonl`, as far as they can be read."""
-        return self._announcer.journal()
-
     def announce(self, step: int | None = None, *, in_flight: Collection[int] = ()) -> None:
         """Bring tracker and journal up to date with the commits of all processes.
 

@@ -71,7 +71,6 @@ class OpenDcp(Contents):
             raise self.corrupt(f"its {dcp_metadata.NAME} cannot be trusted: {error}") from error
         self._tensors: Sequence[StoredTensor] = list(metadata.tensors.values())
         self._blobs: Sequence[tuple[str, Blob]] = list(metadata.blobs.items())
-        self._trusts = False
         tensors = tuple(
             IndexedTensor(
                 paths[name],
@@ -87,10 +86,6 @@ class OpenDcp(Contents):
         self._files: dict[str, _TensorFile] = {}
         # The place of each blob's bytes, written once by the thread that has looked it up.
         self._locations: dict[Blob, tuple[_TensorFile, Extent]] = {}
-
-    @property
-    def files(self) -> Sequence[Contents]:
-        return (self,)
 
     def tree(
         self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None

@@ -77,9 +77,6 @@ class Match:
         """True if anything saved has a place in the live state."""
         return bool(self._has_tensors or self.wanted or self.actions)
 
-    def raise_problems(self, strict: bool) -> None:
-        self.differences.raise_any(self.archive.path, self.archive.names(), strict=strict)
-
     def visit(self, live: Any, saved: Any, path: Path) -> Any:
         """Match one pair. Returns the value that the place should have afterwards: the live object, or a new one."""
         if isinstance(live, SnapshotView):
