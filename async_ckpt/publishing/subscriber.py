@@ -413,10 +413,10 @@ def _checks_at(
             replica = FolderReplica(scratch)
             with replica.locked():
                 update_replica(replica, versions, number, crew, base=base)
-        except (CorruptCheckpointError, NotCommittedError) as found:
+        except (CorruptCheckpointError, NotCommittedError) as caught:
             if number not in versions.numbers():
                 continue  # retention was faster
-            error = found
+            error = caught
             damaged.add(number)
         yield VersionCheck(number, folder, kind, sum(versions.storage.sizes(folder_of(number)).values()), error)
     rmtree(scratch, ignore_errors=True)

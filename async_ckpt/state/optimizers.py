@@ -19,9 +19,9 @@ Optimizer: TypeAlias = torch.optim.Optimizer
 
 def all_of(optimizer: Optimizer) -> list[Optimizer]:
     """Itself, and the optimizers that it steps, and those that these step."""
-    found: dict[int, Optimizer] = {}
-    _walk(optimizer, found)
-    return list(found.values())
+    by_id: dict[int, Optimizer] = {}
+    _walk(optimizer, by_id)
+    return list(by_id.values())
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
@@ -48,11 +48,11 @@ def has_own(optimizer: Optimizer, method: str) -> bool:
     return method in vars(optimizer) or getattr(type(optimizer), method) is not getattr(Optimizer, method)
 
 
-def _walk(optimizer: Optimizer, found: dict[int, Optimizer]) -> None:
-    if id(optimizer) not in found:
-        found[id(optimizer)] = optimizer
+def _walk(optimizer: Optimizer, by_id: dict[int, Optimizer]) -> None:
+    if id(optimizer) not in by_id:
+        by_id[id(optimizer)] = optimizer
         for inner in _parts_held_by(optimizer):
-            _walk(inner, found)
+            _walk(inner, by_id)
 
 
 def _parts_held_by(optimizer: Optimizer) -> list[Optimizer]:

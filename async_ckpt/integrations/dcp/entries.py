@@ -56,13 +56,13 @@ def readers_of_this_rank(from_ranks: Mapping[str, int] | None) -> Readers:
 
 def kept_metadata(parts: Sequence[Part]) -> Mapping[str, Any]:
     """The metadata that `TarStorageWriter` keeps in the record of a step."""
-    kept = None if parts[0].made is None else parts[0].made.record.get(KEPT)
+    kept = None if parts[0].manifest is None else parts[0].manifest.record.get(KEPT)
     return kept if isinstance(kept, dict) else {}
 
 
 def identity_of(parts: Sequence[Part]) -> str:
     """A string that identifies a checkpoint, whichever of its files are open."""
-    manifest, file = parts[0].made, parts[0].archive
+    manifest, file = parts[0].manifest, parts[0].archive
     if manifest is not None:
         return f"step {manifest.step}, attempt {manifest.attempt}"
     return file.digest if isinstance(file, OpenArchive) else f"{file.path}, {len(file.index.tensors)} tensors"

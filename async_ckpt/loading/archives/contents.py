@@ -306,7 +306,7 @@ class Part(NamedTuple):
 
     archive: Contents
     groups: Groups = None
-    made: Manifest | None = None
+    manifest: Manifest | None = None
     """The manifest that names it, if one does."""
 
 

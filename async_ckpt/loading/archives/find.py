@@ -272,7 +272,7 @@ def from_committed(
         try:
             with contextlib.ExitStack() as stack:
                 archives = [StepArchives(sources, readers, stack, verify=verify) for sources in step.archives(manifest)]
-                parts = [source.part()._replace(made=manifest) for source in archives]
+                parts = [source.part()._replace(manifest=manifest) for source in archives]
                 _check_names(parts, readers)
                 return use(parts)
         except (CorruptCheckpointError, StorageUnavailableError) as error:
