@@ -263,8 +263,7 @@ def _active(model: Any, adapters: Iterable[str]) -> str:
     names = [active] if isinstance(active, str) else list(active or adapters)
     if len(names) != 1:
         raise UnsupportedStateError(
-            f"the model has several adapters ({', '.join(names)}); choose one: model.set_adapter(name)",
-            path="",
+            f"the model has several adapters ({', '.join(names)}); choose one: model.set_adapter(name)", path=""
         )
     return str(names[0])
 

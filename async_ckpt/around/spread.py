@@ -278,10 +278,7 @@ class SpreadExport(Export):
         part = self._part.result()
         report = super()._report(call_seconds) if self._parts.world.rank == 0 else part
         return replace(
-            report,
-            path=self.path,
-            stall_seconds=call_seconds + part.stall_seconds,
-            stage_seconds=part.stage_seconds,
+            report, path=self.path, stall_seconds=call_seconds + part.stall_seconds, stage_seconds=part.stage_seconds
         )
 
     # --- blocking, on a helper thread of rank 0 -----------------------------------------------------------------

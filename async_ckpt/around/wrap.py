@@ -321,10 +321,7 @@ class _Call(CopySave):
         assert self._arguments is not None
         (fn, others), self._arguments = self._arguments, None
         args, kwargs = self._make(others, destination)
-        with (
-            torch.set_grad_enabled(self._grad_mode),
-            on_device(self._device),
-        ):
+        with torch.set_grad_enabled(self._grad_mode), on_device(self._device):
             try:
                 fn(*args, **kwargs)
             except BaseException as error:

@@ -378,9 +378,7 @@ class FSDPCheckpoints:
             extra = ckpt.load(step, select=["client_state", "tag", "world_size"])
             extra = _values_of_rank(extra, rank if extra["world_size"] == world_size else None, ())
             parts = self._parts(
-                model,
-                optimizer if load_optimizer_states else None,
-                scheduler if load_lr_scheduler_states else None,
+                model, optimizer if load_optimizer_states else None, scheduler if load_lr_scheduler_states else None
             )
             if extra["world_size"] != world_size:
                 del parts["rng"]

@@ -149,8 +149,7 @@ def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
     if word not in (_FINE, _CORRUPT):
         failure = json.loads(word)
         raise PeerFailedError(
-            f"rank {failure['rank']} could not restore step {step}: {failure['error']}",
-            rank=failure["rank"],
+            f"rank {failure['rank']} could not restore step {step}: {failure['error']}", rank=failure["rank"]
         )
     return word == _FINE
 

@@ -86,11 +86,7 @@ class Sharing:
         except Exception as caught:
             error = caught
         answers: list[Any] = [None] * self._size
-        own_answer = (
-            result,
-            self._digest(),
-            None if error is None else f"{type(error).__name__}: {error}"[:2000],
-        )
+        own_answer = result, self._digest(), None if error is None else f"{type(error).__name__}: {error}"[:2000]
         self._dist.all_gather_object(answers, own_answer, group=self._group)
         if error is not None:
             raise error

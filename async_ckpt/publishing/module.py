@@ -33,7 +33,7 @@ def refuse_misfit(module: torch.nn.Module, given: Mapping[str, tuple[str, tuple[
     if wanted.as_published(dict(wanted.tensors)).keys() != wanted.tensors.keys():
         raise StateMismatchError(
             f"{source}: {type(plain_model(module)).__qualname__} has other weights in memory than in its "
-            f"checkpoints; {_ADVICE}",
+            f"checkpoints; {_ADVICE}"
         )
     storages = {_memory_key(live[name]) for name in given if name in live}
     missing = sorted(name for name in wanted.tensors.keys() - given.keys() if _memory_key(live[name]) not in storages)

@@ -108,8 +108,7 @@ class RanksStart:
     def word(self, check: Callable[[], None]) -> str:
         """The name of the start; waits for rank 0. `check` may end the wait by raising. Raises PeerFailedError."""
         return self._word.hear(
-            check,
-            "rank 0 to publish; a model that is spread over ranks is published by all of them, at the same root",
+            check, "rank 0 to publish; a model that is spread over ranks is published by all of them, at the same root"
         )
 
     @property
@@ -146,8 +145,7 @@ class WholeVersion(NamedTuple):
         """Raises CorruptCheckpointError if a rank's weights do not have the identity in its index."""
         if identity != self.indices[rank].identity:
             raise CorruptCheckpointError(
-                f"{root}: version {self.number} was published again while it was read; pull it again",
-                path=root,
+                f"{root}: version {self.number} was published again while it was read; pull it again", path=root
             )
 
 

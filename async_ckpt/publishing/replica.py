@@ -87,8 +87,7 @@ def update_replica(
     chain = versions.chain(target, replica.state, base)
     if replica.state is not None and not is_that_version(replica, chain, versions, target, crew, base):
         _log.warning(
-            "the weights here are not those of version %d; they begin with an anchor again",
-            replica.state.version,
+            "the weights here are not those of version %d; they begin with an anchor again", replica.state.version
         )
         chain = versions.chain(target, None, base)
     before_apply(chain)

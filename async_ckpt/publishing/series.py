@@ -142,7 +142,7 @@ class VersionSeries:
         if before not in ("", structure):
             raise StateMismatchError(
                 f"{root}: the versions there have tensors of other names, dtypes or shapes, and readers apply one "
-                "version to the other; publish another model to a root of its own",
+                "version to the other; publish another model to a root of its own"
             )
         if not self.ownership.is_taken:  # only now: a refused publisher takes the root from nobody
             self.ownership.take()

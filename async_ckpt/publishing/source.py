@@ -175,10 +175,7 @@ class VersionSource:
         for name, (kind, begin, end) in table.rows.items():
             if table.kinds[kind] != ("U8", [end - begin]):
                 raise self.corrupt(file, f"{name!a:.200} is not a frame")
-            yield (
-                name,
-                Frame(file, blob[at + begin : at + end], self._checksum_in(file, name, table.metadata)),
-            )
+            yield name, Frame(file, blob[at + begin : at + end], self._checksum_in(file, name, table.metadata))
 
     def frame_checksums(self) -> dict[str, str]:
         """The checksums of the tensors that a delta changes; only headers are read."""
@@ -317,9 +314,7 @@ class Anchor:
         for name in names if expected else ():
             if checksums[name] != expected.get(name):
                 raise self.source.corrupt(
-                    self.tensors[name].file,
-                    f"{name}: its bytes are not those that were published",
-                    tensors=(name,),
+                    self.tensors[name].file, f"{name}: its bytes are not those that were published", tensors=(name,)
                 )
 
 

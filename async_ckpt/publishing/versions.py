@@ -143,9 +143,7 @@ class Versions:
             if wanted_by and number < existing[0]:
                 advice += "; if it is the model that all began with, give its folder: Subscriber(root, base=…)"
             raise NotCommittedError(
-                f"{self.root}: version {number} is not there{wanted_by}; {advice}",
-                path=self.root,
-                step=number,
+                f"{self.root}: version {number} is not there{wanted_by}; {advice}", path=self.root, step=number
             ) from None
         except ValueError as error:
             shown = self.storage.locate(path)

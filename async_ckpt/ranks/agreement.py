@@ -243,8 +243,7 @@ class Agreement:
         reason = f"rank {rank} has saved it, but rank 0 counts {size} ranks, 0 to {size - 1}"
         self._joint.causes.append(Cause(0, reason))
         raise PeerFailedError(
-            f"step {self._joint.step} is not committed: {reason}; give ranks= the same number on every rank",
-            rank=rank,
+            f"step {self._joint.step} is not committed: {reason}; give ranks= the same number on every rank", rank=rank
         )
 
     def _raise_missing(self, receipts: dict[int, Receipt]) -> None:
@@ -323,8 +322,7 @@ class Agreement:
     def _elsewhere(self) -> StorageUnavailableError:
         where = self._run.storage.locate(self._exchange.folder)
         return StorageUnavailableError(
-            f"{where}: it is committed at another root, and not here, where not all ranks were in time",
-            path=where,
+            f"{where}: it is committed at another root, and not here, where not all ranks were in time", path=where
         )
 
     def _table_after(self, manifest: Manifest) -> Table:
@@ -432,10 +430,7 @@ def _digest(copies: dict[str, dict[str, str]]) -> str:
 def _peers_failed(step: int, causes: Sequence[Cause]) -> PeerFailedError:
     reasons = "; ".join(f"rank {cause.rank}: {cause.error}" for cause in causes[:5])
     more = f"; and {len(causes) - 5} more" if len(causes) > 5 else ""
-    return PeerFailedError(
-        f"step {step} is not committed: {reasons}{more}",
-        rank=causes[0].rank if causes else 0,
-    )
+    return PeerFailedError(f"step {step} is not committed: {reasons}{more}", rank=causes[0].rank if causes else 0)
 
 
 def tell_of_failure(ranks: Ranks, joint: JointSave, runs: Sequence[Run], error: BaseException, loop: Loop) -> None:

@@ -65,10 +65,7 @@ class Ranks:
         self.meeting = Meeting(given, run_id, needs_group)
         self.attempts = Attempts(self.meeting, max_in_flight)
         self.divider = Divider(
-            self.meeting,
-            self.known.compared,
-            mesh=mesh,
-            check_replicas=flag("check_replicas", check_replicas),
+            self.meeting, self.known.compared, mesh=mesh, check_replicas=flag("check_replicas", check_replicas)
         )
         self._skips, self._answers = skips, Answers(self.meeting.words, self.meeting.hear)
         self._roots: dict[Run, SharedRoot] = {}

@@ -264,8 +264,7 @@ class Run:
             self._put(manifest, replaces)
         except FileExistsError as error:
             raise StepExistsError(
-                f"step {step} was committed by another writer in the meantime; that checkpoint was kept",
-                step=step,
+                f"step {step} was committed by another writer in the meantime; that checkpoint was kept", step=step
             ) from error
         self._root.note_commit(manifest, newer, listing)
         self._look_again()

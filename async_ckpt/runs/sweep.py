@@ -113,10 +113,7 @@ class Sweeper:
         """Delete the archive of an attempt that was not committed, unless its manifest is there all the same."""
         try:
             named = self.read_folder(step).named
-            archive, driver = (
-                self._root.attempt_path(step, attempt, rank),
-                self._root.driver_path(step, attempt),
-            )
+            archive, driver = self._root.attempt_path(step, attempt, rank), self._root.driver_path(step, attempt)
             for path in (archive, driver):
                 if path.rpartition("/")[2] not in named:
                     self._storage.delete(path)

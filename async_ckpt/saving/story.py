@@ -160,9 +160,7 @@ class Attempt:
         while (opening := [task for task in tasks if not task.done()]) and not is_in_vain():
             enough = self._rule == "any" and any(d.sink is not None for d in self._deliveries)
             done, _ = await asyncio.wait(
-                [*opening, failed],
-                timeout=OPEN_SECONDS if enough else None,
-                return_when=asyncio.FIRST_COMPLETED,
+                [*opening, failed], timeout=OPEN_SECONDS if enough else None, return_when=asyncio.FIRST_COMPLETED
             )
             if not done:
                 break

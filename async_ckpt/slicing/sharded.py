@@ -228,8 +228,7 @@ def _placed(placement: Any, num_dims: int, spec: Any, name: str) -> tuple[int, i
     # Up to torch 2.9 `_StridedShard` was a subclass of Shard.
     if type(placement).__name__ not in ("Shard", "_StridedShard"):
         raise _refused(
-            name,
-            f"a DTensor that is placed by {placement!r} cannot be stored; redistribute() it to Shard or Replicate",
+            name, f"a DTensor that is placed by {placement!r} cannot be stored; redistribute() it to Shard or Replicate"
         )
     dim = placement.dim + num_dims if placement.dim < 0 else placement.dim
     if not 0 <= dim < num_dims:
@@ -258,8 +257,7 @@ def _of_declared(tensor: torch.Tensor, name: str) -> LocalShards:
     offsets, local_offsets, sizes = ([tuple(map(int, ints)) for ints in rows] for rows in lists)
     if not len(offsets) == len(local_offsets) == len(sizes):
         raise _refused(
-            name,
-            f"it declares {len(offsets)} global offsets, {len(local_offsets)} local ones and {len(sizes)} sizes",
+            name, f"it declares {len(offsets)} global offsets, {len(local_offsets)} local ones and {len(sizes)} sizes"
         )
     rectangles = [Rectangle(*facts) for facts in zip(offsets, local_offsets, sizes, strict=True)]
     rectangles = [rectangle for rectangle in rectangles if rectangle.num_elements]
@@ -299,8 +297,7 @@ def _of_megatron(sharded: Any, name: str) -> LocalShards:
         lengths = [prod(inner_sizes) for _, inner_sizes in ranges]
         if tuple(data.shape) != (sum(lengths),):
             raise _refused(
-                name,
-                f"its data has shape {tuple(data.shape)} and not the {stop - start} elements of {elements}",
+                name, f"its data has shape {tuple(data.shape)} and not the {stop - start} elements of {elements}"
             )
         flat = data.detach().split(lengths) if lengths else ()
         parts = [part.view(inner_sizes) for part, (_, inner_sizes) in zip(flat, ranges, strict=True)]

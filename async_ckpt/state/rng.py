@@ -200,10 +200,7 @@ def _on_devices(kind: str, states: Any) -> Iterator[tuple[_Generator, Any]]:
     for index, state in by_index.items() if module is not None else ():
         if index is None or 0 <= index < module.device_count():
             names = () if index is None else _device_name(kind, module, index)
-            yield (
-                _Generator(partial(module.get_rng_state, *names), partial(_put_device, module, names)),
-                state,
-            )
+            yield _Generator(partial(module.get_rng_state, *names), partial(_put_device, module, names)), state
 
 
 def _put_device(module: Any, names: tuple[str, ...], state: torch.Tensor) -> None:

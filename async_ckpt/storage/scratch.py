@@ -124,10 +124,7 @@ def sync_all(path: Path) -> int:
         finally:
             os.close(fd)
     if path.is_dir():
-        for folder in [
-            path,
-            *(inner for inner in path.rglob("*") if inner.is_dir() and not inner.is_symlink()),
-        ]:
+        for folder in [path, *(inner for inner in path.rglob("*") if inner.is_dir() and not inner.is_symlink())]:
             sync_folder(folder)
     return num_bytes
 

@@ -195,10 +195,7 @@ class ReadAhead(io.RawIOBase):
 
     def _request(self) -> None:
         while len(self._ahead) < _NUM_AHEAD and self._num_requested < self._reader.num_bytes:
-            begin, length = (
-                self._num_requested,
-                min(_SEGMENT_BYTES, self._reader.num_bytes - self._num_requested),
-            )
+            begin, length = self._num_requested, min(_SEGMENT_BYTES, self._reader.num_bytes - self._num_requested)
             chunk: Future[memoryview] = running_future()
             self._crew.submit(partial(self._fetch, begin, length, chunk))
             self._ahead.append(chunk)

@@ -128,8 +128,7 @@ def without_secrets(text: str) -> str:
 def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
     """The error about an object whose name cannot be requested, or cannot be that of a file below a folder."""
     return CorruptCheckpointError(
-        f"{place} has an object that cannot be a file below it: {problem}; rename or delete that object",
-        path=place,
+        f"{place} has an object that cannot be a file below it: {problem}; rename or delete that object", path=place
     )
 
 

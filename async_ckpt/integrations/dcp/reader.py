@@ -140,8 +140,7 @@ class TarStorageReader(StorageReader):
         def use(parts: Sequence[Part]) -> None:
             if identity_of(parts) != self._identity:
                 raise StorageUnavailableError(
-                    f"{self._place.shown} was replaced while it was read; load it again",
-                    path=self._place.shown,
+                    f"{self._place.shown} was replaced while it was read; load it again", path=self._place.shown
                 )
             blobs = frozenset(kept_metadata(parts).get("blobs", ()))
             renamed = plan.storage_data[1]

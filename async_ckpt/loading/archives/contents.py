@@ -240,10 +240,7 @@ class Contents:
             # Tied tensors share their memory. Raw bytes are copied for each leaf: a small file could demand any amount.
             if leaf.kind != "tensor" and num_users[self.primary(leaf.number)] > 1:
                 raise ValueError(f"{tensor.dotted!r:.200} is several things at once")
-            if (leaf.kind == "bytes" or leaf.descr is not None) and (tensor.dtype, len(tensor.shape)) != (
-                "uint8",
-                1,
-            ):
+            if (leaf.kind == "bytes" or leaf.descr is not None) and (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
                 raise ValueError(f"{tensor.dotted!r:.200} is a tensor, not the bytes of something else")
 
     def primary(self, number: int) -> int:

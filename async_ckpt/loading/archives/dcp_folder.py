@@ -173,10 +173,7 @@ class OpenDcp(Contents):
             self._locations[blob] = file, Extent(location.begin, location.num_bytes)
         else:
             ordered = _dense_bytes(location, read(location.begin, location.num_bytes))
-            self._locations[blob] = (
-                _TensorFile(JoinedFile((ordered,)), path=file.path),
-                Extent(0, len(ordered)),
-            )
+            self._locations[blob] = (_TensorFile(JoinedFile((ordered,)), path=file.path), Extent(0, len(ordered)))
 
     def _open_file(self, blob: Blob) -> _TensorFile:
         """The file of a blob, which `stack` closes. Raises CorruptCheckpointError if it is missing or truncated."""
@@ -186,8 +183,7 @@ class OpenDcp(Contents):
                 reader = self._stack.enter_context(self._storage.open(blob.file))
             except (FileNotFoundError, IsADirectoryError, ValueError) as error:
                 raise CorruptCheckpointError(
-                    f"{shown_as}: it is missing, though {dcp_metadata.NAME} names it; fetch it again",
-                    path=shown_as,
+                    f"{shown_as}: it is missing, though {dcp_metadata.NAME} names it; fetch it again", path=shown_as
                 ) from error
             self._files[blob.file] = _TensorFile(reader, path=shown_as)
         file = self._files[blob.file]

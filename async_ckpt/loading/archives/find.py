@@ -166,9 +166,7 @@ def committed_step(run: Anywhere, step: int | None) -> CommittedStep:
         if step is not None and step != own:
             path = storage.locate("")
             raise NotCommittedError(
-                f"{path} is the folder of step {own}, not of {step}; give the root of the run",
-                path=path,
-                step=step,
+                f"{path} is the folder of step {own}, not of {step}; give the root of the run", path=path, step=step
             )
         return own_step
     folders = dict(committed_folders(storage))

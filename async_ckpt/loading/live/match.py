@@ -186,8 +186,7 @@ class Match:
             self.differences.add(path, f"cannot be filled: {why}")
         elif (shape, dtype) != (indexed.shape, indexed.dtype):
             self.differences.add(
-                path,
-                f"is {dtype}{list(shape)} here and {indexed.dtype}{list(indexed.shape)} in the checkpoint",
+                path, f"is {dtype}{list(shape)} here and {indexed.dtype}{list(indexed.shape)} in the checkpoint"
             )
         elif any(_is_expanded(part) for _, part in parts):
             self.differences.add(path, "cannot be filled: it is expanded, several items share one place")

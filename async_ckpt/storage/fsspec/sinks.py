@@ -198,10 +198,7 @@ class MultipartSink(_HoldingSink):
             raise OSError(errno.EIO, f"{len(parts)} parts arrived of {self._num_parts}")
         try:
             self._bucket.call(
-                "complete_multipart_upload",
-                self._name,
-                UploadId=self._upload_id,
-                MultipartUpload={"Parts": parts},
+                "complete_multipart_upload", self._name, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
             )
         except FileNotFoundError as error:
             # The response to a first try may have been lost: then the e-tag is that of these parts.

@@ -324,8 +324,7 @@ class FsspecReader(Reader):
                     self._place.fetch(self._name, offset, available, self._info.version)
         except (ReplacedError, FileNotFoundError) as error:
             raise StorageUnavailableError(
-                f"{self._shown_as} was replaced or deleted while it was being read; load it again",
-                path=self._shown_as,
+                f"{self._shown_as} was replaced or deleted while it was being read; load it again", path=self._shown_as
             ) from error
         if len(available) < len(target):
             raise EOFError(f"{self._shown_as} ends at byte {self.num_bytes}")
