@@ -167,7 +167,7 @@ def copy_steps(
             if not copied:
                 rows[step] = CopyRow(step, 0, _THERE)
     to.announce()
-    to.sweep()  # what an earlier copy that was killed has left
+    to.sweeper.sweep()  # what an earlier copy that was killed has left
     return [rows[step] for step in sorted(rows)]
 
 

@@ -143,7 +143,7 @@ class Agreement:
         which may be committed. Raises CheckpointError.
         """
         self._root.claim()
-        path = self._run.attempt_path(self._joint.step, self._joint.attempt, self.rank)
+        path = self._run.root.attempt_path(self._joint.step, self._joint.attempt, self.rank)
         if self._run.storage.exists(path):
             raise CheckpointError(
                 f"{self._run.storage.locate(path)} is there already: an earlier start of rank {self.rank} "

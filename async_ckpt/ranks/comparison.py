@@ -132,7 +132,7 @@ class Comparison:
         def read(receipt: Receipt) -> None:
             copies[receipt.rank] = self._exchange.details_of(receipt).get("copies") or {}
 
-        self._run.do_all([partial(read, receipt) for receipt in distinct.values()])
+        self._run.root.do_all([partial(read, receipt) for receipt in distinct.values()])
         for rank in sorted(copies):
             for what, tensors in copies[rank].items():
                 for name, digest in tensors.items():
@@ -167,7 +167,7 @@ class Comparison:
             values[rank] = values_of(exchange.storage, path, EVERYBODY_BYTES, self._per_rank)
 
         chosen = list(ours.values())[:_MAX_COMPARED]
-        self._run.do_all([partial(read, one.rank) for one in chosen])
+        self._run.root.do_all([partial(read, one.rank) for one in chosen])
         by_structure: dict[str, list[Values]] = {}
         for one in chosen:
             by_structure.setdefault(one.structure, []).append(values[one.rank])

@@ -260,7 +260,7 @@ class Sweeper:
         return swept
 
     def sweep_once(self, *, has_ranks: bool = False) -> None:
-        """Sweep once in a process, since its own failures leave nothing."""
+        """Sweep once in a process, since its own failures leave nothing. With several ranks, only old leftovers."""
         if not self._swept:
             self._swept, self._has_ranks = True, has_ranks
             try:

@@ -107,7 +107,7 @@ class StepTarget(Target):
 
         Raises at once what is known to refuse the step.
         """
-        folder, name = run.folder(contents.step), run.attempt_path(contents.step, token, agreement.rank)
+        folder, name = run.folder(contents.step), run.root.attempt_path(contents.step, token, agreement.rank)
         super().__init__(run.storage, name, folder if agreement.has_others else None)
         self._lineage, self._run, self._contents, self._token = lineage, run, contents, token
         self._agreement = agreement
@@ -141,7 +141,7 @@ class StepTarget(Target):
         if self._agreement.decides and not self.storage.remote:
             if self._take():
                 self._check()
-            self._run.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
+            self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
         return super().open(num_bytes, segment_bytes, max_segments)
 
     def check(self) -> None:
@@ -280,7 +280,7 @@ class StepTarget(Target):
         driver = self._contents.driver
         if driver is None:
             return []
-        path, num_bytes = self._run.driver_path(self._contents.step, self._token), len(driver.image)
+        path, num_bytes = self._run.root.driver_path(self._contents.step, self._token), len(driver.image)
         # By a sink, which keeps other processes from sweeping it before the manifest is there.
         sink = self._driver_sink = self.storage.create(
             path, num_bytes=num_bytes, segment_bytes=align_up(num_bytes, BLOCK_BYTES), max_segments=2
@@ -302,11 +302,13 @@ class StepTarget(Target):
 
     def discard(self) -> None:
         self._close_driver()
-        self._run.discard(self._contents.step, self._token, self._agreement.rank)
+        self._run.sweeper.discard(self._contents.step, self._token, self._agreement.rank)
 
     def afterwards(self) -> None:
         if self.is_cache:
-            self._run.trim(self._contents.step, self._token, self._agreement.rank, in_flight=self._lineage.in_flight())
+            self._run.sweeper.trim(
+                self._contents.step, self._token, self._agreement.rank, in_flight=self._lineage.in_flight()
+            )
         if self.is_cache or not self._agreement.decides:
             return
         replaced = self._replaces[0] if self._replaces else None
@@ -319,7 +321,7 @@ class StepTarget(Target):
         self._agreement.afterwards()
         self._run.retain(self._contents.step, replaced=replaced, in_flight=self._lineage.in_flight())
         if self.storage.remote:
-            self._run.sweep_once(has_ranks=self._agreement.has_others)
+            self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)
         self._lineage.catch_up_behind(self._run)
         if refusal is not None:
             raise refusal

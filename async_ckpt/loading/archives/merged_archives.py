@@ -31,7 +31,7 @@ _MAX_SEARCHED: Final = 1 << 16  # slices among which the owners of a missing one
 
 
 class Opener:
-    """The archives of a step, opened as they are needed, on the thread that reads. Here all of them are open already."""
+    """The archives of a step, opened as they are needed, on the thread that reads. Here all are open already."""
 
     def __init__(self, opened: Sequence[Contents] = ()) -> None:
         self._all = opened
