@@ -37,6 +37,7 @@ from ..host.waits import ENDS_THE_WAIT, Wait
 from ..ranks.world import ranks
 from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
+from ..saving.ledger import raise_error_of
 from ..saving.save import Save, wait_for_saves
 from ..state.names import shown
 from ..state.per_rank import PerRank
@@ -275,12 +276,7 @@ class CheckpointBackend:
             handle.result()
 
     def _raise_unseen(self) -> None:
-        unseen = [pending.handle for pending in self._pending() if not pending.handle.looked_at]
-        errors = [error for handle in unseen if handle.done() and (error := handle.exception()) is not None]
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"another save failed too: {type(other).__name__}: {other}")
-            raise errors[0]
+        raise_error_of([save.handle for save in self._pending() if save.is_unseen])
 
     def __repr__(self) -> str:
         num_saves = sum(not pending.handle.done() for pending in self._pending())

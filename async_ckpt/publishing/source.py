@@ -153,9 +153,7 @@ class VersionSource:
             head = bytes(data[: _header_bytes(data)])
             if self.index.heads.get(file) not in (None, checksum(head)):
                 raise ValueError("its header is not the one that was published")
-            table = safetensors.parse_table(head)
-            safetensors.refuse_unwritable((*table.rows, *table.metadata, *table.metadata.values()))
-            safetensors.refuse_gaps(table, num_bytes - len(head))
+            table = safetensors.parse_file_header(head, num_bytes)
         except ValueError as error:
             raise self.corrupt(file, str(error)) from error
         return table, len(head)
