@@ -53,9 +53,9 @@ def export_hf(
     `config_folder`, the active adapter is written to `adapter_model.safetensors`. The weights may change as soon as
     the call returns.
 
-    A local folder appears as a whole. If it already exists, it is replaced by one that has its other files as well.
-    At a URL, `config.json` is deleted first and written last, so that nothing there loads if the export fails in
-    between. Exports are written in the order of the calls.
+    A local folder appears as a whole. An existing folder is replaced by a new one, which has the other files of the old
+    one as well. At a URL, `config.json` is deleted first and written last, so that nothing there loads if the export
+    fails in between. Exports are written in the order of the calls.
 
     If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks call this alike, with a destination
     that all of them see. No rank waits for another one: each writes what it holds, and rank 0 makes the folder from

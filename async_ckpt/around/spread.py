@@ -70,8 +70,8 @@ def looks_spread(given: Any) -> bool:
 class ExportMessages:
     """The messages between ranks about their n-th calls for one destination. No rank waits for one.
 
-    A rank whose weights are whole cannot know that others export with it. If it learns so in time, it does not
-    replace their output, and they stop waiting for it. Made by each call of `export_hf`.
+    A rank whose weights are whole cannot know that others export with it. A rank that learns of the others in time does
+    not replace their output, and they stop waiting for it. Made by each call of `export_hf`.
     """
 
     def __init__(self, place: Place, destination: Storage) -> None:

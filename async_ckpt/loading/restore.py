@@ -125,7 +125,7 @@ def _match(part: Part, share: Any, live: Any, state_dicts: LiveStateDicts, optio
 
 
 def _own(wanted: Sequence[tuple[Contents, list[Wanted]]], sharing: Sharing) -> list[tuple[Contents, list[Wanted]]]:
-    """The tensors that this rank reads: its part of the shared ones, and all that each rank has separately."""
+    """The tensors that this rank reads: its part of the shared ones, and all tensors that each rank has separately."""
     shared: list[Item] = []
     of_file: dict[int, Contents] = {}
     kept: list[tuple[Contents, list[Wanted]]] = []

@@ -74,9 +74,9 @@ class Publisher:
             twice). None publishes anchors only. Deltas need the bytes of the weights once more in host memory, and
             the package zstandard.
         keep: how many of the newest versions to keep, with all that they are built on. None keeps all.
-        acknowledged: a function that returns the newest version that every reader has applied, or None. It is called by
-            `publish`, and deltas are then against that version, so that a reader that has it needs no other. Without
-            it they are against the newest durable version.
+        acknowledged: a function that returns the newest version that every reader has applied, or None. `publish` calls
+            it. Deltas are then against that version, so a reader needs no other version to apply them. Without it they
+            are against the newest durable version.
         on_rollback: "retire" deletes the versions that are not below a new one, just before the new one becomes
             visible. A training that goes on from an earlier checkpoint publishes the same numbers again, and readers
             that are ahead come back. By default such a version raises StepExistsError or StepBehindError.

@@ -252,7 +252,7 @@ class RankVersions:
 
 
 def assemble(tensor: SlicedTensor, replicas: Mapping[int, MemoryReplica]) -> torch.Tensor:
-    """A tensor tensor from its slices; where they overlap, the lowest rank's counts."""
+    """A whole tensor from its slices. Where slices overlap, that of the lowest rank counts."""
     dtype = dtype_named(tensor.dtype)
     full = torch.empty(tensor.shape, dtype=dtype, device="cpu")
     bits = as_integers(full)  # copied as they are, whatever values they encode

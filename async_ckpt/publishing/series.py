@@ -200,7 +200,7 @@ def _size(start: RanksStart | None) -> int | None:
 
 
 def _retain_from(oldest: int, versions: Versions, token: str) -> list[int]:
-    """Delete the versions that are older and that no newer one needs. Returns those that are left."""
+    """Delete the versions before `oldest` that no newer version needs. Returns the versions that are left."""
     existing = versions.numbers()
     needed = versions.needed_by([number for number in existing if number >= oldest])
     unneeded = [number for number in existing if number not in needed and versions.is_ours(number)]

@@ -314,7 +314,7 @@ class Versions:
 
 
 class Ownership:
-    """The right of one publisher to add versions: the last one that has taken it has it.
+    """The right of one publisher to add versions. The publisher that took it last has it.
 
     Owned by a `VersionSeries`; `Versions` makes one to ask whether an index may be believed.
     """

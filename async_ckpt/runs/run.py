@@ -260,7 +260,7 @@ class Run:
         return manifest
 
     def _start_label(self, before: Manifest | None, listing: Listing) -> str:
-        """The start for a manifest. Below newer steps, that of the manifest it replaces, so that these still count."""
+        """The start for a manifest. Below newer steps it is that of the replaced manifest, so the newer steps count."""
         above = listing.steps[bisect_right(listing.steps, before.step) :] if before else []
         if before is not None and self.root.newest(listing, above) is not None:
             return before.start

@@ -157,7 +157,7 @@ class Slicer:
         return LocalShards(slices, _parts(local, slices.rectangles))
 
     def _as_numbered(self, slices: Slices) -> Slices:
-        """The slices; without their mesh if it numbers this rank otherwise: its other ranks are then unknown too."""
+        """The slices, without a mesh that numbers this rank otherwise: such a mesh tells nothing of other ranks."""
         mesh, coordinate = slices.mesh, slices.coordinate
         if mesh is None or coordinate is None or self._rank in (None, mesh.rank_at(coordinate)):
             return slices

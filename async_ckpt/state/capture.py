@@ -131,7 +131,7 @@ class _CaptureWalk:
         return self._with_slices(slices, parts, tensor.dtype, path)
 
     def megatron_tensors(self, chosen: Callable[[Path], bool] | None) -> dict[Path, int]:
-        """The numbers of tensors that bring their names along, by these names."""
+        """The numbers of Megatron's tensors, by the names that they bring along."""
         return {
             path: self._with_slices(slices, parts, dtype, path)
             for path, slices, parts, dtype in self.megatron.tensors()

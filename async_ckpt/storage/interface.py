@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 
 class MemoryLoan(Protocol):
-    """Memory on loan. To use it after the call that lent it, retain it, and release it afterwards."""
+    """Memory on loan for one call. To use the memory after the call, retain it, and release it at the end."""
 
     def retain(self) -> None: ...
 

@@ -244,7 +244,7 @@ class Contents:
                 raise ValueError(f"{tensor.dotted!r:.200} is a tensor, not the bytes of something else")
 
     def primary(self, number: int) -> int:
-        """The number of the tensor that stores the bytes: this one, or the one that it is tied to."""
+        """The number of the tensor that stores the bytes: the same, or that of the tensor to which this one is tied."""
         alias = self.index.tensors[number].alias_of
         return number if alias is None else alias
 

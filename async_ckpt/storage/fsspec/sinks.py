@@ -228,7 +228,7 @@ def _etag_of(parts: list[dict[str, Any]]) -> str:
 class AppendingSink(_HoldingSink):
     """One file, written from front to back by one thread at a time. Segments that come early are held.
 
-    A thread that brings a segment while another one is writing leaves it to that thread, so none waits.
+    If another thread is writing, a thread leaves its segment to that one, so no thread waits.
     """
 
     def __init__(self, files: FileTree, name: str, num_bytes: int, shown_as: str, translate: Translate) -> None:
