@@ -95,7 +95,7 @@ def _put(bucket: Bucket, rank: int, size: int, num_tensors: int) -> str:
         ranks=divided.ranks,
     )
     run = Run(FarStorage(bucket, LATENCY_SECONDS), clock=lambda: 0.0)
-    bucket.put(run.root.attempt_path(_STEP, _ATTEMPT, rank), _Zeros(layout))
+    bucket.put(run.attempt_path(_STEP, _ATTEMPT, rank), _Zeros(layout))
     return run.folder(_STEP)
 
 

@@ -269,7 +269,7 @@ def _broken(run: Run, commits: Commits) -> dict[int, str]:
             is_there = wrong[0].name in sizes
             found[step] = f"{wrong[0].name} {'has another size' if is_there else 'is missing'}"
 
-    run.root.do_all([partial(look, step, manifest) for step, manifest in commits.items() if manifest is not None])
+    run.do_all([partial(look, step, manifest) for step, manifest in commits.items() if manifest is not None])
     for step, manifest in commits.items():
         lenders = sorted({one.step for one in manifest.elsewhere} & found.keys()) if manifest else []
         if lenders:

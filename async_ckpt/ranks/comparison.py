@@ -17,11 +17,10 @@ from ..runs import layouts
 from ..runs.coverage import check_coverage, own_names
 from ..runs.manifest import RankFiles, archive_name
 from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
-from ..runs.run import Run
 from ..slicing.locator import Classes, StepLayout
 from ..slicing.shares import EVERYBODY_BYTES, MODULUS
 from ..spec import DTYPES
-from .attempts import JointSave
+from .attempts import AttemptPlace, JointSave
 from .peers import Ranks
 from .shared_values import Values, apart, differing, lacking, values_of
 
@@ -34,7 +33,7 @@ _log = logging.getLogger("async_ckpt")
 class Comparison:
     """The comparison of one save at one root. Created by `Agreement` on rank 0. Blocking calls."""
 
-    def __init__(self, ranks: Ranks, joint: JointSave, run: Run, exchange: Exchange) -> None:
+    def __init__(self, ranks: Ranks, joint: JointSave, run: AttemptPlace, exchange: Exchange) -> None:
         self._ranks, self._joint, self._run, self._exchange = ranks, joint, run, exchange
         self._per_rank: tuple[str, ...] = ()  # as any of them say
 
@@ -55,7 +54,7 @@ class Comparison:
         tables = {receipt.table for receipt in receipts} - {NO_TABLE}
         if tables - {self._joint.table.digest}:
             raise PeerFailedError(
-                f"step {self._joint.step} is not committed: its ranks do not agree on who writes what, as "
+                f"{self._joint.what} is not committed: its ranks do not agree on who writes what, as "
                 "after saves that "
                 "only some of them have called; call save alike on every rank",
                 rank=0,
@@ -113,7 +112,7 @@ class Comparison:
             are_all = all(one.structure == structure and one.table != NO_TABLE for one in theirs)
             if are_all and sum(one.balance for one in theirs) % MODULUS:
                 raise CheckpointError(
-                    f"step {self._joint.step}: {len(mates)} ranks, the first of them {mates[0]}, disagree "
+                    f"{self._joint.what}: {len(mates)} ranks, the first of them {mates[0]}, disagree "
                     "on how to split replicated tensors, "
                     "so that some bytes would be missing; please report this, with what is different in "
                     "their calls and states"
@@ -132,7 +131,7 @@ class Comparison:
         def read(receipt: Receipt) -> None:
             copies[receipt.rank] = self._exchange.details_of(receipt).get("copies") or {}
 
-        self._run.root.do_all([partial(read, receipt) for receipt in distinct.values()])
+        self._run.do_all([partial(read, receipt) for receipt in distinct.values()])
         for rank in sorted(copies):
             for what, tensors in copies[rank].items():
                 for name, digest in tensors.items():
@@ -167,7 +166,7 @@ class Comparison:
             values[rank] = values_of(exchange.storage, path, EVERYBODY_BYTES, self._per_rank)
 
         chosen = list(ours.values())[:_MAX_COMPARED]
-        self._run.root.do_all([partial(read, one.rank) for one in chosen])
+        self._run.do_all([partial(read, one.rank) for one in chosen])
         by_structure: dict[str, list[Values]] = {}
         for one in chosen:
             by_structure.setdefault(one.structure, []).append(values[one.rank])

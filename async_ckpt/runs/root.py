@@ -214,7 +214,6 @@ class Root:
         return manifests
 
     def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Run tasks that make requests, at a store in parallel. Raises the error of one of them."""
         if self.storage.remote:
             run_together("look", tasks, max_threads=_READS_IN_FLIGHT)
         else:

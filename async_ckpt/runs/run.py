@@ -79,6 +79,9 @@ class Run:
     def folder(self, step: int) -> str:
         return self.root.folder(step)
 
+    def attempt_path(self, step: int, attempt: str, rank: int = 0) -> str:
+        return self.root.attempt_path(step, attempt, rank)
+
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
         return self.root.steps()
@@ -411,6 +414,10 @@ class Run:
             return view.without(self.steps_to_delete(view, protected=self._protected(step, view, in_flight)))
 
         self._announcer.announce(step, spared)
+
+    def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Run tasks that make requests, at a store in parallel. Raises the error of one of them."""
+        self.root.do_all(tasks)
 
     def learn(self) -> None:
         """Read the manifests for the journal ahead, while an archive is being sent."""
