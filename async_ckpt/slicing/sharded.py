@@ -40,28 +40,10 @@ _LocalSlices: TypeAlias = tuple[Slices, Ints | None]
 
 
 class LocalShards(NamedTuple):
-    """The slices of one tensor on this rank, with a plain tensor for each of their rectangles. Made by a `Slicer`.
-
-    `key` is the name of the tensor on all ranks, if it brings one along (Megatron's); otherwise its path is its name.
-    """
+    """The slices of one tensor on this rank, with a plain tensor for each of their rectangles. Made by a `Slicer`."""
 
     slices: Slices
     parts: tuple[torch.Tensor, ...]
-    key: str | None = None
-
-    def tensors(self, rectangles: Iterable[Rectangle]) -> list[torch.Tensor]:
-        """The elements of some of the rectangles, or of rows of them, given in the order of `slices.rectangles`."""
-        tensors = []
-        held = zip(self.slices.rectangles, self.parts, strict=True)
-        whole, part = next(held, (None, None))
-        for rectangle in rectangles:
-            while whole is not None and not _contains(whole, rectangle):
-                whole, part = next(held, (None, None))
-            if whole is None or part is None:
-                raise ValueError(f"{rectangle} is not among {self.slices.rectangles}, or not in their order")
-            is_whole = rectangle == whole
-            tensors.append(part if is_whole else _narrowed(part, _minus(rectangle, whole), rectangle.sizes))
-        return tensors
 
 
 def is_sharded(value: Any) -> bool:
@@ -332,7 +314,7 @@ def _of_megatron(sharded: Any, name: str) -> LocalShards:
     replica = sharded.replica_id
     is_copy = any(replica) if isinstance(replica, Iterable) else bool(replica)
     slices = _given(sharded.global_shape, [rectangle for rectangle, _ in held], name, is_copy=is_copy)
-    return LocalShards(slices, tuple(part for _, part in held), sharded.key)
+    return LocalShards(slices, tuple(part for _, part in held))
 
 
 def _given(global_shape: Iterable[int], rectangles: Sequence[Rectangle], name: str, *, is_copy: bool = False) -> Slices:
@@ -367,14 +349,6 @@ def _parts(local: torch.Tensor, rectangles: Sequence[Rectangle]) -> tuple[torch.
 def _narrowed(tensor: torch.Tensor, offsets: Ints, sizes: Ints) -> torch.Tensor:
     within = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
     return tensor.detach()[within]  # a view of a parameter would belong to its graph
-
-
-def _contains(whole: Rectangle, part: Rectangle) -> bool:
-    return _is_inside(_minus(part, whole), part.sizes, whole.sizes)
-
-
-def _minus(part: Rectangle, whole: Rectangle) -> Ints:
-    return tuple(a - b for a, b in zip(part.global_offsets, whole.global_offsets, strict=True))
 
 
 def _sum(a: Ints, b: Ints) -> Ints:

@@ -141,7 +141,7 @@ class _CaptureWalk:
     def _sliced(self, tensor: torch.Tensor, path: Path) -> int:
         """The number of a tensor of which other ranks may hold other shards, or replicas."""
         assert self._slicer is not None
-        slices, parts, _ = self._slicer.slice(tensor, name=shown(path))
+        slices, parts = self._slicer.slice(tensor, name=shown(path))
         return self._with_slices(slices, parts, tensor.dtype, path)
 
     def megatron_tensors(self, chosen: Callable[[Path], bool] | None) -> dict[Path, int]:

@@ -221,7 +221,7 @@ class _PlanReader:
             saved_as = self._saved_as(name)
             if not is_sharded(target) or self._entries.keys().isdisjoint(saved_as):
                 continue
-            slices, parts, _ = slicer.slice(target, name=name)
+            slices, parts = slicer.slice(target, name=name)
             if _covers_exactly(self._by_name.get(name, ()), slices.rectangles):
                 continue
             if self._is_one(saved_as, target):

@@ -142,7 +142,7 @@ class StepArchives(Opener):
         """Open the archives that have these boxes. Raises CheckpointError if no layout says which those are."""
         layout = self._find_layout()
         if layout is not None:
-            writers, _ = ShardLocator(layout, self._aliases()).having(boxes, self._opened)
+            writers = ShardLocator(layout, self._aliases()).having(boxes, self._opened)
             if writers - self._opened.keys():
                 self._open(writers)
                 return

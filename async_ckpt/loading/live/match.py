@@ -200,7 +200,7 @@ class Match:
         """The parts of a tensor that this rank holds, and their offsets in it; None for the whole tensor."""
         if not is_sharded(live):
             return [(None, live)]
-        slices, parts, _ = self._slicer.slice(live, name=shown(path))
+        slices, parts = self._slicer.slice(live, name=shown(path))
         return [(rectangle.global_offsets, part) for rectangle, part in zip(slices.rectangles, parts, strict=True)]
 
     def _module(self, module: torch.nn.Module, saved: Any, path: Path) -> Any:
