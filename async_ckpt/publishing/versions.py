@@ -245,7 +245,7 @@ class Versions:
             while current is not None and current not in needed:
                 needed.add(current)
                 index = self._read_if_sound(current)
-                current = index and index.base
+                current = None if index is None else index.base
         return needed
 
     def delete(self, numbers: Sequence[int], *, token: str = "", check: Callable[[], None] = lambda: None) -> None:
