@@ -1,6 +1,6 @@
 """`checkpoints.jsonl`: one line per committed step, for people and their scripts. Nothing in this library trusts it.
 
-In: manifests. Out: lines. Knows nothing of: storage.
+In: manifests. Out: lines; records from lines, of which some may be torn. Knows nothing of: storage.
 
 A line is a checkpoint record of tinker-cookbook: `name`, `batch` and `state_path`, everything in the record of the save
 that is not None, and the library's own `step, path, num_bytes, created`. The file is replaced atomically, so this
@@ -40,3 +40,16 @@ def _line(path: str, manifest: Manifest) -> dict[str, Any]:
     }
     user_fields = {key: value for key, value in manifest.record.items() if value is not None}
     return {"name": f"{manifest.step:06d}", "batch": manifest.step + 1} | user_fields | own_fields
+
+
+def parse(data: bytes) -> list[dict[str, Any]]:
+    """The records of a journal. A line that is not a JSON object, such as a torn last one, is skipped."""
+    records = []
+    for line in data.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records

@@ -11,6 +11,7 @@ import pytest
 from states import assert_is_state, open_run, state_at
 
 import async_ckpt
+from async_ckpt.runs.journal import parse
 
 
 def last_record(log_path: Path) -> dict[str, Any] | None:
@@ -60,3 +61,7 @@ def test_the_records_of_a_run_that_was_copied_or_moved_lead_into_the_new_place(t
     with open_run(new) as ckpt:
         ckpt.save(state_at(2), step=2).result()
     assert_is_state(async_ckpt.load(new / last_record(new)["state_path"]), 2)
+
+
+def test_lines_that_are_no_records_are_passed_over():
+    assert parse(b'[1]\n\xff\xfe\n{"step": 1}\nnull\n{"step"') == [{"step": 1}]
