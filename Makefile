@@ -39,7 +39,7 @@ bench: .venv/.bench        ## the figures of docs/benchmarks.md, on this machine
 	$(BIN)/python -m benchmarks
 
 bench-check: .venv/.bench  ## every benchmark at toy size: does it run to its end?
-	$(BIN)/python -m pytest -n auto benchmarks/test_toys.py
+	$(BIN)/python -m pytest -n auto --dist loadfile benchmarks/test_toys.py
 
 bench-gpu:                 ## the same on an accelerator, by a Python that has torch for it: make bench-gpu PYTHON=…
 	$(PYTHON) -m benchmarks gpu

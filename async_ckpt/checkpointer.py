@@ -10,29 +10,17 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from .errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-)
+from .errors import CheckpointError
 from .host.loop import get_loop
-from .loading.archives.contents import Part
-from .loading.archives.find import from_step
-from .loading.archives.step_archives import Readers
-from .loading.catch_up import catch_up
-from .loading.live.kinds import is_looked_into
-from .loading.live.state_dicts import LiveStateDicts
-from .loading.load import Verify, check_verify
-from .loading.restore import RestoreOptions, restore_state
-from .loading.resume import resume
 from .loading.run_reader import RunReader
-from .loading.sharing import Sharing
 from .ranks.agreement import tell_of_failure
 from .ranks.peers import Differing, Ranks
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
-from .runs.roots import open_roots
+from .runs.roots import Roots, open_roots
+from .runs.run import Run
 from .saving.admission import Admission, OnOverlap
 from .saving.drain import Writers
 from .saving.handle import SaveHandle
@@ -45,11 +33,14 @@ from .saving.saver import Saver
 from .saving.signals import Notice
 from .saving.story import CommitRule
 from .spans import wall_time
-from .spec import Keep, flag, keep_of, whole_count
+from .spec import Keep, keep_of, whole_count
 from .staging.guard import INHERITED, unwrapped
 from .state.names import Select
 from .storage.place import Anywhere, local_place
 from .trace import TraceFile
+
+if TYPE_CHECKING:
+    from .loading.load import Verify
 
 
 class AsyncCheckpointer(RunReader):
@@ -171,7 +162,7 @@ class AsyncCheckpointer(RunReader):
             self._saver.admission,
             rule=commit,
             retire=on_rollback == "retire",
-            catch_up=catch_up,
+            catch_up=_catch_up,
             ranks=self._ranks,
         )
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
@@ -413,59 +404,32 @@ class AsyncCheckpointer(RunReader):
         Raises StateMismatchError before anything is written, CorruptCheckpointError, and NotCommittedError for a `step`
         that is not committed, and if the newest step has another `naming` than this checkpointer's.
         """
-        check_verify(verify)
-        sharing = None if broadcast is None else Sharing(broadcast)
-        readers = Readers(*self._ranks.readers(from_ranks))
+        # Imported here, as in `load`: reading is a large part of the library, and a training may start without it.
+        from .loading.restore import RestoreOptions
+        from .loading.run_restore import RunRestore
 
-        see_own_saves = partial(self._see_own_saves, "restore()", overwrites=True)
-
-        options, state_dicts = RestoreOptions(select, strict, trust, verify, types), LiveStateDicts()
-        if not self._ranks.world.is_one:
-            state_dicts.take_all(state)
-
-        def fill(parts: Sequence[Part], sharing: Sharing | None) -> None:
-            restore_state(parts, state, options, pool=self._saver.pool, sharing=sharing, state_dicts=state_dicts)
-
-        def warn(step: int, error: CorruptCheckpointError) -> None:
-            warnings.warn(f"step {step} is skipped: {error}", RuntimeWarning, stacklevel=5)
-
-        def read(step: int | None, sharing: Sharing | None) -> int | None:
-            use = partial(fill, sharing=sharing)
-            if step is not None:
-                see_own_saves()
-                from_step(self._roots, step, use, verify=bool(verify), readers=readers)
-                return step
-            resumed = resume(
-                self._roots,
-                use,
-                verify=bool(verify),
-                readers=readers,
-                talk=self._ranks.meeting.talk(),
-                see_own_saves=see_own_saves,
-                fallback=flag("fallback", fallback),
-                on_corrupt=warn,
-            )
-            return None if resumed is None else resumed[0]
-
-        if sharing is None:
-            step = read(step, None)
-        else:
-            step = sharing.restore(partial(read, step, sharing), lambda resumed: read(resumed, None))
-        if step is None:
+        call = RunRestore(
+            self._roots,
+            state,
+            RestoreOptions(select, strict, trust, verify, types),
+            ranks=self._ranks,
+            pool=self._saver.pool,
+            see_own_saves=partial(self._see_own_saves, "restore()", overwrites=True),
+            from_ranks=from_ranks,
+            fallback=fallback,
+        )
+        restored = call.restore(step, broadcast)
+        captured = self._saver.warm(state, call.state_dicts.of)
+        if restored is None:
             for note in self._roots.foreign_notes():
                 warnings.warn(f"nothing was restored: {note}", RuntimeWarning, stacklevel=2)
-            self._saver.warm(state, state_dicts.of)
             return None
         newest = self._roots.latest()
-        self._lineage.restored(behind=newest is not None and step < newest)
-        captured = self._saver.warm(state, state_dicts.of)
-        if strict and select is None and isinstance(state, Mapping) and captured is not None:
-            # These groups now have the bytes of the step, so `unchanged=` may refer to it.
-            named = ((name, value) for name, value in state.items() if isinstance(name, str))
-            groups = [name for name, value in named if is_looked_into(value, state_dicts.of)]
-            self._lineage.groups.restored(captured, groups, step, self._roots.holding(step))
-        self._policy.restored(step)
-        return step
+        self._lineage.restored(behind=newest is not None and restored < newest)
+        if captured is not None and (groups := call.restored_groups()):
+            self._lineage.groups.restored(captured, groups, restored, self._roots.holding(restored))
+        self._policy.restored(restored)
+        return restored
 
     # --- parts ------------------------------------------------------------------------------------------------
 
@@ -481,3 +445,9 @@ class AsyncCheckpointer(RunReader):
         if self._saver.is_closed:
             facts.append("closed")
         return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(facts)}>"
+
+
+def _catch_up(roots: Roots, run: Run, *, skip: Collection[int], check: Callable[[], None]) -> list[int]:
+    from .loading.catch_up import catch_up  # only a run at several roots needs it
+
+    return catch_up(roots, run, skip=skip, check=check)

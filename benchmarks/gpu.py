@@ -40,7 +40,7 @@ NOT_MEASURED: Final = "not measured on a GPU"
 _GRACE_SECONDS: Final = 25.0
 # Of the seconds of a part: with fewer it makes fewer rounds, down to one.
 _WORTH_BEGINNING: Final = 0.5
-_TESTS: Final = ("-m", "pytest", "-m", "gpu", "-o", "addopts=", "-W", "ignore::pytest.PytestConfigWarning", "tests/staging/test_gpu.py")  # fmt: skip
+_TESTS: Final = ("-m", "pytest", "-m", "gpu")
 CLOSING: Final = f"The tests of the device: {shlex.join(('python', *_TESTS))}"
 
 

@@ -9,6 +9,8 @@ import os
 import tempfile
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,6 @@ import torch
 from accelerators import Accelerator, Cuda, Simulated
 from buckets import PART
 from children import Nursery
-from hypothesis import settings
 from racing import PATIENCE, Gate
 from rank_worlds import Worlds
 from slices import examples, shown
@@ -39,8 +40,11 @@ torch.set_num_threads(1)
 # On a slow machine anything may take long enough to be told of, or be drawn late, which is no failure.
 waits._FIRST_SECONDS = 60.0
 ledger._LAST_DRAWING_SECONDS = PATIENCE
-settings.register_profile("slice", max_examples=examples(100))
-settings.load_profile("slice")
+with suppress(ModuleNotFoundError):  # a machine with a GPU may have torch, xxhash and pytest alone
+    from hypothesis import settings
+
+    settings.register_profile("slice", max_examples=examples(100))
+    settings.load_profile("slice")
 gc.disable()  # while tests are collected, a third of which it would take: none of the million objects goes
 
 
@@ -54,9 +58,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write tests/durations.json: the seconds of each test file, by which workers get them",
     )
+    if find_spec("pytest_asyncio") is None:  # pytest would refuse its settings
+        for name in ("asyncio_mode", "asyncio_default_fixture_loop_scope"):
+            parser.addini(name, "a setting of pytest-asyncio, which is not installed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Each worker gets one file at a time, in our order; without pytest-xdist there are no such options."""
+    if getattr(config.option, "dist", None) == "no":
+        config.option.dist, config.option.loadscopereorder = "loadfile", False
+
+
+def _is_for_gpus(name: str) -> bool:
+    return name.startswith("test_gpu")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, only the files of such tests are imported: all others may need packages that are not there."""
+    if config.option.markexpr != "gpu" or collection_path.is_dir() or _is_for_gpus(collection_path.name):
+        return None
+    return True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    strays = {item.path.name for item in items if "gpu" in item.keywords and not _is_for_gpus(item.path.name)}
+    if strays:
+        raise pytest.UsageError(f"tests with the mark gpu belong into files named test_gpu*.py, not {sorted(strays)}")
     if hasattr(config, "workerinput"):  # one process alone takes as long in any order
         durations.longest_first(items)
 

@@ -15,9 +15,6 @@ from ..errors import NotCommittedError
 from ..runs.retention import best_of, describe_missing_metric
 from ..runs.roots import Roots
 from ..state.names import Select
-from .archives.find import from_newest, from_step
-from .archives.step_archives import Readers
-from .load import check_verify, state_of
 
 
 class RunReader:
@@ -94,6 +91,10 @@ class RunReader:
 
         Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`.
         """
+        from .archives.find import from_newest, from_step
+        from .archives.step_archives import Readers
+        from .load import check_verify, state_of
+
         check_verify(verify)
         build = partial(state_of, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
         readers = Readers(None, from_ranks)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from children import Nursery
+from rng_trainers import NAMES, TRAINERS
 from states import difference
 
 import async_ckpt
@@ -106,59 +107,7 @@ def test_another_process_goes_on_with_the_same_numbers(archive: Path, nursery: N
 
 
 # --- the key sets of trainers ------------------------------------------------------------------------------------
-# What each trainer calls with its own state is written out here; `keys` must make exactly what these calls take.
-
-
-def skyrl_restores(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["random"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def verl_restores(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["random"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def open_instruct_restores(state: dict[str, Any]) -> None:
-    """As its main branch does: the list counts only beside the states by name."""
-    torch.set_rng_state(state["torch_cpu_rng_state"])
-    np.random.set_state(state["numpy_rng_state"])
-    random.setstate(state["python_rng_state"])
-    if torch.cuda.is_available() and "torch_cuda_rng_states" in state:
-        for name, one in state["torch_cuda_rng_states"].items():
-            torch.cuda.set_rng_state(one, int(name.split(":")[1]))
-        if "torch_cuda_rng_state_all" in state:
-            torch.cuda.set_rng_state_all(state["torch_cuda_rng_state_all"])
-
-
-def open_instruct_restores_by_list(state: dict[str, Any]) -> None:
-    """As it does once the states by name are gone."""
-    torch.set_rng_state(state["torch_cpu_rng_state"])
-    np.random.set_state(state["numpy_rng_state"])
-    random.setstate(state["python_rng_state"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["torch_cuda_rng_state_all"])
-
-
-TRAINERS = [
-    ("skyrl", skyrl_restores),
-    ("verl", verl_restores),
-    ("open-instruct", open_instruct_restores),
-    ("open-instruct", open_instruct_restores_by_list),
-]
-# key set -> its keys for Python, numpy and torch
-NAMES: dict[Any, tuple[str, str, str]] = {
-    None: ("python", "numpy", "torch"),
-    "skyrl": ("random", "numpy", "cpu"),
-    "verl": ("random", "numpy", "cpu"),
-    "open-instruct": ("python_rng_state", "numpy_rng_state", "torch_cpu_rng_state"),
-}
+# `keys` must make exactly what the calls of each trainer take.
 
 
 @pytest.mark.parametrize(("keys", "restores"), TRAINERS, ids=lambda value: getattr(value, "__name__", value))
@@ -299,19 +248,6 @@ def test_a_broken_state_is_named_and_no_generator_is_set(key: str, value: Any, p
 
 # --- devices -----------------------------------------------------------------------------------------------------
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
-
-def draw_on_devices() -> list[Any]:
-    return [torch.rand(4, device=f"cuda:{i}").tolist() for i in range(torch.cuda.device_count())]
-
-
-@pytest.fixture
-def _own_devices() -> Any:
-    before = torch.cuda.get_rng_state_all()
-    yield
-    torch.cuda.set_rng_state_all(before)
-
 
 @pytest.mark.parametrize("form", ["one", "list", "names"])
 def test_states_of_devices_in_every_form_are_taken_where_there_are_none(form: str) -> None:
@@ -327,66 +263,3 @@ def test_states_of_devices_in_every_form_are_taken_where_there_are_none(form: st
     RngState().load_state_dict(state | forms[form])
 
     assert draw() == first
-
-
-@gpu
-@pytest.mark.gpu
-@pytest.mark.usefixtures("_own_devices")
-@pytest.mark.parametrize(("keys", "restores"), TRAINERS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_trainer_restores_its_devices(archive: Path, keys: Any, restores: Callable[[dict[str, Any]], None]) -> None:
-    async_ckpt.save({"rng": RngState(keys)}, archive).result()
-    first = draw_on_devices()
-    every = keys == "open-instruct"
-
-    restores(async_ckpt.load(archive)["rng"])
-
-    again = draw_on_devices()
-    current = torch.cuda.current_device()
-    assert again[current] == first[current]
-    assert (again == first) is (every or torch.cuda.device_count() == 1)
-
-
-@gpu
-@pytest.mark.gpu
-@pytest.mark.usefixtures("_own_devices")
-@pytest.mark.parametrize("keys", NAMES)
-@pytest.mark.parametrize("map_location", [None, "cuda"])
-def test_we_restore_the_devices_of_every_key_set(archive: Path, keys: Any, map_location: str | None) -> None:
-    async_ckpt.save({"rng": RngState(keys)}, archive).result()
-    first = draw_on_devices()
-
-    RngState().load_state_dict(async_ckpt.load(archive, map_location=map_location)["rng"])
-
-    current = torch.cuda.current_device()
-    assert draw_on_devices()[current] == first[current]
-
-
-@gpu
-@pytest.mark.gpu
-@pytest.mark.usefixtures("_own_devices")
-def test_a_state_of_more_devices_sets_those_that_are_here() -> None:
-    state = RngState().state_dict()
-    first = draw_on_devices()
-    state["cuda"] += [torch.zeros_like(state["cuda"][0])]
-    RngState().load_state_dict(state)
-    assert draw_on_devices() == first
-
-    by_name = {f"cuda:{i}": one for i, one in enumerate(state["cuda"])}
-    RngState().load_state_dict({"torch_cuda_rng_states": by_name})
-    assert draw_on_devices() == first
-
-
-@gpu
-@pytest.mark.gpu
-@pytest.mark.usefixtures("_own_devices")
-def test_a_broken_state_of_a_device_changes_no_generator() -> None:
-    state = RngState("skyrl").state_dict()
-    draw()
-    draw_on_devices()
-    now = RngState().state_dict()
-
-    for broken in (torch.zeros(3, dtype=torch.uint8), torch.zeros(16)):
-        with pytest.raises(ValueError, match="'cuda' does not hold"):
-            RngState().load_state_dict(state | {"cuda": broken})
-
-    assert difference(RngState().state_dict(), now) is None
