@@ -16,6 +16,7 @@ from .errors import CheckpointError
 from .host.loop import get_loop
 from .loading.run_reader import RunReader
 from .ranks.agreement import tell_of_failure
+from .ranks.meeting import Meeting
 from .ranks.peers import Differing, Ranks
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
@@ -138,14 +139,12 @@ class AsyncCheckpointer(RunReader):
         self.roots, self.root = self._roots.names, self._roots.names[0]
         self._guard = unwrapped(guard)  # raises errors now rather than at the first save
         self._ranks = Ranks(
-            ranks,
-            run_id,
+            Meeting(ranks, run_id, self._needing_group(on_overlap, commit)),
             whole_count("max_in_flight", max_in_flight),
             differing=differing,
             check_replicas=check_replicas,
             mesh=mesh,
             skips=on_overlap == "skip",
-            needs_group=self._needing_group(on_overlap, commit),
         )
         self._saver = Saver(
             pool_for(segment_bytes, host_bytes),

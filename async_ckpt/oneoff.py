@@ -1,4 +1,4 @@
-"""`save` and `load` for one archive at any path, without a managed run.
+"""`save` and `load` for one archive at any path, or one folder of several ranks, without a managed run.
 
 In: a state and a path, or a path. Out: a handle, or the state. Knows nothing of: training, retention.
 """
@@ -16,17 +16,20 @@ from .loading.archives.find import from_path
 from .loading.archives.step_archives import Readers
 from .loading.load import check_verify, state_of
 from .loading.verify import verify_path
-from .ranks.world import warn_of_ranks
+from .ranks.agreement import tell_of_failure
+from .ranks.one_off import OneOffFolder
+from .ranks.world import World, warn_of_ranks, world_of_group
 from .report import VerifyReport
 from .saving import default
 from .saving.handle import SaveHandle
-from .saving.request import FileRequest
+from .saving.request import FileRequest, FolderRequest
 from .saving.targets import Compression, FileTarget
 from .spans import monotonic
 from .spec import whole_bytes
 from .staging.guard import unwrapped
 from .staging.held_snapshot import HeldSnapshot, begin
 from .state.names import Select
+from .state.taken import TakenOnce
 from .storage.place import Anywhere, written_at
 
 _OTHER_COMPRESSIONS: Final = (".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
@@ -47,7 +50,11 @@ def save(
 
     The file appears as a whole, or replaces an existing one, when it is durable. Until then nothing is visible. One
     save is under way at a time: the next call waits for it, and its report counts the wait as stall. Host memory is
-    kept for the next save; `release` gives it back. In a distributed training, a rank other than 0 is warned that
+    kept for the next save; `release` gives it back.
+
+    If the state has DTensors, every rank calls this alike, with the same path. Then `path` is a folder: each rank
+    writes an archive in it, and rank 0 commits them together by a manifest, as an AsyncCheckpointer does for a step.
+    `load` reads it on any number of ranks. Any other state is saved by one rank: a rank other than 0 is warned that
     every rank may be writing to the same path.
 
     Args:
@@ -58,15 +65,38 @@ def save(
         select: save only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
         compression: "zstd", or `Zstd(level=…, threads=…)`. A path that ends in ".zst" is always compressed. The
             report's `num_bytes` is the size before compression, and its destination's `num_bytes` the size after it.
+            Not for a state with DTensors.
 
-    Raises UnsupportedStateError for a state that cannot be stored, KeyError if `select` matches nothing, and ValueError
-    or IsADirectoryError for a path that cannot be written to. All other errors are raised by the handle.
+    Raises UnsupportedStateError for a state that cannot be stored, KeyError if `select` matches nothing, ValueError,
+    IsADirectoryError or NotADirectoryError for a path that cannot be written to, and PeerFailedError if another rank
+    has failed, or does not call. All other errors are raised by the handle.
     """
-    target = FileTarget.at(written_at(path), compression)
+    place, state_dicts = written_at(path), TakenOnce()
+    world = world_of_group()
+    is_spread = world.has_group and state_dicts.is_spread(obj)
+    if is_spread and not world.is_one:
+        if compression is not None:
+            raise ValueError("compression= is for one file, and several ranks write a folder; leave it out")
+        return _save_on_ranks(world, OneOffFolder(*place.object()), obj, guard, select, state_dicts)
+    target = FileTarget.at(place, compression)
     if target.path.endswith(_OTHER_COMPRESSIONS):
         raise ValueError(f"{target.path}: only zstd is written here; name it .tar.zst, or .tar for a plain one")
     warn_of_ranks(stacklevel=2)
-    return default.one_off_saver().save(FileRequest(obj, target, guard=guard, select=select))
+    request = FileRequest(obj, target, guard=guard, select=select, state_dict_of=state_dicts.of)
+    saver = default.ranks_saver(world)[1] if is_spread else default.one_off_saver()
+    return saver.save(request)
+
+
+def _save_on_ranks(
+    world: World, folder: OneOffFolder, obj: Any, guard: Any, select: Select, state_dicts: TakenOnce
+) -> SaveHandle:
+    ranks, saver = default.ranks_saver(world)
+    request = FolderRequest(obj, folder, ranks, guard=guard, select=select, state_dict_of=state_dicts.of)
+    try:
+        return saver.save(request)
+    except BaseException as error:  # the other ranks learn of it
+        tell_of_failure(ranks, request.joint, [folder], error, get_loop())
+        raise
 
 
 def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) -> HeldSnapshot:
@@ -80,7 +110,8 @@ def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) ->
 
     Returns as soon as training may go on, as `save` does. The state is copied from the device once. Each of these
     calls reads it in the background, as it was at that instant, and keeps what it reads until it is done, even after
-    the block. They fail if the snapshot was torn.
+    the block. They fail if the snapshot was torn. A state may have DTensors: then every rank takes a snapshot of its
+    shards, without a word to the others, and every rank makes the calls that read it.
 
     Args:
         state: as for `save`. Storages are copied whole, so a view of a large one takes as much memory.

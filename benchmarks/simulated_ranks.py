@@ -30,6 +30,7 @@ import torch.distributed as dist
 from async_ckpt.format.layout import TensorPlan, lay_out
 from async_ckpt.ranks import agreement, divide
 from async_ckpt.ranks import world as ranks_world
+from async_ckpt.ranks.meeting import Meeting
 from async_ckpt.ranks.peers import Ranks
 from async_ckpt.runs.manifest import NAME as MANIFEST
 from async_ckpt.runs.manifest import Archive, Manifest, archive_name, parse, seal
@@ -307,7 +308,7 @@ class _Rank:
         loop = self._loop = world._loop
         self.storage = FarStorage(world._bucket, LATENCY_SECONDS, loop.time)
         self.run = Run(self.storage, clock=lambda: 1e9 + loop.time())
-        self.ranks = Ranks(None, None, 1)
+        self.ranks = Ranks(Meeting(), 1)
         self.ranks.meeting._world = ranks_world.World(rank, world.size, store=world._store, has_group=True)
         self.ranks.meeting._words = ranks_world.Words(world._store, "scale")
         self._lineage = Lineage(

@@ -104,7 +104,7 @@ def export_hf(
         others.announce(is_spread=is_spread(weights))
         request = ExportRequest(storage, config_files, max_shard_bytes, spans, called)
         if is_spread(weights):
-            return begin_spread(request, weights, PartsFolder(place, storage), others, guard)
+            return begin_spread(request, weights, PartsFolder(place, storage), others, held=held, guard=guard)
         others.check_whole()
         request = request._replace(check=others.check_whole)
         return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()

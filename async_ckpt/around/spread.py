@@ -43,7 +43,7 @@ from ..saving.targets import FileTarget
 from ..slicing.sharded import Slicer, is_sharded
 from ..spans import monotonic
 from ..spec import SEGMENT_BYTES
-from ..state.captured import SnapshotView, tree_of
+from ..state.captured import FrozenTensors, SnapshotView, tree_of
 from ..state.dtypes import dtype_named
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage
@@ -185,13 +185,21 @@ def _delete_parts(destination: Storage, folder: str) -> None:
 
 
 def begin_spread(
-    request: ExportRequest, weights: Weights, parts: PartsFolder, others: ExportMessages, guard: Any
+    request: ExportRequest,
+    weights: Weights,
+    parts: PartsFolder,
+    others: ExportMessages,
+    *,
+    held: SnapshotView | None,
+    guard: Any,
 ) -> SaveHandle:
-    """Copy what this rank holds, and begin to write it; on rank 0, the folder after it."""
+    """Copy what this rank holds, unless it is `held`, and begin to write it; on rank 0, the folder after it."""
     saver = slices_saver(parts.world)
     others.announce_parts(parts.folder)
     try:
-        part = saver.save(FileRequest({_KEY: _first_replicas(weights.tensors)}, parts.target(), guard=guard))
+        tensors = _first_replicas(weights.tensors)
+        state = {_KEY: tensors if held is None else FrozenTensors(held, tensors)}
+        part = saver.save(FileRequest(state, parts.target(), guard=guard))
     except BaseException as error:
         parts.record_failure(error)
         raise

@@ -9,5 +9,6 @@ folder.
   writes.
 - `agreement.py`: how a joint save is committed or refused at one root; `comparison.py`: rank 0's checks of all
   receipts.
+- `one_off.py`: the folder of a save without a run.
 - `shared_root.py`: whether all ranks see the same root; `shared_values.py`: values that all ranks should have alike.
 """

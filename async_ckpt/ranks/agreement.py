@@ -25,13 +25,11 @@ from ..host.deadlines import DECISION_SECONDS, PEER_SECONDS, SHARED_SECONDS
 from ..host.loop import Loop, OffLoop
 from ..runs.manifest import Archive, Manifest, RankFiles
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, table_of
-from ..runs.run import Run
 from ..spans import monotonic
 from ..state.division import Structure
 from .answers import in_words
-from .attempts import JointSave, JointState
+from .attempts import AttemptPlace, JointSave, JointState
 from .comparison import Comparison
-from .meeting import NOT_ALONE
 from .peers import Ranks
 
 # Between looks at a root: it grows from the one to the other, and no two ranks look at the same time.
@@ -82,13 +80,14 @@ class Agreement:
 
     has_others = True
 
-    def __init__(self, ranks: Ranks, joint: JointSave, run: Run, others: Sequence[Run] = ()) -> None:
+    def __init__(self, ranks: Ranks, joint: JointSave, run: AttemptPlace, others: Sequence[AttemptPlace] = ()) -> None:
         """`others` are roots at which rank 0 may say no, too."""
         self._ranks, self._joint, self._run = ranks, joint, run
-        self._root = ranks.root(run)
+        self._root = ranks.root(run, joint)
         self._exchange = Exchange(run.storage, run.folder(joint.step), joint.attempt)
         self._others = [Exchange(other.storage, other.folder(joint.step), joint.attempt) for other in others]
         self._has_said_yes = self._is_refused = False
+        self._is_mistaken = False  # rank 0 saves something else by the same call
         self._table: Table | None = None  # that follows from the commit
         self._refused: Sequence[str] = ()  # attempts that were decided before
 
@@ -109,6 +108,11 @@ class Agreement:
     def is_apart(self) -> bool:
         """True if it is known that ranks see different folders at this root."""
         return self._root.is_apart
+
+    @property
+    def _advice(self) -> str:
+        advice = self._ranks.meeting.advice
+        return f"{advice[0].upper()}{advice[1:]}"
 
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> RankFiles | None:
         """This rank's archive is durable: say so. On rank 0, go on once all ranks have.
@@ -142,6 +146,8 @@ class Agreement:
         """Before anything is written: see that nothing of this attempt was written by an earlier start of this rank,
         which may be committed. Raises CheckpointError.
         """
+        if self.decides and self._joint.path:  # which other ranks compare with theirs before they look for the claim
+            self._ranks.attempts.say(self._joint)
         self._root.claim()
         path = self._run.attempt_path(self._joint.step, self._joint.attempt, self.rank)
         if self._run.storage.exists(path):
@@ -155,6 +161,8 @@ class Agreement:
         begun = monotonic()
         named_at: float | None = None
         for seconds in _looks(self._run.storage.remote, self.world_size):
+            if self._joint.path:
+                await self._refuse_other(off_loop)
             sees = await off_loop(self._root.sees)
             if sees:
                 return
@@ -163,20 +171,39 @@ class Agreement:
             if self._root.is_named and named_at is None:
                 named_at = monotonic()
             if sees is False or (named_at is not None and monotonic() > named_at + SHARED_SECONDS):
+                if self._joint.path:
+                    await self._refuse_other(off_loop)
                 self._root.apart_rank = self.rank
                 self._raise_apart()
             if named_at is None and monotonic() > begun + PEER_SECONDS:
                 self._raise_not_begun()
             await _pause(seconds, check)
 
+    async def _refuse_other(self, off_loop: OffLoop) -> None:
+        """Raise PeerFailedError, and tell rank 0, if rank 0 saves something else by this call."""
+        joint, rank = self._joint, self.rank
+        instead = await off_loop(partial(self._ranks.attempts.said_instead, joint))
+        if instead is None:
+            return
+        cause = Cause(rank, f"it saves {joint.what} by the same call; give all ranks the same arguments")
+        await off_loop(partial(self._root.say_refusal, instead.attempt, cause))
+        self._ranks.attempts.is_mistaken(joint, instead)
+        self._is_mistaken = True
+        raise PeerFailedError(
+            f"{joint.what} is not committed: rank 0 saves {instead.what} by the same call, and rank {rank} "
+            f"{joint.what}; give all ranks the same arguments",
+            rank=0,
+            undecided=False,
+        )
+
     def _raise_not_begun(self) -> NoReturn:
-        where = self._run.storage.locate("")
+        where = self._root.where
         reason = f"after {PEER_SECONDS:.0f} s rank 0 has not begun to write to {where}"
         if self._joint.is_any:
             raise StorageUnavailableError(reason, path=where)
         raise PeerFailedError(
-            f"step {self._joint.step} is not committed: {reason}, as far as this rank sees. "
-            f"{NOT_ALONE[0].upper()}{NOT_ALONE[1:]}; and "
+            f"{self._joint.what} is not committed: {reason}, as far as this rank sees. "
+            f"{self._advice}; and "
             "give a root that all ranks share",
             rank=0,
             undecided=False,
@@ -200,10 +227,12 @@ class Agreement:
             if refused:
                 await off_loop(partial(self._raise_refusals, refused))
             asks = _asks_group(number)
+            if number == _LOOKS_BEFORE_GROUP:  # a rank that is so late may be saving something else
+                await off_loop(partial(self._ranks.attempts.say, self._joint))
             said = await off_loop(partial(self._root.refusal, self._joint.attempt)) if asks else None
             if said is not None:  # by a rank that can write nothing here
                 self._joint.causes.append(said)
-                raise _peers_failed(self._joint.step, [said])
+                raise _peers_failed(self._joint, [said])
             if any(rank >= size for rank in receipts):
                 self._raise_too_many(max(receipts))
             if len(receipts) == size:
@@ -224,16 +253,16 @@ class Agreement:
             Cause(one.rank, str(self._exchange.details_of(one).get("error", "it gave no reason"))) for one in refused
         ]
         self._joint.causes += causes
-        raise _peers_failed(self._joint.step, causes)
+        raise _peers_failed(self._joint, causes)
 
     def _raise_apart(self) -> NoReturn:
-        where, who = self._run.storage.locate(""), self._root.apart_rank or 0
+        where, who = self._root.where, self._root.apart_rank or 0
         reason = f"rank {who} does not see there what rank 0 has written"
         if self._joint.is_any:
             raise StorageUnavailableError(f"{where} is not shared by all ranks: {reason}", path=where)
         self._joint.causes.append(Cause(who, f"{where} is another folder there"))
         raise PeerFailedError(
-            f"step {self._joint.step} is not committed: {where} must be shared by all ranks, but {reason}. "
+            f"{self._joint.what} is not committed: {where} must be shared by all ranks, but {reason}. "
             "Give a root that all "
             "ranks share: a folder on a shared file system, or an object store",
             rank=who if self.decides else 0,
@@ -245,7 +274,7 @@ class Agreement:
         reason = f"rank {rank} has saved it, but rank 0 counts {size} ranks, 0 to {size - 1}"
         self._joint.causes.append(Cause(0, reason))
         raise PeerFailedError(
-            f"step {self._joint.step} is not committed: {reason}; give ranks= the same number on every rank",
+            f"{self._joint.what} is not committed: {reason}; give ranks= the same number on every rank",
             rank=rank,
             undecided=False,
         )
@@ -254,7 +283,7 @@ class Agreement:
         missing = [rank for rank in range(self._ranks.world.size) if rank not in receipts]
         who = ", ".join(map(str, missing[:20])) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
         self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
-        where = self._run.storage.locate("")
+        where = self._root.where
         if self._joint.is_any:
             raise StorageUnavailableError(
                 f"{where}: after {PEER_SECONDS:.0f} s nothing was heard there of "
@@ -263,8 +292,8 @@ class Agreement:
             )
         shared = "" if self._root.is_shared else f"; {where} must be shared by all ranks"
         raise PeerFailedError(
-            f"step {self._joint.step} is not committed: after {PEER_SECONDS:.0f} s nothing was heard of rank"
-            f"{'s' if len(missing) > 1 else ''} {who}. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}{shared}",
+            f"{self._joint.what} is not committed: after {PEER_SECONDS:.0f} s nothing was heard of rank"
+            f"{'s' if len(missing) > 1 else ''} {who}. {self._advice}{shared}",
             rank=missing[0],
             undecided=False,
         )
@@ -291,6 +320,7 @@ class Agreement:
                 if decision is None and asks_for_verdict and self._others:
                     decision = await off_loop(self._verdict_of_all)
             if decision is None and _asks_group(number):
+                await self._refuse_other(off_loop)
                 decision = await off_loop(partial(self._root.verdict, self._joint.attempt))
             if isinstance(decision, Manifest):
                 table = await off_loop(partial(self._table_after, decision))
@@ -302,14 +332,14 @@ class Agreement:
                 if not decision.causes:
                     raise self._elsewhere()
                 self._ranks.attempts.decide(self._joint, JointState.REFUSED, decision.table)
-                raise _peers_failed(self._joint.step, decision.causes)
+                raise _peers_failed(self._joint, decision.causes)
             if self._joint.is_any and await off_loop(self._root.found_apart):
                 self._raise_apart()
             if monotonic() > deadline:
                 break
         self._joint.life.go(JointState.LEFT)
         raise PeerFailedError(
-            f"step {self._joint.step}: rank 0 has not said in {in_time:.0f} s whether it is committed. It may "
+            f"{self._joint.what}: rank 0 has not said in {in_time:.0f} s whether it is committed. It may "
             "be: look at what is committed when rank 0 is back",
             rank=0,
             undecided=True,
@@ -364,6 +394,8 @@ class Agreement:
         """
         with suppress(CheckpointError, OSError):  # they go with the step
             self._exchange.forget(self._refused)
+            if self._joint.path:
+                self._root.withdraw(self._refused)
 
     def refuse(self, error: BaseException, *, is_followed: bool = False) -> bool:
         """Give the save up on this rank, at all roots; or only at this root, if it is committed at another one.
@@ -383,7 +415,14 @@ class Agreement:
             self._put_refusal(in_words(error))
         elif self._has_said_yes and not (joint.is_decided or self._root.is_apart):
             return False  # rank 0 may still commit it
+        if self._is_mistaken:
+            self._exchange.forget(())
         return not joint.is_committed
+
+    def discard(self) -> None:
+        """Take away what this rank has put beside its archive where no other rank looks."""
+        if not self.decides and (self._is_mistaken or self.is_apart):
+            self._root.withdraw()
 
     def _put_verdict(self, verdict: Verdict) -> None:
         """At the root; where rank 0 can write nothing there, by the store of the process group."""
@@ -433,17 +472,19 @@ def _digest(copies: dict[str, dict[str, str]]) -> str:
     return block_digest(json.dumps(copies, sort_keys=True).encode()).hex()[:16]
 
 
-def _peers_failed(step: int, causes: Sequence[Cause]) -> PeerFailedError:
+def _peers_failed(joint: JointSave, causes: Sequence[Cause]) -> PeerFailedError:
     reasons = "; ".join(f"rank {cause.rank}: {cause.error}" for cause in causes[:5])
     more = f"; and {len(causes) - 5} more" if len(causes) > 5 else ""
     return PeerFailedError(
-        f"step {step} is not committed: {reasons}{more}",
+        f"{joint.what} is not committed: {reasons}{more}",
         rank=causes[0].rank if causes else 0,
         undecided=False,
     )
 
 
-def tell_of_failure(ranks: Ranks, joint: JointSave, runs: Sequence[Run], error: BaseException, loop: Loop) -> None:
+def tell_of_failure(
+    ranks: Ranks, joint: JointSave, runs: Sequence[AttemptPlace], error: BaseException, loop: Loop
+) -> None:
     """The call of `save` has raised on this rank: tell the others, and learn what they decide. Does not wait for
     that.
     """
@@ -451,9 +492,9 @@ def tell_of_failure(ranks: Ranks, joint: JointSave, runs: Sequence[Run], error: 
     if joint.is_decided:
         return  # it is none on the other ranks
     for run in runs:
-        ranks.root(run)  # in this order, as on all ranks
+        ranks.root(run, joint)  # in this order, as on all ranks
 
-    async def tell_at(run: Run) -> None:
+    async def tell_at(run: AttemptPlace) -> None:
         agreement = Agreement(ranks, joint, run)
         with suppress(CheckpointError, OSError):
             await loop.off_loop(lambda: agreement.refuse(error, is_followed=True))
@@ -482,7 +523,7 @@ async def _is_named(ranks: Ranks, joint: JointSave, off_loop: OffLoop) -> bool:
     return False
 
 
-def listen_again(loop: Loop, ranks: Ranks, runs: Sequence[Run], joint: JointSave) -> None:
+def listen_again(loop: Loop, ranks: Ranks, runs: Sequence[AttemptPlace], joint: JointSave) -> None:
     """A save was given up undecided on this rank: rank 0 may have decided since. Does not wait for that."""
     joint.life.go(JointState.BEGUN)
 

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 from ..errors import PeerFailedError
 from ..host.life import Life
 from ..host.waits import ENDS_THE_CALL, Wait
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
-from ..runs.run import Run
 from ..spans import TIMEKEEPER
 from ..state.division import Structure
+from ..storage.interface import Storage
 from .meeting import Meeting
 from .shared_values import SharedValues
 
@@ -54,6 +56,27 @@ _SUCCESSORS: Final = {
 }
 
 
+class AttemptPlace(Protocol):
+    """The place of the attempts at one root: a run, or the folder of a one-off save."""
+
+    @property
+    def storage(self) -> Storage: ...
+
+    def folder(self, step: int) -> str: ...
+
+    def attempt_path(self, step: int, attempt: str, rank: int = 0) -> str: ...
+
+    def do_all(self, tasks: Sequence[Callable[[], None]]) -> None: ...
+
+
+class SavedInstead(NamedTuple):
+    """The save that rank 0 makes by the same call, where it is another one."""
+
+    step: int
+    what: str
+    attempt: str
+
+
 @dataclass(slots=True)
 class OwnPart:
     """This rank's part in a joint save. Made by the thread that saves, before the attempt has an archive."""
@@ -74,7 +97,8 @@ class JointSave:
     on the loop's once it has begun.
     """
 
-    step: int
+    step: int  # of a one-off save, a number made of its path
+    path: str = ""  # of a one-off save
     question: str = ""  # whether it is skipped, where that is still to be asked
     # Whatever happens later at one of several roots changes nothing of what was decided.
     life: Life[JointState] = field(default_factory=lambda: Life(_SUCCESSORS))
@@ -86,7 +110,12 @@ class JointSave:
     part: OwnPart = field(default_factory=OwnPart)
     is_any: bool = False  # one of several roots is enough
     causes: list[Cause] = field(default_factory=list)
-    maybe_at: set[Run] = field(default_factory=set)  # on rank 0: where it has put the manifest, or may have
+    maybe_at: set[AttemptPlace] = field(default_factory=set)  # on rank 0: where it has put the manifest, or may have
+
+    @property
+    def what(self) -> str:
+        """The save, for messages."""
+        return self.path or f"step {self.step}"
 
     @property
     def is_decided(self) -> bool:
@@ -159,13 +188,12 @@ class Attempts:
         while begun is not None and not begun.is_decided:
             if begun.is_left:
                 raise PeerFailedError(
-                    f"step {step} was saved before, and this rank does not know whether it is committed, "
-                    "since rank 0 has not "
-                    "said so in time; save another step",
+                    f"{begun.what} was saved before, and this rank does not know whether it is committed, since rank 0 "
+                    f"has not said so in time; save {'to another path' if begun.path else 'another step'}",
                     rank=0,
                     undecided=True,
                 )
-            wait.goes_on(lambda: f"the decision on the attempt at step {step} that failed here")
+            wait.goes_on(lambda: f"the decision on the attempt at {begun.what} that failed here")
             TIMEKEEPER.sleep(_LOOK_SECONDS)
 
     # --- a save that has failed before it had a name --------------------------------------------------------
@@ -202,6 +230,31 @@ class Attempts:
             del self._begun[joint.step]
             if joint.before is not None:
                 self._begun[joint.step] = joint.before
+
+    # --- ranks that save other things by the same call ------------------------------------------------------
+
+    def say(self, joint: JointSave) -> None:
+        """On rank 0: tell the other ranks what this call saves. Ranks without a store cannot be told."""
+        if self._meeting.world.store is not None:
+            word = SavedInstead(joint.step, joint.what, joint.attempt)
+            with suppress(RuntimeError):  # the store is gone: then deadlines tell
+                self._meeting.words().say(f"save/{joint.number}", json.dumps(word))
+
+    def said_instead(self, joint: JointSave) -> SavedInstead | None:
+        """On another rank: the save that rank 0 makes by the same call, if it has said so, and it is not this one."""
+        word: str | None = None
+        if self._meeting.world.store is not None:
+            with suppress(RuntimeError):
+                word = self._meeting.words().said(f"save/{joint.number}")
+        instead = None if word is None else SavedInstead(*json.loads(word))
+        return None if instead is None or instead.attempt == joint.attempt else instead
+
+    def is_mistaken(self, joint: JointSave, instead: SavedInstead) -> None:
+        """No rank commits this save; and rank 0 will not commit its own, of which this rank has no part."""
+        if not joint.is_decided:
+            joint.life.go(JointState.REFUSED)
+            self._num_decided[instead.step] += 1
+            self._tables[joint.number] = joint.table
 
     # --- the decision -------------------------------------------------------------------------------------
 

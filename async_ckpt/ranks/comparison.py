@@ -17,11 +17,10 @@ from ..runs import layouts
 from ..runs.coverage import check_coverage, own_names
 from ..runs.manifest import RankFiles, archive_name
 from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
-from ..runs.run import Run
 from ..slicing.locator import Classes, StepLayout
 from ..slicing.shares import EVERYBODY_BYTES, MODULUS
 from ..spec import DTYPES
-from .attempts import JointSave
+from .attempts import AttemptPlace, JointSave
 from .peers import Ranks
 from .shared_values import Values, apart, differing, lacking, values_of
 
@@ -34,7 +33,7 @@ _log = logging.getLogger("async_ckpt")
 class Comparison:
     """The comparison of one save at one root. Created by `Agreement` on rank 0. Blocking calls."""
 
-    def __init__(self, ranks: Ranks, joint: JointSave, run: Run, exchange: Exchange) -> None:
+    def __init__(self, ranks: Ranks, joint: JointSave, run: AttemptPlace, exchange: Exchange) -> None:
         self._ranks, self._joint, self._run, self._exchange = ranks, joint, run, exchange
         self._per_rank: tuple[str, ...] = ()  # as any of them say
 
@@ -55,7 +54,7 @@ class Comparison:
         tables = {receipt.table for receipt in receipts} - {NO_TABLE}
         if tables - {self._joint.table.digest}:
             raise PeerFailedError(
-                f"step {self._joint.step} is not committed: its ranks do not agree on who writes what, as "
+                f"{self._joint.what} is not committed: its ranks do not agree on who writes what, as "
                 "after saves that "
                 "only some of them have called; call save alike on every rank",
                 rank=0,
@@ -114,7 +113,7 @@ class Comparison:
             are_all = all(one.structure == structure and one.table != NO_TABLE for one in theirs)
             if are_all and sum(one.balance for one in theirs) % MODULUS:
                 raise CheckpointError(
-                    f"step {self._joint.step}: {len(mates)} ranks, the first of them {mates[0]}, disagree "
+                    f"{self._joint.what}: {len(mates)} ranks, the first of them {mates[0]}, disagree "
                     "on how to split replicated tensors, "
                     "so that some bytes would be missing; please report this, with what is different in "
                     "their calls and states"

@@ -89,6 +89,8 @@ class Divider:
             joint.table.of_some.get(structure.digest, ()),
         )
         if self._check_replicas or structure.digest not in self._compared:
+            for completion in captured.completions:  # of snapshots: before that, their bytes are not there
+                completion.result()
             part.copies = _digests(states.copies(captured))
         return share.captured, share.ranks
 

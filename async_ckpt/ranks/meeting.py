@@ -137,14 +137,21 @@ class Meeting:
             group.
         run_id: a name of this start of the ranks, for ranks without a process group.
         needs_group: of arguments that can do nothing where ranks have no store, whether they were given.
+        topic: of words that all ranks have, whichever meetings each of them has opened before; by default all ranks
+            open theirs in the same order.
+        advice: what to do if a rank does not come.
     """
 
     def __init__(
         self,
-        given: tuple[int, int] | None,
-        run_id: str | None,
+        given: tuple[int, int] | None = None,
+        run_id: str | None = None,
         needs_group: Mapping[str, bool] = MappingProxyType({}),
+        *,
+        topic: str | None = None,
+        advice: str = NOT_ALONE,
     ) -> None:
+        self._topic, self.advice = topic, advice
         self._world: World | None = None
         if given is not None or run_id is not None:
             self._world = world_of(given, run_id)
@@ -173,9 +180,9 @@ class Meeting:
         refuse_if_changed(self.world)
 
     def words(self) -> Words:
-        """All ranks open theirs in the same order."""
+        """The words of this meeting, on all ranks."""
         if self._words is None:
-            self._words = self.world.opening()
+            self._words = self.world.opening() if self._topic is None else self.world.words(self._topic)
         return self._words
 
     # --- the first save -----------------------------------------------------------------------------------
@@ -263,7 +270,7 @@ class Meeting:
             missing = [key.rpartition("/")[2] for key in keys if not self.words().is_said(key)]
             who = f"; nothing was heard of ranks {', '.join(missing[:20])}" if len(keys) > 1 else ""
             return PeerFailedError(
-                f"waited {MEETING_SECONDS:.0f} s for {what}{who}. {NOT_ALONE[0].upper()}{NOT_ALONE[1:]}",
+                f"waited {MEETING_SECONDS:.0f} s for {what}{who}. {self.advice[0].upper()}{self.advice[1:]}",
                 rank=int(missing[0]) if missing and len(keys) > 1 else 0,
                 undecided=False,
             )
@@ -279,4 +286,4 @@ class Meeting:
                 )
             return goes_on
 
-        return hear(self.words(), keys, lambda: wait.goes_on(lambda: f"{what}; {NOT_ALONE}"), late, look_around)
+        return hear(self.words(), keys, lambda: wait.goes_on(lambda: f"{what}; {self.advice}"), late, look_around)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 from ..errors import PeerFailedError
 from ..runs.receipts import Cause
@@ -18,9 +18,10 @@ from ..runs.run import Run
 from ..spec import flag
 from ..state.captured import Capture
 from .answers import Answers, in_words
-from .attempts import Attempts, JointSave, JointState
+from .attempts import AttemptPlace, Attempts, JointSave, JointState
 from .divide import Divider
 from .meeting import Meeting
+from .one_off import OneOffFolder
 from .shared_root import SharedRoot
 from .world import World
 
@@ -46,23 +47,19 @@ class Ranks:
 
     def __init__(
         self,
-        given: tuple[int, int] | None,
-        run_id: str | None,
+        meeting: Meeting,
         max_in_flight: int,
         *,
         differing: Differing = "keep",
         check_replicas: bool = False,
         mesh: Any = None,
         skips: bool = False,
-        needs_group: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
-        """`skips`: whether overlapping saves are skipped. `needs_group` says of arguments that can do nothing where
-        ranks have no store whether they were given.
-        """
+        """`skips`: whether overlapping saves are skipped."""
         if differing not in ("keep", "fail"):
             raise ValueError(f'differing must be "keep" or "fail", got {differing!r}')
         self.may_differ, self.known = differing == "keep", KnownStates()
-        self.meeting = Meeting(given, run_id, needs_group)
+        self.meeting = meeting
         self.attempts = Attempts(self.meeting, max_in_flight)
         self.divider = Divider(
             self.meeting,
@@ -71,7 +68,8 @@ class Ranks:
             check_replicas=flag("check_replicas", check_replicas),
         )
         self._skips, self._answers = skips, Answers(self.meeting.words, self.meeting.hear)
-        self._roots: dict[Run, SharedRoot] = {}
+        # Those of one-off saves go with these.
+        self._roots: WeakKeyDictionary[AttemptPlace, SharedRoot] = WeakKeyDictionary()
 
     @property
     def world(self) -> World:
@@ -88,7 +86,12 @@ class Ranks:
         self.meeting.refuse_if_changed()
         if self.is_alone:
             return None
-        return JointSave(step, self._answers.question("save()", step) if self._skips else "")
+        return JointSave(step, question=self._answers.question("save()", step) if self._skips else "")
+
+    def called_once(self, folder: OneOffFolder) -> JointSave:
+        """A one-off `save` to a folder was called. Raises as `called`."""
+        self.meeting.refuse_if_changed()
+        return JointSave(folder.number, folder.path)
 
     def enters(self, joint: JointSave, ask: Callable[[], bool]) -> bool:
         """True if a save is made, and not skipped, on all ranks; `ask` says so on rank 0. Raises its errors,
@@ -129,17 +132,19 @@ class Ranks:
             self.meeting.does_not_meet()
             raise
 
-    def root(self, run: Run) -> SharedRoot:
+    def root(self, place: AttemptPlace, joint: JointSave) -> SharedRoot:
         """The knowledge of one root. All ranks ask for their roots in the same order."""
-        if run not in self._roots:
-            self._roots[run] = SharedRoot(
-                run,
-                len(self._roots),
+        if place not in self._roots:
+            self._roots[place] = SharedRoot(
+                place.storage,
+                f"save/{joint.number}" if joint.path else f"root/{len(self._roots)}",
                 self.world,
-                self.meeting.token,
+                # The folder of a one-off save is claimed by each of its attempts.
+                (lambda: f"{self.meeting.token()}.{joint.attempt}") if joint.path else self.meeting.token,
                 lambda: None if self.world.store is None else self.meeting.words(),
+                folder=place.folder(joint.step) if joint.path else "",
             )
-        return self._roots[run]
+        return self._roots[place]
 
     def is_apart(self, run: Run) -> bool:
         """True if it is known that not all ranks see the same at this root."""

@@ -1,6 +1,6 @@
 """The test that all ranks share a root, and not a folder that each node has for itself.
 
-In: a run at a root, on each rank. Out: what is known of that. Knows nothing of: saves.
+In: a root, on each rank. Out: what is known of that. Knows nothing of: saves.
 
 Rank 0 puts a file there ahead of its first archive, and then says by the store of the process group that it has. A rank
 that does not find the file, though rank 0 has said so, tries to put one of the same name: a place refuses that at
@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ..errors import CheckpointError, CorruptCheckpointError
 from ..fields import count, table, text
 from ..runs.receipts import Cause, Verdict
-from ..runs.run import Run
+from ..storage.interface import Storage
 from .world import Words, World
 
 
@@ -30,11 +30,18 @@ class SharedRoot:
     """One root of one checkpointer, as this rank knows it. Blocking calls, from any thread."""
 
     def __init__(
-        self, run: Run, number: int, world: World, token: Callable[[], str], words: Callable[[], Words | None]
+        self,
+        storage: Storage,
+        key: str,
+        world: World,
+        token: Callable[[], str],
+        words: Callable[[], Words | None],
+        *,
+        folder: str = "",
     ) -> None:
-        """`number` is that of the root among those of the checkpointer, the same on all ranks."""
-        self._run, self._number, self._world = run, number, world
-        self._token, self._words = token, words
+        """`key` is the name of the root for all ranks. Claims lie in `folder`."""
+        self._storage, self._key, self._world = storage, key, world
+        self._token, self._words, self._folder = token, words, folder
         self._is_claimed = self._is_seen = False
         # On another rank: rank 0 has said that it has put there what proves the root the same.
         self.is_named = False
@@ -47,14 +54,22 @@ class SharedRoot:
         return self.apart_rank is not None
 
     @property
+    def where(self) -> str:
+        """The root, for messages."""
+        return self._storage.locate(self._folder)
+
+    @property
     def _claim(self) -> str:
         """By which ranks find out whether they see the root of rank 0."""
-        return f"world.{self._token()}.json"
+        return self._named(f"world.{self._token()}.json")
 
     @property
     def _own_claim(self) -> str:
         rank = self._world.rank
-        return self._claim if rank == 0 else f"world.{self._token()}.{rank:05d}.json"
+        return self._claim if rank == 0 else self._named(f"world.{self._token()}.{rank:05d}.json")
+
+    def _named(self, name: str) -> str:
+        return f"{self._folder}/{name}" if self._folder else name
 
     def claim(self) -> None:
         """Before anything is written: say that this start of the ranks writes here. Ranks other than 0 that have a
@@ -71,7 +86,7 @@ class SharedRoot:
             # Saves that are begun at once both come here, and a put may arrive though it was answered with an error.
             if self._read_claim(self._own_claim)["nonce"] != self._nonce:
                 raise CheckpointError(
-                    f"{self._run.storage.locate('')}: run_id={world.run_id!r} was used by an earlier start "
+                    f"{self.where}: run_id={world.run_id!r} was used by an earlier start "
                     f"of rank {world.rank}; "
                     "start all ranks together, and give a new one at every start"
                 ) from error
@@ -110,10 +125,16 @@ class SharedRoot:
         world = self._world
         if of_rank_0 != world.size:
             raise CheckpointError(
-                f"{self._run.storage.locate('')}: rank 0 counts {of_rank_0} ranks and rank {world.rank} "
+                f"{self.where}: rank 0 counts {of_rank_0} ranks and rank {world.rank} "
                 f"{world.size}; give ranks= the "
                 "same number on every rank, and a new run_id"
             )
+
+    def withdraw(self, earlier: Sequence[str] = ()) -> None:
+        """Delete the claim of one attempt, and of earlier ones: no rank looks for them any more."""
+        start = self._token().partition(".")[0]
+        claims = [self._named(f"world.{start}.{attempt}.json") for attempt in earlier]
+        self._storage.delete_many([self._claim, *claims])
 
     def found_apart(self) -> bool:
         """True if some rank has said that it sees another root than rank 0. Nothing is asked once that is known."""
@@ -143,11 +164,11 @@ class SharedRoot:
     def _read_claim(self, name: str) -> dict[str, Any]:
         """Raises CorruptCheckpointError for a file that is no claim."""
         try:
-            claim = table(json.loads(self._run.storage.read(name)[0]))
+            claim = table(json.loads(self._storage.read(name)[0]))
             size = count(claim["world_size"])
             return {"rank": count(claim["rank"]), "world_size": size, "nonce": text(claim["nonce"])}
         except (ValueError, KeyError, RecursionError) as error:
-            where = self._run.storage.locate(name)
+            where = self._storage.locate(name)
             raise CorruptCheckpointError(
                 f"{where}: it is not the claim of a rank ({error!r:.200}); delete it, and start all ranks again",
                 path=where,
@@ -155,13 +176,13 @@ class SharedRoot:
 
     def _put_claim(self, name: str) -> None:
         claim = {"rank": self._world.rank, "world_size": self._world.size, "nonce": self._nonce}
-        self._run.storage.put_new(name, json.dumps(claim).encode())
+        self._storage.put_new(name, json.dumps(claim).encode())
 
     def _say(self, what: str, word: str | None = None) -> bool:
         words = self._words()
         if words is not None:
             with suppress(RuntimeError):  # the store is gone: then deadlines tell
-                words.say(f"root/{self._number}/{what}", str(self._world.rank) if word is None else word)
+                words.say(f"{self._key}/{what}", str(self._world.rank) if word is None else word)
                 return True
         return False
 
@@ -174,5 +195,5 @@ class SharedRoot:
         words = self._words()
         if words is not None:
             with suppress(RuntimeError):
-                return words.said(f"root/{self._number}/{what}")
+                return words.said(f"{self._key}/{what}")
         return None

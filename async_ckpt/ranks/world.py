@@ -76,9 +76,15 @@ def world_of(given: tuple[int, int] | None, run_id: str | None) -> World:
         return World(rank, size, run_id, is_given=True)
     if run_id is not None:
         raise ValueError("run_id= belongs to ranks=(rank, world_size); a process group needs none")
+    if _group() is None:
+        _check_environment()
+    return world_of_group()
+
+
+def world_of_group() -> World:
+    """The world of the initialised process group; without one, this process alone."""
     group = _group()
     if group is None:
-        _check_environment()
         return World()
     from torch.distributed import distributed_c10d
 

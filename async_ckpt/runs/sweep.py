@@ -21,7 +21,7 @@ from .root import Root
 
 _ARCHIVE: Final = re.compile(r"(rank_\d{5,}|driver)\.[0-9a-f]{8}\.tar")
 _TEMP: Final = re.compile(r"\..*\.async_ckpt-tmp|\.async_ckpt-probe-[0-9a-f]+")
-_CLAIM: Final = re.compile(r"world\.[0-9a-f]{16}(\.\d{5,})?\.json")
+_CLAIM: Final = re.compile(r"world\.[0-9a-f]{16}(\.\d{5,}|\.[0-9a-f]{8})?\.json")
 _OF_OTHER_RANK: Final = re.compile(r"\.?rank_(?!00000\.)\d{5,}\.[0-9a-f]{8}\.")
 # How often to look again for a listed manifest that is gone when it is read: more often than others replace it.
 _READ_TRIES: Final = 20
@@ -31,6 +31,11 @@ def is_library_name(name: str) -> bool:
     """Whether this is a name, in the folder of a step, that this library gives to anything but a commit."""
     is_file = bool(_ARCHIVE.fullmatch(name) or _TEMP.fullmatch(name)) or is_retired_name(name)
     return is_file or is_beside(name) or is_receipt_folder(name)
+
+
+def is_claim(name: str) -> bool:
+    """Whether this is the name of the claim of ranks to a root, or to the folder of a one-off save."""
+    return _CLAIM.fullmatch(name) is not None
 
 
 def _attempt_of(name: str) -> str:
@@ -234,7 +239,7 @@ class Sweeper:
         if delete:
             self._storage.delete_many([f"{folder}/{name}" for name in dead])
         if step is None:  # claims of starts of several ranks
-            claims = [n for n in names if _CLAIM.fullmatch(n)]
+            claims = list(filter(is_claim, names))
             dead += self._storage.sweep("", claims, delete=delete, decided=True, of_ranks=True)
         elif decided:
             dead += self._sweep_beside(folder, names, {*dead}, delete=delete)

@@ -9,6 +9,7 @@ import threading
 from typing import Final
 
 from ..host.process import in_forked_child
+from ..ranks.meeting import Meeting
 from ..ranks.peers import Ranks
 from ..ranks.world import World
 from ..spec import MIB
@@ -20,6 +21,7 @@ from .saver import Saver
 _FILES_BYTES: Final = 256 * MIB
 
 _one_off_saver: Saver | None = None
+_ranks_saver: tuple[Ranks, Saver] | None = None
 _slices_saver: tuple[World, Saver] | None = None
 _files_saver = Saver(pool_for(host_bytes=_FILES_BYTES))
 _host_memory = BufferPool()
@@ -36,12 +38,22 @@ def one_off_saver() -> Saver:
         return _one_off_saver
 
 
+def ranks_saver(world: World) -> tuple[Ranks, Saver]:
+    """The saver of all states that are spread over the ranks of a world and saved to a path, and these ranks."""
+    global _ranks_saver
+    with _making:
+        if _ranks_saver is None or _ranks_saver[0].world != world:
+            ranks = Ranks(Meeting(topic="one-off saves", advice="call save on every rank, with the same path"), 1)
+            _ranks_saver = ranks, Saver(ranks=ranks)
+        return _ranks_saver
+
+
 def slices_saver(world: World) -> Saver:
     """The saver of this process's parts of states that are spread over the ranks of a world."""
     global _slices_saver
     with _making:
         if _slices_saver is None or _slices_saver[0] != world:
-            _slices_saver = world, Saver(ranks=Ranks(None, None, 1))
+            _slices_saver = world, Saver(ranks=Ranks(Meeting(), 1))
         return _slices_saver[1]
 
 
@@ -64,8 +76,9 @@ def release() -> None:
     """Free the memory that is kept for the next save, call of a wrapped function, or snapshot."""
     if _one_off_saver is not None:
         _one_off_saver.pool.release()
-    if _slices_saver is not None:
-        _slices_saver[1].pool.release()
+    for of_world in (_ranks_saver, _slices_saver):
+        if of_world is not None:
+            of_world[1].pool.release()
     _host_memory.release()
     _held_memory.release()
 
@@ -73,6 +86,7 @@ def release() -> None:
 @in_forked_child
 def _forget() -> None:
     """Begin anew in a forked child, with a lock that no thread holds."""
-    global _one_off_saver, _slices_saver, _files_saver, _host_memory, _held_memory, _making
-    _one_off_saver, _slices_saver, _files_saver = None, None, Saver(pool_for(host_bytes=_FILES_BYTES))
+    global _one_off_saver, _ranks_saver, _slices_saver, _files_saver, _host_memory, _held_memory, _making
+    _one_off_saver = _ranks_saver = _slices_saver = None
+    _files_saver = Saver(pool_for(host_bytes=_FILES_BYTES))
     _host_memory, _held_memory, _making = BufferPool(), BufferPool(held=True), threading.Lock()

@@ -10,15 +10,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ..ranks.attempts import JointSave
+from ..ranks.one_off import OneOffFolder
 from ..ranks.peers import Ranks
 from ..spec import flag
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import Capture, SnapshotView
 from ..state.names import Select
+from ..state.wrappers import StateDictOf, state_dict_of
 from .delivery import Target
 from .lineage import Lineage, StateOutline, StepContents
 from .story import CommitRule, UnchangedIn
-from .targets import step_targets
+from .targets import folder_target, step_targets
 
 
 class SaveRequest(ABC):
@@ -29,6 +31,7 @@ class SaveRequest(ABC):
     select: Select = None
     rule: CommitRule = "all"
     joint: JointSave | None = None  # the save as all ranks see it, where there are several
+    state_dict_of: StateDictOf = staticmethod(state_dict_of)
 
     @property
     def skipped_path(self) -> str:
@@ -81,11 +84,48 @@ def check_entries(state: Any, names: Collection[str], option: str) -> None:
 class FileRequest(SaveRequest):
     """A state as one object at a path."""
 
-    def __init__(self, state: Any, target: Target, *, guard: Any = None, select: Select = None) -> None:
+    def __init__(
+        self,
+        state: Any,
+        target: Target,
+        *,
+        guard: Any = None,
+        select: Select = None,
+        state_dict_of: StateDictOf = state_dict_of,
+    ) -> None:
         self._state, self._target, self.guard, self.select = state, target, guard, select
+        self.state_dict_of = state_dict_of
 
     def targets(self) -> Sequence[Target]:
         return [self._target]
+
+    def state(self) -> Any:
+        state, self._state = self._state, None  # so that the save does not keep it alive
+        return state
+
+    def captured(self, captured: Capture) -> None:
+        refuse_guard(captured.completions, self.guard)
+
+
+class FolderRequest(SaveRequest):
+    """A state that is spread over ranks, as a folder at a path. All ranks make it alike."""
+
+    def __init__(
+        self,
+        state: Any,
+        folder: OneOffFolder,
+        ranks: Ranks,
+        *,
+        guard: Any = None,
+        select: Select = None,
+        state_dict_of: StateDictOf = state_dict_of,
+    ) -> None:
+        self.joint: JointSave = ranks.called_once(folder)
+        self._state, self._folder, self._ranks = state, folder, ranks
+        self.guard, self.select, self.state_dict_of = guard, select, state_dict_of
+
+    def targets(self) -> Sequence[Target]:
+        return [folder_target(self._folder, self.joint, self._ranks)]
 
     def state(self) -> Any:
         state, self._state = self._state, None  # so that the save does not keep it alive

@@ -119,7 +119,7 @@ class Saver:
     ) -> tuple[StateSave, torch.device | None]:
         """Plan the archive, and create the objects that copy, write and commit it. None of them begins."""
         joint, step = request.joint, request.step
-        captured, facts = self._take(request.state(), request.select, joint, request.captured)
+        captured, facts = self._take(request.state(), request.select, joint, request.captured, request.state_dict_of)
         device = first_device(captured.tensors)
         layout = self._planner.lay_out(captured, step, facts)
         shared = None if joint is None else joint.part.shared

@@ -16,6 +16,8 @@ from typing import Literal, Self
 from ..errors import CheckpointError, StepExistsError, StorageUnavailableError
 from ..host.loop import OffLoop, get_loop
 from ..ranks.agreement import Agreement, Alone, listen_again
+from ..ranks.attempts import JointSave
+from ..ranks.one_off import STEP, OneOffFolder
 from ..ranks.peers import Ranks
 from ..ranks.world import ranks
 from ..runs.manifest import Archive, GroupLocation, Manifest, RankFiles
@@ -90,7 +92,74 @@ class FileTarget(Target):
         """Leave the file: it is whole, and may have replaced an older one."""
 
 
-class StepTarget(Target):
+class JointTarget(Target):
+    """A target that several ranks write to: they agree before the commit."""
+
+    _agreement: Agreement | Alone
+    _of_ranks: RankFiles | None = None  # the manifest names it, where several ranks have agreed
+    _manifest: Manifest | None = None  # that another rank has committed
+
+    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        self._of_ranks = await self._agreement.agree(archive, off_loop, check)
+
+    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        self._manifest = await self._agreement.hear(off_loop, check)
+
+    def refuse(self, error: BaseException) -> bool:
+        return self._agreement.refuse(error)
+
+    async def follow(self, off_loop: OffLoop) -> None:
+        await self._agreement.follow(off_loop)
+
+
+class FolderTarget(JointTarget):
+    """One attempt at a one-off save of several ranks: the archive of this rank, in the folder of the save."""
+
+    _agreement: Agreement
+
+    def __init__(self, folder: OneOffFolder, attempt: str, agreement: Agreement) -> None:
+        super().__init__(folder.storage, folder.attempt_path(STEP, attempt, agreement.rank), folder.folder(STEP))
+        self._folder, self._attempt, self._agreement = folder, attempt, agreement
+        self._replaces: tuple[Manifest, str] | None = None
+        self.num_bytes_beside = 0
+        if not self.storage.remote:
+            refuse_in_running(Path(self.path))
+            if Path(self.path).exists() and not Path(self.path).is_dir():
+                raise NotADirectoryError(f"{self.path} is a file, and several ranks write a folder; give another path")
+
+    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+        self._agreement.claim()
+        return super().open(num_bytes, segment_bytes, max_segments)
+
+    def check(self) -> None:
+        if self._agreement.decides:
+            self._replaces = self._folder.check()
+
+    def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:  # noqa: ARG002
+        manifest = self._manifest
+        if manifest is None:
+            with self._agreement.committing():
+                manifest = self._folder.commit(
+                    self._attempt,
+                    self._of_ranks,
+                    self._agreement.world_size,
+                    replaces=self._replaces,
+                    times=self.times,
+                )
+            self._agreement.committed()
+        self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
+
+    def discard(self) -> None:
+        self._folder.discard(self._attempt, self._agreement.rank)
+        self._agreement.discard()
+
+    def afterwards(self) -> None:
+        if self._agreement.decides:
+            self._agreement.afterwards()
+            self._folder.clear(self._replaces[0] if self._replaces else None)
+
+
+class StepTarget(JointTarget):
     """One attempt at one step, at one root. The request creates it on the caller's thread; a delivery calls it
     elsewhere.
     """
@@ -117,8 +186,6 @@ class StepTarget(Target):
         self._is_announced = False  # tracker and journal name the step
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
-        self._of_ranks: RankFiles | None = None  # the manifest names it, where several ranks have agreed
-        self._manifest: Manifest | None = None  # that another rank has committed
         self.num_bytes_beside = len(contents.driver.image) if contents.driver else 0
         if agreement.decides:
             self._check_at_once()
@@ -204,18 +271,6 @@ class StepTarget(Target):
         parcel = Parcel(partial(other.storage.open, self._name), self._name, num_bytes, verify)
         copy([parcel], self.storage, background=True, check=check, finished=sinks.append)
         return sinks[0]
-
-    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        self._of_ranks = await self._agreement.agree(archive, off_loop, check)
-
-    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        self._manifest = await self._agreement.hear(off_loop, check)
-
-    def refuse(self, error: BaseException) -> bool:
-        return self._agreement.refuse(error)
-
-    async def follow(self, off_loop: OffLoop) -> None:
-        await self._agreement.follow(off_loop)
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
         if self._manifest is not None:  # rank 0 has committed
@@ -342,6 +397,12 @@ def step_targets(lineage: Lineage, contents: StepContents, ranks: Ranks) -> list
         StepTarget(lineage, run, contents, joint.attempt, agreement)
         for run, agreement in zip(runs, agreements, strict=True)
     ]
+
+
+def folder_target(folder: OneOffFolder, joint: JointSave, ranks: Ranks) -> FolderTarget:
+    """Begin an attempt at a one-off save of all ranks together. Raises what refuses it."""
+    ranks.attempts.begin(joint, partial(listen_again, get_loop(), ranks, [folder]))
+    return FolderTarget(folder, joint.attempt, Agreement(ranks, joint, folder))
 
 
 class StaticLease:

@@ -66,12 +66,7 @@ class LocalShards(NamedTuple):
 
 def is_sharded(value: Any) -> bool:
     """True for a leaf of a state of which other ranks may hold other shards, or replicas."""
-    return (
-        _is_a(value, "torch.distributed.tensor", "DTensor")
-        or is_of_fsdp1(value)
-        or _declares_slices(value)
-        or is_of_megatron(value)
-    )
+    return is_dtensor(value) or is_of_fsdp1(value) or _declares_slices(value) or is_of_megatron(value)
 
 
 def is_of_megatron(value: Any) -> bool:
@@ -90,7 +85,27 @@ def has_shards(state: Any) -> bool:
 
 def local_part(value: Any) -> Any:
     """The local tensor of a DTensor; any other value as it is."""
-    return value._local_tensor if _is_a(value, "torch.distributed.tensor", "DTensor") else value
+    return value._local_tensor if is_dtensor(value) else value
+
+
+def is_dtensor(value: Any) -> bool:
+    return _is_a(value, "torch.distributed.tensor", "DTensor")
+
+
+class Placed(NamedTuple):
+    """A DTensor without its local tensor."""
+
+    spec: Any  # torch's DTensorSpec: mesh, placements, global shape
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Any) -> Placed:
+        return cls(tensor._spec, tensor.requires_grad)
+
+    def around(self, local: torch.Tensor) -> Any:
+        """The DTensor with another local tensor of the same shape, on whichever device that is."""
+        dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
+        return dtensor(local, self.spec, requires_grad=self.requires_grad)
 
 
 def mesh_of(device_mesh: Any) -> Mesh:
@@ -124,7 +139,7 @@ class Slicer:
         Raises UnsupportedStateError, whose message begins with `name`, for a DTensor that is Partial, has an unknown
         placement, or another local shape than its placements give; and for slices that contradict their tensor.
         """
-        if _is_a(value, "torch.distributed.tensor", "DTensor"):
+        if is_dtensor(value):
             return self._of_dtensor(value, name)
         if is_of_fsdp1(value):
             return self._of_sharded_tensor(value, name)
@@ -135,7 +150,15 @@ class Slicer:
         slices = Slices.plain(value.shape)
         return LocalShards(slices, (value,) if slices.rectangles else ())
 
+    def local_tensor(self, tensor: Any, *, name: str) -> torch.Tensor:
+        """The local tensor of a DTensor, after the collective that it may be the result of. Raises as `slice` does."""
+        return self._local_of(tensor, name)[1]
+
     def _of_dtensor(self, tensor: Any, name: str) -> LocalShards:
+        slices, local = self._local_of(tensor, name)
+        return LocalShards(slices, _parts(local, slices.rectangles))
+
+    def _local_of(self, tensor: Any, name: str) -> tuple[Slices, torch.Tensor]:
         spec, local = tensor._spec, tensor._local_tensor
         if spec not in self._specs:
             if len(self._specs) >= _MAX_SPECS:
@@ -154,7 +177,7 @@ class Slicer:
                 "redistribute() it to Shard "
                 "or Replicate, or declare its slices as torch's CheckpointableTensor does",
             )
-        return LocalShards(slices, _parts(local, slices.rectangles))
+        return slices, local
 
     def _as_numbered(self, slices: Slices) -> Slices:
         """The slices; without their mesh if it numbers this rank otherwise: its other ranks are then unknown too."""

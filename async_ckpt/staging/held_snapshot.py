@@ -40,7 +40,7 @@ class HeldSnapshot(SnapshotView):
         clock: Clock,
     ) -> None:
         self._clock, self._began, self._call_seconds = clock, clock(), 0.0
-        captured = capture(state)
+        captured = capture(state, local_parts=True)
         if captured.completions:
             raise TypeError("the state is, or contains, a snapshot already; use it directly")
         structure = structure_of(captured)  # it may refuse the state, so it comes before the copy

@@ -13,7 +13,6 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ import torch
 from ..backends import has_plain_bytes
 from ..collector import no_collection
 from ..errors import UnsupportedStateError
-from ..slicing.sharded import Slicer, is_sharded
+from ..slicing.sharded import Placed, Slicer, is_dtensor, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
-from .captured import Capture, Mark, SnapshotView, marks_of, tree_of
+from .captured import Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, per_rank_in, tree_of
 from .dtypes import dtype_name, is_describable
 from .megatron import MegatronTensors, refuse_others, with_megatron
 from .names import Path, Select, dotted, selector, shown
@@ -43,16 +42,17 @@ def capture(
     select: Select = None,
     *,
     slicer: Slicer | None = None,
+    local_parts: bool = False,
     state_dict_of: StateDictOf = state_dict_of,
 ) -> Capture:
     """Take a state apart; with `select`, only the part of it with these names.
 
     With `slicer`, several ranks hold the state together: the capture has all slices on this rank, whichever rank is to
-    write them.
+    write them. With `local_parts`, it has the local tensors of DTensors, and `placed` has the rest.
     Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, sparse,
     quantised, nested, lazy, wrapper subclasses), cycles, keys that cannot be stored and leaves that cannot be pickled.
     """
-    walk = _CaptureWalk(state, slicer, state_dict_of)
+    walk = _CaptureWalk(state, slicer, state_dict_of, local_parts=local_parts)
     try:
         with no_collection():
             chosen = selector(select)
@@ -72,19 +72,23 @@ def capture(
         skeleton,
         walk.pickled_leaves(),
         walk.marks,
-        tuple(walk.completions),
-        frozenset(walk.frozen),
+        tuple(walk.frozen.completions),
+        frozenset(walk.frozen.numbers),
         walk.modules,
         encoder.types,
         walk.slices,
         tuple(walk.per_rank),
+        walk.placed,
     )
 
 
 class _CaptureWalk:
-    def __init__(self, state: Any, slicer: Slicer | None, state_dict_of: StateDictOf) -> None:
+    def __init__(
+        self, state: Any, slicer: Slicer | None, state_dict_of: StateDictOf, *, local_parts: bool = False
+    ) -> None:
         self._state_dicts = StateDicts(state, state_dict_of)
-        self._slicer = slicer
+        self._slicer, self._local = slicer, Slicer() if local_parts else None
+        self.placed: dict[int, Placed] = {}
         self.megatron = MegatronTensors(slicer)
         self.slices: list[Slices] = []
         self.per_rank: list[str] = []
@@ -95,16 +99,17 @@ class _CaptureWalk:
         self._object_paths: list[str] = []
         self._at: dict[int, int] = {}  # the first tensor at an address
         self.modules: dict[Path, weakref.ref[torch.nn.Module]] = {}
-        self.completions: list[Future[None]] = []
-        self.frozen: set[int] = set()
-        self._frozen_marks: dict[int, Mark | None] = {}  # by the id of a tensor
+        self.frozen = FrozenParts()
 
     def contents(self, value: Any, path: Path) -> Any:
         """The contents of an object with a state dict."""
-        if isinstance(value, SnapshotView):
-            self.completions.append(value.completion)
-            self._frozen_marks.update(marks_of(value))
-            return tree_of(value)
+        if isinstance(value, SnapshotView | FrozenTensors):
+            view = value.view if isinstance(value, FrozenTensors) else value
+            self.frozen.add(view)
+            if view is not value:
+                return value.state_dict()
+            self.per_rank += per_rank_in(view, path)
+            return tree_of(view)
         if isinstance(value, RngState):
             self.per_rank.append(dotted(path))
         if isinstance(value, torch.nn.Module):
@@ -113,6 +118,8 @@ class _CaptureWalk:
 
     def leaf(self, value: Any, path: Path) -> Json:
         if isinstance(value, torch.Tensor):
+            if self._local is not None and is_dtensor(value):
+                return {"tensor": self._local_part(value, path)}
             return {"tensor": self._tensor(value, path) if self._slicer is None else self._sliced(value, path)}
         if type(value) is bytes:
             return {"bytes": self._bytes(value, path, "uint8", (len(value),))}
@@ -123,6 +130,13 @@ class _CaptureWalk:
         self._objects.append(value)
         self._object_paths.append(shown(path))
         return {"object": len(self._objects) - 1}
+
+    def _local_part(self, tensor: Any, path: Path) -> int:
+        """The number of a DTensor's local tensor. Raises UnsupportedStateError as a save of it would."""
+        assert self._local is not None
+        number = self._tensor(self._local.local_tensor(tensor, name=shown(path)), path)
+        self.placed[number] = Placed.of(tensor)
+        return number
 
     def _sliced(self, tensor: torch.Tensor, path: Path) -> int:
         """The number of a tensor of which other ranks may hold other shards, or replicas."""
@@ -173,9 +187,9 @@ class _CaptureWalk:
         pointer = _pointer(tensor) if name in DTYPES else None
         if pointer is None and (why := _spread_over_ranks(tensor) or why_not(tensor)):
             raise UnsupportedStateError(f"{shown(path)}: {why}; nothing was written", path=shown(path))
-        if id(tensor) in self._frozen_marks:
-            self.frozen.add(len(self.specs))
-            self.marks.append(self._frozen_marks[id(tensor)])
+        if pointer and self.frozen.has(tensor):
+            self.frozen.numbers.add(len(self.specs))
+            self.marks.append(self.frozen.mark(tensor))
         else:
             self.marks.append((pointer, tensor._version) if pointer and not tensor.is_inference() else None)
         if not has_plain_bytes(tensor):

@@ -19,10 +19,11 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import ClosedError
+from ..slicing.sharded import Placed
 from ..slicing.slices import Slices
 from ..spec import TensorSpec, with_article
 from .dtypes import dtype_named
-from .names import Path, shown
+from .names import Path, dotted, is_within, shown
 from .tree import SavedRecord, StoredLeaf, decode, replaced
 
 Mark: TypeAlias = tuple[int, int]
@@ -51,6 +52,8 @@ class Capture:
     """The slices of each tensor that this rank holds, by the tensor's number; empty for a state of one process."""
     per_rank: tuple[str, ...] = ()
     """The names of values that each process has for itself: random generators."""
+    placed: Mapping[int, Placed] = field(default_factory=dict)
+    """The DTensors, by number, of which `tensors` has the local tensors: those of a held snapshot."""
 
 
 def structure_of(captured: Capture) -> Any:
@@ -67,6 +70,7 @@ class SnapshotCopies:
     def __init__(self, captured: Capture, copies: list[torch.Tensor], completion: Future[None]) -> None:
         self.completion = completion
         self.modules: Mapping[Path, weakref.ref[torch.nn.Module]] = captured.modules
+        self.per_rank, self._placed = captured.per_rank, captured.placed
         self._pickled = captured.objects
         self._copies: list[torch.Tensor] | None = copies
         self._specs, self._marks = captured.specs, captured.marks
@@ -87,9 +91,9 @@ class SnapshotCopies:
             raise ClosedError("this snapshot belongs to the parent process; use it there")
         return self._copies
 
-    def marks(self) -> dict[int, Mark | None]:
-        """The marks of the tensors at the instant of the snapshot, by the id of each copy."""
-        return {id(copy): mark for copy, mark in zip(self.copies(), self._marks, strict=True)}
+    def marks(self) -> Iterator[tuple[torch.Tensor, Mark | None]]:
+        """The copies, each with the mark of its tensor at the instant of the snapshot."""
+        return zip(self.copies(), self._marks, strict=True)
 
     def _objects(self) -> list[Any]:
         # This process has pickled them itself, so they are trusted.
@@ -106,7 +110,8 @@ class SnapshotCopies:
                 return objects[stored.number]
             copy = copies[stored.number]
             if stored.kind == "tensor":
-                return copy
+                placed = self._placed.get(stored.number)
+                return copy if placed is None else placed.around(copy)
             if stored.kind == "bytes":
                 return bytes(copy.numpy())
             spec = self._specs[stored.number]
@@ -238,9 +243,45 @@ def module_of(view: SnapshotView) -> torch.nn.Module | None:
     return module
 
 
-def marks_of(view: SnapshotView) -> Mapping[int, Mark | None]:
-    """The mark of each tensor when it was copied, by the id of the copy."""
-    return view._source.marks()
+class FrozenTensors:
+    """Tensors of a snapshot, or views of them, by other names than it has: a state whose tensors do not change."""
+
+    def __init__(self, view: SnapshotView, tensors: dict[str, torch.Tensor]) -> None:
+        self.view, self._tensors = view, tensors
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._tensors
+
+
+class FrozenParts:
+    """The snapshots in a state, and their tensors. Created by a capture."""
+
+    def __init__(self) -> None:
+        self.completions: list[Future[None]] = []
+        self.numbers: set[int] = set()  # of the tensors
+        self._moved: dict[int, Mark | None] = {}  # by storage: how far away the user's own is, and its version
+
+    def add(self, view: SnapshotView) -> None:
+        self.completions.append(view.completion)
+        for copy, mark in view._source.marks():
+            if address := copy.untyped_storage().data_ptr():
+                self._moved[address] = None if mark is None else (mark[0] - copy.data_ptr(), mark[1])
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor of a snapshot, and for a view of one."""
+        return bool(self._moved) and tensor.untyped_storage().data_ptr() in self._moved
+
+    def mark(self, tensor: torch.Tensor) -> Mark | None:
+        """The mark, at the instant of the snapshot, of the user's own tensor, or of the same view of it."""
+        moved = self._moved[tensor.untyped_storage().data_ptr()]
+        return None if moved is None else (tensor.data_ptr() + moved[0], moved[1])
+
+
+def per_rank_in(view: SnapshotView, path: Path) -> list[str]:
+    """The names of values that each process has for itself, in a snapshot that lies at a path of a state."""
+    top, at = dotted(view._path), dotted(path)
+    names = (name for name in view._source.per_rank if not top or is_within(name, {top}))
+    return [".".join(filter(None, (at, name[len(top) :].lstrip(".")))) for name in names]
 
 
 def tree_of(view: SnapshotView) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from states import open_run
 from async_ckpt import CheckpointError, CorruptCheckpointError, Place
 from async_ckpt.ranks.shared_root import SharedRoot
 from async_ckpt.ranks.world import World
-from async_ckpt.runs.run import Run
 from async_ckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
@@ -78,8 +76,7 @@ def test_saves_that_begin_together_claim_a_root_once_and_another_start_does_not(
             return super().put_new(*arguments, **options)
 
     def at(storage):
-        run = Run(storage, clock=time.time)
-        return SharedRoot(run, 0, World(0, 2, "first"), lambda: "token", lambda: None)
+        return SharedRoot(storage, "root/0", World(0, 2, "first"), lambda: "token", lambda: None)
 
     failed = []
 
@@ -116,9 +113,7 @@ EXPIRE = """
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"rank": 0}', b'{"rank": "0", "world_size": 2, "nonce": "x"}'])
 def test_a_claim_that_nobody_can_read_is_refused_by_name(tmp_path, text):
-    root = SharedRoot(
-        Run(LocalStorage(tmp_path), clock=time.time), 0, World(1, 2, "first"), lambda: "token", lambda: None
-    )
+    root = SharedRoot(LocalStorage(tmp_path), "root/0", World(1, 2, "first"), lambda: "token", lambda: None)
     (tmp_path / "world.token.json").write_bytes(text)
     with pytest.raises(CorruptCheckpointError, match=r"world\.token\.json: it is not the claim of a rank"):
         root.sees()

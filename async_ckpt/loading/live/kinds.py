@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import deque
 from collections.abc import Callable, MutableMapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from ...slicing.sharded import local_part
 from ...state.optimizers import has_own
 from ...state.plain import is_record
-
-SEQUENCES: Final = list | tuple | deque
+from ...state.taken import SEQUENCES
 
 
 def is_looked_into(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:

@@ -15,25 +15,12 @@ from typing import Any
 
 import torch
 
-from ...state.plain import fields_of, is_record
-from .kinds import SEQUENCES, is_plain_optimizer
+from ...state.taken import SEQUENCES, TakenOnce, items_of
+from .kinds import is_plain_optimizer
 
 
-class LiveStateDicts:
+class LiveStateDicts(TakenOnce):
     """The state dicts of one restore, taken on the thread that restores. `AsyncCheckpointer.restore` creates it."""
-
-    def __init__(self) -> None:
-        # By the id of the object, which is kept alive so that no other object gets its id.
-        self._taken: dict[int, tuple[Any, Any, Exception | None]] = {}
-
-    def of(self, value: Any) -> Any:
-        """The state dict of an object. Raises the error of its `state_dict()`."""
-        if id(value) not in self._taken:
-            self._taken[id(value)] = (value, *_take(value))
-        _, state, error = self._taken[id(value)]
-        if error is not None:
-            raise error
-        return state
 
     def take_all(self, state: Any) -> None:
         """Take the state dicts of all objects in a state, in their order there. Errors are kept for `of`."""
@@ -43,25 +30,17 @@ class LiveStateDicts:
             if id(value) in seen or isinstance(value, torch.Tensor | type):
                 return
             seen.add(id(value))
-            if isinstance(value, Mapping):
-                inner = list(value.values())
-            elif isinstance(value, SEQUENCES):
-                inner = list(value)
-            elif callable(getattr(value, "load_state_dict", None)) and callable(getattr(value, "state_dict", None)):
+            is_container = isinstance(value, Mapping | SEQUENCES)
+            if not is_container and _has_state_dict(value):
                 if not is_plain_optimizer(value):
                     with suppress(Exception):
                         self.of(value)
                 return
-            else:
-                inner = list(fields_of(value).values()) if is_record(value) else []
-            for item in inner:
+            for item in items_of(value):
                 visit(item)
 
         visit(state)
 
 
-def _take(value: Any) -> tuple[Any, Exception | None]:
-    try:
-        return value.state_dict(), None
-    except Exception as error:
-        return None, error
+def _has_state_dict(value: Any) -> bool:
+    return callable(getattr(value, "load_state_dict", None)) and callable(getattr(value, "state_dict", None))
