@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -28,6 +28,8 @@ _RANK: Final = re.compile(r"rank_(\d{5,})[^/]*$")
 # As torch prints: larger tensors are summed up by the items at the ends of each dimension.
 _PRINTED_ITEMS: Final = 1000
 _EDGE_ITEMS: Final = 3
+# Statistics are computed of so many at once: some temporaries of eight bytes per item exist then.
+_ITEMS_AT_ONCE: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,11 @@ class BytesInFile:
 
 @dataclass(frozen=True, slots=True)
 class NameRow:
-    """One name of a checkpoint. `kind` is "tensor", "array", "bytes", "object" or "value"; only a value has `value`."""
+    """One name of a checkpoint. `kind` is "tensor", "array", "bytes", "object" or "value"; only a value has `value`.
+
+    `ranks` have written parts of a tensor. `places` are where its bytes are, if they were asked for: each archive has
+    to be opened for that, but not for the ranks.
+    """
 
     name: str
     kind: str
@@ -50,6 +56,7 @@ class NameRow:
     shape: tuple[int, ...] | None = None
     num_bytes: int = 0
     alias_of: str | None = None
+    ranks: tuple[int, ...] = ()
     places: tuple[BytesInFile, ...] = ()
     value: Any = None
     stats: dict[str, float] | None = None
@@ -64,7 +71,7 @@ def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -
     Raises:
         Answer: none of the names matches.
     """
-    rows, items = from_path(place, lambda parts: _looked_at(parts, patterns, stats=stats), verify=True)
+    rows, items = from_path(place, lambda parts: _looked_at(parts, patterns, stats=stats, places=as_json), verify=True)
     if not rows:
         raise Answer(f"{place.shown}: none of its names is {', '.join(patterns)}")
     if as_json:
@@ -105,11 +112,11 @@ def _statistics_in(row: NameRow, keys: Sequence[str]) -> Iterator[str]:
 
 def _ranks(row: NameRow) -> str:
     """The ranks that have written parts of a tensor, such as "0-3, 7"; nothing if it was rank 0 alone."""
-    ranks = sorted({one.rank for one in row.places if one.rank is not None})
-    if ranks in ([], [0]):
+    if row.ranks in ((), (0,)):
         return ""
-    begins = [rank for rank in ranks if rank - 1 not in ranks]
-    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    ranks = {*row.ranks}
+    begins = [rank for rank in row.ranks if rank - 1 not in ranks]
+    ends = [rank for rank in row.ranks if rank + 1 not in ranks]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
 
 
@@ -118,16 +125,19 @@ def _rank_of(path: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _looked_at(parts: Sequence[Part], patterns: Sequence[str], *, stats: bool) -> tuple[list[NameRow], str | None]:
+def _looked_at(
+    parts: Sequence[Part], patterns: Sequence[str], *, stats: bool, places: bool
+) -> tuple[list[NameRow], str | None]:
     """The rows, and the items of the tensor as torch prints them if it is the only one that was asked for."""
-    rows = rows_of(parts, patterns, stats=stats)
+    rows = rows_of(parts, patterns, stats=stats, places=places)
     if not patterns or len(rows) != 1 or rows[0].kind not in ("tensor", "array"):
         return rows, None
     for part in parts:
         tree, _ = part.archive.tree(groups=part.groups)
         for path, leaf in walked(tree, ()):
             if shown(path) == rows[0].name and isinstance(leaf, StoredLeaf):
-                return rows, printed(part.archive, part.archive.primary(leaf.number))
+                number = part.archive.primary(leaf.number)
+                return [replace(rows[0], places=_places(part.archive, number))], printed(part.archive, number)
     return rows, None
 
 
@@ -159,28 +169,36 @@ def _text_of(items: torch.Tensor, *, is_summary: bool) -> str:
         torch.set_printoptions(profile="default")
 
 
-def rows_of(parts: Sequence[Part], patterns: Sequence[str], *, stats: bool) -> list[NameRow]:
+def rows_of(
+    parts: Sequence[Part], patterns: Sequence[str], *, stats: bool = False, places: bool = False
+) -> list[NameRow]:
     """The names that one of the patterns matches, or that lie below one, in the order of the checkpoint; without
     patterns, all.
     """
-    return [row for part in parts for row in _rows_in(part, patterns, stats=stats)]
+    return [row for part in parts for row in _rows_in(part, patterns, stats=stats, places=places)]
 
 
-def _rows_in(part: Part, patterns: Sequence[str], *, stats: bool) -> Iterator[NameRow]:
+def _rows_in(part: Part, patterns: Sequence[str], *, stats: bool, places: bool) -> Iterator[NameRow]:
     archive = part.archive
     archive.learn_names()
     tree, _ = archive.tree(groups=part.groups)
-    for path, leaf in walked(tree, ()):
-        name = dotted(path)
-        if not patterns or any(_matches(name, pattern) for pattern in patterns):
-            yield _row(archive, path, leaf, stats=stats)
+    matching = [
+        (path, leaf)
+        for path, leaf in walked(tree, ())
+        if not patterns or any(_matches(dotted(path), pattern) for pattern in patterns)
+    ]
+    stored = [leaf for _, leaf in matching if isinstance(leaf, StoredLeaf) and leaf.kind != "object"]
+    if stats or places:
+        archive.need((leaf.number, None) for leaf in stored)
+    for path, leaf in matching:
+        yield _row(archive, path, leaf, stats=stats, places=places)
 
 
 def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
-def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool) -> NameRow:
+def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool, places: bool) -> NameRow:
     name = shown(path)
     if not isinstance(leaf, StoredLeaf):
         return NameRow(name, "value", value=leaf if _is_json(leaf) else repr(leaf)[:200])
@@ -189,15 +207,6 @@ def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool) ->
     tensor = archive.index.tensors[leaf.number]
     primary = archive.primary(leaf.number)
     num_bytes = math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
-    places = tuple(
-        BytesInFile(
-            source.file.path,
-            source.piece.extent.offset,
-            source.piece.extent.length,
-            _rank_of(source.file.path),
-        )
-        for source in archive.sources(primary)
-    )
     return NameRow(
         name,
         {"ndarray": "array"}.get(leaf.kind, leaf.kind),
@@ -205,8 +214,17 @@ def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool) ->
         tuple(tensor.shape),
         num_bytes,
         None if primary == leaf.number else shown(archive.index.tensors[primary].path),
-        places,
+        tuple(archive.writers(primary)),
+        _places(archive, primary) if places else (),
         stats=statistics(archive, primary) if stats and leaf.kind == "tensor" else None,
+    )
+
+
+def _places(archive: Contents, number: int) -> tuple[BytesInFile, ...]:
+    """Where the bytes of a tensor are, each item once."""
+    return tuple(
+        BytesInFile(file.path, piece.extent.offset, piece.extent.length, _rank_of(file.path))
+        for file, piece, _ in archive.sources(number)
     )
 
 
@@ -221,7 +239,8 @@ def _is_json(value: Any) -> bool:
 def statistics(archive: Contents, number: int) -> dict[str, float]:
     """Least, greatest, mean, standard deviation and 2-norm of the finite items, and how many are NaN or infinite.
 
-    Read in pieces of 32 MiB. The deviation is put together from those of the pieces (Chan, Golub, LeVeque 1979).
+    Computed in pieces of a million items. The deviation is put together from those of the pieces (Chan, Golub, LeVeque
+    1979).
     """
     count, mean, squares, norm2, num_nan, num_inf = 0, 0.0, 0.0, 0.0, 0, 0
     least, greatest = math.inf, -math.inf
@@ -249,5 +268,6 @@ def statistics(archive: Contents, number: int) -> dict[str, float]:
 
 def _pieces(archive: Contents, number: int) -> Iterator[torch.Tensor]:
     """The items of a tensor as float64, piece by piece; of complex ones the absolute values."""
-    for items in chunks(archive, number):
-        yield (items.abs() if items.is_complex() else items).to(torch.float64)
+    for chunk in chunks(archive, number):
+        for items in chunk.split(_ITEMS_AT_ONCE):
+            yield (items.abs() if items.is_complex() else items).to(torch.float64)

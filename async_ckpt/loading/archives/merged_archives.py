@@ -55,6 +55,9 @@ class Opener(Protocol):
 
     def open_all(self) -> None: ...
 
+    def writers(self, name: str) -> Collection[int] | None:
+        """The ranks that wrote parts of a tensor, by its name in structures; None if the open archives tell."""
+
 
 class _OpenArchives(NamedTuple):
     """Archives that are all open: an `Opener` that has nothing to open."""
@@ -71,6 +74,9 @@ class _OpenArchives(NamedTuple):
 
     def open_all(self) -> None:
         """Do nothing."""
+
+    def writers(self, name: str) -> None:
+        """All archives are open."""
 
 
 class MergedArchives(Contents):
@@ -272,6 +278,14 @@ class MergedArchives(Contents):
         if missing and self._opener.is_whole and number not in self._parts:
             raise self._missing_error(number, missing)
         return self._sources[number][0]
+
+    def writers(self, number: int) -> Collection[int]:
+        if self.is_of_each(number):
+            return sorted(self._merged.tensors[number])
+        writers = self._opener.writers(name_of(self.index.tensors[number].path))
+        if writers is not None:
+            return sorted(writers)
+        return sorted({rank for source in self.sources(number) for rank in source.file.writers(number)})
 
     def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
         wanted = list(wanted)
