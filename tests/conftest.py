@@ -82,7 +82,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    strays = {item.path.name for item in items if "gpu" in item.keywords and not _is_for_gpus(item.path.name)}
+    strays = {item.path.name for item in items if item.get_closest_marker("gpu") and not _is_for_gpus(item.path.name)}
     if strays:
         raise pytest.UsageError(f"tests with the mark gpu belong into files named test_gpu*.py, not {sorted(strays)}")
     if hasattr(config, "workerinput"):  # one process alone takes as long in any order
@@ -106,7 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "gpu" in item.keywords and not torch.cuda.is_available():
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and -m gpu")
 
 

@@ -1,15 +1,18 @@
 """The names in a checkpoint, with their shapes, places and statistics.
 
-In: a place. Out: rows of plain values, and their table. Knows nothing of: arguments. Nothing is unpickled.
+In: a place. Out: rows of plain values, and their table; plain values alone as JSON, a single tensor as torch prints it.
+Knows nothing of: arguments. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Any, Final
 
 import torch
@@ -21,7 +24,7 @@ from ..spec import DTYPES
 from ..state.names import dotted, shown
 from ..state.tree import StoredLeaf
 from ..storage.place import Place
-from .screen import Answer, escaped, print_json, print_table, print_text, short
+from .screen import Answer, as_json_text, counted, escaped, in_table, print_json, print_table, print_text, short
 from .sources import chunks, walked
 
 _RANK: Final = re.compile(r"rank_(\d{5,})[^/]*$")
@@ -30,6 +33,11 @@ _PRINTED_ITEMS: Final = 1000
 _EDGE_ITEMS: Final = 3
 # Statistics are computed of so many at once: some temporaries of eight bytes per item exist then.
 _ITEMS_AT_ONCE: Final = 1 << 20
+_SHOWN_TOTALS: Final = 8
+# The statistics of a tensor, with the headings of their columns.
+_STATISTICS: Final = {
+    "min": "min", "max": "max", "mean": "mean", "std": "std", "norm": "norm", "num_nan": "NaN", "num_inf": "Inf",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +54,8 @@ class BytesInFile:
 class NameRow:
     """One name of a checkpoint. `kind` is "tensor", "array", "bytes", "object" or "value"; only a value has `value`.
 
-    `ranks` have written parts of a tensor. `places` are where its bytes are, if they were asked for: each archive has
-    to be opened for that, but not for the ranks.
+    `ranks` have written parts of a tensor, of a step that several ranks have saved. `places` are where its bytes are;
+    of such a step they have to be asked for, since every archive has to be opened to find them.
     """
 
     name: str
@@ -77,43 +85,105 @@ def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -
     if as_json:
         print_json("names", {"place": place.shown, "names": [row.as_json() for row in rows]})
         return
-    statistics = ("min", "max", "mean", "std", "norm", "num_nan", "num_inf") if stats else ()
+    if patterns and all(row.kind == "value" for row in rows):
+        print_text(_values_as_json(rows, patterns))
+        return
+    files = FilesOfRows.of(rows)
+    headings = [*_STATISTICS.values()] if stats else ["value or place"]
     print_table(
-        ("name", "kind", "dtype", "shape", "size", "value", *statistics, "ranks"),
-        ((*_columns(row), *_statistics_in(row, statistics), _ranks(row)) for row in rows),
-        right=("size", *statistics),
+        ("name", "type", "shape", "size", *headings),
+        ((*_columns(row), *(_statistics_in(row) if stats else [_value_or_place(row, files)])) for row in rows),
+        right=("size", *_STATISTICS.values()),
     )
     if items is not None:
         print_text(items)
         for one in rows[0].places:
             print_text(escaped(f"{one.file}: {one.num_bytes:,} bytes from {one.offset:,}"), "dim")
-    totals: dict[str, int] = {}
-    for row in rows:
-        top = row.name.partition(".")[0]
-        totals[top] = totals.get(top, 0) + (row.num_bytes if row.alias_of is None else 0)
-    parts = ", ".join(f"{escaped(top)} {sized(size)}" for top, size in totals.items() if size)
-    print_text(f"{len(rows)} names, {sized(sum(totals.values()))}" + (f": {parts}" if parts else ""), "dim")
+    else:
+        print_text(_totals(rows, files), "dim")
+
+
+def _values_as_json(rows: Sequence[NameRow], patterns: Sequence[str]) -> str:
+    """A plain value as it is; several by their names, each in one line."""
+    if [row.name for row in rows] == [*patterns]:
+        return as_json_text(rows[0].value)
+    lines = (f" {as_json_text(row.name)}: {as_json_text(row.value)}" for row in rows)
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _columns(row: NameRow) -> tuple[str, ...]:
     return (
         escaped(row.name),
-        row.kind if row.alias_of is None else f"= {escaped(row.alias_of)}",
-        row.dtype or "",
+        _type_of(row),
         "" if row.shape is None else "x".join(map(str, row.shape)) or "scalar",
-        sized(row.num_bytes) if row.dtype else "",
-        short(row.value) if row.kind == "value" else "",
+        in_table(row.num_bytes) if row.dtype else "",
     )
 
 
-def _statistics_in(row: NameRow, keys: Sequence[str]) -> Iterator[str]:
-    return ("" if row.stats is None else f"{row.stats[key]:.5g}" for key in keys)
+def _type_of(row: NameRow) -> str:
+    if row.kind == "array":
+        return f"array of {row.dtype}"
+    return row.dtype if row.kind == "tensor" and row.dtype else row.kind
+
+
+@dataclass(frozen=True, slots=True)
+class FilesOfRows:
+    """The files of some rows: the folder that all of them lie in, and the one that has the most rows."""
+
+    folder: str
+    main: str | None
+    has_others: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[NameRow]) -> FilesOfRows:
+        files = Counter(one.file for row in rows for one in row.places)
+        if not files:
+            return cls("", None, has_others=False)
+        parents = zip(*(file.split("/")[:-1] for file in files), strict=False)
+        common = (same[0] for same in takewhile(lambda names: len({*names}) == 1, parents))
+        return cls("".join(f"{name}/" for name in common), max(files, key=files.__getitem__), len(files) > 1)
+
+    def shown(self, file: str) -> str:
+        return escaped(file.removeprefix(self.folder))
+
+
+def _value_or_place(row: NameRow, files: FilesOfRows) -> str:
+    """A plain value in short; of a tensor, its offset, and the file if that is not the main one, or its ranks."""
+    if row.kind == "value":
+        return short(row.value)
+    if row.alias_of is not None:
+        return f"same as {escaped(row.alias_of)}"
+    if row.ranks:
+        return f"of rank{'s' if len(row.ranks) > 1 else ''} {_ranks(row)}"
+    if len(row.places) == 1:
+        (one,) = row.places
+        return f"at {one.offset:,}" + ("" if one.file == files.main else f" in {files.shown(one.file)}")
+    return counted(len(row.places), "part") if row.places else ""
+
+
+def _totals(rows: Sequence[NameRow], files: FilesOfRows) -> str:
+    """The number of names and bytes, and the bytes of the largest top-level entries."""
+    totals: dict[str, int] = {}
+    for row in rows:
+        if row.num_bytes and row.alias_of is None:
+            top = row.name.partition(".")[0]
+            totals[top] = totals.get(top, 0) + row.num_bytes
+    largest = sorted(totals, key=lambda top: -totals[top])
+    parts = [f"{escaped(top)} {sized(totals[top])}" for top in largest[:_SHOWN_TOTALS]]
+    if len(largest) > _SHOWN_TOTALS:
+        parts.append(f"{len(largest) - _SHOWN_TOTALS:,} more")
+    inside = f" in {files.shown(files.main)}" if files.main else ""
+    inside += " where no other file is named" if files.has_others else ""
+    by_entry = f": {', '.join(parts)}" if parts else ""
+    return f"{counted(len(rows), 'name')}, {sized(sum(totals.values()))}{inside}{by_entry}"
+
+
+def _statistics_in(row: NameRow) -> Iterator[str]:
+    return ("" if row.stats is None else f"{row.stats[key]:.5g}" for key in _STATISTICS)
 
 
 def _ranks(row: NameRow) -> str:
-    """The ranks that have written parts of a tensor, such as "0-3, 7"; nothing if it was rank 0 alone."""
-    if row.ranks in ((), (0,)):
-        return ""
+    """The ranks that have written parts of a tensor, such as "0-3, 7"."""
     ranks = {*row.ranks}
     begins = [rank for rank in row.ranks if rank - 1 not in ranks]
     ends = [rank for rank in row.ranks if rank + 1 not in ranks]
@@ -207,6 +277,7 @@ def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool, pl
     tensor = archive.index.tensors[leaf.number]
     primary = archive.primary(leaf.number)
     num_bytes = math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
+    ranks = tuple(archive.writers(primary))
     return NameRow(
         name,
         {"ndarray": "array"}.get(leaf.kind, leaf.kind),
@@ -214,8 +285,8 @@ def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool, pl
         tuple(tensor.shape),
         num_bytes,
         None if primary == leaf.number else shown(archive.index.tensors[primary].path),
-        tuple(archive.writers(primary)),
-        _places(archive, primary) if places else (),
+        ranks,
+        _places(archive, primary) if places or not ranks else (),
         stats=statistics(archive, primary) if stats and leaf.kind == "tensor" else None,
     )
 
@@ -239,8 +310,7 @@ def _is_json(value: Any) -> bool:
 def statistics(archive: Contents, number: int) -> dict[str, float]:
     """Least, greatest, mean, standard deviation and 2-norm of the finite items, and how many are NaN or infinite.
 
-    Computed in pieces of a million items. The deviation is put together from those of the pieces (Chan, Golub, LeVeque
-    1979).
+    Computed in pieces. The deviation is put together from those of the pieces (Chan, Golub, LeVeque 1979).
     """
     count, mean, squares, norm2, num_nan, num_inf = 0, 0.0, 0.0, 0.0, 0, 0
     least, greatest = math.inf, -math.inf
@@ -268,6 +338,5 @@ def statistics(archive: Contents, number: int) -> dict[str, float]:
 
 def _pieces(archive: Contents, number: int) -> Iterator[torch.Tensor]:
     """The items of a tensor as float64, piece by piece; of complex ones the absolute values."""
-    for chunk in chunks(archive, number):
-        for items in chunk.split(_ITEMS_AT_ONCE):
-            yield (items.abs() if items.is_complex() else items).to(torch.float64)
+    for items in (piece for chunk in chunks(archive, number) for piece in chunk.split(_ITEMS_AT_ONCE)):
+        yield (items.abs() if items.is_complex() else items).to(torch.float64)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
+from ..report import sized
 from ..spans import shown_time
 
 if TYPE_CHECKING:
@@ -136,7 +137,12 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 def print_json(kind: str, document: Mapping[str, Any]) -> None:
     """One document, and nothing else. Numbers that JSON does not have are texts."""
     told = {"version": JSON_VERSION, "kind": kind, **document}
-    sys.stdout.write(json.dumps(_finite(told), ensure_ascii=True, indent=1) + "\n")
+    sys.stdout.write(as_json_text(told, indent=1) + "\n")
+
+
+def as_json_text(value: Any, *, indent: int | None = None) -> str:
+    """A value as JSON in ASCII, so that a terminal acts upon nothing in it."""
+    return json.dumps(_finite(value), ensure_ascii=True, indent=indent)
 
 
 def _finite(value: Any) -> Any:
@@ -147,6 +153,16 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def counted(number: int, word: str) -> str:
+    """A number of things, such as "1 name" or "1,200 names"."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def in_table(num_bytes: int) -> str:
+    """A size for the column of a table, whose units are short."""
+    return sized(num_bytes).replace(" bytes", " B")
 
 
 def escaped(text: str) -> str:
@@ -167,7 +183,9 @@ def age(created: float, now: float) -> str:
 
 def shown_seconds(seconds: float) -> str:
     """A short time for people, such as "3.2 ms"."""
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} µs"
 
 
 def short(value: Any) -> str:
