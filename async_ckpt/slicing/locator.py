@@ -127,7 +127,7 @@ class ShardLocator:
         if None in sole or self._layout.apart:
             candidates = self._candidates(name, [Box.whole(line.shape) for line in lines], ())
             return frozenset(rank for rank, box in candidates if box.num_elements)
-        return frozenset().union(*filter(None, sole))
+        return frozenset[int]().union(*filter(None, sole))
 
     def boxes_of(self, rank: int) -> dict[str, set[Box]]:
         """The boxes that a rank wrote of each tensor."""
