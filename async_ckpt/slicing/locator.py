@@ -103,22 +103,20 @@ class ShardLocator:
             alike.setdefault(shapes, []).extend(ranks)
         return {sorted(ranks)[int(preferred * len(ranks))] for ranks in alike.values()}
 
-    def having(self, wanted: Mapping[str, Sequence[Box]], preferred: Collection[int] = ()) -> tuple[set[int], bool]:
-        """Ranks whose archives have all of these boxes, and True if that is certain for each box.
+    def having(self, wanted: Mapping[str, Sequence[Box]], preferred: Collection[int] = ()) -> set[int]:
+        """Ranks whose archives have all of these boxes, as far as ranks are known to have them.
 
         Among ranks with the same, one that is `preferred` is taken, else the lowest.
         """
         ranks: set[int] = set()
-        is_all = True
         for name, boxes in wanted.items():
             candidates = self._candidates(name, boxes, preferred)
             candidates.sort(key=lambda candidate: (candidate[0] not in preferred, candidate[0]))
             for box in boxes:
                 parts = [(rank, part) for rank, held in candidates if (part := held.common(box))]
-                taken, missing = cover(box.sizes, [part.relative_to(box) for _, part in parts])
-                ranks |= {parts[number][0] for number, _ in taken}
-                is_all = is_all and not missing
-        return ranks, is_all
+                covering = cover(box.sizes, [part.relative_to(box) for _, part in parts])
+                ranks |= {parts[number][0] for number, _ in covering.taken}
+        return ranks
 
     def writers(self, name: str) -> frozenset[int]:
         """The ranks that wrote parts of a tensor. Of ranks that wrote the same, only the lowest may be among them."""

@@ -72,8 +72,7 @@ def translated(path: Path, *, needed_bytes: int = 0, passing: tuple[type[OSError
             raise full(path, needed_bytes, free_bytes_at(path.parent)) from error
         reason = error.strerror or str(error)
         raise StorageUnavailableError(
-            f"{path}: {reason}; make sure that the folder exists, is writable and its disk is healthy",
-            path=str(path),
+            f"{path}: {reason}; make sure that the folder exists, is writable and its disk is healthy", path=str(path)
         ) from error
 
 

@@ -27,7 +27,7 @@ from ...state.skeletons import UnknownChoiceError
 from ...storage.interface import Storage
 from .archive import OpenArchive
 from .contents import Groups, Part
-from .merged_archives import MergedArchives
+from .merged_archives import MergedArchives, Opener
 
 # Archives of one step that are opened at once. The first blocks of so many are kept in memory.
 _MAX_OPENERS: Final = 16
@@ -82,7 +82,7 @@ class NamedArchives(NamedTuple):
     """True if a planner gave each rank a part to write: then no archive has all names of its rank."""
 
 
-class StepArchives:
+class StepArchives(Opener):
     """Opens the archives of one step for one reader, on the thread that reads. `stack` closes them."""
 
     def __init__(self, named: NamedArchives, readers: Readers, stack: contextlib.ExitStack, *, verify: bool) -> None:
@@ -143,7 +143,7 @@ class StepArchives:
         """Open the archives that have these boxes. Raises CheckpointError if no layout says which those are."""
         locator = self._locator()
         if locator is not None:
-            writers, _ = locator.having(boxes, self._opened)
+            writers = locator.having(boxes, self._opened)
             if writers - self._opened.keys():
                 self._open(writers)
                 return
