@@ -61,7 +61,7 @@ class Opener:
 
     def open_all(self) -> None: ...
 
-    def writers(self, name: str) -> Collection[int] | None:
+    def writers(self, name: str) -> Collection[int] | None:  # noqa: ARG002
         """The ranks that wrote parts of a tensor, by its name in structures; None if the open archives tell."""
         return None
 
