@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ O_CLOEXEC: Final = getattr(os, "O_CLOEXEC", 0)
 O_BINARY: Final = getattr(os, "O_BINARY", 0)
 O_NONBLOCK: Final = getattr(os, "O_NONBLOCK", 0)
 O_DIRECTORY: Final = getattr(os, "O_DIRECTORY", 0)
+_PIECE_BYTES: Final = 64 * 1024
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -104,6 +106,19 @@ def open_regular(path: Path, flags: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def read_regular(path: Path) -> tuple[bytes, os.stat_result]:
+    """The bytes of an existing regular file, and its status after they were read. Raises as `open_regular` does.
+
+    Without a file object, which takes longer than the reading where a listing reads thousands of manifests.
+    """
+    fd = open_regular(path, os.O_RDONLY)
+    try:
+        data = b"".join(iter(partial(os.read, fd, _PIECE_BYTES), b""))
+        return data, os.fstat(fd)
+    finally:
+        os.close(fd)
 
 
 def refuse_special(path: Path) -> None:

@@ -152,6 +152,10 @@ class Contents:
             )
         return sources
 
+    def writers(self, number: int) -> Collection[int]:  # noqa: ARG002
+        """The ranks that wrote parts of a tensor, ascending; none if this is not the file of a rank."""
+        return () if self.index.ranks is None else (self.index.ranks.rank,)
+
     def content(self, number: int) -> bytes:
         """The bytes of a small tensor, compared with their digests if its files are verified."""
         tensor = self.index.tensors[number]

@@ -61,6 +61,10 @@ class Opener:
 
     def open_all(self) -> None: ...
 
+    def writers(self, name: str) -> Collection[int] | None:  # noqa: ARG002
+        """The ranks that wrote parts of a tensor, by its name in structures; None if the open archives tell."""
+        return None
+
 
 class MergedArchives(Contents):
     """The archives of all ranks of a step, as one file. The opener owns them, and closes them.
@@ -255,6 +259,14 @@ class MergedArchives(Contents):
         if missing and self._opener.is_whole and number not in self._parts:
             raise self._missing_error(number, missing)
         return self._sources[number][0]
+
+    def writers(self, number: int) -> Collection[int]:
+        if self.is_of_each(number):
+            return sorted(self._merged.tensors[number])
+        writers = self._opener.writers(name_of(self.index.tensors[number].path))
+        if writers is not None:
+            return sorted(writers)
+        return sorted({rank for source in self.sources(number) for rank in source.file.writers(number)})
 
     def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
         wanted = list(wanted)
