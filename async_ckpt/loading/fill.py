@@ -49,10 +49,10 @@ class Wanted(NamedTuple):
     into: torch.Tensor
     offsets: Ints | None = None
 
-
-def boxes_wanted(into: torch.Tensor, offsets: Ints | None) -> Box | None:
-    """The box of a tensor that fills this memory; None for the whole tensor."""
-    return None if offsets is None else Box(offsets, tuple(into.shape))
+    @property
+    def box(self) -> Box | None:
+        """The box of the tensor that fills this memory; None for the whole tensor."""
+        return None if self.offsets is None else Box(self.offsets, tuple(self.into.shape))
 
 
 class _Stretch(NamedTuple):
