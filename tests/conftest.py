@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import functools
 import gc
+import logging
 import os
 import tempfile
 import uuid
@@ -18,6 +18,7 @@ import pytest
 # What the modules beside the tests assert says what it has seen, as in a test.
 pytest.register_assert_rewrite("faulty", "children", "exported", "loans", "packing", "published", "states")
 
+import clients
 import durations
 import simulated
 import torch
@@ -92,6 +93,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    # Before each phase of a test, pytest hangs two handlers on every logger that does not propagate. torch has forty of
+    # them: an empty test takes twice as long.
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -102,7 +108,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Of two accelerators torch takes the simulated one for that of the process: a run has one or the other.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Before any test: autograd's engine counts the devices when it is first used, and has no queue for a later one.
-    simulated.install()
+    if simulated.is_possible():
+        simulated.install()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -138,18 +145,22 @@ def _used(made: Accelerator) -> Iterator[Accelerator]:
     made.assert_in_order()
 
 
+def _simulated(schedule: str | int) -> Simulated:
+    if not simulated.is_possible():
+        pytest.skip("this torch takes no accelerator written in Python")
+    return Simulated(schedule)
+
+
 @pytest.fixture(params=["early", "late", 5, pytest.param("hardware", marks=pytest.mark.gpu)])
 def accelerator(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     """A device: the simulated one under each kind of schedule, and the real one."""
-    made = Cuda() if request.param == "hardware" else Simulated(request.param)
-    yield from _used(made)
+    yield from _used(Cuda() if request.param == "hardware" else _simulated(request.param))
 
 
 @pytest.fixture
 def sim(request: pytest.FixtureRequest) -> Iterator[Simulated]:
     """The simulated device, for what hardware does not do when it is asked to."""
-    made = Simulated(getattr(request, "param", "late"))
-    yield from _used(made)
+    yield from _used(_simulated(getattr(request, "param", "late")))
 
 
 @pytest.fixture
@@ -177,14 +188,16 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.fixture(scope="session")
-def s3() -> Iterator[Server]:
-    """A faithful S3 server. Every test makes a bucket or a prefix of its own."""
-    from botocore.loaders import JSONFileLoader
+def _authority(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All that clients of stores trust."""
+    clients.trust_one_authority(tmp_path_factory.mktemp("authority"))
 
+
+@pytest.fixture(scope="session")
+def s3(_authority: None) -> Iterator[Server]:
+    """A faithful S3 server. Every test makes a bucket or a prefix of its own."""
+    clients.read_services_once()
     with pytest.MonkeyPatch.context() as patch:
-        # Each client of s3fs, the sweep's too, parses megabytes of JSON again: most of what these tests would take.
-        read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
-        patch.setattr(JSONFileLoader, "load_file", lambda _, path: read(path))
         # Parts stay in memory until they are put together: to write each to a file takes as long as all else.
         patch.setenv("MOTO_S3_DEFAULT_KEY_BUFFER_SIZE", str(PART))
         with moto_server() as server:
@@ -232,7 +245,7 @@ def quick_path(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+def nursery(_authority: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """What runs scripts in processes of their own, forked from one that has imported all they need."""
     with Nursery(tmp_path_factory.mktemp("children")) as started:
         yield started

@@ -134,16 +134,19 @@ def copy_steps(
     to = open_run(target.storage(), source.naming)
     _refuse_same(source.run, to)
     to.steps()
-    refuse_if_alive(to.storage, to.starts)
+    refuse_if_alive(to.storage, to.root.starts)
     plans = {step: _planned(source.run, to, step, overwrite=overwrite) for step in steps}
     rows = {step: CopyRow(step, _num_bytes(to, step), _THERE) for step, plan in plans.items() if plan == _THERE}
     with progress("copy", sum(_num_bytes(source.run, step) for step in steps if step not in rows)) as advance:
         for step, plan in plans.items():
             if step not in rows:  # as what lends to one before it
-                copied = _copied(source.run, to, step, advance, mends=plan == _MENDED, is_whole=is_whole)
-                rows |= {row.step: row if row.step in plans else replace(row, outcome=_LENDER) for row in copied}
+                mends = plan == _MENDED
+                copied = _copied(source.run, to, step, advance, mends=mends, is_whole=is_whole)
+                rows |= {
+                    row.step: row if row.step in plans or mends else replace(row, outcome=_LENDER) for row in copied
+                }
     to.announce()
-    to.sweep()  # what an earlier copy that was killed has left
+    to.sweeper.sweep()  # what an earlier copy that was killed has left
     return [rows[step] for step in sorted(rows)]
 
 

@@ -226,7 +226,7 @@ def _num_bytes(place: Place) -> int:
 
 
 def _faults_beside(place: Place) -> Iterator[SoundnessFault]:
-    """Trackers, journals and layouts that are not as the manifests say; nothing if not all manifests can be read here."""
+    """Trackers, journals and layouts that are not as the manifests say; nothing beside manifests of a later format."""
     chosen = runs_at(place)
     try:
         for one in chosen:
