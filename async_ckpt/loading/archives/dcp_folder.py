@@ -59,6 +59,7 @@ class OpenDcp(Contents):
     """
 
     _advice: ClassVar[str] = "fetch it again, or load it with torch.distributed.checkpoint"
+    keeps_empty: ClassVar[bool] = False
 
     def __init__(self, storage: Storage, stack: contextlib.ExitStack) -> None:
         super().__init__(JoinedFile(()), path=storage.locate(""))
