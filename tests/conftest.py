@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import functools
 import gc
+import logging
 import os
 import tempfile
 import uuid
@@ -18,6 +18,7 @@ import pytest
 # What the modules beside the tests assert says what it has seen, as in a test.
 pytest.register_assert_rewrite("faulty", "children", "exported", "loans", "packing", "published", "states")
 
+import clients
 import durations
 import simulated
 import torch
@@ -82,7 +83,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    strays = {item.path.name for item in items if "gpu" in item.keywords and not _is_for_gpus(item.path.name)}
+    strays = {item.path.name for item in items if item.get_closest_marker("gpu") and not _is_for_gpus(item.path.name)}
     if strays:
         raise pytest.UsageError(f"tests with the mark gpu belong into files named test_gpu*.py, not {sorted(strays)}")
     if hasattr(config, "workerinput"):  # one process alone takes as long in any order
@@ -92,6 +93,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    # Before each phase of a test, pytest hangs two handlers on every logger that does not propagate. torch has forty of
+    # them: an empty test takes twice as long.
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -106,7 +112,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "gpu" in item.keywords and not torch.cuda.is_available():
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and -m gpu")
 
 
@@ -177,14 +183,16 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.fixture(scope="session")
-def s3() -> Iterator[Server]:
-    """A faithful S3 server. Every test makes a bucket or a prefix of its own."""
-    from botocore.loaders import JSONFileLoader
+def _authority(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All that clients of stores trust."""
+    clients.trust_one_authority(tmp_path_factory.mktemp("authority"))
 
+
+@pytest.fixture(scope="session")
+def s3(_authority: None) -> Iterator[Server]:
+    """A faithful S3 server. Every test makes a bucket or a prefix of its own."""
+    clients.read_services_once()
     with pytest.MonkeyPatch.context() as patch:
-        # Each client of s3fs, the sweep's too, parses megabytes of JSON again: most of what these tests would take.
-        read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
-        patch.setattr(JSONFileLoader, "load_file", lambda _, path: read(path))
         # Parts stay in memory until they are put together: to write each to a file takes as long as all else.
         patch.setenv("MOTO_S3_DEFAULT_KEY_BUFFER_SIZE", str(PART))
         with moto_server() as server:
@@ -232,7 +240,7 @@ def quick_path(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+def nursery(_authority: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """What runs scripts in processes of their own, forked from one that has imported all they need."""
     with Nursery(tmp_path_factory.mktemp("children")) as started:
         yield started

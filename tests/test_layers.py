@@ -46,6 +46,7 @@ NEIGHBOURS = {
 WORDS = FLOORS[-1]
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     """Every module of the package by its dotted name within it; the package itself is `__init__`."""
     found = {}
@@ -55,13 +56,10 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-MODULES = modules()
-
-
 def imports(name: str, *, at_load_only: bool = False) -> set[str]:
     """What a module imports: `async_ckpt.x.y` for its own house, the dotted name for others."""
     package = ["async_ckpt", *name.split(".")[:-1]]
-    nodes = ast.walk(MODULES[name]) if not at_load_only else _at_load(MODULES[name])
+    nodes = ast.walk(modules()[name]) if not at_load_only else _at_load(modules()[name])
     found = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -72,7 +70,7 @@ def imports(name: str, *, at_load_only: bool = False) -> set[str]:
             # `from . import x` and `from ..format import x` may name modules.
             for alias in node.names:
                 inner = f"{target}.{alias.name}"
-                is_module = inner.removeprefix("async_ckpt.") in MODULES
+                is_module = inner.removeprefix("async_ckpt.") in modules()
                 found.add(inner if is_module else target)
     return found
 
@@ -114,7 +112,7 @@ def starts_threads(name: str) -> bool:
         "Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "start_new_thread", "LibraryThread",
         "to_thread", "run_in_executor",
     }  # fmt: skip
-    for node in ast.walk(MODULES[name]):
+    for node in ast.walk(modules()[name]):
         if isinstance(node, ast.Call):
             called = node.func
             word = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
@@ -124,15 +122,15 @@ def starts_threads(name: str) -> bool:
 
 
 def named(*tops: str) -> list[str]:
-    return [name for name in MODULES if name.split(".")[0] in tops]
+    return [name for name in modules() if name.split(".")[0] in tops]
 
 
 def test_there_is_a_house():
-    assert {"saving.story", "loading.load", "runs.run", "format.layout", "host.pool", "storage.local"} <= set(MODULES)
+    assert {"saving.story", "loading.load", "runs.run", "format.layout", "host.pool", "storage.local"} <= set(modules())
 
 
 def test_a_module_imports_only_from_its_own_room_and_from_floors_below():
-    for name in [name for name in MODULES if name.split(".")[0] != "testing"]:
+    for name in [name for name in modules() if name.split(".")[0] != "testing"]:
         room = name.split(".")[0]
         allowed = {room, *NEIGHBOURS.get(room, ())}
         wrong = {
@@ -147,7 +145,7 @@ def test_only_few_files_stand_at_the_top():
 
 
 def test_nothing_imports_testing():
-    for name in MODULES:
+    for name in modules():
         if name.split(".")[0] != "testing":
             assert not [target for target in own(name) if target.split(".")[0] == "testing"], name
 
@@ -167,7 +165,7 @@ def test_the_words_know_nothing_but_each_other():
 
 
 def test_torch_is_only_where_tensors_are():
-    for name in MODULES:
+    for name in modules():
         if name.split(".")[0] in ("format", "storage", "runs", *WORDS):
             assert "torch" not in foreign(name), name
 
@@ -177,12 +175,12 @@ _OF_DEVICES = [f"torch.{module}" for module in ("cuda", "npu", "xpu", "mps", "ac
 
 def test_only_the_backends_know_where_a_tensor_is():
     """`testing` apart: nobody else asks a tensor for its device's type, or a device's module for anything."""
-    for name in MODULES:
+    for name in modules():
         if name.split(".")[0] in ("backends", "testing"):
             continue
         asked = [
             ast.unparse(node)
-            for node in ast.walk(MODULES[name])
+            for node in ast.walk(modules()[name])
             if isinstance(node, ast.Attribute)
             and (
                 node.attr in ("is_cuda", "is_cpu", "is_xpu", "is_mps", "is_privateuseone", "get_device_module")
@@ -195,22 +193,22 @@ def test_only_the_backends_know_where_a_tensor_is():
 
 
 def test_the_clock_is_only_in_spans():
-    for name in MODULES:
+    for name in modules():
         if name != "spans":
             allowed = {"datetime"} if name == "state.plain" else set()  # a state may hold dates
             assert not foreign(name) & ({"time", "datetime"} - allowed), name
-    asked = {node.attr for node in ast.walk(MODULES["state.plain"]) if isinstance(node, ast.Attribute)}
+    asked = {node.attr for node in ast.walk(modules()["state.plain"]) if isinstance(node, ast.Attribute)}
     assert not {"now", "utcnow", "today"} & asked
 
 
 def test_threads_are_started_only_by_the_host():
-    for name in MODULES:
+    for name in modules():
         if name.split(".")[0] not in ("host", "testing"):
             assert not starts_threads(name), name
 
 
 def test_the_clients_of_stores_are_only_in_their_modules():
-    for name in MODULES:
+    for name in modules():
         if not name.startswith("storage.s3."):
             assert "obstore" not in foreign(name), name
         if not name.startswith("storage.fsspec."):
@@ -220,7 +218,7 @@ def test_the_clients_of_stores_are_only_in_their_modules():
 
 
 def test_optional_packages_are_imported_on_use():
-    for name in MODULES:
+    for name in modules():
         if name.split(".")[0] in ("integrations", "command", "testing"):
             continue
         at_load = {target.split(".")[0] for target in imports(name, at_load_only=True)} - {"async_ckpt"}
@@ -235,8 +233,8 @@ def test_the_story_neither_logs_nor_starts_threads():
 
 
 def test_every_module_opens_with_its_contract():
-    for name in MODULES:
-        text = " ".join((ast.get_docstring(MODULES[name]) or "").split())
+    for name in modules():
+        text = " ".join((ast.get_docstring(modules()[name]) or "").split())
 
         assert text, f"{name} has no docstring"
         if not name.endswith("__init__"):
@@ -246,7 +244,7 @@ def test_every_module_opens_with_its_contract():
 
 
 def test_no_function_is_long():
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
@@ -256,7 +254,7 @@ def test_no_function_is_long():
 
 
 def test_no_room_has_a_circle_under_type_checking_either():
-    for room in {name.split(".")[0] for name in MODULES if "." in name}:
+    for room in {name.split(".")[0] for name in modules() if "." in name}:
         members = {name for name in named(room) if not name.endswith("__init__")}
         left = {name: own(name) & members for name in members}
         while free := {name for name, targets in left.items() if not targets & left.keys()}:
@@ -278,7 +276,7 @@ def test_a_room_has_few_files_and_a_class_few_attributes():
 
     classes = {
         f"{name}.{node.name}": len(attributes)
-        for name, tree in MODULES.items()
+        for name, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and len(attributes := attributes_of(node)) > 15
     }
@@ -291,7 +289,7 @@ NAMED_ALIKE = {"store", "refusals", "__main__"}
 
 def test_no_two_modules_have_one_name():
     packages = {path.parent.name for path in HOUSE.glob("*/**/__init__.py")}
-    names = Counter(name.rpartition(".")[2] for name in MODULES if not name.endswith("__init__"))
+    names = Counter(name.rpartition(".")[2] for name in modules() if not name.endswith("__init__"))
     names.update(packages - {"dcp"})  # integrations.dcp is what users import
     assert {name for name, times in names.items() if times > 1} == NAMED_ALIKE
 
@@ -308,7 +306,7 @@ LONG_SIGNATURES = {
 def test_a_function_has_few_parameters():
     found = {
         f"{name}.{node.name}": num
-        for name, tree in MODULES.items()
+        for name, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (num := num_parameters(node)) > 8
@@ -350,7 +348,7 @@ def test_there_is_no_circle_of_imports():
         assert name not in path, " -> ".join([*path, name])
         if name in done:
             return
-        tree = MODULES[name]
+        tree = modules()[name]
         wanted = {
             target.removeprefix("async_ckpt").lstrip(".") or "__init__"
             for target in imports(name, at_load_only=True)
@@ -358,12 +356,12 @@ def test_there_is_no_circle_of_imports():
         }
         assert tree is not None
         for target in wanted:
-            inner = target if target in MODULES else f"{target}.__init__"
-            if inner in MODULES and inner != name and not inner.endswith("__init__"):
+            inner = target if target in modules() else f"{target}.__init__"
+            if inner in modules() and inner != name and not inner.endswith("__init__"):
                 visit(inner, (*path, name))
         done.add(name)
 
-    for name in MODULES:
+    for name in modules():
         visit(name, ())
 
 

@@ -21,7 +21,7 @@ from .. import AsyncCheckpointer
 from ..around.hf_weights import Weights
 from ..around.shards import INDEX, MAX_SHARD_BYTES, Shard, index_of, shards_of, view_of
 from ..report import sized
-from ..runs.naming import Naming, parse_step_name
+from ..runs.naming import NAMINGS, STEP_FORMAT, Naming, parse_step_name
 from ..saving.planner import pool_for
 from ..saving.request import FileRequest
 from ..saving.saver import Saver
@@ -45,6 +45,8 @@ _BY_SUFFIX: Final = {
     ".bin": "torch",
     ".ckpt": "torch",
 }
+# The names that mean a step without --as: "llama-3" may be any folder.
+_STEP_FORMATS: Final = {STEP_FORMAT, *(naming.step_format for naming in NAMINGS.values())}
 _SHOWN_NAMES: Final = 5
 # The memory of a save. It waits for memory rather than take more.
 _HOST_BYTES: Final = 128 << 20
@@ -105,11 +107,14 @@ def _format_of(target: Place) -> str:
     suffix = next((suffix for suffix in _BY_SUFFIX if name.lower().endswith(suffix)), None)
     if suffix is not None:
         return _BY_SUFFIX[suffix]
-    if parse_step_name(name) is not None:
+    step_name = parse_step_name(name)
+    if step_name is not None and step_name.step_format in _STEP_FORMATS:
         return "step"
+    if "." not in name:
+        return "hf"
     raise Answer(
         f"{target.shown}: the name does not say which format is meant; pass --as {', '.join(FORMATS)}, or a name that "
-        f"ends in {', '.join(_BY_SUFFIX)}",
+        f"ends in {', '.join(_BY_SUFFIX)}; a name without a suffix is a folder of safetensors files, as hf",
         USAGE,
     )
 

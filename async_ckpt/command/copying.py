@@ -23,7 +23,7 @@ from ..runs.run import Run
 from ..runs.starts import refuse_if_alive
 from ..spans import monotonic
 from ..storage.place import Place
-from .screen import NO, USAGE, Answer, print_json, print_table, print_text, progress
+from .screen import NO, USAGE, Answer, escaped, in_table, print_json, print_table, print_text, progress
 from .selection import ChosenRun, best_step, open_run, runs_at, steps_in
 
 _COPIED: Final = "copied"
@@ -89,11 +89,11 @@ def show(
         return
     print_table(
         ("step", "size", "outcome"),
-        ((str(row.step), sized(row.num_bytes) if row.num_bytes else "", row.outcome) for row in rows),
+        ((str(row.step), in_table(row.num_bytes) if row.num_bytes else "", row.outcome) for row in rows),
         right=("step", "size"),
     )
     speed = f", {sized(num_bytes / seconds)}/s" if num_bytes and seconds else ""
-    print_text(f"{sized(num_bytes)} copied to {target.shown} in {seconds:.1f} s{speed}", "dim")
+    print_text(f"{sized(num_bytes)} copied to {escaped(target.shown)} in {seconds:.1f} s{speed}", "dim")
 
 
 def _steps(one: ChosenRun, ranges: Sequence[str], *, latest: bool, best: str | None) -> list[int]:

@@ -17,7 +17,7 @@ import typer
 from ..errors import CheckpointError
 from ..state.tree import StoredLeaf
 from ..storage.place import Place
-from .screen import NO, escaped, print_json, print_table, print_text
+from .screen import NO, counted, escaped, print_json, print_table, print_text
 from .sources import NamedItem, shown_name, shown_value, with_items
 
 # The order of the rows, beside the largest difference.
@@ -99,7 +99,9 @@ def show(a: Place, b: Place, *, select: Sequence[str], rtol: float, atol: float,
                 ),
                 right=("max abs", "max rel", "items"),
             )
-        print_text(f"{num_names} names: {num_equal} equal in every bit, {num_different} different", "dim")
+        print_text(
+            f"{counted(num_names, 'name')}: {num_equal:,} equal in every bit, {num_different:,} different", "dim"
+        )
     if num_different:
         raise typer.Exit(NO)
 

@@ -46,7 +46,7 @@ _CREDENTIALS: Final = {
     "GOOGLE_APPLICATION_CREDENTIALS": "gs://", "AZURE_STORAGE_ACCOUNT_KEY": "az://", "AZURE_STORAGE_SAS_TOKEN": "az://",
 }  # fmt: skip
 
-
+_LITTLE_SPACE_BYTES: Final = 1 << 30
 _CLOCK_SECONDS: Final = 5.0
 _MAX_SKEW_SECONDS: Final = 5.0
 # S3 refuses what was signed longer ago, or is signed for a time so far ahead.
@@ -83,7 +83,7 @@ def show(root: Place | None, *, as_json: bool) -> None:
 def findings(root: Place | None) -> Iterator[Finding]:
     """All of them, in the order in which they are found out."""
     yield Finding("ok", "async_ckpt", version("async_ckpt"))
-    yield Finding("ok", "Python", f"{platform.python_version()} on {platform.system()} {platform.release()}")
+    yield Finding("ok", "Python", f"{platform.python_version()} on {platform.system()}")
     yield from _torch()
     yield from _packages()
     yield Finding("ok", "cores", f"{num_cpus()} for this process")
@@ -104,7 +104,7 @@ def _torch() -> Iterator[Finding]:
     yield Finding("ok", "torch", torch.__version__)
     device = accelerator()
     if device is None:
-        yield Finding("note", "accelerator", "torch sees none, so that tensors are copied on the CPU")
+        yield Finding("note", "accelerator", "torch sees none: install a torch for your device, if there is one")
     else:
         yield Finding("ok", "accelerator", str(device))
 
@@ -132,13 +132,17 @@ def _memory() -> Iterator[Finding]:
         yield Finding(
             "note",
             "memlock",
-            f"{sized(soft)}: page-locked buffers of drivers other than CUDA's are bounded by it",
+            f"{sized(soft)}, which limits page-locked buffers, but not CUDA's: raise it with ulimit -l",
         )
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if huge.exists():
         chosen = huge.read_text().partition("[")[2].partition("]")[0]
         if chosen == "never":
-            yield Finding("note", "huge pages", "off; the first save into new memory takes longer")
+            yield Finding(
+                "note",
+                "huge pages",
+                "off, so that a first save takes longer: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+            )
         else:
             yield Finding("ok", "huge pages", chosen)
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -162,8 +166,17 @@ def _disk(root: Place) -> Iterator[Finding]:
         yield Finding("bad", root.shown, "cannot be written to: give a folder that is yours")
         return
     free = shutil.disk_usage(there).free
-    yield Finding("ok" if free > 1 << 30 else "bad", "free space", f"{sized(free)} at {there}")
-    with tempfile.NamedTemporaryFile(dir=there, prefix=".async-ckpt-doctor.") as file:
+    if free > _LITTLE_SPACE_BYTES:
+        yield Finding("ok", "free space", f"{sized(free)} at {there}")
+    else:
+        text = f"{sized(free)} at {there}: delete old steps (async-ckpt prune), or give another folder"
+        yield Finding("bad", "free space", text)
+    try:
+        file = tempfile.NamedTemporaryFile(dir=there, prefix=".async-ckpt-doctor.")  # noqa: SIM115
+    except OSError as error:  # /proc, or a file system that is mounted read-only
+        yield Finding("bad", root.shown, f"no file can be made in {there} ({error.strerror}): give another folder")
+        return
+    with file:
         yield _tried(
             "preallocation",
             lambda: os.posix_fallocate(file.fileno(), 0, 1 << 20),

@@ -1,15 +1,18 @@
 """The names in a checkpoint, with their shapes, places and statistics.
 
-In: a place. Out: rows of plain values, and their table. Knows nothing of: arguments. Nothing is unpickled.
+In: a place. Out: rows of plain values, and their table; plain values alone as JSON, a single tensor as torch prints it.
+Knows nothing of: arguments. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from typing import Any, Final
 
 import torch
@@ -21,13 +24,18 @@ from ..spec import DTYPES
 from ..state.names import dotted, shown
 from ..state.tree import StoredLeaf
 from ..storage.place import Place
-from .screen import Answer, escaped, print_json, print_table, print_text, short
+from .screen import Answer, as_json_text, counted, escaped, in_table, print_json, print_table, print_text, short
 from .sources import chunks, walked
 
 _RANK: Final = re.compile(r"rank_(\d{5,})[^/]*$")
 # As torch prints: larger tensors are summed up by the items at the ends of each dimension.
 _PRINTED_ITEMS: Final = 1000
 _EDGE_ITEMS: Final = 3
+_SHOWN_TOTALS: Final = 8
+# The statistics of a tensor, with the headings of their columns.
+_STATISTICS: Final = {
+    "min": "min", "max": "max", "mean": "mean", "std": "std", "norm": "norm", "num_nan": "NaN", "num_inf": "Inf",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,44 +78,108 @@ def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -
     if as_json:
         print_json("names", {"place": place.shown, "names": [row.as_json() for row in rows]})
         return
-    statistics = ("min", "max", "mean", "std", "norm", "num_nan", "num_inf") if stats else ()
+    if patterns and all(row.kind == "value" for row in rows):
+        print_text(_values_as_json(rows, patterns))
+        return
+    files = FilesOfRows.of(rows)
+    headings = [*_STATISTICS.values()] if stats else ["value or place"]
     print_table(
-        ("name", "kind", "dtype", "shape", "size", "value", *statistics, "ranks"),
-        ((*_columns(row), *_statistics_in(row, statistics), _ranks(row)) for row in rows),
-        right=("size", *statistics),
+        ("name", "type", "shape", "size", *headings),
+        ((*_columns(row), *(_statistics_in(row) if stats else [_value_or_place(row, files)])) for row in rows),
+        right=("size", *_STATISTICS.values()),
     )
     if items is not None:
         print_text(items)
         for one in rows[0].places:
             print_text(escaped(f"{one.file}: {one.num_bytes:,} bytes from {one.offset:,}"), "dim")
-    totals: dict[str, int] = {}
-    for row in rows:
-        top = row.name.partition(".")[0]
-        totals[top] = totals.get(top, 0) + (row.num_bytes if row.alias_of is None else 0)
-    parts = ", ".join(f"{escaped(top)} {sized(size)}" for top, size in totals.items() if size)
-    print_text(f"{len(rows)} names, {sized(sum(totals.values()))}" + (f": {parts}" if parts else ""), "dim")
+    else:
+        print_text(_totals(rows, files), "dim")
+
+
+def _values_as_json(rows: Sequence[NameRow], patterns: Sequence[str]) -> str:
+    """A plain value as it is; several by their names, each in one line."""
+    if [row.name for row in rows] == [*patterns]:
+        return as_json_text(rows[0].value)
+    lines = (f" {as_json_text(row.name)}: {as_json_text(row.value)}" for row in rows)
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _columns(row: NameRow) -> tuple[str, ...]:
     return (
         escaped(row.name),
-        row.kind if row.alias_of is None else f"= {escaped(row.alias_of)}",
-        row.dtype or "",
+        _type_of(row),
         "" if row.shape is None else "x".join(map(str, row.shape)) or "scalar",
-        sized(row.num_bytes) if row.dtype else "",
-        short(row.value) if row.kind == "value" else "",
+        in_table(row.num_bytes) if row.dtype else "",
     )
 
 
-def _statistics_in(row: NameRow, keys: Sequence[str]) -> Iterator[str]:
-    return ("" if row.stats is None else f"{row.stats[key]:.5g}" for key in keys)
+def _type_of(row: NameRow) -> str:
+    if row.kind == "array":
+        return f"array of {row.dtype}"
+    return row.dtype if row.kind == "tensor" and row.dtype else row.kind
+
+
+@dataclass(frozen=True, slots=True)
+class FilesOfRows:
+    """The files of some rows: the folder that all of them lie in, and the one that has the most rows."""
+
+    folder: str
+    main: str | None
+    has_others: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[NameRow]) -> FilesOfRows:
+        files = Counter(one.file for row in rows for one in row.places)
+        if not files:
+            return cls("", None, has_others=False)
+        parents = zip(*(file.split("/")[:-1] for file in files), strict=False)
+        common = (same[0] for same in takewhile(lambda names: len({*names}) == 1, parents))
+        return cls("".join(f"{name}/" for name in common), max(files, key=files.__getitem__), len(files) > 1)
+
+    def shown(self, file: str) -> str:
+        return escaped(file.removeprefix(self.folder))
+
+
+def _value_or_place(row: NameRow, files: FilesOfRows) -> str:
+    """A plain value in short; of a tensor, its offset, and the file if that is not the main one; of many parts, their
+    ranks.
+    """
+    if row.kind == "value":
+        return short(row.value)
+    if row.alias_of is not None:
+        return f"same as {escaped(row.alias_of)}"
+    if len(row.places) == 1:
+        (one,) = row.places
+        return f"at {one.offset:,}" + ("" if one.file == files.main else f" in {files.shown(one.file)}")
+    ranks = _ranks(row)
+    parts = counted(len(row.places), "part") if row.places else ""
+    return f"{parts} of ranks {ranks}" if ranks else parts
+
+
+def _totals(rows: Sequence[NameRow], files: FilesOfRows) -> str:
+    """The number of names and bytes, and the bytes of the largest top-level entries."""
+    totals: dict[str, int] = {}
+    for row in rows:
+        if row.num_bytes and row.alias_of is None:
+            top = row.name.partition(".")[0]
+            totals[top] = totals.get(top, 0) + row.num_bytes
+    largest = sorted(totals, key=lambda top: -totals[top])
+    parts = [f"{escaped(top)} {sized(totals[top])}" for top in largest[:_SHOWN_TOTALS]]
+    if len(largest) > _SHOWN_TOTALS:
+        parts.append(f"{len(largest) - _SHOWN_TOTALS:,} more")
+    inside = f" in {files.shown(files.main)}" if files.main else ""
+    inside += " where no other file is named" if files.has_others else ""
+    by_entry = f": {', '.join(parts)}" if parts else ""
+    return f"{counted(len(rows), 'name')}, {sized(sum(totals.values()))}{inside}{by_entry}"
+
+
+def _statistics_in(row: NameRow) -> Iterator[str]:
+    return ("" if row.stats is None else f"{row.stats[key]:.5g}" for key in _STATISTICS)
 
 
 def _ranks(row: NameRow) -> str:
-    """The ranks that have written parts of a tensor, such as "0-3, 7"; nothing if it was rank 0 alone."""
+    """The ranks that have written parts of a tensor, such as "0-3, 7"."""
     ranks = sorted({one.rank for one in row.places if one.rank is not None})
-    if ranks in ([], [0]):
-        return ""
     begins = [rank for rank in ranks if rank - 1 not in ranks]
     ends = [rank for rank in ranks if rank + 1 not in ranks]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))

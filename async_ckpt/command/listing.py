@@ -29,7 +29,7 @@ from ..spans import Clock, wall_time
 from ..storage.interface import Storage
 from ..storage.place import Place
 from .options import place_below
-from .screen import USAGE, Answer, age, escaped, print_json, print_table, short, shown_seconds
+from .screen import USAGE, Answer, age, escaped, in_table, print_json, print_table, short, shown_seconds
 
 if TYPE_CHECKING:
     from ..publishing.versions import Versions
@@ -116,7 +116,18 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
             f"{place.shown} is the folder of one step; look into it with async-ckpt inspect, or list its run", USAGE
         )
     else:
-        raise Answer(f"{place.shown}: no run, no step and no publication there")
+        raise nothing_at(place)
+
+
+def nothing_at(place: Place) -> Answer:
+    """The answer for a place without a run, a step or a publication: what is there, and the command for it."""
+    from ..loading.archives.find import nothing_committed, opened_as_file  # they need torch
+
+    opened = opened_as_file(place)
+    if opened is not None:
+        opened[0].close()
+        return Answer(f"{place.shown} is a file, not a run; look into it with async-ckpt inspect", USAGE)
+    return Answer(str(nothing_committed(place.storage())))
 
 
 def kind_of(place: Place) -> str:
@@ -356,7 +367,7 @@ def _print_versions(place: Place, rows: Sequence[VersionRow], *, as_json: bool) 
                 str(row.version),
                 row.kind,
                 "" if row.base is None else str(row.base),
-                sized(row.num_bytes),
+                in_table(row.num_bytes),
                 f"{row.num_complete} of {row.num_ranks}" if row.num_ranks > 1 else "",
                 ", ".join(row.marks),
             )
@@ -379,7 +390,7 @@ def _print_runs(place: Place, rows: Sequence[RunRow], *, as_json: bool) -> None:
                 str(row.num_steps),
                 "" if row.latest is None else str(row.latest),
                 "" if row.created is None else age(row.created, now),
-                sized(row.num_bytes),
+                in_table(row.num_bytes),
             )
             for row in rows
         ),
@@ -401,14 +412,14 @@ def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> Non
         }
     )
     print_table(
-        ("step", "age", "size", "ranks", "seconds", "bandwidth", "stall", *map(escaped, metrics), "marks"),
+        ("step", "age", "size", "ranks", "durable in", "bandwidth", "stall", *map(escaped, metrics), "marks"),
         (
             (
                 str(row.step),
                 "" if row.created is None else age(row.created, now),
-                "" if row.num_bytes is None else sized(row.num_bytes),
+                "" if row.num_bytes is None else in_table(row.num_bytes),
                 str(row.num_ranks) if row.num_ranks else "",
-                "" if row.seconds is None else f"{row.seconds:.2f}",
+                "" if row.seconds is None else shown_seconds(row.seconds),
                 f"{sized(row.num_bytes / row.seconds)}/s" if row.num_bytes and row.seconds else "",
                 "" if row.stall_seconds is None else shown_seconds(row.stall_seconds),
                 *(short(row.record[key]) if key in row.record else "" for key in metrics),
@@ -416,5 +427,5 @@ def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> Non
             )
             for row in rows
         ),
-        right=("step", "age", "size", "ranks", "seconds", "bandwidth", "stall", *metrics),
+        right=("step", "age", "size", "ranks", "durable in", "bandwidth", "stall", *map(escaped, metrics)),
     )

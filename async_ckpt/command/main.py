@@ -4,7 +4,8 @@ In: arguments. Out: text or JSON on stdout, an error on stderr, a status. Knows 
 
 Each word imports what it needs when it is called, so that `--help` needs nothing of it.
 
-Status: 0 fine; 1 the answer is no (damaged, nothing found); 2 usage; 74 a storage that does not work; 130 Ctrl-C.
+Status: 0 fine; 1 the answer is no (damaged, different, nothing found); 2 usage; 74 a storage that does not work;
+130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -26,101 +27,144 @@ _INTERRUPTED: Final = 130
 
 app = typer.Typer(
     name="async-ckpt",
-    help="Look at checkpoints of async_ckpt: what is there, whether it is whole, and what is in it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _example(words: str) -> str:
+    """The line below the help of a command, which the backspace keeps from being wrapped."""
+    return f"\b\nExample: async-ckpt {words}"
+
+
 Select = Annotated[
-    list[str] | None, typer.Option(help="Names, beginnings of names, or patterns; may be given several times.")
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Names, beginnings of names, or patterns; may be given several times."),
 ]
 Trust = Annotated[bool, typer.Option("--trust", help="Unpickle what is no plain data, which may run any code.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
-As = Annotated[str | None, typer.Option("--as", help="archive, step, safetensors, hf, torch or dcp; else by the name.")]
-FromRank = Annotated[
-    list[str] | None, typer.Option(help="NAME=RANK: whose value to take where each rank has its own, such as rng=0.")
+As = Annotated[
+    str | None,
+    typer.Option("--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; else by the name."),
 ]
-Strip = Annotated[str, typer.Option(help="The beginning that names lose, such as 'model.'.")]
+FromRank = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=RANK", help="Whose value to take where each rank has its own, such as rng=0."),
+]
+Strip = Annotated[str, typer.Option(metavar="PREFIX", help="The beginning that names lose, such as 'model.'.")]
+Best = Annotated[
+    str | None, typer.Option(metavar="METRIC", help="The best steps by a metric: loss, or accuracy:max:3.")
+]
 
 
-@app.command(epilog="Example: async-ckpt ls runs/a")
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        print(f"async-ckpt {version('async_ckpt')}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    """Look at checkpoints of async_ckpt, verify, compare, copy and convert them."""
+
+
+@app.command(epilog=_example("ls runs/a"))
 @with_place
 def ls(
     place: Where,
     all_: Annotated[bool, typer.Option("--all", help="Also steps that are retired or not committed.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Mark steps that lack an archive.")] = False,
-    best: Annotated[str | None, typer.Option(help="Mark the best by a metric: loss, or accuracy:max:3.")] = None,
+    best: Best = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the steps of a run, the runs in a folder, or the versions of a publication."""
+    """List the steps of a run, the runs in a folder, or versions."""
     from .listing import show
 
     show(place, with_all=all_, check=check, best=best, as_json=as_json)
 
 
-@app.command(epilog="Example: async-ckpt inspect runs/a/step_00000100 'model.*' --stats")
+@app.command(epilog=_example("inspect runs/a/step_00000100 'model.*' --stats"))
 @with_place
 def inspect(
     place: Where,
     names: Annotated[
-        list[str] | None, typer.Argument(help="Names, beginnings of names, or patterns.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Names, beginnings of names, or patterns.", show_default=False),
     ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Read every item: min, max, mean, std, norm, NaN, Inf.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the names in a step, an archive, or any checkpoint that load() reads, with their shapes and sizes."""
+    """Show the names, shapes and values in a checkpoint.
+
+    A step, an archive, the newest step of a run, a safetensors file, or a folder of Hugging Face or
+    torch.distributed.checkpoint. A single tensor is printed as torch does, plain values as JSON; nothing is unpickled.
+    """
     from .inspection import show
 
     show(place, names or [], stats=stats, as_json=as_json)
 
 
-@app.command(epilog="Example: async-ckpt verify runs/a")
+@app.command(epilog=_example("verify runs/a"))
 @with_place
 def verify(
     place: Where,
     base: Annotated[
-        Path | None, typer.Option(help="The folder of the model that a publication began with, if it is not there.")
+        Path | None, typer.Option(metavar="FOLDER", help="The model that a publication began with, if it is not there.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of an archive, a step, a run or a publication, and compare it with the digests."""
+    """Compare every byte with its digest, and say how to mend it.
+
+    PLACE is an archive, a step, a run or a publication.
+    """
     from .soundness import show
 
     show(place, base=base, as_json=as_json)
 
 
-@app.command(epilog="Example: async-ckpt cp runs/a s3://bucket/runs/a --steps 100:500")
+@app.command(epilog=_example("cp runs/a s3://bucket/runs/a --steps 100:500"))
 @with_place
 def cp(
-    src: Annotated[Place, typer.Argument(help="A run, or the folder of a step.", show_default=False)],
-    dst: Annotated[Place, typer.Argument(help="The root that the steps go to.", show_default=False)],
+    src: Annotated[Place, typer.Argument(metavar="SRC", help="A run, or the folder of a step.", show_default=False)],
+    dst: Annotated[Place, typer.Argument(metavar="DST", help="The root that the steps go to.", show_default=False)],
     steps: Annotated[
-        list[str] | None, typer.Option(help="A step, or a range such as 100:500; may be given several times.")
+        list[str] | None,
+        typer.Option(metavar="STEP|FIRST:LAST", help="May be given several times; both ends belong to it."),
     ] = None,
     latest: Annotated[bool, typer.Option("--latest", help="The newest step only.")] = False,
-    best: Annotated[str | None, typer.Option(help="The best step by a metric: loss, or accuracy:max.")] = None,
+    best: Best = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace other versions of the steps, and damaged ones.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a run, or some of its steps, to another root: verified, and resumed by the same command."""
+    """Copy a run, or some of its steps, to another root.
+
+    Every byte is compared with its digest on the way. After an interruption, the same command goes on.
+    """
     from .copying import show
 
     show(src, dst, ranges=steps or [], latest=latest, best=best, overwrite=overwrite, as_json=as_json)
 
 
-@app.command(epilog="Example: async-ckpt prune runs/a --keep last=3 --keep best=loss:min:2 --dry-run")
+@app.command(epilog=_example("prune runs/a --keep last=3 --keep best=loss:min:2 --dry-run"))
 @with_place
 def prune(
     place: Where,
     keep: Annotated[
         list[str] | None,
-        typer.Option(help="A rule, given once for each: last=3, every=1000, best=loss:min:2, seconds=86400."),
+        typer.Option(metavar="RULE", help="last=3, every=1000, best=loss:min:2 or seconds=86400; each once."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which steps would go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
@@ -129,37 +173,45 @@ def prune(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete the steps that no rule keeps, as the retention of a training would. The newest step always stays."""
+    """Delete the steps that no rule keeps.
+
+    As the retention of a training would, but shown first. The newest step always stays.
+    """
     from .pruning import show
 
     show(place, keep or [], dry_run=dry_run, yes=yes, unattended=unattended, as_json=as_json)
 
 
-@app.command(epilog="Example: async-ckpt repair runs/a --apply")
+@app.command(epilog=_example("repair runs/a --apply"))
 @with_place
 def repair(
     place: Where,
-    unretire: Annotated[int | None, typer.Option(help="Commit this step again, which a rollback has retired.")] = None,
+    unretire: Annotated[
+        int | None, typer.Option(metavar="STEP", help="Commit this step again, which a rollback has retired.")
+    ] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Mend it; without this, nothing is changed.")] = False,
     unattended: Annotated[
         bool, typer.Option("--unattended", help="No process writes to the run; a store cannot tell.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find what of a run is not as its manifests say, and make it again: tracker, journal, layouts, leftovers."""
+    """Make again what of a run is not as its manifests say.
+
+    Tracker, journal and layouts are made again, and what dead writers have left is deleted. Only with --apply.
+    """
     from .repair import show
 
     show(place, unretire=unretire, apply=apply, unattended=unattended, as_json=as_json)
 
 
-@app.command(epilog="Example: async-ckpt diff runs/a/step_00000100 runs/b/step_00000100 --rtol 1e-5")
+@app.command(epilog=_example("diff runs/a/step_00000100 runs/b/step_00000100 --rtol 1e-5"))
 @with_place
 def diff(
-    a: Annotated[Place, typer.Argument(help="A checkpoint of any format.", show_default=False)],
-    b: Annotated[Place, typer.Argument(help="Another one.", show_default=False)],
+    a: Annotated[Place, typer.Argument(metavar="A", help="A checkpoint of any format.", show_default=False)],
+    b: Annotated[Place, typer.Argument(metavar="B", help="Another one.", show_default=False)],
     select: Select = None,
-    rtol: Annotated[float, typer.Option(help="Differences up to this times the item of B are none.")] = 0.0,
-    atol: Annotated[float, typer.Option(help="Differences up to this are none.")] = 0.0,
+    rtol: Annotated[float, typer.Option(metavar="X", help="Differences up to X times the item of B are none.")] = 0.0,
+    atol: Annotated[float, typer.Option(metavar="X", help="Differences up to X are none.")] = 0.0,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -169,12 +221,14 @@ def diff(
     show(a, b, select=select or [], rtol=rtol, atol=atol, trust=trust, as_json=as_json)
 
 
-@app.command(epilog="Example: async-ckpt extract runs/a/step_00000100 --select 'model.*' --to out/model.safetensors")
+@app.command(epilog=_example("extract runs/a/step_00000100 --select 'model.*' --to out/model.safetensors"))
 @with_place
 def extract(
-    src: Annotated[Place, typer.Argument(help="A checkpoint of any format.", show_default=False)],
+    src: Annotated[Place, typer.Argument(metavar="SRC", help="A checkpoint of any format.", show_default=False)],
     select: Select = None,
-    to: Annotated[str, typer.Option(help="A path or URL.", show_default=False)] = "",
+    to: Annotated[
+        str, typer.Option(metavar="PLACE", help="The file or folder that is written.", show_default=False)
+    ] = "",
     as_: As = None,
     strip: Strip = "",
     from_rank: FromRank = None,
@@ -182,22 +236,22 @@ def extract(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write some names of a checkpoint to a file or folder of any format."""
+    """Write some names of a checkpoint to a file or folder."""
     from .conversion import ConversionRequest, show
 
     if not to:
-        raise Answer("--to says where the names go: F.safetensors, F.pt, F.tar, or a folder with --as hf", USAGE)
+        raise Answer("--to says where the names go: F.safetensors, F.pt, F.tar, or a folder", USAGE)
     request = ConversionRequest(
         src, place_like(src, to), tuple(select or ()), strip, trust, overwrite, tuple(from_rank or ())
     )
     show(request, as_, as_json=as_json)
 
 
-@app.command(epilog="Example: async-ckpt convert model.pt out/model.tar")
+@app.command(epilog=_example("convert model.pt out/model.tar"))
 @with_place
 def convert(
-    src: Annotated[Place, typer.Argument(help="A checkpoint of any format.", show_default=False)],
-    dst: Annotated[Place, typer.Argument(help="A file or folder.", show_default=False)],
+    src: Annotated[Place, typer.Argument(metavar="SRC", help="A checkpoint of any format.", show_default=False)],
+    dst: Annotated[Place, typer.Argument(metavar="DST", help="A file or folder.", show_default=False)],
     as_: As = None,
     select: Select = None,
     strip: Strip = "",
@@ -206,7 +260,10 @@ def convert(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint in another format; a step that several ranks have saved, as one state."""
+    """Write a checkpoint in another format.
+
+    A step that several ranks have saved becomes one state.
+    """
     from .conversion import ConversionRequest, show
 
     show(
@@ -216,25 +273,29 @@ def convert(
     )
 
 
-@app.command(epilog="Example: async-ckpt bench runs --size 100MB --tensors 50")
+@app.command(epilog=_example("bench runs --size 50MB --tensors 50"))
 @with_place
 def bench(
-    root: Annotated[Place | None, typer.Argument(help="A folder or URL to write to.", show_default="here")] = None,
-    size: Annotated[str, typer.Option(help="The size of the state that is saved, such as 1GB or 512MiB.")] = "1GB",
-    tensors: Annotated[int, typer.Option(help="The number of its tensors.")] = 300,
+    root: Annotated[
+        Place | None, typer.Argument(metavar="ROOT", help="A folder or URL to write to.", show_default="here")
+    ] = None,
+    size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of the state that is saved, such as 1GB or 512MiB.")
+    ] = "1GB",
+    tensors: Annotated[int, typer.Option(metavar="N", help="The number of its tensors.")] = 300,
     as_json: AsJson = False,
 ) -> None:
-    """Measure in a minute what a disk or store gives, and what saves and restores reach beside it."""
+    """Measure a disk or store, and saves and restores beside it."""
     from .bench import BenchRequest, show, size_of
 
     show(BenchRequest(root or Place("."), size_of(size), tensors), as_json=as_json)
 
 
-@app.command(epilog="Example: async-ckpt doctor runs/a")
+@app.command(epilog=_example("doctor runs/a"))
 @with_place
 def doctor(
     root: Annotated[
-        Place | None, typer.Argument(help="A root that checkpoints are to go to.", show_default=False)
+        Place | None, typer.Argument(metavar="ROOT", help="A root that checkpoints are to go to.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -254,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def status_of(arguments: Sequence[str]) -> int:
     """Run the command in this process, and return its status."""
     try:
-        result = app(args=list(arguments), standalone_mode=False)
+        result = app(args=list(arguments), prog_name="async-ckpt", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except typer.Exit as error:
         return error.exit_code
@@ -266,8 +327,10 @@ def status_of(arguments: Sequence[str]) -> int:
         return _said(str(error), STORAGE)
     except CheckpointError as error:
         return _said(str(error), NO)
-    except (ValueError, TypeError, ImportError, KeyError) as error:
-        return _said(str(error.args[0] if error.args else error), USAGE)
+    except KeyError as error:  # a name that no checkpoint has; its text would be quoted
+        return _said(str(error.args[0] if error.args else error), NO)
+    except (ValueError, TypeError, ImportError) as error:
+        return _said(str(error), USAGE)
     except OSError as error:
         return _said(str(error), STORAGE)
     except Exception as error:

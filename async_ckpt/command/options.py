@@ -21,7 +21,7 @@ from ..storage.url import scheme_of
 _DEADLINE_SECONDS: Final = 30.0
 
 # A parameter of this type is an argument that says where; `with_place` makes it one.
-Where = Annotated[Place, typer.Argument(help="A path or URL.", show_default=False)]
+Where = Annotated[Place, typer.Argument(metavar="PLACE", help="A path or URL.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else.")]
 
 # The options of a store: their types, defaults and flags.
@@ -30,8 +30,9 @@ _OPTIONS: Final[dict[str, tuple[type, Any, str]]] = {
     "region": (str, None, "The region of the store."),
     "profile": (str, None, "The profile in ~/.aws whose credentials are used."),
     "anonymous": (bool, False, "Ask the store without credentials."),
-    "deadline": (float, _DEADLINE_SECONDS, "How many seconds a store may take to answer a request."),
+    "deadline": (float, _DEADLINE_SECONDS, "How long a store may take to answer a request."),
 }
+_METAVARS: Final = {"endpoint": "URL", "region": "NAME", "profile": "NAME", "deadline": "SECONDS"}
 _KEYWORD: Final = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -92,9 +93,8 @@ def _store_options(place: str) -> list[inspect.Parameter]:
             full, default, annotation = f"{place}_{name}", None, kind | None
             text = f"The same for {place.upper()}, if it differs."
         flag = f"--{full.replace('_', '-')}"
-        parameter = inspect.Parameter(
-            full, _KEYWORD, default=default, annotation=Annotated[annotation, typer.Option(flag, help=text)]
-        )
+        option = typer.Option(flag, help=text, metavar=None if kind is bool else _METAVARS[name])
+        parameter = inspect.Parameter(full, _KEYWORD, default=default, annotation=Annotated[annotation, option])
         options.append(parameter)
     return options
 

@@ -21,7 +21,7 @@ from ..spans import shown_time
 from ..spec import Keep
 from ..storage.place import Place
 from .listing import parse_best
-from .screen import USAGE, Answer, escaped, print_json, print_table, print_text
+from .screen import USAGE, Answer, counted, escaped, in_table, print_json, print_table, print_text
 from .selection import ChosenRun, runs_at
 
 _RULES: Final = "last=3, every=1000, best=loss:min:2 or seconds=86400"
@@ -63,14 +63,15 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
             (
                 (
                     str(row.step),
-                    "damaged" if row.num_bytes is None else sized(row.num_bytes),
+                    "damaged" if row.num_bytes is None else in_table(row.num_bytes),
                     "delete" if row.deleted else "keep",
                 )
                 for row in rows
             ),
             right=("step", "size"),
         )
-        print_text(f"{len(going)} of {len(rows)} steps go, {sized(freed)} of {escaped(place.shown)}")
+        verb = "would go" if dry_run else "go"
+        print_text(f"{len(going)} of {counted(len(rows), 'step')} {verb}, {sized(freed)} of {escaped(place.shown)}")
     if going and not dry_run:
         for one in chosen:
             refuse_writer(one.run, unattended=unattended)
@@ -78,6 +79,8 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
             raise Answer("nothing was deleted")
         gone = {step for one in chosen for step in _delete(one)}
         rows = [PruneRow(row.step, row.num_bytes, row.step in gone) for row in rows]
+        if not as_json:
+            print_text(f"{counted(len(gone), 'step')} deleted")
     if as_json:
         freed = sum(row.num_bytes or 0 for row in rows if row.deleted)
         print_json(

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from ..report import sized
 from ..spans import shown_time
 
 # Exit statuses, beside 0 and that of Ctrl-C.
@@ -104,7 +105,12 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 def print_json(kind: str, document: Mapping[str, Any]) -> None:
     """One document, and nothing else. Numbers that JSON does not have are texts."""
     told = {"version": JSON_VERSION, "kind": kind, **document}
-    sys.stdout.write(json.dumps(_finite(told), ensure_ascii=True, indent=1) + "\n")
+    sys.stdout.write(as_json_text(told, indent=1) + "\n")
+
+
+def as_json_text(value: Any, *, indent: int | None = None) -> str:
+    """A value as JSON in ASCII, so that a terminal acts upon nothing in it."""
+    return json.dumps(_finite(value), ensure_ascii=True, indent=indent)
 
 
 def _finite(value: Any) -> Any:
@@ -115,6 +121,16 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def counted(number: int, word: str) -> str:
+    """A number of things, such as "1 name" or "1,200 names"."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def in_table(num_bytes: int) -> str:
+    """A size for the column of a table, whose units are short."""
+    return sized(num_bytes).replace(" bytes", " B")
 
 
 def escaped(text: str) -> str:
@@ -135,7 +151,9 @@ def age(created: float, now: float) -> str:
 
 def shown_seconds(seconds: float) -> str:
     """A short time for people, such as "3.2 ms"."""
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} µs"
 
 
 def short(value: Any) -> str:

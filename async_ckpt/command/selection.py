@@ -20,7 +20,7 @@ from ..spec import Keep
 from ..storage.interface import Storage
 from ..storage.place import Place
 from ..storage.url import parent_and_name
-from .listing import kind_of, parse_best, step_formats
+from .listing import kind_of, nothing_at, parse_best, step_formats
 from .screen import USAGE, Answer
 
 _RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")
@@ -48,7 +48,7 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
             raise Answer(f"{place.shown}: {name!r} is not the name of a step; name the root of its run", USAGE)
     elif kind != "run":
         there = {"runs": "several runs; name one of them", "publication": "a publication, and no run"}
-        raise Answer(f"{place.shown}: {there.get(kind, 'no run there')}", USAGE if kind in there else 1)
+        raise Answer(f"{place.shown}: {there[kind]}", USAGE) if kind in there else nothing_at(place)
     storage = place.storage()
     names = storage.names("")
     chosen = []

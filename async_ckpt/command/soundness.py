@@ -66,7 +66,7 @@ class Soundness:
         """The things that were checked, for people: "3 steps, 100 to 300"."""
         numbers, word = sorted({*self.sound, *self.damaged}), "version" if self.is_publication else "step"
         if not numbers:
-            return "the archive"
+            return "one archive"
         if len(numbers) == 1:
             return f"{word} {numbers[0]}"
         return f"{len(numbers)} {word}s, {numbers[0]} to {numbers[-1]}"
@@ -100,6 +100,8 @@ def show(place: Place, *, base: Path | None, as_json: bool) -> None:
 def _summary(place: Place, found: Soundness, seconds: float) -> str:
     if not found.faults:
         verdict = f"{found.subject}, sound"
+    elif not (found.sound or found.damaged):
+        verdict = f"{found.subject}, damaged"
     elif not found.damaged:
         verdict = f"{found.subject}, sound; but see above"
     else:

@@ -107,7 +107,7 @@ class FolderReplica:
                 return self._state_of_another(marker.version)
             if not self._has_all_files():
                 return None
-            if marker.boot == _boot() != "":
+            if marker.boot == _boot() != "" and marker.stamps == self._stamps():
                 return marker.state
             if self._checksums() != marker.state.checksums:
                 return None
@@ -377,8 +377,17 @@ class FolderReplica:
         return {name: whole[at + begin : at + end] for name, (_, begin, end) in rows.items()}
 
     def note(self, state: WeightsState | None) -> None:
-        self._notes.note(state, _boot())
+        self._notes.note(state, _boot(), self._stamps())
         self._state = state
+
+    def _stamps(self) -> dict[str, str]:
+        """A text for each file of weights that changes when the file is replaced or written."""
+        stamps = {}
+        for file in self._installed.weights:
+            status = self._files.stat(file)
+            if status is not None:
+                stamps[file] = f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
+        return stamps
 
 
 def _try_lock(fd: int) -> bool:

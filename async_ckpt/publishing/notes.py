@@ -5,13 +5,15 @@ Knows nothing of: versions, tensors.
 
 `state.json` is the marker of the version in the folder; it is deleted before the weights change. Receivers of other
 programs write a marker of that name, too. `files.json` lists the files that versions have put there; all other files
-are the user's. Nothing is synced: after a reboot, all bytes are compared with their checksums first.
+are the user's. Nothing is synced: after a reboot, or if a file of weights has changed since it was noted, all bytes are
+compared with their checksums first.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ..errors import StorageUnavailableError
@@ -41,11 +43,15 @@ class InstalledFiles(NamedTuple):
 
 
 class Marker(NamedTuple):
-    """The content of `state.json`. A marker of another receiver has only the version."""
+    """The content of `state.json`. A marker of another receiver has only the version.
+
+    `stamps` has the stamp of each file of weights when it was noted.
+    """
 
     version: int
     state: WeightsState | None
-    boot: str
+    boot: str = ""
+    stamps: Mapping[str, str] = MappingProxyType({})
 
 
 class Notes:
@@ -60,15 +66,16 @@ class Notes:
             fields = table(json.loads(self._files.read(_STATE)))
             version = number_of(fields["version"])
             if "identity" not in fields:
-                return Marker(version, None, "")
+                return Marker(version, None)
             identity, structure = _checksum(fields["identity"]), _checksum(fields["structure"])
             checksums = dict(entries(fields["checksums"], _checksum))
             state = WeightsState(version, identity, structure, checksums, text(fields.get("stamp", "")))
-            return Marker(version, state, text(fields["boot"]))
+            stamps = dict(entries(fields.get("stamps", {}), text))
+            return Marker(version, state, text(fields["boot"]), stamps)
         except _UNREADABLE:
             return None
 
-    def note(self, state: WeightsState | None, boot: str = "") -> None:
+    def note(self, state: WeightsState | None, boot: str = "", stamps: Mapping[str, str] | None = None) -> None:
         """Mark the folder as holding these weights, in this boot of the machine; None removes the marker."""
         if state is None:
             self._files.delete(_STATE)
@@ -76,7 +83,7 @@ class Notes:
         fields: dict[str, Any] = {"version": f"{state.version:06d}"}
         if not state.is_marked:
             fields |= {"identity": state.identity, "structure": state.structure, "boot": boot}
-            fields |= {"stamp": state.stamp, "checksums": state.checksums}
+            fields |= {"stamp": state.stamp, "stamps": stamps or {}, "checksums": state.checksums}
         self._files.replace(_STATE, json.dumps(fields).encode())
 
     def files(self) -> InstalledFiles:

@@ -22,7 +22,7 @@ import xxhash
 
 from ..around.hf_weights import Weights
 from ..around.shards import MAX_SHARD_BYTES, Shard, ShardReader, index_of, shards_of
-from ..errors import CheckpointError, StepExistsError, UnsupportedStateError
+from ..errors import CheckpointError, ClosedError, StepExistsError, UnsupportedStateError
 from ..format import safetensors
 from ..format.delta import (
     INDEX,
@@ -316,7 +316,6 @@ class Publication(CopySave):
                     f"{self.path}: another Publisher has published this version meanwhile; it is kept",
                     step=self._version,
                 ) from error
-            series.ownership.check()  # after losing the root meanwhile, this version must not count
         else:
             LocalStorage(self._scratch.folder).replace(INDEX, data)
             target = Path(storage.locate(self._folder))
@@ -324,6 +323,11 @@ class Publication(CopySave):
             with translated(target):
                 os.replace(self._scratch.folder, target)  # fails if the target has files
                 sync_folder(target.parent)
+        try:
+            series.ownership.check()
+        except ClosedError:  # after losing the root meanwhile, this version must not count
+            series.versions.withdraw(self._version, data, self._attempt)
+            raise
         self._num_bytes += len(data)
         series.base.update(index, state, self._weights.tensors)
         series.published(state)

@@ -122,9 +122,11 @@ class VersionSeries:
         """Begin a series. `place` is the root of all ranks; `start` is None for a whole model."""
         self.storage, self.start = storage, start
         self.is_clean = False  # nothing unfinished is left, of this publisher or one before it
-        self.versions, self.ownership = Versions(storage), Ownership(storage)
-        self.base = DeltaBase(deltas)
         self._keep, self._ranks = keep, RankVersions(place)
+        is_first_rank = start is not None and start.is_first
+        of_all = Ownership(self._ranks.storage) if is_first_rank else None
+        self.versions, self.ownership = Versions(storage), Ownership(storage, also=of_all)
+        self.base = DeltaBase(deltas)
         self.replacement = Replacement(self.versions, self._ranks, start, is_allowed=retires)
         self._structure = ""  # of the newest version
 
@@ -153,7 +155,7 @@ class VersionSeries:
         if not self.is_clean:
             self.versions.delete_unfinished()
             self.is_clean = True
-        if version not in existing and self.storage.names(folder_of(version)):
+        if version not in existing and not self.versions.clear(version):
             raise StepExistsError(
                 f"{root}: there is a folder {folder_of(version)} already, which is not a version of a Publisher; "
                 "delete it, or give a higher number",
@@ -185,11 +187,10 @@ class VersionSeries:
         if not counted:
             return
         oldest = counted[-self._keep :][0]
-        token = self.ownership.token
-        _retain_from(oldest, self.versions, token)
+        _retain_from(oldest, self.versions, self.ownership)
         if _is_first(self.start):
             for name, versions in self._ranks.of_other_worlds(_size(self.start)).items():
-                if versions.numbers() and not _retain_from(oldest, versions, token):
+                if versions.numbers() and not _retain_from(oldest, versions, self.ownership):
                     self._ranks.remove(name)
 
 
@@ -202,10 +203,13 @@ def _size(start: RanksStart | None) -> int | None:
     return None if start is None else start.size
 
 
-def _retain_from(oldest: int, versions: Versions, token: str) -> list[int]:
-    """Delete the versions that are older and that no newer one needs. Returns those that are left."""
+def _retain_from(oldest: int, versions: Versions, ownership: Ownership) -> list[int]:
+    """Delete the versions that are older and that no newer one needs. Returns those that are left.
+
+    Raises ClosedError if another publisher takes the root meanwhile: it may publish the same numbers again.
+    """
     existing = versions.numbers()
     needed = versions.needed_by([number for number in existing if number >= oldest])
     unneeded = [number for number in existing if number not in needed and versions.is_ours(number)]
-    versions.delete(unneeded, token=token)
+    versions.delete(unneeded, token=ownership.token, check=ownership.check)
     return [number for number in existing if number not in unneeded]

@@ -288,12 +288,14 @@ class Versions:
     def delete_unfinished(self) -> None:
         """Delete what publishers have begun and not finished. Only the owner of the root may do this.
 
-        In the folder of a complete version these are the files of other attempts, which a publisher wrote late.
+        In the folder of a complete version these are the files of other attempts, which a publisher wrote late. The
+        records stay for a day, since a publisher that was overtaken may wake and write more.
         """
         if not self.storage.remote:
             return
         existing = set(self.numbers())
-        for name in filter(_UNFINISHED.fullmatch, self.storage.names("")):
+        records = list(filter(_UNFINISHED.fullmatch, self.storage.names("")))
+        for name in records:
             try:
                 begun = [int(number) for number in json.loads(self.storage.read(name)[0])["versions"]]
             except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -303,7 +305,29 @@ class Versions:
                     self.storage.delete_all(folder_of(number))
                 elif self.is_ours(number):
                     self._delete_other_attempts(number)
-            self.storage.delete(name)
+        self.storage.sweep("", records, delete=True, decided=True)
+
+    def clear(self, number: int) -> bool:
+        """Whether nothing is in the folder of a version that does not exist, once late files are deleted.
+
+        Only the owner of the root may do this.
+        """
+        names = self.storage.names(folder_of(number))
+        if names and self.storage.remote and all(map(is_attempt, names)):
+            self.storage.delete_all(folder_of(number))
+            return True
+        return not names
+
+    def withdraw(self, number: int, data: bytes, attempt: str) -> None:
+        """Take back a version that a publisher has added, with these bytes as its index, after it had lost the root."""
+        if self.bytes_of(number) != data:
+            return
+        if self.storage.remote:
+            self.storage.delete(f"{folder_of(number)}/{INDEX}")
+            self.discard(number, attempt)
+            mark_replaced(self.storage)
+        else:
+            self._remove_folder(Path(self.root), folder_of(number))
 
     def _delete_other_attempts(self, number: int) -> None:
         own = self.read(number).attempt
@@ -319,17 +343,20 @@ class Versions:
 class Ownership:
     """The right of one publisher to add versions: the last one that has taken it has it.
 
-    Owned by a `VersionSeries`; `Versions` makes one to ask whether an index may be believed.
+    Owned by a `VersionSeries`; `Versions` makes one to ask whether an index may be believed. The first of several ranks
+    `also` owns the root of all, so that it and a publisher of another world learn of each other.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, also: Ownership | None = None) -> None:
+        self._storage, self._also = storage, also
         self.token = os.urandom(8).hex()
         self._note = b""
         self.is_taken = False
 
     def take(self) -> None:
         """Take the root from whichever publisher has it."""
+        if self._also is not None:
+            self._also.take()
         owner = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
         self._note = json.dumps({**owner, "unsealed": self._unsealed()}, sort_keys=True).encode() + b"\n"
         names = [] if self._storage.remote else self._storage.names("")
@@ -337,6 +364,8 @@ class Ownership:
         left = [*temps_of(_OWNER, names), *marks]
         self._storage.sweep("", left, delete=True)  # left by processes that were killed in `replace`
         self._storage.replace(_OWNER, self._note)
+        if self._storage.remote:  # it may have been emptied, and get other versions by the same numbers
+            mark_replaced(self._storage)
         self.is_taken = True
 
     def _unsealed(self) -> dict[str, str]:
@@ -379,6 +408,8 @@ class Ownership:
 
     def check(self) -> None:
         """Raises ClosedError if another publisher has taken the root since."""
+        if self._also is not None:
+            self._also.check()
         root = self._storage.locate("")
         try:
             note = self._storage.read(_OWNER)[0]

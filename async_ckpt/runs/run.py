@@ -325,7 +325,7 @@ class Run:
             return []
 
     def check_taken(self) -> None:
-        """Before a commit, raise RunTakenError if another process has taken the run since this one did."""
+        """Before a commit or a deletion, raise RunTakenError if another process has taken the run since."""
         if self._start is not None:
             self._tenure.refuse_if_later(self.storage, self._start, self._root.relist().starts)
 
@@ -369,7 +369,10 @@ class Run:
     # --- deleting ---------------------------------------------------------------------------------------------
 
     def retain(self, step: int, *, replaced: Manifest | None, in_flight: Collection[int]) -> list[int]:
-        """Delete replaced archives, and the steps that retention deletes. Returns these steps, ascending."""
+        """Delete replaced archives, and the steps that retention deletes. Returns these steps, ascending.
+
+        Raises RunTakenError before it deletes a step, if another process has taken the run.
+        """
         listing = self._root.listing or self._root.relist()
         self._root.finish_rollbacks(listing.intents)
         view = self._root.view(listing)
@@ -382,6 +385,8 @@ class Run:
             self._root.forget(doomed)
             view = self._root.view(listing)
             doomed = [old for old in self.steps_to_delete(view, protected=protected) if old in inside]
+        if doomed:
+            self.check_taken()  # another process may have gone on from one of them
         self._root.listing = None
         for old in reversed(doomed):  # a step may borrow from older ones, so these are deleted after it
             self._sweeper.delete(old, inside[old], whole_folder=self.keep.whole_folder)

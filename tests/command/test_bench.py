@@ -140,3 +140,9 @@ def test_doctor_compares_the_clock_with_that_of_the_store(bucket: Any) -> None: 
     (clock,) = [one for one in json.loads(ended.stdout)["findings"] if one["subject"] == "clock"]
     assert (ended.returncode, clock["verdict"]) == (1, "bad")
     assert "3600 s ahead of" in clock["text"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has /proc")
+def test_doctor_says_where_no_file_can_be_made() -> None:
+    told = documented("doctor", "/proc/nowhere", status=1)["findings"]
+    assert [one["verdict"] for one in told if one["subject"] == "/proc/nowhere"] == ["bad"]

@@ -160,6 +160,11 @@ def test_names_are_extracted_and_lose_their_beginning(tmp_path: Path, step: Path
     path = tmp_path / "model.safetensors"
     assert run_command("extract", step, "--select", "model", "--strip", "model.", "--to", path).returncode == 0
     assert_same(load_file(path), WEIGHTS)
+    assert (
+        run_command("extract", step, "--select", "model", "--strip", "model.", "--to", tmp_path / "llama-3").returncode
+        == 0
+    )
+    assert_same(weights_in("hf", tmp_path / "llama-3"), WEIGHTS)
     assert run_command("extract", step, "--select", "model.layer.*", "--to", tmp_path / "two.pt").returncode == 0
     assert_same(torch.load(tmp_path / "two.pt")["model"], {n: WEIGHTS[n] for n in ("layer.weight", "layer.bias")})
     assert (
@@ -243,13 +248,13 @@ def test_what_is_there_is_replaced_only_if_that_is_said(tmp_path: Path, target: 
         (("convert", "{tmp}/empty", "{tmp}/x.tar"), 1, "the folder is empty"),
         (("convert", "{tmp}/text", "{tmp}/x.tar"), 1, "text"),
         (("convert", "{tmp}/cut.pt", "{tmp}/x.tar"), 1, "cut.pt"),
-        (("convert", "{tmp}/run", "{tmp}/x"), 2, "--as"),
+        (("convert", "{tmp}/run", "{tmp}/x.gguf"), 2, "--as"),
         (("convert", "{tmp}/run", "{tmp}/x", "--as", "gguf"), 2, "gguf"),
         (("convert", "{tmp}/run", "{tmp}/x", "--as", "step"), 2, "number in its name"),
         (("convert", "{tmp}/run", "/proc/nowhere/x.tar"), 74, "/proc"),
         (("convert", "{tmp}/run", "/proc/nowhere/x.pt"), 74, "/proc"),
         (("convert", "{tmp}/run", "{tmp}/x.pt", "--strip", "model."), 2, "--strip"),
-        (("extract", "{tmp}/run", "--select", "nothing.*", "--to", "{tmp}/x.pt"), 2, "matches nothing"),
+        (("extract", "{tmp}/run", "--select", "nothing.*", "--to", "{tmp}/x.pt"), 1, "matches nothing"),
         (("extract", "{tmp}/run"), 2, "--to"),
         (("convert", "{tmp}/run", "{tmp}/x.pt", "--from-rank", "x"), 2, "name and a rank"),
         (("diff", "{tmp}/run", "{tmp}/nowhere"), 1, "nothing at this path"),

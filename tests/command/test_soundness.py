@@ -218,3 +218,4 @@ def test_a_file_that_is_no_archive_is_not_sound(tmp_path: Path) -> None:
     ended = run_command("verify", tmp_path / "file")
     assert ended.returncode == 1
     assert f"{tmp_path}/file: " in ended.stdout
+    assert ": one archive, damaged; " in ended.stdout.splitlines()[-1]

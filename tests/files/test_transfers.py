@@ -15,7 +15,6 @@ from states import MIB
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError, StorageUnavailableError
-from async_ckpt.storage.locks import TEMP_SUFFIX
 from async_ckpt.testing import FaultyProxy
 
 
@@ -66,7 +65,7 @@ def test_a_whole_bucket_may_be_uploaded_to(bucket, tmp_path):
 
 def test_links_are_followed_and_files_on_their_way_left_out(bucket, tmp_path):
     write(tmp_path / "blobs", {"abc": b"1", "folder/x": b"2"})
-    source = write(tmp_path / "snapshot", {"y": b"3", f".z.1234{TEMP_SUFFIX}": b"4"})
+    source = write(tmp_path / "snapshot", {"y": b"3", ".z.1234.async_ckpt-tmp": b"4"})
     (source / "model").symlink_to("../blobs/abc")
     (source / "more").symlink_to("../blobs/folder")
     async_ckpt.files.upload_directory(source, bucket.place)

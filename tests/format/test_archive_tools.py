@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_model
-from states import difference
+from states import MIB, difference
 from torch import nn
 
 import async_ckpt
-from async_ckpt.spec import MIB, PAGE_BYTES
+
+PAGE_BYTES = 4096  # see docs/format.md
 
 MEMBERS = ["index.json", "model.safetensors", "optimizer.safetensors", "objects.pt", "digests.json"]
 

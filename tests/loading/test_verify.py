@@ -104,7 +104,7 @@ def test_a_report_is_one_line_and_its_numbers_go_to_a_logger(run: Path) -> None:
     assert str(VerifyReport("x.tar", 1, 10**9, 1.0)).startswith("x.tar: the archive is sound, 1.00 GB")
     assert str(VerifyReport("x", 1, 10**9, 1.0, (7,))).startswith("x: step 7 is sound")
     assert report.as_dict("verify/") == {
-        "verify/num_steps": 3.0, "verify/num_notes": 1.0, "verify/num_archives": 3.0, "verify/num_bytes": 4e9,
+        "verify/num_steps": 3.0, "verify/num_versions": 0.0, "verify/num_notes": 1.0, "verify/num_archives": 3.0, "verify/num_bytes": 4e9,
         "verify/seconds": 2.0, "verify/bandwidth": 2e9,
     }  # fmt: skip
     assert all(math.isfinite(number) for number in async_ckpt.verify(run).as_dict().values())

@@ -17,7 +17,7 @@ import pytest
 import torch
 from disks import mounted, needs_mount
 from exported import assert_loads, weights_in
-from published import Line, files_below, weights_below
+from published import Line, files_below, flip, weights_below
 from safetensors.torch import load_file, save_file
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
@@ -129,6 +129,23 @@ def test_a_disk_without_room_for_a_copy_of_a_hard_linked_file_leaves_the_version
             Subscriber(tmp_path / "weights").pull(folder / "local")
         assert files_below(folder) == before
         assert Subscriber(tmp_path / "weights").pull(folder / "local", 1).num_versions == 0
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_harm_to_a_tensor_that_no_delta_changes_is_found_by_the_next_pull(tmp_path, version):
+    weights = {"changes": torch.zeros(3000), "stays": torch.zeros(3000)}
+    with Publisher(tmp_path / "weights") as publisher:
+        publisher.publish(weights, 1).result()
+        subscriber = Subscriber(tmp_path / "weights")
+        subscriber.pull(tmp_path / "local")
+        flip(tmp_path / "local" / "model.safetensors", -1)  # the last tensor is the one that stays
+        weights["changes"][3] = 1.0
+        publisher.publish(weights, 2).result()
+    assert subscriber.pull(tmp_path / "local", version).base is None
+    found = weights_in(tmp_path / "local")
+    assert not found["stays"].any()
+    assert bool(found["changes"].any()) is (version == 2)
+    assert subscriber.pull(tmp_path / "local", version).num_versions == 0
 
 
 def test_a_link_in_place_of_the_weights_is_replaced_and_what_it_leads_to_stays(line, local, tmp_path):

@@ -11,7 +11,7 @@ from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.runs.manifest import Archive, Manifest
 
 # Beside one page of a listing for every thousand folders. An upload in parts asks for each of these, too.
-MOST_REQUESTS = 12
+MOST_REQUESTS = 13
 
 
 def seed(s3, bucket: str, num_steps: int) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from racing import Call
+from racing import Call, Gate
 from scripted_disk import scripted
 from states import assert_is_state, open_run, state_at
 
@@ -189,6 +190,38 @@ def test_in_a_store_the_one_that_is_overtaken_is_told_who_has_the_run(s3, bucket
             old.save(state_at(11), step=11).result()
         save(new, 4)
     assert_line(root, [2, 3, 4])
+
+
+@pytest.mark.parametrize("unchanged", [None, "frozen"])
+def test_the_retention_of_who_was_overtaken_deletes_nothing_that_the_next_start_goes_on_from(
+    tmp_path, gate: Gate, monkeypatch, caplog, unchanged
+):
+    """Not the step that it has restored, nor what a later one borrows from there."""
+    frozen = {"weight": torch.arange(500.0)}
+
+    def state_of(step: int) -> dict[str, Any]:
+        return {"step": step, "frozen": frozen}
+
+    with of_another_process(tmp_path, keep=2) as old, of_another_process(tmp_path, keep=3, on_rollback="retire") as new:
+        for step in (8, 9):
+            old.save(state_of(step), step).result()
+        old.wait()
+        sweeper = old._roots.runs[0]._sweeper
+        real = sweeper.read_folder
+        monkeypatch.setattr(sweeper, "read_folder", lambda step: (gate.passed(), real(step))[1])
+        handle = old.save(state_of(10), 10)
+        gate.wait_reached()
+        new.restore(state_of(0), step=8)
+        new.save(state_of(9), 9, overwrite=True, unchanged=unchanged).result()
+        gate.open()
+        old.wait()
+        assert handle.result().step == 10  # committed before the next start; its retention was not
+    assert "has taken the run over" in caplog.text
+    with open_run(tmp_path) as ckpt:
+        assert ckpt.steps() == [8, 9]
+        for step in (8, 9):
+            assert torch.equal(ckpt.load(step)["frozen"]["weight"], frozen["weight"])
+            assert ckpt.load(step)["step"] == step
 
 
 def test_of_starts_that_take_a_root_at_once_one_goes_on(tmp_path):

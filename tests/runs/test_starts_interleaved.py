@@ -8,8 +8,7 @@ import pytest
 from interleaved import Objects, Process, line
 from slices import some
 
-from async_ckpt import RunTakenError
-from async_ckpt.errors import StepBehindError, StepExistsError
+from async_ckpt import RunTakenError, StepBehindError, StepExistsError
 
 
 def steps_to_save(dice: random.Random, *, retire: bool) -> list[int]:

@@ -22,6 +22,7 @@ from async_ckpt import AsyncCheckpointer, StorageUnavailableError
 from async_ckpt.host import memory as memory_module
 from async_ckpt.host.threads import is_library_thread
 from async_ckpt.saving import default
+from async_ckpt.staging import tensors
 from async_ckpt.staging.host_copy import BufferPool
 
 ITEMS = MIB // 4  # of a tensor of 1 MiB
@@ -88,6 +89,28 @@ def test_memory_of_a_failed_save_is_lent_to_nobody_while_copies_still_write_to_i
         assert ckpt.steps() == [2]
 
 
+def test_a_failed_save_returns_only_when_no_thread_fills_its_memory_any_more(tmp_path, gate, monkeypatch):
+    memmove, filled = tensors.memmove, []
+
+    def stopping(target: int, source: int, num_bytes: int) -> None:
+        filled.append(num_bytes)
+        if len(filled) == 1:
+            gate.passed()
+        memmove(target, source, num_bytes)
+
+    monkeypatch.setattr(tensors, "memmove", stopping)
+    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.fail("create", error=StorageUnavailableError("gone", path="/ckpt"))
+        failing = Call(lambda: ckpt.save({"w": torch.full((ITEMS,), 3.0)}, step=1))
+        gate.wait_reached()
+        failing.wait_until_inside_all("stop", "wait")
+        assert failing.is_alive()
+        gate.open()
+        assert isinstance(failing.outcome().exception(), StorageUnavailableError)
+        ckpt.save({"w": torch.full((ITEMS,), 4.0)}, step=2).result()
+        assert_all(ckpt.load(2), 4.0)
+
+
 # --- no memory left on the device ---------------------------------------------------------------------------------
 
 
@@ -123,6 +146,17 @@ def test_a_device_that_is_full_is_prewarmed_as_far_as_it_goes(tmp_path, sim):
         assert ckpt._saver.pool._free
         ckpt.save(state, step=1).result()
         assert_all({"w": ckpt.load(1)["w"]}, 7.0)
+
+
+def test_small_tensors_are_gathered_in_no_more_than_32_mib_of_the_device(tmp_path, sim):
+    state = {f"small{n}": torch.full((50_000,), 3.0, device="sim") for n in range(240)}  # 46 MiB
+    sim.sim.settle()
+    memory = sim.sim.memories[0]
+    before = memory.most_bytes = memory.lent_bytes
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state, step=1).result()
+        assert memory.most_bytes - before <= 32 * MIB
+        assert_all(ckpt.load(1), 3.0)
 
 
 @pytest.mark.parametrize("guard", [False, True])

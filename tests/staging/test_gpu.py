@@ -273,15 +273,18 @@ def test_a_failing_disk_lets_the_step_go(tmp_path, accelerator):
 
 
 def test_the_stall_of_the_stream_is_reported(ckpt, accelerator):
+    state = {"w": torch.ones(8 * LARGE, device=accelerator.kind)}
+    ckpt.prewarm(state)
     with scripted(ckpt) as disk:
         disk.stop("write")
-        handle = ckpt.save({"w": torch.ones(2 * LARGE, device=accelerator.kind)}, step=1)
+        with accelerator.ahead():  # or the copies might have ended before training gets there
+            handle = ckpt.save(state, step=1)
         handle.wait_staged()
         accelerator.module.synchronize()  # a wait that is not over yet counts nothing
         disk.release_all()
         report = handle.result()
 
-    assert report.stall_seconds > accelerator.shortest_wait_seconds
+    assert report.stall_seconds > accelerator.shortest_wait_seconds(state["w"].nbytes)
 
 
 # --- back to the device ----------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ import pytest
 from children import Nursery, injected, why_no_strace
 from states import assert_is_state, leftovers, open_run
 
-from async_ckpt.storage.locks import TEMP_SUFFIX
-
 _WHY_NOT = why_no_strace() if sys.platform == "linux" else "strace is of Linux"
 pytestmark = pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or "")
 
@@ -79,7 +77,7 @@ def test_a_temp_file_that_could_not_be_deleted_is_gone_after_the_next_save(tmp_p
     faulty = Faulty(nursery, tmp_path, *faults)
 
     assert faulty.error == "StorageUnavailableError"
-    assert [name for name in faulty.left if name.endswith(TEMP_SUFFIX)]
+    assert [name for name in faulty.left if name.endswith(".async_ckpt-tmp")]
     assert (faulty.left_after_next, faulty.folders, faulty.steps) == ([], FOLDERS, [1, 3])
 
 
@@ -94,7 +92,7 @@ def test_nor_does_one_of_a_manifest_stay(tmp_path, nursery, faults, steps):
     faulty = Faulty(nursery, tmp_path, *faults)
 
     assert [name for name in faulty.left if "manifest" in name]
-    assert not [name for name in faulty.left_after_next if name.endswith(TEMP_SUFFIX)]
+    assert not [name for name in faulty.left_after_next if name.endswith(".async_ckpt-tmp")]
     assert faulty.steps == steps
 
 

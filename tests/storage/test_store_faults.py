@@ -5,6 +5,7 @@ success after retries; never a half checkpoint, an open upload, a lost one from 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import logging
 import textwrap
@@ -21,6 +22,7 @@ from buckets import (
     no_memory_is_lent,
 )
 from faulty import ALL, AWAY, BIG, FORBIDDEN, NO_RETRIES, SOON, TROUBLE, Far, failure, nobody_waits
+from slices import some
 from states import MIB, SEGMENT, assert_is_state, open_run, state_at
 
 import async_ckpt
@@ -70,8 +72,8 @@ REFUSALS = {
 # s3fs goes where S3 says that the bucket is, which the proxy does not say.
 @pytest.mark.parametrize(
     ("far", "code"),
-    [("obstore", code) for code in REFUSALS]
-    + [("s3fs", code) for code in REFUSALS if code not in ("PermanentRedirect", "InvalidAccessKeyId")],
+    some([("obstore", code) for code in REFUSALS], 2)
+    + some([("s3fs", code) for code in REFUSALS if code not in ("PermanentRedirect", "InvalidAccessKeyId")], 3),
     indirect=["far"],
 )
 def test_a_refusal_says_what_to_do_whatever_is_asked(far, code):
@@ -259,10 +261,10 @@ def test_an_option_that_nobody_knows_is_named():
 
 @pytest.mark.parametrize(
     ("trouble", "kind"),
-    [("SlowDown", kind) for kind in [*MULTIPART, "small archive", "list_objects", "latest"]]
-    + [("InternalError", kind) for kind in ["head_object", "manifest.json"]]
-    + [("cut before", kind) for kind in [*MULTIPART, "head_object", "manifest.json"]]
-    + [("answer lost", kind) for kind in [*MULTIPART, "small archive", "manifest.json", "latest"]],
+    some([("SlowDown", kind) for kind in [*MULTIPART, "small archive", "list_objects", "latest"]], 3)
+    + some([("InternalError", kind) for kind in ["head_object", "manifest.json"]], 2)
+    + some([("cut before", kind) for kind in [*MULTIPART, "head_object", "manifest.json"]], 3)
+    + some([("answer lost", kind) for kind in [*MULTIPART, "small archive", "manifest.json", "latest"]], 3),
 )
 def test_trouble_that_passes_is_only_seen_in_the_report(obstore, trouble, kind):
     where = {
@@ -283,8 +285,9 @@ def test_trouble_that_passes_is_only_seen_in_the_report(obstore, trouble, kind):
         assert len(obstore.direct.names()) == 6
 
 
-@pytest.mark.parametrize("trouble", ["SlowDown", "answer lost"])
-@pytest.mark.parametrize("kind", [*MULTIPART, "manifest.json"])
+@pytest.mark.parametrize(
+    ("trouble", "kind"), some(list(itertools.product(["SlowDown", "answer lost"], [*MULTIPART, "manifest.json"])), 3)
+)
 def test_trouble_that_passes_is_overcome_by_s3fs_too(bucket, proxy, trouble, kind):
     far = Far(bucket, proxy, "s3fs")
     where = {"kind": "put_object", "target": kind} if kind == "manifest.json" else {"kind": kind}
@@ -380,7 +383,7 @@ def keyless(far: Far, **options: Any) -> dict[str, Any]:
     return {name: given[name] for name in given if "access_key" not in name}
 
 
-@pytest.mark.parametrize("status", [400, 403])
+@pytest.mark.parametrize("status", some([400, 403], 2))
 def test_credentials_that_expire_in_the_middle_of_an_upload_are_renewed(obstore, status):
     provider = Provider()
     options = keyless(obstore, credential_provider=provider, **NO_RETRIES)

@@ -20,13 +20,16 @@ class Simulated:
     """Streams that run by a schedule; see `simulated`."""
 
     kind = "sim"
-    shortest_wait_seconds = WORK_SECONDS
 
     def __init__(self, schedule: str | int) -> None:
         self.sim = simulated.install()
         self.sim.reset(schedule)
         self.module: Any = torch.get_device_module("sim")
         self.may_race = False
+
+    def shortest_wait_seconds(self, num_bytes: int) -> float:
+        """Less than a stream waits for any copy. Two events without a wait between them are `WORK_SECONDS` apart."""
+        return 1.5 * WORK_SECONDS
 
     def busy(self, device: int = 0) -> None:
         """Keep the current stream busy until somebody waits for it."""
@@ -60,11 +63,14 @@ class Cuda:
     """The real one."""
 
     kind = "cuda"
-    shortest_wait_seconds = 0.0
     may_race = False
 
     def __init__(self) -> None:
         self.module: Any = torch.cuda
+
+    def shortest_wait_seconds(self, num_bytes: int) -> float:
+        """No bus moves a terabyte in a second. Two events without a wait between them are some microseconds apart."""
+        return num_bytes / 1e12
 
     def busy(self, device: int = 0) -> None:
         with torch.cuda.device(device):

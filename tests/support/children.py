@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import importlib
 import itertools
 import json
@@ -83,15 +82,14 @@ _ends_whole = True
 
 
 def _know_stores() -> None:
-    """Import the clients of stores, and parse what botocore reads for each client: most of what a child at a store would take."""
+    """Import the clients of stores, and read what each of them would read."""
     with contextlib.suppress(ImportError):
         import botocore.session
-        from botocore.loaders import JSONFileLoader
+        from clients import read_services_once
 
         for name in ("obstore.store", "s3fs", "tenacity"):
             importlib.import_module(name)
-        read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
-        JSONFileLoader.load_file = lambda _, path: read(path)
+        read_services_once()
         session = botocore.session.Session()
         session.create_client("s3", "us-east-1", aws_access_key_id="none", aws_secret_access_key="none")
 

@@ -37,7 +37,7 @@ def assert_refused(path: Path, kind: type[CheckpointError] = CheckpointError, **
     return caught.value
 
 
-NUM_LIES = int(os.environ.get("ASYNC_CKPT_FUZZ", "1200"))
+NUM_LIES = int(os.environ.get("ASYNC_CKPT_FUZZ", "600"))
 
 
 def refusal(read: Callable[[], None]) -> Exception | None:

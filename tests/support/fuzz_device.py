@@ -11,6 +11,7 @@ import random
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import Any
 
 import torch
 from accelerators import Simulated
+from scripted_disk import scripted
 from states import MIB, bits_of, open_run
 
-from async_ckpt import AsyncCheckpointer, SaveHandle
+from async_ckpt import AsyncCheckpointer, SaveHandle, StorageUnavailableError
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn,
@@ -141,7 +143,8 @@ def run(seed: int, root: Path) -> list[str]:
     """What went wrong in the scenario of this seed."""
     draw = random.Random(seed)
     device = Simulated(draw.choice(["early", "late", seed]))
-    with device.here(), ExitStack() as stack:
+    with device.here(), ExitStack() as stack, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* was not saved", RuntimeWarning)  # disks fail on purpose
         try:
             wrong = list(_training(draw, device, root, stack))
         except Exception as error:
@@ -162,19 +165,26 @@ def _training(draw: random.Random, device: Simulated, root: Path, stack: ExitSta
         ckpt.prewarm(training.state())
     wanted: dict[int, dict[str, torch.Tensor]] = {}
     handles: list[SaveHandle] = []
+    disk = stack.enter_context(scripted(ckpt)) if draw.random() < 0.3 else None
     for step in range(draw.randint(1, 3)):
         if draw.random() < 0.5:
             device.busy(draw.randint(0, 1))
         wanted[step] = training.values()
         # With a small budget, or others in flight, `save` itself may wait for the device.
         ahead = not tight and step == 0 and draw.random() < 0.5
+        if disk is not None and draw.random() < 0.5:  # it meets this save, or an earlier one that is not done
+            disk.fail(draw.choice(["create", "write", "finish"]), error=StorageUnavailableError("gone", path="/ckpt"))
         with device.ahead() if ahead else ExitStack():
             guard = training.optimizer
             handles.append(ckpt.save(training.state(), step=step, guard=guard))
             training.go_on()
-    for handle in handles:
-        handle.result()
-    yield from _compared(draw, ckpt, wanted, training)
+    for step, handle in enumerate(handles):
+        if disk is not None and isinstance(handle.exception(), StorageUnavailableError):
+            del wanted[step]
+        else:
+            handle.result()
+    if wanted:
+        yield from _compared(draw, ckpt, wanted, training)
 
 
 def _following(device: Simulated) -> Any:

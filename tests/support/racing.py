@@ -83,6 +83,10 @@ class Call(threading.Thread):
         """Return when the thread is inside of a function of one of these names, or when its call has ended."""
         until(lambda: not self.is_alive() or not _functions_of(self.ident).isdisjoint(functions))
 
+    def wait_until_inside_all(self, *functions: str) -> None:
+        """Return when the thread is inside of functions of all of these names, or when its call has ended."""
+        until(lambda: not self.is_alive() or _functions_of(self.ident).issuperset(functions))
+
 
 def _functions_of(ident: int | None) -> set[str]:
     """The functions that a thread is in.

@@ -196,10 +196,13 @@ _ended: deque[Any] = deque(maxlen=10_000)  # is read by torch a little longer
 
 
 @_Deleter
-def _delete(managed: Any) -> None:
-    given = _given_out.pop(ctypes.addressof(managed.contents))
+def _delete(
+    managed: Any, given_out: dict[int, Any] = _given_out, ended: deque[Any] = _ended, address_of: Any = ctypes.addressof
+) -> None:
+    """At the interpreter's end tensors go after the names of this module."""
+    given = given_out.pop(address_of(managed.contents))
     given[0].freed.append(given[1])
-    _ended.append(given)
+    ended.append(given)
 
 
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_delete))  # tensors may outlive this module
@@ -217,9 +220,15 @@ def _bytes_in(block: _Block, num_bytes: int, device: int) -> torch.Tensor:
 
 
 def seen_from_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as a tensor on the host; it keeps nothing alive."""
+    """The same memory, as a tensor on the host; it keeps nothing alive. A conjugated or negated view is one there, too."""
     if tensor.device.type != "sim":
         return tensor
+    host = _bits_from_host(tensor)
+    host = torch.conj(host) if tensor.is_conj() else host
+    return torch._neg_view(host) if tensor.is_neg() else host
+
+
+def _bits_from_host(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     num_bytes = storage.nbytes()
     if not num_bytes:
@@ -315,6 +324,8 @@ class Event:
         assert end.timed
         assert self.mark is not None
         assert end.mark is not None
+        if not (self.mark.is_reached() and end.mark.is_reached()):
+            raise RuntimeError("CUDA error: device not ready (simulated)")
         return (end.mark.seconds - self.mark.seconds) * 1e3
 
 
@@ -435,7 +446,7 @@ class Module:
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _VIEWS = {
     "aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::set_.source_Storage_storage_offset",
-    "aten::set_.source_Storage",    "aten::set_.source_Tensor", "aten::unfold",
+    "aten::set_.source_Storage", "aten::set_.source_Tensor", "aten::unfold", "aten::view_as_real", "aten::view_as_complex",
 }  # fmt: skip
 
 
@@ -687,7 +698,7 @@ def _storage_words() -> tuple[int, int]:
 
 
 SIM = Simulation.__new__(Simulation)
-_library: torch.library.Library | None = None
+_libraries: list[torch.library.Library] = []
 
 
 def install() -> Simulation:
@@ -695,10 +706,12 @@ def install() -> Simulation:
 
     It `is_here` only while a test says so: at any other time torch has no accelerator available.
     """
-    global _library
-    if _library is None:
+    if not _libraries:
         SIM.__init__()  # type: ignore[misc]
         _setup_privateuseone_for_python_backend("sim", backend_module=Module(), hook=_Hook())
-        _library = torch.library.Library("_", "IMPL")
-        _library.fallback(_dispatch, "PrivateUse1")
+        _libraries.extend((torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")))
+        _libraries[0].fallback(_dispatch, "PrivateUse1")
+        # A view that is conjugated or negated comes as it is: torch would make it a plain one first, by a copy.
+        for key in ("Conjugate", "Negative"):
+            _libraries[1].impl("_copy_from", torch.library.fallthrough_kernel, key)
     return SIM

@@ -218,7 +218,7 @@ class OpenArchive(Contents):
                 path=self.path,
             )
         for magic, kind in (
-            (b"PK\x03\x04", "a zip file, as torch.save writes; use torch.load"),
+            (b"PK\x03\x04", "a zip file, as torch.save writes; use torch.load, or async-ckpt convert"),
             (b"\x1f\x8b", "gzip"),
             (b"\x28\xb5\x2f\xfd", "zstd"),
         ):

@@ -1,0 +1,31 @@
+"""What every client of a store reads when it is made, read once: most of what a test at a store would take.
+
+A client of botocore parses megabytes of JSON, and lists the folders of hundreds of services. Its TLS context, which it has
+for http too, takes a hundred authorities.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+
+def trust_one_authority(folder: Path) -> None:
+    """From now on, in this process and in those that it starts. Nothing speaks TLS here."""
+    import certifi
+
+    end = "-----END CERTIFICATE-----\n"
+    path = folder / "authority.pem"
+    path.write_text(Path(certifi.where()).read_text(encoding="ascii").partition(end)[0] + end, encoding="ascii")
+    os.environ["AWS_CA_BUNDLE"] = os.environ["SSL_CERT_FILE"] = str(path)
+
+
+def read_services_once() -> None:
+    """From now on, in this process."""
+    from botocore.loaders import JSONFileLoader, Loader, create_loader
+
+    read = functools.cache(functools.partial(JSONFileLoader.load_file, JSONFileLoader()))
+    listed = functools.partial(Loader.list_available_services, create_loader())  # each loader keeps what it has found
+    JSONFileLoader.load_file = lambda _, path: read(path)
+    Loader.list_available_services = lambda _, type_name: listed(type_name)
