@@ -31,7 +31,7 @@ from .staging.guard import unwrapped
 from .staging.held_snapshot import HeldSnapshot, begin
 from .state.names import Select
 from .state.taken import TakenOnce
-from .storage.place import Anywhere, place_of, written_at
+from .storage.place import Anywhere, place_of, storage_at, written_at
 
 _OTHER_COMPRESSIONS: Final = (".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
 
@@ -223,7 +223,6 @@ def verify(path: Anywhere, *, base: str | os.PathLike[str] | None = None) -> Ver
     """
     from .publishing.subscriber import has_versions, verify_versions
 
-    place = place_of(path)
-    if has_versions(place.storage().names("")):
-        return verify_versions(place, base=base)
-    return verify_path(place)
+    if has_versions(storage_at(path).names("")):
+        return verify_versions(place_of(path), base=base)
+    return verify_path(path)
