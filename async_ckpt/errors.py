@@ -102,9 +102,9 @@ class DestinationBusyError(CheckpointError):
 class StateMismatchError(CheckpointError):
     """The live state and the checkpoint differ in names, shapes or dtypes; nothing was overwritten."""
 
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    mismatched: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
 
 
 class StepExistsError(CheckpointError):

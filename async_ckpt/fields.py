@@ -20,6 +20,15 @@ def text(value: object) -> str:
     return value
 
 
+def is_unicode(value: str) -> bool:
+    """False for text with lone surrogates, which UTF-8 cannot encode, and of which JSON would join two to one."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def count(value: object, at_most: int = 2**63 - 1) -> int:
     """A whole number, not negative."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= at_most:

@@ -51,6 +51,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "groups": _groups,
         "ranks": _ranks,
         "publish": _publish,
+        "command": _command,
         "dcp": _dcp,
         "gpu": _gpu,
     }
@@ -116,6 +117,12 @@ def _publish() -> Table:
     from . import publishing
 
     return Table(publishing.MEASURES, ("zstandard", "safetensors"))
+
+
+def _command() -> Table:
+    from . import command
+
+    return Table(command.MEASURES, ("typer", "rich", "obstore"))
 
 
 def _dcp() -> Table:

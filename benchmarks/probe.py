@@ -1,6 +1,6 @@
-"""What can only be seen from a process of its own: the peak of its memory, and a first import.
+"""What can only be seen from a process of its own: the peak of its memory, a first import, and a command.
 
-In: sizes. Out: numbers, from other processes. Knows nothing of: figures.
+In: sizes, arguments. Out: numbers, from other processes. Knows nothing of: figures.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Final
+from time import perf_counter
+from typing import Final, NamedTuple
 
 from .apart import result_of
 
@@ -38,6 +41,22 @@ import async_ckpt
 seconds = time.perf_counter() - begin
 print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
 """
+_COMMAND: Final = """
+import sys
+from async_ckpt.command.main import status_of
+status = status_of(sys.argv[1:])
+print("torch" in sys.modules, file=sys.stderr)
+sys.exit(status)
+"""
+
+
+class CommandRuns(NamedTuple):
+    """Processes of the command `async-ckpt` with the same arguments."""
+
+    seconds: list[float]
+    num_lines: int
+    """Of their output."""
+    needs_torch: bool
 
 
 def peak_bytes(folder: Path, state_bytes: int, budget: int | None) -> int:
@@ -50,12 +69,46 @@ def beyond_segments(root: str, options: Mapping[str, str], state_bytes: int) -> 
     return int(result_of(_measure_beyond_segments, root, dict(options), state_bytes))
 
 
-def imports(rounds: int) -> tuple[list[float], list[str]]:
-    """Seconds of `import async_ckpt` after `import torch`; and the optional packages that come with it."""
-    # Compiled code is kept, as it is wherever a package is installed; the first run of all compiles it, untimed.
+def command_peak_bytes(module: str, arguments: Sequence[str]) -> int:
+    """Memory that a command took at its peak, beyond what the process held with its module imported."""
+    return int(result_of(_measure_command, module, [*arguments]))
+
+
+def command(arguments: Sequence[str], rounds: int) -> CommandRuns:
+    """The command with these arguments, from the start of its process to the end."""
+    with _compiling() as environment:
+        first = subprocess.run(
+            [sys.executable, "-c", _COMMAND, *arguments], check=True, capture_output=True, text=True, env=environment
+        )
+        words = [sys.executable, "-m", "async_ckpt", *arguments]
+        seconds = [_seconds_of(words, environment) for _ in range(rounds)]
+    return CommandRuns(seconds, len(first.stdout.splitlines()), first.stderr.strip() == "True")
+
+
+def python(code: str, rounds: int) -> list[float]:
+    """Seconds of a process that runs this code."""
+    with _compiling() as environment:
+        return [_seconds_of([sys.executable, "-c", code], environment) for _ in range(rounds + 1)][1:]
+
+
+def _seconds_of(words: Sequence[str], environment: Mapping[str, str]) -> float:
+    begin = perf_counter()
+    subprocess.run(words, check=True, stdout=subprocess.PIPE, env=environment)
+    return perf_counter() - begin
+
+
+@contextmanager
+def _compiling() -> Iterator[dict[str, str]]:
+    """Variables for processes that keep compiled code, as an installed package does; the first of them compiles it."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPYCACHEPREFIX"] = cache
+        yield environment
+
+
+def imports(rounds: int) -> tuple[list[float], list[str]]:
+    """Seconds of `import async_ckpt` after `import torch`; and the optional packages that come with it."""
+    with _compiling() as environment:
         samples = [_imported(environment) for _ in range(rounds + 1)]
     seconds = [seconds for seconds, _ in samples[1:]]
     return seconds, [name for name in OPTIONAL_PACKAGES if name in samples[0][1]]
@@ -95,6 +148,13 @@ def _measure_beyond_segments(root: str, options: dict[str, str], state_bytes: in
     with AsyncCheckpointer(Place(f"{root}/{os.getpid()}", options=options)) as checkpointer:
         checkpointer.prewarm(state)
         return _peak_of(lambda: [checkpointer.save(state, step).result() for step in range(_NUM_SAVES)])
+
+
+def _measure_command(module: str, arguments: list[str]) -> int:
+    import_module(f"async_ckpt.command.{module}")
+    from async_ckpt.command.main import status_of
+
+    return _peak_of(lambda: status_of(arguments))
 
 
 def _peak_of(action: Callable[[], object]) -> int:

@@ -10,6 +10,8 @@ requests depend on those of others, and all ranks together ask what the few do, 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any, Final, NamedTuple, Self
 
@@ -30,6 +32,7 @@ from async_ckpt.spec import BLOCK_BYTES
 from async_ckpt.state.capture import capture
 from async_ckpt.state.captured import Capture
 from async_ckpt.state.division import StateDivider
+from async_ckpt.storage.local import LocalStorage
 
 from .fake_ranks import sharded, standing_at
 from .far_store import Bucket, FarStorage
@@ -39,6 +42,7 @@ _STEP: Final = 100
 _ATTEMPT: Final = "0123abcd"
 # Of each tensor on each rank: 32 MiB of a thousand tensors.
 _ROWS, _COLUMNS = 8, 1024
+_FEW_COLUMNS: Final = 8
 
 
 class Restart(NamedTuple):
@@ -75,17 +79,31 @@ def of_one_reader(size: int, num_tensors: int, sample: int) -> Restart:
     )
 
 
-def _tensors(rows: int, num_tensors: int) -> dict[str, torch.Tensor]:
-    return {f"layer.{n}": torch.empty(1).expand(rows, _COLUMNS) for n in range(num_tensors)}
+def step_on_disk(root: Path, size: int, num_tensors: int) -> Path:
+    """A committed step of so many ranks, all of whose archives are there, with a few items of each tensor."""
+    storage = LocalStorage(str(root))
+    run = Run(storage, clock=lambda: 0.0)
+    (root / run.folder(_STEP)).mkdir(parents=True)
+    archives = [_archive_of(rank, size, num_tensors, _FEW_COLUMNS) for rank in range(size)]
+    for rank, archive in enumerate(archives):
+        data = bytearray(archive.num_bytes)
+        archive.read_into(0, memoryview(data))
+        (root / run.attempt_path(_STEP, _ATTEMPT, rank)).write_bytes(data)
+    made = _manifest(storage, run.folder(_STEP), archives, num_tensors, _FEW_COLUMNS)
+    storage.put_new(f"{run.folder(_STEP)}/{MANIFEST}", made.dump())
+    return root / run.folder(_STEP)
 
 
-def _captured(rank: int, size: int, num_tensors: int) -> Capture:
-    return capture({"model": _tensors(size * _ROWS, num_tensors)}, slicer=Placed("FSDP", rank, size))
+def _tensors(rows: int, num_tensors: int, columns: int) -> dict[str, torch.Tensor]:
+    return {f"layer.{n}": torch.empty(1).expand(rows, columns) for n in range(num_tensors)}
 
 
-def _put(bucket: Bucket, rank: int, size: int, num_tensors: int) -> str:
-    """The archive of a rank; the folder that it is in."""
-    divided = StateDivider(rank, size).divided(_captured(rank, size, num_tensors), range(size))
+def _captured(rank: int, size: int, num_tensors: int, columns: int) -> Capture:
+    return capture({"model": _tensors(size * _ROWS, num_tensors, columns)}, slicer=Placed("FSDP", rank, size))
+
+
+def _archive_of(rank: int, size: int, num_tensors: int, columns: int = _COLUMNS) -> _Zeros:
+    divided = StateDivider(rank, size).divided(_captured(rank, size, num_tensors, columns), range(size))
     layout = lay_out(
         TensorPlan(divided.captured.specs),
         skeleton=divided.captured.skeleton,
@@ -94,18 +112,29 @@ def _put(bucket: Bucket, rank: int, size: int, num_tensors: int) -> str:
         mtime=0,
         ranks=divided.ranks,
     )
+    return _Zeros(layout)
+
+
+def _put(bucket: Bucket, rank: int, size: int, num_tensors: int) -> str:
+    """The archive of a rank; the folder that it is in."""
     run = Run(FarStorage(bucket, LATENCY_SECONDS), clock=lambda: 0.0)
-    bucket.put(run.attempt_path(_STEP, _ATTEMPT, rank), _Zeros(layout))
+    bucket.put(run.attempt_path(_STEP, _ATTEMPT, rank), _archive_of(rank, size, num_tensors))
     return run.folder(_STEP)
 
 
 def _commit(bucket: Bucket, folder: str, size: int, num_tensors: int) -> None:
-    exchange = Exchange(FarStorage(bucket, LATENCY_SECONDS), folder, _ATTEMPT)
     archives = {name: made.data for name, made in bucket.folders[folder].items() if isinstance(made.data, _Zeros)}
     some = next(iter(archives.values()))
     told = [archives.get(archive_name(rank, _ATTEMPT), some) for rank in range(size)]
+    made = _manifest(FarStorage(bucket, LATENCY_SECONDS), folder, told, num_tensors, _COLUMNS)
+    bucket.put(f"{folder}/{MANIFEST}", made.dump())
+
+
+def _manifest(storage: Any, folder: str, told: Sequence[_Zeros], num_tensors: int, columns: int) -> Manifest:
+    """The manifest of these archives, whose other objects are there."""
+    size, exchange = len(told), Exchange(storage, folder, _ATTEMPT)
     receipts = [Receipt(rank, digest=one.digest, num_bytes=one.num_bytes) for rank, one in enumerate(told)]
-    structure = StateDivider(0, size).structure(_captured(0, size, num_tensors))
+    structure = StateDivider(0, size).structure(_captured(0, size, num_tensors, columns))
     layout = StepLayout({structure.digest: range(size)}, {structure.digest: structure.text})
     table = Table(layout.classes)
     of_ranks = RankFiles(
@@ -114,8 +143,7 @@ def _commit(bucket: Bucket, folder: str, size: int, num_tensors: int) -> None:
         table.digest,
         sum(one.num_bytes for one in told),
     )
-    made = Manifest(_STEP, _ATTEMPT, size, 0.0, (), ranks=of_ranks)
-    bucket.put(f"{folder}/{MANIFEST}", made.dump())
+    return Manifest(_STEP, _ATTEMPT, size, 0.0, (), ranks=of_ranks)
 
 
 def _restored(bucket: Bucket, rank: int, size: int, num_tensors: int) -> _Counted:

@@ -63,6 +63,10 @@ class Setting:
     store_bytes: int = 1024 * MIB
     served_bytes: int = 256 * MIB
     """What the real servers are given, which take long."""
+    listed_steps: int = 10_000
+    inspected_ranks: int = 256
+    read_bytes: tuple[int, ...] = (256 * MIB, 2048 * MIB)
+    """Of checkpoints whose size the memory of a command must not depend on."""
 
     world_tensors: int = 1000
     world_sizes: tuple[int, ...] = (8, 64, 256, 1024, 4096, 16384)
@@ -95,6 +99,9 @@ class Setting:
             "rank_bytes": 32 * MIB,
             "store_bytes": 96 * MIB,
             "served_bytes": 48 * MIB,
+            "listed_steps": 40,
+            "inspected_ranks": 4,
+            "read_bytes": (16 * MIB, 48 * MIB),
             "world_tensors": 40,
             "world_sizes": (8, 64),
             "central_sizes": (2, 4),

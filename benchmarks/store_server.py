@@ -35,6 +35,7 @@ _KEPT_BYTES: Final = MIB
 _DISCARD_BYTES: Final = 1024 * MIB
 _LINE_BYTES: Final = 64 * 1024
 _LINK_BYTES: Final = 256 * 1024
+_PAGE_NAMES: Final = 1000
 _XML: Final = '<?xml version="1.0" encoding="UTF-8"?>\n'
 _REASONS: Final = {
     200: "OK",
@@ -172,21 +173,24 @@ class Store:
             parts = self._uploads.pop(upload, {})
         return [parts[number] for number in sorted(parts)]
 
-    def list(self, bucket: str, prefix: str, delimiter: str) -> tuple[list[tuple[str, Object]], list[str]]:
-        """Objects by key below the prefix; and what the keys of the others begin with, up to the delimiter."""
+    def list(self, bucket: str, prefix: str, delimiter: str, after: str) -> dict[str, Object | None]:
+        """A page of what is below the prefix and after a key: objects, and None for what the keys of others begin with,
+        up to the delimiter. One more than a page holds is there if another page follows.
+        """
         with self._lock:
             objects = sorted(self._objects.items())
-        found, folders = [], set()
+        page: dict[str, Object | None] = {}
         for path, item in objects:
             key = path.removeprefix(f"{bucket}/")
             if path == key or not key.startswith(prefix):
                 continue
             folder, mark, _ = key[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
-            if mark:
-                folders.add(prefix + folder + mark)
-            else:
-                found.append((key, item))
-        return found, sorted(folders)
+            name, found = (prefix + folder + mark, None) if mark else (key, item)
+            if name > after:
+                page[name] = found
+            if len(page) > _PAGE_NAMES:
+                break
+        return page
 
 
 class Connection:
@@ -279,16 +283,24 @@ class Connection:
             self._reply_xml("LocationConstraint", "")
             return
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-        found, folders = self._store.list(bucket, prefix, delimiter)
-        tags = f"<Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix><IsTruncated>false</IsTruncated>"
-        tags += f"<MaxKeys>1000</MaxKeys><KeyCount>{len(found) + len(folders)}</KeyCount>"
-        for key, item in found:
+        after = query.get("continuation-token", query.get("start-after", ""))
+        page = self._store.list(bucket, prefix, delimiter, after)
+        is_truncated = len(page) > _PAGE_NAMES
+        if is_truncated:
+            page.popitem()
+        tags = f"<Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix><MaxKeys>{_PAGE_NAMES}</MaxKeys>"
+        tags += f"<KeyCount>{len(page)}</KeyCount><IsTruncated>{str(is_truncated).lower()}</IsTruncated>"
+        if is_truncated:
+            tags += f"<NextContinuationToken>{escape(next(reversed(page)))}</NextContinuationToken>"
+        for key, item in page.items():
+            if item is None:
+                tags += f"<CommonPrefixes><Prefix>{escape(key)}</Prefix></CommonPrefixes>"
+                continue
             tags += (
                 f"<Contents><Key>{escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
                 f"<ETag>{escape(item.e_tag)}</ETag><Size>{item.num_bytes}</Size>"
                 "<StorageClass>STANDARD</StorageClass></Contents>"
             )
-        tags += "".join(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in folders)
         self._reply_xml("ListBucketResult", tags)
 
     # --- answers ----------------------------------------------------------------------------------------------

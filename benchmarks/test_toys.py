@@ -73,6 +73,19 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
             "publish_delta_safetensors",
         }
     },
+    "command": {
+        "figures": {
+            "command_help",
+            "command_ls",
+            "command_torch",
+            "command_ls_many",
+            "command_ls_store",
+            "command_inspect",
+            "command_verify",
+            "command_cp",
+            "command_memory_0",
+        }
+    },
     "groups": {"figures": {"group_digests_2", "group_digests_100", "group_saves", "group_saves_cpu"}},
     "gpu": {"figures": {"gpu_pending", "gpu_copy_16", "gpu_inflation_guarded", "gpu_traps"}},
     "trace": {"spans": {"step_of_the_training", "stage", "write", "digest", "finish", "commit"}},

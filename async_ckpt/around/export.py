@@ -23,7 +23,7 @@ from ..storage.place import Anywhere, local_place, written_at
 from .hf_folder import Export, ExportRequest
 from .hf_weights import weights_of
 from .shards import MAX_SHARD_BYTES
-from .spread import ExportMessages, PartsFolder, begin_spread, is_spread, looks_spread
+from .spread import ExportMessages, PartsFolder, begin_spread, looks_spread
 
 # Files in a config folder that are not copied: weights in any format and their indices, archives, hidden files.
 _NOT_COPIED: Final = re.compile(
@@ -53,9 +53,9 @@ def export_hf(
     `config_folder`, the active adapter is written to `adapter_model.safetensors`. The weights may change as soon as
     the call returns.
 
-    A local folder appears as a whole. If it already exists, it is replaced by one that has its other files as well.
-    At a URL, `config.json` is deleted first and written last, so that nothing there loads if the export fails in
-    between. Exports are written in the order of the calls.
+    A local folder appears as a whole. An existing folder is replaced by a new one, which has the other files of the old
+    one as well. At a URL, `config.json` is deleted first and written last, so that nothing there loads if the export
+    fails in between. Exports are written in the order of the calls.
 
     If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks call this alike, with a destination
     that all of them see. No rank waits for another one: each writes what it holds, and rank 0 makes the folder from
@@ -96,9 +96,9 @@ def export_hf(
         held = state_or_model if isinstance(state_or_model, SnapshotView) else None
         refuse_guard([held] if held is not None else [], guard)
         weights = weights_of(state_or_model, config_files)
-        others.announce(is_spread=is_spread(weights))
+        others.announce(is_spread=weights.is_spread)
         request = ExportRequest(storage, config_files, max_shard_bytes, spans, called)
-        if is_spread(weights):
+        if weights.is_spread:
             parts = PartsFolder(place, storage, lambda: others.check_failed(place.shown))
             return begin_spread(request, weights, parts, others, held=held, guard=guard)
         others.check_whole()

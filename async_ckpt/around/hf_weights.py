@@ -19,7 +19,8 @@ import torch
 
 from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
-from ..slicing.sharded import is_of_fsdp1, local_part
+from ..fields import is_unicode
+from ..slicing.sharded import is_of_fsdp1, is_sharded, local_part
 from ..spec import DTYPES, with_article
 from ..state.capture import why_not
 from ..state.captured import SnapshotView, module_of, tree_of
@@ -53,6 +54,11 @@ class Weights(NamedTuple):
     files: dict[str, bytes]
     # Converts a copy of `tensors` to the names and shapes of published checkpoints.
     as_published: Callable[[Tensors], Tensors]
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether tensors are spread over ranks."""
+        return any(map(is_sharded, self.tensors.values()))
 
     @property
     def last(self) -> str:
@@ -214,18 +220,10 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         why = f"safetensors does not know {tensor.dtype}; convert it first"
     if why is None and not has_plain_bytes(tensor):
         why = f"it is on {tensor.device}; move it to the CPU first"
-    if why is None and (name == _RESERVED or not _is_text(name)):
+    if why is None and (name == _RESERVED or not is_unicode(name)):
         why = "safetensors takes no such name; rename it"
     if why is not None:
         raise UnsupportedStateError(f"{name!a}: {why}; nothing was written", path=name)
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # --- adapters -----------------------------------------------------------------------------------------------------
@@ -265,8 +263,7 @@ def _active(model: Any, adapters: Iterable[str]) -> str:
     names = [active] if isinstance(active, str) else list(active or adapters)
     if len(names) != 1:
         raise UnsupportedStateError(
-            f"the model has several adapters ({', '.join(names)}); choose one: model.set_adapter(name)",
-            path="",
+            f"the model has several adapters ({', '.join(names)}); choose one: model.set_adapter(name)", path=""
         )
     return str(names[0])
 

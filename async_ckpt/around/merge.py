@@ -159,8 +159,6 @@ def _refuse_values_by_rank(parts: Sequence[Part], values: Sequence[Any]) -> None
     raise StateMismatchError(
         f"{parts[0].archive.path}: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}: each rank has saved its "
         f"own; say whose to take, such as {example}",
-        missing=(),
-        unexpected=(),
         mismatched=tuple(names),
     )
 

@@ -155,10 +155,7 @@ class _PackSave(Save):
         self.path = target.path
         staged: Future[None] = Completion(lambda: f"the files of {self.path}: {self.progress}")
         super().__init__(None, target.path, staged, lambda: self.progress)
-        self.spans, self.called = (
-            Spans(),
-            running_future(),
-        )  # `called` resolves when the caller has its handle
+        self.spans, self.called = Spans(), running_future()  # `called` resolves when the caller has its handle
         self._attempt: Attempt | None = None
 
     @property

@@ -59,10 +59,6 @@ _KEY: Final = "weights"
 _counter: Final = itertools.count()
 
 
-def is_spread(weights: Weights) -> bool:
-    return any(map(is_sharded, weights.tensors.values()))
-
-
 def looks_spread(given: Any) -> bool:
     """Whether a value, perhaps not a model, has parts of tensors that are spread over ranks."""
     with contextlib.suppress(Exception):
@@ -75,8 +71,8 @@ def looks_spread(given: Any) -> bool:
 class ExportMessages:
     """The messages between ranks about their n-th calls for one destination. No rank waits for one.
 
-    A rank whose weights are whole cannot know that others export with it. If it learns so in time, it does not
-    replace their output, and they stop waiting for it. Made by each call of `export_hf`.
+    A rank whose weights are whole cannot know that others export with it. A rank that learns of the others in time does
+    not replace their output, and they stop waiting for it. Made by each call of `export_hf`.
     """
 
     def __init__(self, place: Place, destination: Storage) -> None:
@@ -115,7 +111,7 @@ class ExportMessages:
         """Raises PeerFailedError if another rank has failed."""
         if (word := self._said("failed")) is not None:
             rank, why = json.loads(word)
-            raise PeerFailedError(f"{path}: nothing was exported: rank {rank}: {why}", rank=rank, undecided=False)
+            raise PeerFailedError(f"{path}: nothing was exported: rank {rank}: {why}", rank=rank)
 
     def check_whole(self) -> None:
         """Raises UnsupportedStateError if another rank's weights are spread. For ranks whose weights are whole.
@@ -139,7 +135,6 @@ class ExportMessages:
                 f"{path}: nothing was exported: none of the weights of rank {rank} is spread over ranks; make "
                 "DTensors of them, if need be on a mesh of that rank alone",
                 rank=int(rank),
-                undecided=False,
             )
 
     def _said(self, word: str) -> str | None:
@@ -284,7 +279,6 @@ class SpreadExport(Export):
                     "the model there; call export_hf on every rank, with the same destination, which all of them "
                     "see",
                     rank=missing_ranks[0],
-                    undecided=False,
                 )
             await asyncio.sleep(_LOOK_SECONDS[self._parts.storage.remote])
 
@@ -306,10 +300,7 @@ class SpreadExport(Export):
         part = self._part.result()
         report = super()._report(call_seconds) if self._parts.world.rank == 0 else part
         return replace(
-            report,
-            path=self.path,
-            stall_seconds=call_seconds + part.stall_seconds,
-            stage_seconds=part.stage_seconds,
+            report, path=self.path, stall_seconds=call_seconds + part.stall_seconds, stage_seconds=part.stage_seconds
         )
 
     # --- blocking, on a helper thread of rank 0 -----------------------------------------------------------------

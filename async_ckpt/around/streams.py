@@ -9,7 +9,6 @@ import io
 import os
 import tempfile
 from functools import partial
-from types import TracebackType
 from typing import IO, Any, Final, Self
 
 from ..spec import MIB
@@ -101,9 +100,7 @@ class UploadFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

@@ -185,9 +185,7 @@ def _check_member(member: tarfile.TarInfo, folder: Path, path: str) -> int:
     def refuse(why: str) -> NoReturn:
         name = member.name[:200]
         raise UnsafeArchiveError(
-            f"{path}: the member {name!r} {why}; extract only archives from people you trust",
-            path=path,
-            member=name,
+            f"{path}: the member {name!r} {why}; extract only archives from people you trust", path=path, member=name
         )
 
     parts = _parts(member.name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import io
 import os
 import tempfile
 import threading
@@ -48,7 +47,7 @@ from ..storage.local import LocalStorage
 from ..storage.locks import temps_of
 from ..storage.place import local_place, place_of
 from ..storage.scratch import Scratch, publish, refuse_misfit, sync_all
-from ..storage.sequential import Appender
+from ..storage.sequential import Appender, AppenderFile
 from .arguments import closure_of, deep_copied, tensors_in
 from .destination import (
     BoundCall,
@@ -322,10 +321,7 @@ class _Call(CopySave):
         assert self._arguments is not None
         (fn, others), self._arguments = self._arguments, None
         args, kwargs = self._make(others, destination)
-        with (
-            torch.set_grad_enabled(self._grad_mode),
-            on_device(self._device),
-        ):
+        with torch.set_grad_enabled(self._grad_mode), on_device(self._device):
             try:
                 fn(*args, **kwargs)
             except BaseException as error:
@@ -342,7 +338,7 @@ class _Call(CopySave):
             output.storage.sweep("", names, delete=True)
         self._out = Appender(output.storage, output.name, limit_bytes=2 * self._host_bytes + _LIMIT_BYTES)
         try:
-            with _File(self._out) as file:
+            with AppenderFile(self._out) as file:
                 self._call(file)
         except BaseException:
             self._out.check()  # raises the sink's own error, whatever the function made of it
@@ -406,27 +402,6 @@ class _Call(CopySave):
             fill.begin()
             await story(attempt, None, off_loop, new_life())
         self._num_retries += attempt.report(0.0).retries
-
-
-class _File(io.RawIOBase):
-    """The file object that a function writes to, from front to back."""
-
-    def __init__(self, out: Appender) -> None:
-        super().__init__()
-        self._out = out
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        if self.closed:
-            raise ValueError("the function has returned, and its file is complete")
-        view = memoryview(data).cast("B")
-        self._out.append(view)
-        return len(view)
-
-    def tell(self) -> int:
-        return self._out.num_bytes
 
 
 def _clear_frames(error: BaseException) -> None:

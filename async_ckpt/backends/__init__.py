@@ -3,7 +3,8 @@
 In: tensors, devices. Out: the backend of each. Knows nothing of: saves, loads.
 
 A kind of device that can copy in streams has a `Backend`. Others, such as MPS, have none: their tensors are fetched by
-a copy that the caller waits for. `backend.py`: backends in general; `cuda.py`: CUDA, ROCm; `npu_xpu.py`: Ascend, Intel.
+a copy that the caller waits for. `backend.py`: backends in general; `cuda.py`: CUDA, ROCm; `npu_xpu.py`: Ascend, Intel;
+`by_torch.py`: any that has only torch's own classes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from .backend import UNSUPPORTED, Backend, thread
+from .by_torch import backend_by_torch
 from .cuda import Cuda
 from .npu_xpu import Npu, Xpu
 
@@ -48,11 +50,10 @@ def _backend(kind: str) -> Backend | None:
     """The backend of a kind of device; None if it cannot copy beside the training, which is logged once."""
     if kind in ("cpu", "meta"):
         return None
-    try:
-        module = torch.get_device_module(kind)
-    except RuntimeError:  # torch has no module of this name
-        module = None
+    module = _module_of(kind)
     lacking = Backend.lacks(module)
+    if lacking and (backend := backend_by_torch(kind, module)) is not None:
+        return backend
     if lacking:
         _log.info(
             "torch.%s has no %s: its tensors are copied while save waits, and guard= defers none of them",
@@ -63,6 +64,14 @@ def _backend(kind: str) -> Backend | None:
     return _KINDS.get(kind, Backend)(kind, module)
 
 
+def _module_of(kind: str) -> Any:
+    """The module of torch for a kind of device; None if there is none."""
+    try:
+        return torch.get_device_module(kind)
+    except RuntimeError:
+        return None
+
+
 def accelerator() -> str | None:
     """The kind of accelerator that this process has, such as "cuda"; None if it has none.
 
@@ -71,7 +80,7 @@ def accelerator() -> str | None:
     device = torch.accelerator.current_accelerator()
     if device is None:
         return None
-    is_in_bad_fork = getattr(torch.get_device_module(device), "_is_in_bad_fork", lambda: False)
+    is_in_bad_fork = getattr(_module_of(device.type), "_is_in_bad_fork", lambda: False)
     return None if is_in_bad_fork() or not torch.accelerator.is_available() else device.type
 
 

@@ -3,7 +3,7 @@
 In: tensors, devices, addresses. Out: streams, events, page-locked memory. Knows nothing of: saves, loads.
 
 All calls go to `torch.get_device_module(kind)`: `torch.cuda`, `torch.npu`, `torch.xpu`, or the module of any
-PrivateUse1 backend. Its names are the same in all versions of torch; those of `torch.accelerator` are not.
+PrivateUse1 backend. Its names are the same in all versions of torch. Where it lacks some, `by_torch.py` has them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import torch
+
+from ..spec import PAGE_BYTES
 
 # The names that copies beside the training need.
 _NEEDED: Final = ("Stream", "Event", "current_stream", "device")
@@ -92,9 +94,27 @@ class Backend:
 
     # --- memory -------------------------------------------------------------------------------------------------
 
+    def free_bytes(self, device: torch.device) -> int | None:
+        """The memory of a device that no process has; None if torch does not report it."""
+        mem_get_info = getattr(self.module, "mem_get_info", None)
+        return None if mem_get_info is None else int(mem_get_info(device)[0])
+
+    def is_broken(self, device: torch.device) -> bool:
+        """True if every call for this device fails by now, as after a failed assert of a kernel."""
+        try:
+            with self.on_device(device):
+                self.module.Stream(device).query()
+        except RuntimeError:
+            return True
+        return False
+
     def host_memory(self, num_bytes: int) -> torch.Tensor | None:  # noqa: ARG002
-        """Page-locked memory by torch's allocator, for a runtime that cannot lock existing memory; None for others."""
+        """Page-locked memory that begins on a page, for a runtime that cannot lock existing memory; None for others."""
         return None
+
+    def taken_bytes(self, num_bytes: int) -> int:
+        """The memory that `host_memory` of this size takes."""
+        return num_bytes
 
     def register(self, address: int, num_bytes: int, device: torch.device) -> int:
         """Page-lock memory of the host for the device's copy engine; the runtime's error code, 0 when it is locked.
@@ -132,3 +152,30 @@ class Backend:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.kind}>"
+
+
+class AllocatedBackend(Backend):
+    """One whose runtime cannot lock existing memory, while torch's allocator provides locked memory."""
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor | None:
+        return page_locked(num_bytes)
+
+    def taken_bytes(self, num_bytes: int) -> int:
+        """The next power of two: the allocator rounds up to it, on every device (ATen/core/CachingHostAllocator.h)."""
+        return 1 << (num_bytes - 1).bit_length()
+
+
+def page_locked(num_bytes: int) -> torch.Tensor | None:
+    """Memory by torch's allocator of page-locked memory, from the begin of a page on; None if there is none.
+
+    Large memory begins on a page as a rule. Only if it does not, more is asked for, which may take twice the memory.
+    """
+    for slack_bytes in (0, PAGE_BYTES):
+        try:
+            memory = torch.empty(num_bytes + slack_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError:  # no memory, or the device has no such allocator
+            return None
+        begin = -memory.data_ptr() % PAGE_BYTES
+        if begin <= slack_bytes:
+            break
+    return memory[begin : begin + num_bytes]

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
-
-from .backend import Backend
+from .backend import AllocatedBackend, Backend
 
 # ACL_HOST_REG_MAPPED of aclrtHostRegisterV2, which torch.npu.npurt().npuHostRegister passes on.
 _MAPPED: Final = 2
@@ -21,8 +19,5 @@ class Npu(Backend):
     register_flags = _MAPPED
 
 
-class Xpu(Backend):
+class Xpu(AllocatedBackend):
     """Intel. Its runtime cannot lock existing memory, but torch's allocator provides locked memory."""
-
-    def host_memory(self, num_bytes: int) -> torch.Tensor | None:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)

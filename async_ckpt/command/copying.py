@@ -127,7 +127,7 @@ def copy_steps(
     to = open_run(target.storage(), source.naming)
     _refuse_same(source.run, to)
     to.steps()
-    refuse_if_alive(to.storage, to.starts)
+    refuse_if_alive(to.storage, to.root.starts)
     manifests = {step: source.run.committed(step) for step in steps}
     there = {step: to.committed(step) for step in steps}
     rows: dict[int, CopyRow] = {}
@@ -167,7 +167,7 @@ def copy_steps(
             if not copied:
                 rows[step] = CopyRow(step, 0, _THERE)
     to.announce()
-    to.sweep()  # what an earlier copy that was killed has left
+    to.sweeper.sweep()  # what an earlier copy that was killed has left
     return [rows[step] for step in sorted(rows)]
 
 

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import takewhile
 from typing import Any, Final
@@ -31,6 +31,8 @@ _RANK: Final = re.compile(r"rank_(\d{5,})[^/]*$")
 # As torch prints: larger tensors are summed up by the items at the ends of each dimension.
 _PRINTED_ITEMS: Final = 1000
 _EDGE_ITEMS: Final = 3
+# Statistics are computed of so many at once: some temporaries of eight bytes per item exist then.
+_ITEMS_AT_ONCE: Final = 1 << 20
 _SHOWN_TOTALS: Final = 8
 # The statistics of a tensor, with the headings of their columns.
 _STATISTICS: Final = {
@@ -50,7 +52,11 @@ class BytesInFile:
 
 @dataclass(frozen=True, slots=True)
 class NameRow:
-    """One name of a checkpoint. `kind` is "tensor", "array", "bytes", "object" or "value"; only a value has `value`."""
+    """One name of a checkpoint. `kind` is "tensor", "array", "bytes", "object" or "value"; only a value has `value`.
+
+    `ranks` have written parts of a tensor, of a step that several ranks have saved. `places` are where its bytes are;
+    of such a step they have to be asked for, since every archive has to be opened to find them.
+    """
 
     name: str
     kind: str
@@ -58,6 +64,7 @@ class NameRow:
     shape: tuple[int, ...] | None = None
     num_bytes: int = 0
     alias_of: str | None = None
+    ranks: tuple[int, ...] = ()
     places: tuple[BytesInFile, ...] = ()
     value: Any = None
     stats: dict[str, float] | None = None
@@ -72,7 +79,7 @@ def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -
     Raises:
         Answer: none of the names matches.
     """
-    rows, items = from_path(place, lambda parts: _looked_at(parts, patterns, stats=stats), verify=True)
+    rows, items = from_path(place, lambda parts: _looked_at(parts, patterns, stats=stats, places=as_json), verify=True)
     if not rows:
         raise Answer(f"{place.shown}: none of its names is {', '.join(patterns)}")
     if as_json:
@@ -141,19 +148,17 @@ class FilesOfRows:
 
 
 def _value_or_place(row: NameRow, files: FilesOfRows) -> str:
-    """A plain value in short; of a tensor, its offset, and the file if that is not the main one; of many parts, their
-    ranks.
-    """
+    """A plain value in short; of a tensor, its offset, and the file if that is not the main one, or its ranks."""
     if row.kind == "value":
         return short(row.value)
     if row.alias_of is not None:
         return f"same as {escaped(row.alias_of)}"
+    if row.ranks:
+        return f"of rank{'s' if len(row.ranks) > 1 else ''} {_ranks(row)}"
     if len(row.places) == 1:
         (one,) = row.places
         return f"at {one.offset:,}" + ("" if one.file == files.main else f" in {files.shown(one.file)}")
-    ranks = _ranks(row)
-    parts = counted(len(row.places), "part") if row.places else ""
-    return f"{parts} of ranks {ranks}" if ranks else parts
+    return counted(len(row.places), "part") if row.places else ""
 
 
 def _totals(rows: Sequence[NameRow], files: FilesOfRows) -> str:
@@ -179,9 +184,9 @@ def _statistics_in(row: NameRow) -> Iterator[str]:
 
 def _ranks(row: NameRow) -> str:
     """The ranks that have written parts of a tensor, such as "0-3, 7"."""
-    ranks = sorted({one.rank for one in row.places if one.rank is not None})
-    begins = [rank for rank in ranks if rank - 1 not in ranks]
-    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    ranks = {*row.ranks}
+    begins = [rank for rank in row.ranks if rank - 1 not in ranks]
+    ends = [rank for rank in row.ranks if rank + 1 not in ranks]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
 
 
@@ -190,16 +195,19 @@ def _rank_of(path: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _looked_at(parts: Sequence[Part], patterns: Sequence[str], *, stats: bool) -> tuple[list[NameRow], str | None]:
+def _looked_at(
+    parts: Sequence[Part], patterns: Sequence[str], *, stats: bool, places: bool
+) -> tuple[list[NameRow], str | None]:
     """The rows, and the items of the tensor as torch prints them if it is the only one that was asked for."""
-    rows = rows_of(parts, patterns, stats=stats)
+    rows = rows_of(parts, patterns, stats=stats, places=places)
     if not patterns or len(rows) != 1 or rows[0].kind not in ("tensor", "array"):
         return rows, None
     for part in parts:
         tree, _ = part.archive.tree(groups=part.groups)
         for path, leaf in walked(tree, ()):
             if shown(path) == rows[0].name and isinstance(leaf, StoredLeaf):
-                return rows, printed(part.archive, part.archive.primary(leaf.number))
+                number = part.archive.primary(leaf.number)
+                return [replace(rows[0], places=_places(part.archive, number))], printed(part.archive, number)
     return rows, None
 
 
@@ -231,28 +239,36 @@ def _text_of(items: torch.Tensor, *, is_summary: bool) -> str:
         torch.set_printoptions(profile="default")
 
 
-def rows_of(parts: Sequence[Part], patterns: Sequence[str], *, stats: bool) -> list[NameRow]:
+def rows_of(
+    parts: Sequence[Part], patterns: Sequence[str], *, stats: bool = False, places: bool = False
+) -> list[NameRow]:
     """The names that one of the patterns matches, or that lie below one, in the order of the checkpoint; without
     patterns, all.
     """
-    return [row for part in parts for row in _rows_in(part, patterns, stats=stats)]
+    return [row for part in parts for row in _rows_in(part, patterns, stats=stats, places=places)]
 
 
-def _rows_in(part: Part, patterns: Sequence[str], *, stats: bool) -> Iterator[NameRow]:
+def _rows_in(part: Part, patterns: Sequence[str], *, stats: bool, places: bool) -> Iterator[NameRow]:
     archive = part.archive
     archive.learn_names()
     tree, _ = archive.tree(groups=part.groups)
-    for path, leaf in walked(tree, ()):
-        name = dotted(path)
-        if not patterns or any(_matches(name, pattern) for pattern in patterns):
-            yield _row(archive, path, leaf, stats=stats)
+    matching = [
+        (path, leaf)
+        for path, leaf in walked(tree, ())
+        if not patterns or any(_matches(dotted(path), pattern) for pattern in patterns)
+    ]
+    stored = [leaf for _, leaf in matching if isinstance(leaf, StoredLeaf) and leaf.kind != "object"]
+    if stats or places:
+        archive.need((leaf.number, None) for leaf in stored)
+    for path, leaf in matching:
+        yield _row(archive, path, leaf, stats=stats, places=places)
 
 
 def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
-def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool) -> NameRow:
+def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool, places: bool) -> NameRow:
     name = shown(path)
     if not isinstance(leaf, StoredLeaf):
         return NameRow(name, "value", value=leaf if _is_json(leaf) else repr(leaf)[:200])
@@ -261,15 +277,7 @@ def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool) ->
     tensor = archive.index.tensors[leaf.number]
     primary = archive.primary(leaf.number)
     num_bytes = math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
-    places = tuple(
-        BytesInFile(
-            source.file.path,
-            source.piece.extent.offset,
-            source.piece.extent.length,
-            _rank_of(source.file.path),
-        )
-        for source in archive.sources(primary)
-    )
+    ranks = tuple(archive.writers(primary))
     return NameRow(
         name,
         {"ndarray": "array"}.get(leaf.kind, leaf.kind),
@@ -277,8 +285,17 @@ def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool) ->
         tuple(tensor.shape),
         num_bytes,
         None if primary == leaf.number else shown(archive.index.tensors[primary].path),
-        places,
+        ranks,
+        _places(archive, primary) if places or not ranks else (),
         stats=statistics(archive, primary) if stats and leaf.kind == "tensor" else None,
+    )
+
+
+def _places(archive: Contents, number: int) -> tuple[BytesInFile, ...]:
+    """Where the bytes of a tensor are, each item once."""
+    return tuple(
+        BytesInFile(file.path, piece.extent.offset, piece.extent.length, _rank_of(file.path))
+        for file, piece, _ in archive.sources(number)
     )
 
 
@@ -293,7 +310,7 @@ def _is_json(value: Any) -> bool:
 def statistics(archive: Contents, number: int) -> dict[str, float]:
     """Least, greatest, mean, standard deviation and 2-norm of the finite items, and how many are NaN or infinite.
 
-    Read in pieces of 32 MiB. The deviation is put together from those of the pieces (Chan, Golub, LeVeque 1979).
+    Computed in pieces. The deviation is put together from those of the pieces (Chan, Golub, LeVeque 1979).
     """
     count, mean, squares, norm2, num_nan, num_inf = 0, 0.0, 0.0, 0.0, 0, 0
     least, greatest = math.inf, -math.inf
@@ -321,5 +338,5 @@ def statistics(archive: Contents, number: int) -> dict[str, float]:
 
 def _pieces(archive: Contents, number: int) -> Iterator[torch.Tensor]:
     """The items of a tensor as float64, piece by piece; of complex ones the absolute values."""
-    for items in chunks(archive, number):
+    for items in (piece for chunk in chunks(archive, number) for piece in chunk.split(_ITEMS_AT_ONCE)):
         yield (items.abs() if items.is_complex() else items).to(torch.float64)

@@ -127,8 +127,8 @@ def refuse_writer(run: Run, *, unattended: bool) -> None:
         Answer: its process is alive, or cannot be asked.
     """
     run.steps()
-    refuse_if_alive(run.storage, run.starts)
-    newest = max(run.starts, default=None)
+    refuse_if_alive(run.storage, run.root.starts)
+    newest = max(run.root.starts, default=None)
     if newest is None or unattended or not run.storage.remote:
         return
     about = about_start(run.storage, newest)

@@ -101,10 +101,10 @@ def damages_of(place: Place, chosen: list[ChosenRun], unretire: int | None) -> I
             elif manifest.ranks is not None and not _has_layout(storage, run.folder(step), manifest):
                 name = f"{run.folder(step)}/{manifest.ranks.layout.name}"
                 yield Damage(name, "is missing or damaged", partial(rebuild_layout, place, step))
-        if leftovers := run.leftovers():
+        if leftovers := run.sweeper.sweep(delete=False):
             more = f" and {len(leftovers) - _SHOWN_LEFTOVERS} more" if len(leftovers) > _SHOWN_LEFTOVERS else ""
             text = f"of writers that have ended: {', '.join(leftovers[:_SHOWN_LEFTOVERS])}{more}"
-            yield Damage(LEFTOVERS, text, run.sweep)
+            yield Damage(LEFTOVERS, text, run.sweeper.sweep)
     newest = max(chosen, key=lambda one: _newest_commit(one.run))
     commits = newest.run.view()
     if commits:

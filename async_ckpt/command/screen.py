@@ -3,7 +3,7 @@
 In: rows of values. Out: text on stdout. Knows nothing of: checkpoints.
 
 Nothing that a checkpoint contains reaches a terminal raw: control characters in names are escaped, and rich's markup
-is not read.
+is not read. Only output on a terminal needs rich, which is imported there: it would take longer than `ls` itself.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
-
-from rich.cells import cell_len
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
-from rich.text import Text
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Final
 
 from ..report import sized
 from ..spans import shown_time
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Exit statuses, beside 0 and that of Ctrl-C.
 NO: Final = 1
@@ -32,7 +30,6 @@ STORAGE: Final = 74  # EX_IOERR of sysexits.h
 
 # The version of the JSON documents. Keys are only added to them.
 JSON_VERSION: Final = 1
-_WIDE: Final = 10_000
 
 
 class Answer(Exception):
@@ -43,45 +40,70 @@ class Answer(Exception):
         self.status = status
 
 
-def console() -> Console:
-    """A console on stdout. Piped, or with NO_COLOR, it has no colours and does not cut lines."""
-    is_plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ
-    return Console(no_color=is_plain, highlight=False, width=None if sys.stdout.isatty() else _WIDE, soft_wrap=False)
-
-
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> None:
     """A table without lines; columns named in `right` are aligned there. Empty columns are left out.
 
     Only where a terminal is too narrow for it, rich lays it out: for thousands of rows that takes seconds.
     """
     cells = [[*columns], *map(list, rows)]
-    shown = [n for n in range(len(columns)) if any(row[n] for row in cells[1:])]
-    widths = {n: max(cell_len(row[n]) for row in cells) for n in shown}
-    to = console()
-    if sum(widths.values()) + 2 * len(shown) > to.width:
-        _print_folded(to, cells, shown, right)
+    table = [column for column in zip(*cells, strict=True) if any(column[1:])]
+    widths = [*map(_width, table)]
+    if sys.stdout.isatty() and sum(widths) + 2 * len(table) > (to := _terminal()).width:
+        _print_folded(to, table, right)
         return
-    lines = ("  ".join(_aligned(row[n], widths[n], columns[n] in right) for n in shown).rstrip() for row in cells)
-    to.print(Text(next(lines), style="bold"), soft_wrap=True)
+    aligned = (_aligned(column, width, column[0] in right) for column, width in zip(table, widths, strict=True))
+    head, *lines = ("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
+    print_text(head, "bold")
     sys.stdout.writelines(f"{line}\n" for line in lines)
 
 
-def _aligned(text: str, width: int, is_right: bool) -> str:
-    space = " " * (width - cell_len(text))
-    return space + text if is_right else text + space
-
-
-def _print_folded(to: Console, cells: Sequence[Sequence[str]], shown: Sequence[int], right: Iterable[str]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for n in shown:
-        table.add_column(cells[0][n], justify="right" if cells[0][n] in right else "left", overflow="fold")
-    for row in cells[1:]:
-        table.add_row(*(Text(row[n]) for n in shown))
-    to.print(table)
-
-
 def print_text(text: str, style: str = "") -> None:
-    console().print(Text(text, style=style), soft_wrap=True)
+    """A line of text, as wide as it is; `style` is for terminals. Piped, there are no colours."""
+    if not sys.stdout.isatty():
+        sys.stdout.write(f"{text}\n")
+        return
+    from rich.text import Text
+
+    _terminal().print(Text(text, style=style), soft_wrap=True)
+
+
+def _terminal() -> Console:
+    """The terminal that stdout is. With NO_COLOR, it has no colours."""
+    from rich.console import Console
+
+    return Console(no_color="NO_COLOR" in os.environ, highlight=False)
+
+
+def _width(texts: Sequence[str]) -> int:
+    """The number of columns of a terminal that the widest of these texts takes."""
+    if all(map(str.isascii, texts)):
+        return max(map(len, texts))
+    from rich.cells import cell_len
+
+    return max(map(cell_len, texts))
+
+
+def _aligned(texts: Sequence[str], width: int, is_right: bool) -> Iterator[str]:
+    """The texts with spaces, so that all take this many columns."""
+    if all(map(str.isascii, texts)):
+        return map(str.rjust if is_right else str.ljust, texts, repeat(width))
+    from rich.cells import cell_len
+
+    spaces = (" " * (width - cell_len(text)) for text in texts)
+    return (space + text if is_right else text + space for text, space in zip(texts, spaces, strict=True))
+
+
+def _print_folded(to: Console, table: Sequence[Sequence[str]], right: Iterable[str]) -> None:
+    """Print columns of texts, each with its name at the top, in which long texts take several lines."""
+    from rich.table import Table
+    from rich.text import Text
+
+    folded = Table(box=None, pad_edge=False, header_style="bold")
+    for name, *_ in table:
+        folded.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in [*zip(*table, strict=True)][1:]:
+        folded.add_row(*map(Text, row))
+    to.print(folded)
 
 
 @contextmanager
@@ -90,6 +112,16 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty() or not total:
         yield lambda _: None
         return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

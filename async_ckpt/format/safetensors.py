@@ -152,7 +152,15 @@ def parse_table(data: bytes) -> HeaderTable:
     return HeaderTable(table, kinds.kinds, metadata)
 
 
-def refuse_unwritable(texts: Iterable[str]) -> None:
+def parse_file_header(data: bytes, file_bytes: int) -> HeaderTable:
+    """Like `parse_table`, for a whole file: its names are texts of UTF-8, and its tensors fill it without gaps."""
+    table = parse_table(data)
+    _refuse_unwritable((*table.rows, *table.metadata, *table.metadata.values()))
+    _refuse_gaps(table, file_bytes - len(data))
+    return table
+
+
+def _refuse_unwritable(texts: Iterable[str]) -> None:
     """Raises ValueError for texts that UTF-8 cannot encode: JSON can spell a lone surrogate."""
     try:
         "".join(texts).encode()
@@ -160,7 +168,7 @@ def refuse_unwritable(texts: Iterable[str]) -> None:
         raise ValueError("safetensors header: its names and metadata are not all texts of UTF-8") from error
 
 
-def refuse_gaps(table: HeaderTable, num_bytes: int) -> None:
+def _refuse_gaps(table: HeaderTable, num_bytes: int) -> None:
     """Raises ValueError unless the tensors fill the bytes after the header without gaps, as the format requires."""
     at = 0
     for begin, end in sorted(row[1:] for row in table.rows.values()):

@@ -18,12 +18,7 @@ from ..spec import KIB, MIB
 
 _ROOT: Final = Path("/")
 # The number of ranks on this host, as torchrun, Open MPI, MPICH, and Slurm ("8(x2)") pass it to each rank.
-_LOCAL_SIZES: Final = (
-    "LOCAL_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_STEP_TASKS_PER_NODE",
-)
+_LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE")
 
 
 def local_world_size() -> int:

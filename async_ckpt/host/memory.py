@@ -4,7 +4,8 @@ In: sizes, devices. Out: buffers and segments. Knows nothing of: budgets, saves.
 
 A buffer is a private, anonymous map with huge pages. Its first touch costs a tenth of that of Python's default, a
 shared map. A forked child does not inherit it, so copy-on-write never slows a page that a device is writing to. A
-buffer has its exact size, while PyTorch's allocator of pinned memory rounds up to a power of two.
+buffer has its exact size, while PyTorch's allocator of pinned memory, which some devices need, rounds up to a power of
+two.
 """
 
 from __future__ import annotations
@@ -78,11 +79,11 @@ class HostBuffer:
         # Held during the driver's call: a second one for the same pages is an error.
         self._pinning = threading.Lock()
         self._pid = os.getpid()
-        pinned = backend_of(device).host_memory(num_bytes + _HUGE_PAGE_BYTES) if device else None
+        pinned = backend_of(device).host_memory(num_bytes) if device else None
         self._is_registered = pinned is None
         self._map: Any = _new_map(num_bytes + _HUGE_PAGE_BYTES) if pinned is None else _array_over(pinned)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.address = align_up(begin, _HUGE_PAGE_BYTES)
+        self.address = align_up(begin, _HUGE_PAGE_BYTES) if pinned is None else begin
         self._begin = self.address - begin
         self.view = memoryview(self._map).cast("B")[self._begin :][:num_bytes]
         if pinned is not None:

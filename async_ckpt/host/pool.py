@@ -24,7 +24,7 @@ from typing import Final, Protocol
 
 import torch
 
-from ..backends import UNSUPPORTED
+from ..backends import UNSUPPORTED, backend_of
 from ..spec import GIB, MIB, SEGMENT_BYTES, align_up
 from .limits import spare_memory_bytes
 from .memory import HostBuffer, Segment
@@ -198,6 +198,15 @@ def _longest_run(parts: Mapping[int, Segment]) -> list[Segment]:
     return longest
 
 
+def _thrifty_run(num_segments: int, segment_bytes: int, taken_bytes: Callable[[int], int]) -> int:
+    """The longest run, of up to `num_segments`, of which the allocator wastes the least."""
+
+    def used_share(num: int) -> tuple[float, int]:
+        return num * segment_bytes / taken_bytes(num * segment_bytes), num
+
+    return max(range(num_segments, 0, -1), key=used_share)
+
+
 class SegmentPool:
     """Lends segments, never more than the budget holds: to the oldest save first, in file order within a save.
 
@@ -300,6 +309,8 @@ class SegmentPool:
         """Count up to `num_segments` new segments as there, as far as the budget goes. Under the lock."""
         at_once = self.max_run if pin else 1
         num_new = max(0, min(num_segments, at_once, self._max_segments - self._num_segments))
+        if pin and num_new:
+            num_new = _thrifty_run(num_new, self.segment_bytes, backend_of(pin).taken_bytes)
         self._num_segments += num_new
         return num_new
 
@@ -416,6 +427,8 @@ class SegmentPool:
         if self._pin_refused or memory.pinned:
             return
         code = memory.pin(device)
+        if code and backend_of(device).is_broken(device):
+            return  # the copies will say so
         if code:
             self._pin_refused = True
         if code not in (0, UNSUPPORTED):

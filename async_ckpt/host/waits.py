@@ -132,7 +132,7 @@ def _ended_progress() -> str:
 def all_of(futures: Sequence[Future[None]], progress: Callable[[], str]) -> Future[None]:
     """A future that is done when all of these are.
 
-    Its error is that of the first of them, in their order, that has one.
+    Its error is the first one in the order of the futures.
     """
     if len(futures) == 1:
         return futures[0]

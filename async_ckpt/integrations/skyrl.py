@@ -23,7 +23,7 @@ import tarfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Final, Literal, Protocol, Self
 from weakref import WeakSet, WeakValueDictionary
 
@@ -37,6 +37,7 @@ from ..host.waits import ENDS_THE_WAIT, Wait
 from ..ranks.world import ranks
 from ..saving.default import files_saver
 from ..saving.handle import SaveHandle
+from ..saving.ledger import raise_error_of
 from ..saving.save import Save, wait_for_saves
 from ..state.names import shown
 from ..state.per_rank import PerRank
@@ -204,9 +205,7 @@ class CheckpointBackend:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
             self.close()
         except CheckpointError as failed:
@@ -277,12 +276,7 @@ class CheckpointBackend:
             handle.result()
 
     def _raise_unseen(self) -> None:
-        unseen = [pending.handle for pending in self._pending() if not pending.handle.looked_at]
-        errors = [error for handle in unseen if handle.done() and (error := handle.exception()) is not None]
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"another save failed too: {type(other).__name__}: {other}")
-            raise errors[0]
+        raise_error_of([save.handle for save in self._pending() if save.is_unseen])
 
     def __repr__(self) -> str:
         num_saves = sum(not pending.handle.done() for pending in self._pending())
@@ -380,9 +374,7 @@ class FSDPCheckpoints:
             extra = ckpt.load(step, select=["client_state", "tag", "world_size"])
             extra = _values_of_rank(extra, rank if extra["world_size"] == world_size else None, ())
             parts = self._parts(
-                model,
-                optimizer if load_optimizer_states else None,
-                scheduler if load_lr_scheduler_states else None,
+                model, optimizer if load_optimizer_states else None, scheduler if load_lr_scheduler_states else None
             )
             if extra["world_size"] != world_size:
                 del parts["rng"]
@@ -433,8 +425,6 @@ def _values_of_rank(value: Any, rank: int | None, path: tuple[Any, ...]) -> Any:
             raise StateMismatchError(
                 f"{shown(path)} was saved by each rank for itself, and there are not as many ranks now; load it with "
                 "async_ckpt.load, or save values that are the same on all ranks",
-                missing=(),
-                unexpected=(),
                 mismatched=(shown(path),),
             )
         return value[rank]

@@ -92,7 +92,7 @@ def copy_step(
         folder = source.folder(step)
         parcels = []
         for archive in (*archives_of(source.storage, folder, manifest), *manifest.beside):
-            path = target.archive_path(step, archive)
+            path = target.root.archive_path(step, archive)
             if _is_there(target.storage, path, archive, reads_all=mends):
                 if not target.storage.is_held(path):  # a copy beside this one holds it until it has committed
                     locks.callback(target.storage.hold(path))
@@ -136,7 +136,7 @@ class _Original:
     """An archive that is being copied. It is opened when its copy begins, and forgotten with its last byte."""
 
     def __init__(self, source: Run, step: int, archive: Archive, on_bytes: Callable[[int], None]) -> None:
-        self._storage, self._path = source.storage, source.archive_path(step, archive)
+        self._storage, self._path = source.storage, source.root.archive_path(step, archive)
         self._step, self._archive = step, archive
         self._on_bytes = on_bytes
         self._opened: OpenArchive | None = None

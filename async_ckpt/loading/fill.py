@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 import itertools
 import queue
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self
 
@@ -48,10 +49,10 @@ class Wanted(NamedTuple):
     into: torch.Tensor
     offsets: Ints | None = None
 
-
-def boxes_wanted(into: torch.Tensor, offsets: Ints | None) -> Box | None:
-    """The box of a tensor that fills this memory; None for the whole tensor."""
-    return None if offsets is None else Box(offsets, tuple(into.shape))
+    @property
+    def box(self) -> Box | None:
+        """The box of the tensor that fills this memory; None for the whole tensor."""
+        return None if self.offsets is None else Box(self.offsets, tuple(self.into.shape))
 
 
 class _Stretch(NamedTuple):
@@ -105,17 +106,19 @@ def fill(plan: Plan, *, copy: bool = True, pool: SegmentPool | None = None) -> N
     targets = [_FillTarget(item.into) for item in plan.wanted] if copy else []
     reads = plan.reads(keep_parts=copy)
     devices = {device for target in targets if (device := device_of(target.flat)) is not None}
-    streams = {device: _stream_of(device) for device in devices}
-    for device, stream in streams.items():
-        stream.wait_stream(backend_of(device).current_stream(device))
+    uploads = [_Upload(device, targets) for device in devices]
+    for upload in uploads:
+        upload.follow_caller()
 
     def use(read: Read, segment: Segment) -> None:
         read.archive.verify(read.extent.offset, segment.view[: read.extent.length])
-        _copy_out(read, segment, targets, streams)
+        for upload in uploads:
+            upload.copy(read, segment)
+        _copy_out(read, segment, targets)
 
     run_reads(reads, use, pin=next(iter(devices), None), pool=pool)
-    for device, stream in streams.items():
-        backend_of(device).current_stream(device).wait_stream(stream)
+    for upload in uploads:
+        upload.hold_caller()
     for target in targets:
         target.finish()
 
@@ -172,20 +175,33 @@ class _Ring:
         for lease in self._leases:
             for begin in range(0, per_segment * READ_BYTES, READ_BYTES):
                 self._idle.put(lease.segment.part(begin, begin + READ_BYTES))
+        self._num_missing = num_buffers - len(self._leases) * per_segment
+        self._making = threading.Lock()  # guards `_num_missing` and `_leases`, and is held while memory is page-locked
 
     @contextmanager
     def buffer(self) -> Iterator[Segment]:
-        """A buffer of the ring, or a new one if none is idle, so that no thread waits for another."""
+        """A buffer of the ring, or a new one if none is idle, so that no thread waits for a read of another."""
         try:
             buffer = self._idle.get_nowait()
         except queue.Empty:
-            (lease,) = self._own.borrow(1, pin=self._pin)
-            self._leases.append(lease)
-            buffer = lease.segment
+            buffer = self._new()
         try:
             yield buffer
         finally:
             self._idle.put(buffer)
+
+    def _new(self) -> Segment:
+        """A new buffer. With `pin`, all that are missing are page-locked by one call, since each takes long."""
+        with self._making:
+            if self._num_missing <= 0:  # another thread has made them meanwhile
+                return self._idle.get_nowait()
+            leases = self._own.borrow(self._num_missing if self._pin else 1, pin=self._pin)
+            self._leases += leases
+            self._num_missing -= len(leases)
+            first, *others = (lease.segment for lease in leases)
+            for other in others:
+                self._idle.put(other)
+            return first
 
     def __enter__(self) -> Self:
         return self
@@ -196,11 +212,8 @@ class _Ring:
         self._own.close()
 
 
-def _copy_out(read: Read, segment: Segment, targets: list[_FillTarget], streams: dict[Any, Any]) -> None:
-    for device, stream in streams.items():
-        parts = [part for part in read.parts if targets[part.wanted].device == device]
-        if parts:
-            _enqueue(parts, segment, targets, device, stream)
+def _copy_out(read: Read, segment: Segment, targets: list[_FillTarget]) -> None:
+    """Copy a read to its targets on the host."""
     for wanted, run in read.parts:
         target = targets[wanted]
         if target.pointer and run.times > 1 and run.length < _FEW_BYTES:
@@ -221,24 +234,73 @@ def _copy_rows(run: StridedCopy, segment: Segment, target: _FillTarget) -> None:
             into.as_strided(shape, (run.target_step, 1)).copy_(piece.as_strided(shape, (run.source_step, 1)))
 
 
-def _enqueue(
-    parts: list[_Stretch], segment: Segment, targets: list[_FillTarget], device: torch.device, stream: Any
-) -> None:
-    """Copy parts of a read to a device, and wait: the device reads from the buffer until then."""
-    backend = backend_of(device)
-    ended = backend.waiting_event()  # for these copies only
-    # In inference mode, because inference tensors of the caller accept no writes outside of it.
-    with torch.inference_mode(), backend.on_stream(device, stream):
-        try:
-            for wanted, run in parts:
+class _Upload:
+    """The copies of one `fill` to one device. Its reading threads share it."""
+
+    def __init__(self, device: torch.device, targets: Sequence[_FillTarget]) -> None:
+        self._device, self._backend, self._targets = device, backend_of(device), targets
+        self._stream = _stream_of(device)
+        # Keeps the copies into the scratch buffer and out of it together. The stream keeps them in order.
+        self._lock = threading.Lock()
+        self._scratch: torch.Tensor | None = None
+        self._is_full = False  # the device had no memory for the scratch buffer
+
+    def follow_caller(self) -> None:
+        """Order the copies after everything on the caller's stream until now."""
+        self._stream.wait_stream(self._backend.current_stream(self._device))
+
+    def hold_caller(self) -> None:
+        """Order everything on the caller's stream from now on after the copies."""
+        self._backend.current_stream(self._device).wait_stream(self._stream)
+
+    def copy(self, read: Read, segment: Segment) -> None:
+        """Copy the parts of a read that go to this device, and wait: the device reads from the buffer until then."""
+        parts = [(self._targets[wanted].flat, run) for wanted, run in read.parts if self._is_here(wanted)]
+        if not parts:
+            return
+        ended = self._backend.waiting_event()  # for these copies only
+        # In inference mode, because inference tensors of the caller accept no writes outside of it.
+        with torch.inference_mode(), self._backend.on_stream(self._device, self._stream):
+            try:
+                for flat, run in parts:
+                    if run.times == 1:
+                        piece = segment.tensor[run.source : run.source + run.length]
+                        flat[run.target : run.target + run.length].copy_(piece, non_blocking=True)
+                self._copy_rows([part for part in parts if part[1].times > 1], segment)
+            finally:
+                ended.record(self._stream)
+                ended.synchronize()
+
+    def _copy_rows(self, parts: Sequence[tuple[torch.Tensor, StridedCopy]], segment: Segment) -> None:
+        """Copy what is not one piece: the bytes cross the bus as they are, and the device takes its rows out of them.
+
+        For a copy from the host that is not one piece, torch would first make one in pageable memory.
+        """
+        if not parts:
+            return
+        begin = min(run.source for _, run in parts)
+        end = max(run.source + run.source_bytes for _, run in parts)
+        with self._lock:
+            rows = segment.tensor[begin:end]
+            if (scratch := self._scratch_buffer()) is not None:
+                rows = scratch[: end - begin].copy_(rows, non_blocking=True)
+            for flat, run in parts:
                 shape = run.times, run.length
                 # Slice first: `as_strided` counts an explicit offset from the begin of the storage.
-                piece = segment.tensor[run.source :].as_strided(shape, (run.source_step, 1))
-                into = targets[wanted].flat[run.target :].as_strided(shape, (run.target_step, 1))
+                piece = rows[run.source - begin :].as_strided(shape, (run.source_step, 1))
+                into = flat[run.target :].as_strided(shape, (run.target_step, 1))
                 into.copy_(piece, non_blocking=True)
-        finally:
-            ended.record(stream)
-            ended.synchronize()
+
+    def _scratch_buffer(self) -> torch.Tensor | None:
+        if self._scratch is None and not self._is_full:
+            try:
+                self._scratch = torch.empty(READ_BYTES, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError:
+                self._is_full = True
+        return self._scratch
+
+    def _is_here(self, wanted: int) -> bool:
+        return self._targets[wanted].device == self._device
 
 
 class _FillTarget:
@@ -252,7 +314,7 @@ class _FillTarget:
         self._final: torch.Tensor | None = None
         if not is_dense(tensor) or not has_plain_bytes(tensor):
             self._final = tensor
-            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
+            tensor = _dense_copy_of(tensor)
         self.device = tensor.device
         self.flat = flat_bytes(tensor)
         self.pointer = host_pointer(self.flat)
@@ -266,6 +328,14 @@ class _FillTarget:
             else:
                 items = as_integers(self._final)
                 items.copy_(self.flat.view(items.dtype).reshape(items.shape))
+
+
+def _dense_copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for the items of a tensor side by side, on its device if there is room, else on the host."""
+    if device_of(tensor) is not None:
+        with suppress(torch.OutOfMemoryError):
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
 
 
 def _plan(archive: Contents, item: Wanted, number: int, plan: dict[int, _FilePlan]) -> None:

@@ -21,7 +21,7 @@ from ..spec import with_article
 from ..state.names import Select, selector
 from ..state.plain import is_frozen, is_record
 from .archives.contents import Contents, Part
-from .fill import Wanted, boxes_wanted, fill, planned
+from .fill import Wanted, fill, planned
 from .live.match import Match
 from .live.state_dicts import LiveStateDicts
 from .load import Verify, check_lent, check_select, raise_unless_any
@@ -74,15 +74,16 @@ def restore_state(
     nothing_fits = not any(match.fits for match, _ in matches)
     for match, _ in matches:
         try:
-            match.raise_problems(options.strict or nothing_fits)
+            archive = match.archive
+            match.differences.raise_any(archive.path, archive.names(), strict=options.strict or nothing_fits)
         except StateMismatchError:
-            match.archive.check_headers()  # if the index is damaged, raise that error instead
+            archive.check_headers()  # if the index is damaged, raise that error instead
             raise
     wanted = [(match.archive, [*match.wanted.values()]) for match, _ in matches]
     if sharing is not None:
         wanted = _own(wanted, sharing)
     for archive, items in wanted:
-        archive.need((number, boxes_wanted(into, offsets)) for number, into, offsets in items)
+        archive.need((item.number, item.box) for item in items)
     plan = planned(wanted)
     if options.verify == "first":
         fill(plan, copy=False, pool=pool)
@@ -129,7 +130,7 @@ def _match(part: Part, share: Any, live: Any, state_dicts: LiveStateDicts, optio
 
 
 def _own(wanted: Sequence[tuple[Contents, list[Wanted]]], sharing: Sharing) -> list[tuple[Contents, list[Wanted]]]:
-    """The tensors that this rank reads: its part of the shared ones, and all that each rank has separately."""
+    """The tensors that this rank reads: its part of the shared ones, and all tensors that each rank has separately."""
     shared: list[Item] = []
     of_file: dict[int, Contents] = {}
     kept: list[tuple[Contents, list[Wanted]]] = []

@@ -101,7 +101,7 @@ def _agreed_step(
     (text,) = talk.hear([key], "the step that rank 0 restores")
     answer: dict[str, Any] = json.loads(text)
     if "error" in answer:
-        raise PeerFailedError(f"rank 0 could not say which step to restore: {answer['error']}", rank=0, undecided=False)
+        raise PeerFailedError(f"rank 0 could not say which step to restore: {answer['error']}", rank=0)
     if answer["found"] is None:
         return None
     step, attempt = answer["found"]
@@ -134,7 +134,6 @@ def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
                 f"{roots!r}: rank 0 restores step {step}, which rank {rank} does not see there; give a root that all "
                 "ranks share",
                 rank=0,
-                undecided=False,
             )
         TIMEKEEPER.sleep(_LOOK_SECONDS)
 
@@ -150,9 +149,7 @@ def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
     if word not in (_FINE, _CORRUPT):
         failure = json.loads(word)
         raise PeerFailedError(
-            f"rank {failure['rank']} could not restore step {step}: {failure['error']}",
-            rank=failure["rank"],
-            undecided=False,
+            f"rank {failure['rank']} could not restore step {step}: {failure['error']}", rank=failure["rank"]
         )
     return word == _FINE
 

@@ -86,11 +86,7 @@ class Sharing:
         except Exception as caught:
             error = caught
         answers: list[Any] = [None] * self._size
-        own_answer = (
-            result,
-            self._digest(),
-            None if error is None else f"{type(error).__name__}: {error}"[:2000],
-        )
+        own_answer = result, self._digest(), None if error is None else f"{type(error).__name__}: {error}"[:2000]
         self._dist.all_gather_object(answers, own_answer, group=self._group)
         if error is not None:
             raise error
@@ -102,7 +98,6 @@ class Sharing:
                     f"rank {rank} could not read its part of what is broadcast: {failure} - and the live state is "
                     "partly overwritten by now: restore another step before training on",
                     rank=rank,
-                    undecided=False,
                 )
         if any(step != result for step, _, _ in answers):
             raise ValueError(

@@ -96,7 +96,7 @@ class StepCheck(NamedTuple):
 class Verification:
     """The archives that a verification has read. One is created for each verification, and all of its steps share it.
 
-    Archives are identified by their path and their own digest, so that one that steps share is read once. `on_bytes`
+    An archive is identified by its path and digest, so an archive that several steps share is read once. `on_bytes`
     is called on any thread, with the numbers of bytes that were compared.
     """
 

@@ -223,10 +223,7 @@ def _overwritten(data: memoryview, num_bytes: int) -> tuple[torch.Tensor, torch.
                 count = int.from_bytes(bytes(plain.tolist()), "little")
                 if count > num_bytes:
                     raise WrongBaseError("the frame does not hold as many positions and values as it says")
-                head, plain = (
-                    plain,
-                    torch.empty(COUNT_BYTES + (POSITION_BYTES + 1) * count, dtype=torch.uint8),
-                )
+                head, plain = plain, torch.empty(COUNT_BYTES + (POSITION_BYTES + 1) * count, dtype=torch.uint8)
                 plain[:COUNT_BYTES] = head
     if count is None or size != len(plain):
         raise WrongBaseError("the frame does not hold as many positions and values as it says")

@@ -60,7 +60,7 @@ class FolderReplica:
         self.folder = folder = Path(os.path.realpath(folder))  # it may be a link, or where a disk is mounted
         self._files = ConfinedFolder(folder)
         self._notes = Notes(self._files)
-        self._state: WeightsState | None = None
+        self.state: WeightsState | None = None
         self._installed = InstalledFiles({}, (), "")  # the files that versions have put there
         with translated(folder):
             is_folder, exists = folder.is_dir(), os.path.lexists(folder)
@@ -83,19 +83,20 @@ class FolderReplica:
             with suppress(StorageUnavailableError):  # leftovers that could not be removed the last time
                 self._clear()
             self._installed = self._installed_files()
-            self._state = self._known_state()
+            self.state = self._known_state()
             yield
         finally:
             with suppress(OSError):  # it was opened for its lock, and nothing was written
                 os.close(fd)
 
     def _try_lock(self, fd: int) -> bool:
-        with translated(self.folder):
-            return _try_lock(fd)
-
-    @property
-    def state(self) -> WeightsState | None:
-        return self._state
+        try:
+            with translated(self.folder, passing=(BlockingIOError,)):
+                if fcntl is not None:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def _known_state(self) -> WeightsState | None:
         """The state that the marker describes; None if there is no marker, or the files do not match it."""
@@ -170,7 +171,7 @@ class FolderReplica:
 
     def _refuse_other_model(self, anchor: Anchor) -> None:
         """Raises StateMismatchError for another model. If this one is unknown, a Publisher's version is accepted."""
-        state = self._state
+        state = self.state
         if state is not None and state.structure != anchor.structure:
             raise other_model(anchor.source.path, anchor.tensors.keys() - state.checksums.keys())
         if state is None and not anchor.source.index.is_sealed and self._structure() not in ("", anchor.structure):
@@ -185,8 +186,8 @@ class FolderReplica:
     ) -> None:
         """Replace the weights and files by these."""
         structure = structure_of((n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items())
-        if self._state is not None and self._state.structure != structure:
-            raise other_model(f"version {version}", tensors.keys() - self._state.checksums.keys())
+        if self.state is not None and self.state.structure != structure:
+            raise other_model(f"version {version}", tensors.keys() - self.state.checksums.keys())
         shards = shards_of(Weights("model", dict(tensors), {}, {}, dict), MAX_SHARD_BYTES)
         with self._cleared(sum(shard.num_bytes for shard in shards)):
             for name, data in other_files.items():
@@ -218,7 +219,7 @@ class FolderReplica:
 
     def _take_over(self, weights: Collection[str], state: WeightsState) -> None:
         """Move the new files into place, each atomically. After an error the files of the version before are back."""
-        old_state, old = self._state, self._installed
+        old_state, old = self.state, self._installed
         sizes = self._files.sizes(NEW)
         self._refuse_decoys(sizes.keys() | old.sizes.keys())
         new = InstalledFiles(sizes, tuple(weights), state.structure)
@@ -378,7 +379,7 @@ class FolderReplica:
 
     def note(self, state: WeightsState | None) -> None:
         self._notes.note(state, _boot(), self._stamps())
-        self._state = state
+        self.state = state
 
     def _stamps(self) -> dict[str, str]:
         """A text for each file of weights that changes when the file is replaced or written."""
@@ -388,16 +389,6 @@ class FolderReplica:
             if status is not None:
                 stamps[file] = f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
         return stamps
-
-
-def _try_lock(fd: int) -> bool:
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _header(fd: int) -> tuple[safetensors.HeaderTable, int]:
@@ -412,10 +403,7 @@ def _header(fd: int) -> tuple[safetensors.HeaderTable, int]:
         raise ValueError("it is cut off, or not a safetensors file")
     head = bytearray(begin)
     read_at(fd, memoryview(head), 0)
-    table = safetensors.parse_table(bytes(head))
-    safetensors.refuse_unwritable((*table.rows, *table.metadata, *table.metadata.values()))
-    safetensors.refuse_gaps(table, num_bytes - begin)
-    return table, begin
+    return safetensors.parse_file_header(bytes(head), num_bytes), begin
 
 
 def _boot() -> str:

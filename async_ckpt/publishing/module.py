@@ -33,10 +33,7 @@ def refuse_misfit(module: torch.nn.Module, given: Mapping[str, tuple[str, tuple[
     if wanted.as_published(dict(wanted.tensors)).keys() != wanted.tensors.keys():
         raise StateMismatchError(
             f"{source}: {type(plain_model(module)).__qualname__} has other weights in memory than in its "
-            f"checkpoints; {_ADVICE}",
-            missing=(),
-            unexpected=(),
-            mismatched=(),
+            f"checkpoints; {_ADVICE}"
         )
     storages = {_memory_key(live[name]) for name in given if name in live}
     missing = sorted(name for name in wanted.tensors.keys() - given.keys() if _memory_key(live[name]) not in storages)
@@ -74,8 +71,6 @@ def fill(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], source: s
             raise StateMismatchError(
                 f"{source}: {' and '.join(names[:3])} are one tensor in the module, and have different values in "
                 "the version; the module is as it was. Untie them, or publish a model in which they are tied",
-                missing=(),
-                unexpected=(),
                 mismatched=tuple(names),
             )
     with torch.no_grad():

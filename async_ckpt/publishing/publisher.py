@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 import torch
@@ -37,7 +36,7 @@ from ..storage.compressed import zstandard_package
 from ..storage.place import Anywhere, local_place, written_at
 from .delta_base import DeltaPolicy
 from .publication import Publication, PublicationRequest
-from .rank_versions import RanksStart, RankVersions, is_spread, own_slices, place_of_rank
+from .rank_versions import RanksStart, RankVersions, own_slices, place_of_rank
 from .series import VersionSeries
 from .versions import Versions
 
@@ -75,9 +74,9 @@ class Publisher:
             twice). None publishes anchors only. Deltas need the bytes of the weights once more in host memory, and
             the package zstandard.
         keep: how many of the newest versions to keep, with all that they are built on. None keeps all.
-        acknowledged: a function that returns the newest version that every reader has applied, or None. It is called by
-            `publish`, and deltas are then against that version, so that a reader that has it needs no other. Without
-            it they are against the newest durable version.
+        acknowledged: a function that returns the newest version that every reader has applied, or None. `publish` calls
+            it. Deltas are then against that version, so a reader needs no other version to apply them. Without it they
+            are against the newest durable version.
         on_rollback: "retire" deletes the versions that are not below a new one, just before the new one becomes
             visible. A training that goes on from an earlier checkpoint publishes the same numbers again, and readers
             that are ahead come back. By default such a version raises StepExistsError or StepBehindError.
@@ -165,7 +164,7 @@ class Publisher:
             refuse_guard([held] if held is not None else [], guard)
             weights = weights_of(state_or_snapshot, config_files)
             _refuse_unmapped(state_or_snapshot, weights)
-            spread = is_spread(weights)
+            spread = weights.is_spread
             weights, slices = own_slices(weights) if spread else (weights, {})
             if spread and world_of(None, None).rank:
                 weights, config_files = weights._replace(files={}), {}  # rank 0 publishes the small files
@@ -240,9 +239,7 @@ class Publisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ from ..format.delta import INDEX, SliceOf, VersionIndex, folder_of, identity_of
 from ..ranks.meeting import RankZeroWord
 from ..ranks.world import World
 from ..slicing.cover import Box, cover
-from ..slicing.sharded import Slicer, is_sharded
+from ..slicing.sharded import Slicer
 from ..staging.device import as_integers
 from ..state.dtypes import dtype_name, dtype_named
 from ..storage.place import Place
@@ -34,10 +34,6 @@ from .replica import MemoryReplica
 from .versions import Versions, marks_in
 
 _FOLDER: Final = re.compile(r"rank_(\d{5})_of_(\d{5})")
-
-
-def is_spread(weights: Weights) -> bool:
-    return any(map(is_sharded, weights.tensors.values()))
 
 
 def folder_of_rank(rank: int, size: int) -> str:
@@ -87,9 +83,7 @@ def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
         if sliced.slices.replicas().number:
             continue
         shape, dtype = sliced.slices.global_shape, dtype_name(tensor.dtype)
-        held = [
-            (Box(r.global_offsets, r.sizes), p) for r, p in zip(sliced.slices.rectangles, sliced.parts, strict=True)
-        ]
+        held = list(zip(map(Box.of, sliced.slices.rectangles), sliced.parts, strict=True))
         if not prod(shape):  # an empty tensor, of which no rank holds a slice
             held = [(Box.whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
         for box, part in held:
@@ -114,8 +108,7 @@ class RanksStart:
     def word(self, check: Callable[[], None]) -> str:
         """The name of the start; waits for rank 0. `check` may end the wait by raising. Raises PeerFailedError."""
         return self._word.hear(
-            check,
-            "rank 0 to publish; a model that is spread over ranks is published by all of them, at the same root",
+            check, "rank 0 to publish; a model that is spread over ranks is published by all of them, at the same root"
         )
 
     @property
@@ -152,8 +145,7 @@ class WholeVersion(NamedTuple):
         """Raises CorruptCheckpointError if a rank's weights do not have the identity in its index."""
         if identity != self.indices[rank].identity:
             raise CorruptCheckpointError(
-                f"{root}: version {self.number} was published again while it was read; pull it again",
-                path=root,
+                f"{root}: version {self.number} was published again while it was read; pull it again", path=root
             )
 
 
@@ -166,7 +158,8 @@ class RankVersions:
     def __init__(self, place: Place) -> None:
         self._place, self.storage = place, place.storage()
         self._by_rank: dict[tuple[int, int], Versions] = {}
-        self._whole: dict[int, int] = {}  # the size of its world, by version, of those that all ranks have
+        # By version, of those that all ranks have: the size of the world, and the start that rank 0 has published it in.
+        self._whole: dict[int, tuple[int, str]] = {}
         self._marks: frozenset[str] = frozenset()  # in the last listing
 
     def of_rank(self, rank: int, size: int) -> Versions:
@@ -177,18 +170,20 @@ class RankVersions:
 
     def sizes(self, names: Iterable[str] | None = None) -> dict[int, int]:
         """The whole versions, ascending, each with the size of its world. `names` are the names at the root."""
-        whole: dict[int, int] = {}
+        whole: dict[int, tuple[int, str]] = {}
         listed = [*(self.storage.names("") if names is None else names)]
         if marks_in(listed) != self._marks:  # versions were replaced: discard the cache
             self._marks, self._whole, self._by_rank = marks_in(listed), {}, {}
         for size, begun in worlds_in(listed).items():
             if len(begun) < size:
                 continue
-            for number in self.of_rank(0, size).numbers():
-                if self._whole.get(number) == size or self._is_whole(number, size):
-                    whole[number] = size
+            versions = self.of_rank(0, size)
+            for number in versions.numbers():
+                world = size, versions.start_of(number)
+                if self._whole.get(number) == world or self._is_whole(number, size):
+                    whole[number] = world
         self._whole = dict(sorted(whole.items()))
-        return dict(self._whole)
+        return {number: size for number, (size, _) in self._whole.items()}
 
     def of_other_worlds(self, size: int | None) -> dict[str, Versions]:
         """The versions at the root of other worlds, by folder. `size` is None, and the folder "", for a whole model."""
@@ -260,7 +255,7 @@ class RankVersions:
 
 
 def assemble(tensor: SlicedTensor, replicas: Mapping[int, MemoryReplica]) -> torch.Tensor:
-    """A tensor tensor from its slices; where they overlap, the lowest rank's counts."""
+    """A whole tensor from its slices. Where slices overlap, that of the lowest rank counts."""
     dtype = dtype_named(tensor.dtype)
     full = torch.empty(tensor.shape, dtype=dtype, device="cpu")
     bits = as_integers(full)  # copied as they are, whatever values they encode

@@ -87,8 +87,7 @@ def update_replica(
     chain = versions.chain(target, replica.state, base)
     if replica.state is not None and not is_that_version(replica, chain, versions, target, crew, base):
         _log.warning(
-            "the weights here are not those of version %d; they begin with an anchor again",
-            replica.state.version,
+            "the weights here are not those of version %d; they begin with an anchor again", replica.state.version
         )
         chain = versions.chain(target, None, base)
     before_apply(chain)
@@ -207,9 +206,7 @@ def other_model(version: str, names: Collection[str]) -> StateMismatchError:
     example = f" (such as {min(names)!a:.200})" if names else ""
     return StateMismatchError(
         f"{version}: it is of another model than the weights here{example}; pull it into another folder or module",
-        missing=(),
         unexpected=tuple(sorted(names)),
-        mismatched=(),
     )
 
 

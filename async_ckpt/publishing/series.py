@@ -144,10 +144,7 @@ class VersionSeries:
         if before not in ("", structure):
             raise StateMismatchError(
                 f"{root}: the versions there have tensors of other names, dtypes or shapes, and readers apply one "
-                "version to the other; publish another model to a root of its own",
-                missing=(),
-                unexpected=(),
-                mismatched=(),
+                "version to the other; publish another model to a root of its own"
             )
         if not self.ownership.is_taken:  # only now: a refused publisher takes the root from nobody
             self.ownership.take()
@@ -204,7 +201,7 @@ def _size(start: RanksStart | None) -> int | None:
 
 
 def _retain_from(oldest: int, versions: Versions, ownership: Ownership) -> list[int]:
-    """Delete the versions that are older and that no newer one needs. Returns those that are left.
+    """Delete the versions before `oldest` that no newer version needs. Returns the versions that are left.
 
     Raises ClosedError if another publisher takes the root meanwhile: it may publish the same numbers again.
     """

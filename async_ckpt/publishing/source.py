@@ -153,9 +153,7 @@ class VersionSource:
             head = bytes(data[: _header_bytes(data)])
             if self.index.heads.get(file) not in (None, checksum(head)):
                 raise ValueError("its header is not the one that was published")
-            table = safetensors.parse_table(head)
-            safetensors.refuse_unwritable((*table.rows, *table.metadata, *table.metadata.values()))
-            safetensors.refuse_gaps(table, num_bytes - len(head))
+            table = safetensors.parse_file_header(head, num_bytes)
         except ValueError as error:
             raise self.corrupt(file, str(error)) from error
         return table, len(head)
@@ -175,10 +173,7 @@ class VersionSource:
         for name, (kind, begin, end) in table.rows.items():
             if table.kinds[kind] != ("U8", [end - begin]):
                 raise self.corrupt(file, f"{name!a:.200} is not a frame")
-            yield (
-                name,
-                Frame(file, blob[at + begin : at + end], self._checksum_in(file, name, table.metadata)),
-            )
+            yield name, Frame(file, blob[at + begin : at + end], self._checksum_in(file, name, table.metadata))
 
     def frame_checksums(self) -> dict[str, str]:
         """The checksums of the tensors that a delta changes; only headers are read."""
@@ -317,9 +312,7 @@ class Anchor:
         for name in names if expected else ():
             if checksums[name] != expected.get(name):
                 raise self.source.corrupt(
-                    self.tensors[name].file,
-                    f"{name}: its bytes are not those that were published",
-                    tensors=(name,),
+                    self.tensors[name].file, f"{name}: its bytes are not those that were published", tensors=(name,)
                 )
 
 

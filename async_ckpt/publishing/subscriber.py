@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from shutil import rmtree
-from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 import torch
@@ -276,9 +275,7 @@ class Subscriber:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -446,10 +443,10 @@ def _checks_at(
             replica = FolderReplica(scratch)
             with replica.locked():
                 update_replica(replica, versions, number, crew, base=base)
-        except (CorruptCheckpointError, NotCommittedError) as found:
+        except (CorruptCheckpointError, NotCommittedError) as caught:
             if number not in versions.numbers():
                 continue  # retention was faster
-            error = found
+            error = caught
             damaged.add(number)
         yield VersionCheck(number, folder, kind, sum(versions.storage.sizes(folder_of(number)).values()), error)
     rmtree(scratch, ignore_errors=True)

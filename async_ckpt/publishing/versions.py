@@ -143,9 +143,7 @@ class Versions:
             if wanted_by and number < existing[0]:
                 advice += "; if it is the model that all began with, give its folder: Subscriber(root, base=…)"
             raise NotCommittedError(
-                f"{self.root}: version {number} is not there{wanted_by}; {advice}",
-                path=self.root,
-                step=number,
+                f"{self.root}: version {number} is not there{wanted_by}; {advice}", path=self.root, step=number
             ) from None
         except ValueError as error:
             shown = self.storage.locate(path)
@@ -216,27 +214,28 @@ class Versions:
     def is_complete(self, number: int) -> bool:
         """Whether a version exists, and all versions that it is built on."""
         existing, current = self.numbers(), number
-        with suppress(CheckpointError):  # a damaged index
-            while current in existing:
-                base = self.read(current).base
-                if base is None:
-                    return True
-                current = base
+        while current in existing and (index := self._read_if_sound(current)):
+            if index.base is None:
+                return True
+            current = index.base
         return False
 
     def is_ours(self, number: int) -> bool:
         """Whether a Publisher has made this version, as far as its index tells."""
-        try:
-            return bool(self.read(number).identity)
-        except CheckpointError:
-            return False
+        index = self._read_if_sound(number)
+        return index is not None and bool(index.identity)
 
     def start_of(self, number: int) -> str:
         """The start of all ranks in which a version was published; empty if its index does not say."""
+        index = self._read_if_sound(number)
+        return "" if index is None else index.slices.start
+
+    def _read_if_sound(self, number: int) -> VersionIndex | None:
+        """The index of a version; None if there is none that can be read."""
         try:
-            return self.read(number).slices.start
+            return self.read(number)
         except CheckpointError:
-            return ""
+            return None
 
     def needed_by(self, kept: Sequence[int]) -> set[int]:
         """These versions, and all versions in their chains, as far as indices can be read."""
@@ -245,10 +244,8 @@ class Versions:
             current: int | None = number
             while current is not None and current not in needed:
                 needed.add(current)
-                try:
-                    current = self.read(current).base
-                except CheckpointError:
-                    break
+                index = self._read_if_sound(current)
+                current = None if index is None else index.base
         return needed
 
     def delete(self, numbers: Sequence[int], *, token: str = "", check: Callable[[], None] = lambda: None) -> None:
@@ -341,7 +338,7 @@ class Versions:
 
 
 class Ownership:
-    """The right of one publisher to add versions: the last one that has taken it has it.
+    """The right of one publisher to add versions. The publisher that took it last has it.
 
     Owned by a `VersionSeries`; `Versions` makes one to ask whether an index may be believed. The first of several ranks
     `also` owns the root of all, so that it and a publisher of another world learn of each other.

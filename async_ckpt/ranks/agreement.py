@@ -194,7 +194,6 @@ class Agreement:
             f"{joint.what} is not committed: rank 0 saves {instead.what} by the same call, and rank {rank} "
             f"{joint.what}; give all ranks the same arguments",
             rank=0,
-            undecided=False,
         )
 
     def _raise_not_begun(self) -> NoReturn:
@@ -207,7 +206,6 @@ class Agreement:
             f"{self._advice}; and "
             "give a root that all ranks share",
             rank=0,
-            undecided=False,
         )
 
     def _more(self, structure: Structure) -> dict[str, Any]:
@@ -267,7 +265,6 @@ class Agreement:
             "Give a root that all "
             "ranks share: a folder on a shared file system, or an object store",
             rank=who if self.decides else 0,
-            undecided=False,
         )
 
     def _raise_too_many(self, rank: int) -> NoReturn:
@@ -277,7 +274,6 @@ class Agreement:
         raise PeerFailedError(
             f"{self._joint.what} is not committed: {reason}; give ranks= the same number on every rank",
             rank=rank,
-            undecided=False,
         )
 
     def _raise_missing(self, receipts: dict[int, Receipt]) -> None:
@@ -296,7 +292,6 @@ class Agreement:
             f"{self._joint.what} is not committed: after {PEER_SECONDS:.0f} s nothing was heard of rank"
             f"{'s' if len(missing) > 1 else ''} {who}. {self._advice}{shared}",
             rank=missing[0],
-            undecided=False,
         )
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest | None:
@@ -482,7 +477,6 @@ def _peers_failed(joint: JointSave, causes: Sequence[Cause]) -> PeerFailedError:
     return PeerFailedError(
         f"{joint.what} is not committed: {reasons}{more}",
         rank=causes[0].rank if causes else 0,
-        undecided=False,
     )
 
 

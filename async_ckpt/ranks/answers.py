@@ -54,7 +54,7 @@ class Answers:
             del self._num_asked[next(iter(self._num_asked))]
         answers = json.loads(text)
         if isinstance(answers, str):
-            raise PeerFailedError(f"{what} has failed on rank 0: {answers}", rank=0, undecided=False)
+            raise PeerFailedError(f"{what} has failed on rank 0: {answers}", rank=0)
         return tuple(answers)
 
     def fail(self, question: str, error: BaseException) -> None:

@@ -58,7 +58,6 @@ class Comparison:
                 "after saves that "
                 "only some of them have called; call save alike on every rank",
                 rank=0,
-                undecided=False,
             )
         covered = Table(classes).digest
         own = known.covered.get(covered)

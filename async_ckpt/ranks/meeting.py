@@ -82,7 +82,7 @@ class RankZeroWord:
                 self._words(),
                 [self._key],
                 check,
-                lambda: PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {whom}", rank=0, undecided=False),
+                lambda: PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {whom}", rank=0),
             )
         return self._word
 
@@ -272,7 +272,6 @@ class Meeting:
             return PeerFailedError(
                 f"waited {MEETING_SECONDS:.0f} s for {what}{who}. {self.advice[0].upper()}{self.advice[1:]}",
                 rank=int(missing[0]) if missing and len(keys) > 1 else 0,
-                undecided=False,
             )
 
         def look_around() -> bool:
@@ -282,7 +281,6 @@ class Meeting:
                     f"waited for {what}, but rank 0 is at a later start of the ranks than this one; start "
                     "all of them again",
                     rank=0,
-                    undecided=False,
                 )
             return goes_on
 

@@ -62,10 +62,7 @@ class Ranks:
         self.meeting = meeting
         self.attempts = Attempts(self.meeting, max_in_flight)
         self.divider = Divider(
-            self.meeting,
-            self.known.compared,
-            mesh=mesh,
-            check_replicas=flag("check_replicas", check_replicas),
+            self.meeting, self.known.compared, mesh=mesh, check_replicas=flag("check_replicas", check_replicas)
         )
         self._skips, self._answers = skips, Answers(self.meeting.words, self.meeting.hear)
         # Those of one-off saves go with these.

@@ -155,20 +155,20 @@ def values_of(storage: Storage, path: str, small_bytes: int, per_rank: Collectio
     return Values(plain, {name: data[extent] for name, extent in chosen.items()})
 
 
-def differing(found: Sequence[Values]) -> list[str]:
+def differing(of_ranks: Sequence[Values]) -> list[str]:
     """The names of what is not the same wherever it is."""
     plain: dict[str, str] = {}
     tensors: dict[str, bytes] = {}
     different: set[str] = set()
-    for values in found:
+    for values in of_ranks:
         different |= {name for name, text in values.plain.items() if plain.setdefault(name, text) != text}
         different |= {name for name, data in values.tensors.items() if tensors.setdefault(name, data) != data}
     return sorted(different)
 
 
-def lacking(found: Sequence[Values], all_names: Collection[str]) -> list[str]:
+def lacking(of_ranks: Sequence[Values], all_names: Collection[str]) -> list[str]:
     """The names that some of these lack."""
-    return sorted({name for values in found for name in set(all_names).difference(values.plain)})
+    return sorted({name for values in of_ranks for name in set(all_names).difference(values.plain)})
 
 
 def apart(names: Collection[str], common: Collection[str]) -> tuple[str, ...]:

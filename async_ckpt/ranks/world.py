@@ -25,7 +25,7 @@ _LOOK_SECONDS: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All processes that save one state together, and which of them this one is.
+    """All processes that save one state together, and the rank of this process.
 
     `run_id` is what the user calls this start of them; None where they have a store to agree by.
     """

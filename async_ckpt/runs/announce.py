@@ -69,13 +69,6 @@ class Announcer:
             if refusal is not None:
                 raise refusal
 
-    def journal(self) -> list[dict[str, object]]:
-        """The records of `checkpoints.jsonl`, as far as they can be read."""
-        try:
-            return journal.parse(self._storage.read(journal.NAME)[0], locate=self._storage.locate)
-        except FileNotFoundError:
-            return []
-
     def rewrite(self, view: Commits) -> None:
         """Rewrite the journal, after retention has deleted steps."""
         with self._announcing:

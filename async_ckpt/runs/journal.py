@@ -16,7 +16,7 @@ base, as it does with its own names (`tinker://model/weights/000100`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 from .manifest import Manifest
@@ -42,12 +42,8 @@ def _line(path: str, manifest: Manifest) -> dict[str, Any]:
     return {"name": f"{manifest.step:06d}", "batch": manifest.step + 1} | user_fields | own_fields
 
 
-def parse(data: bytes, *, locate: Callable[[str], str] | None = None) -> list[dict[str, Any]]:
-    """The records of a journal. A line that is not a JSON object, such as a torn last one, is skipped.
-
-    With `locate`, which returns the full path of an object below the root, `state_path` is a full path. It is made from
-    `path`, so it is right even in an old journal whose `state_path` is a full path in another place.
-    """
+def parse(data: bytes) -> list[dict[str, Any]]:
+    """The records of a journal. A line that is not a JSON object, such as a torn last one, is skipped."""
     records = []
     for line in data.splitlines():
         try:
@@ -55,7 +51,5 @@ def parse(data: bytes, *, locate: Callable[[str], str] | None = None) -> list[di
         except ValueError:
             continue
         if isinstance(record, dict):
-            if locate is not None and isinstance(record.get("path"), str):
-                record["state_path"] = locate(record["path"])
             records.append(record)
     return records

@@ -263,10 +263,7 @@ def _archive(raw: object) -> Archive:
 def _elsewhere(raw: object) -> GroupLocation:
     fields = table(raw)
     return GroupLocation(
-        text(fields["group"]),
-        whole(fields["step"]),
-        _folder_name(fields["folder"]),
-        _archive(fields["archive"]),
+        text(fields["group"]), whole(fields["step"]), _folder_name(fields["folder"]), _archive(fields["archive"])
     )
 
 

@@ -101,11 +101,11 @@ def is_beside(name: str) -> bool:
 class Receipt(NamedTuple):
     """One rank's report on an attempt. If `is_ok`, its archive is durable; otherwise there is none.
 
-    `table` is the digest of the Table by which it has taken its share, `NO_TABLE` if it wrote everything that it holds.
-    `structure` is the digest of its state's structure. `values` has two halves: the digest of the values that should be
-    equal on all ranks, and of those that should be equal on all ranks of its structure. `copies` is the digest of the
-    values that it has compared with other ranks this time, `NO_TABLE` for none. The balances of ranks that share add up
-    (`slicing.shares`).
+    `table` is the digest of the Table by which the rank took its share; `NO_TABLE` if it wrote everything that it
+    holds. `structure` is the digest of its state's structure. `values` has two halves: the digest of the values that
+    should be equal on all ranks, and of those that should be equal on all ranks of its structure. `copies` is the
+    digest of the values that it has compared with other ranks this time, `NO_TABLE` for none. The balances of ranks
+    that share add up (`slicing.shares`).
     """
 
     rank: int

@@ -171,7 +171,7 @@ class Root:
                 self.lines.pop(step, None)
 
     def note_commit(self, manifest: Manifest, newer: Collection[int], listing: Listing) -> None:
-        """Note that this object has committed a step, which has retired these newer ones."""
+        """Note that this object has committed a step, and so retired these `newer` steps."""
         self.note({manifest.step: manifest})
         self.forget(newer)
         with self._lock:

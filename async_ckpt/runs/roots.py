@@ -166,7 +166,7 @@ class Roots:
 
         out: dict[int, str] = {}
         for run in runs:  # a root that lists two starts tells their order
-            out |= out_of_line(sorted(holders), run.starts, committed)
+            out |= out_of_line(sorted(holders), run.root.starts, committed)
         for step, attempt in out.items():
             sound = []
             for run in holders[step]:

@@ -45,7 +45,10 @@ from .sweep import Sweeper, is_library_name
 
 
 class Run:
-    """The steps of a run at one root. `roots.open_roots` makes it for a checkpointer. From any thread."""
+    """The steps of a run at one root. `roots.open_roots` makes it for a checkpointer. From any thread.
+
+    Its `root` names and reads what is there, and its `sweeper` deletes.
+    """
 
     def __init__(
         self,
@@ -59,44 +62,33 @@ class Run:
     ) -> None:
         """`opening` is a random text for the checkpointer, the same at all of its roots."""
         self._opening = opening or os.urandom(4).hex()
-        self._root = Root(storage, step_format)
+        self.root = Root(storage, step_format)
         self.keep = keep or Keep()
         self._clock = clock
         self._tenure = tenure_of(storage.locate(""))
         self._start: Start | None = None  # of this process, from the first save on
-        self._announcer = Announcer(self._root, tracker_of(tracker, step_format))
-        self._sweeper = Sweeper(self._root)
+        self._announcer = Announcer(self.root, tracker_of(tracker, step_format))
+        self.sweeper = Sweeper(self.root)
 
     @property
     def storage(self) -> Storage:
-        return self._root.storage
+        return self.root.storage
 
     # --- reading: changes nothing on storage ------------------------------------------------------------------
 
     def folder(self, step: int) -> str:
-        return self._root.folder(step)
-
-    def archive_path(self, step: int, archive: Archive) -> str:
-        return self._root.archive_path(step, archive)
+        return self.root.folder(step)
 
     def attempt_path(self, step: int, attempt: str, rank: int = 0) -> str:
-        return self._root.attempt_path(step, attempt, rank)
-
-    def driver_path(self, step: int, attempt: str) -> str:
-        return self._root.driver_path(step, attempt)
+        return self.root.attempt_path(step, attempt, rank)
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
-        return self._root.steps()
-
-    @property
-    def starts(self) -> Sequence[Start]:
-        """The starts of the run that the last listing of the root had."""
-        return self._root.starts
+        return self.root.steps()
 
     def note_outside(self, step: int, attempt: str) -> None:
         """Note that, by the commits at other roots, this commit does not count."""
-        self._root.outside = {**self._root.outside, step: attempt}
+        self.root.outside = {**self.root.outside, step: attempt}
 
     @property
     def has_start(self) -> bool:
@@ -105,41 +97,41 @@ class Run:
 
     def commit_of(self, step: int) -> Commit | None:
         """The step's commit for the rule of starts; None if there is none that can be read."""
-        return commit_of(self._root.known.get(step) or self._root.find(step))
+        return commit_of(self.root.known.get(step) or self.root.find(step))
 
     def known_steps(self) -> list[int]:
         """The committed steps; at a store, without a request, those that this object has seen or committed."""
         if not self.storage.remote:
             with suppress(CheckpointError, OSError):
                 return self.steps()
-        return sorted(self._root.committed_here | self._root.known.keys())
+        return sorted(self.root.committed_here | self.root.known.keys())
 
     def latest(self) -> int | None:
         """The newest committed step."""
 
         def newest(listing: Listing) -> list[int]:
-            step = self._root.newest(listing)
+            step = self.root.newest(listing)
             return [] if step is None else [step]
 
-        return next(iter(self._root.list_settled(newest)), None)
+        return next(iter(self.root.list_settled(newest)), None)
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a step. Raises NotCommittedError if the step is not committed."""
-        manifest = self._root.read(step)[0]
-        if self._root.excluded_attempt(step, self._root.relist()) == manifest.attempt:
-            raise self._root.not_committed(step)
+        manifest = self.root.read(step)[0]
+        if self.root.excluded_attempt(step, self.root.relist()) == manifest.attempt:
+            raise self.root.not_committed(step)
         return manifest
 
     def view(self) -> Commits:
         """The committed steps with their manifests, ascending; None for a damaged one. Known ones are not read."""
-        return self._root.view(self._root.relist())
+        return self.root.view(self.root.relist())
 
     def check_naming(self) -> None:
         """Raise NotCommittedError if the newest step at the root has another naming than this run.
 
         Without it, a training would begin anew, or from an old step, and mix two namings in one folder.
         """
-        other = newest_of_other_namings(self.storage, self._root.is_step)
+        other = newest_of_other_namings(self.storage, self.root.is_step)
         newest = None if other is None else self.latest()
         own = None if newest is None else self.committed(newest)
         if other is None or (newest is not None and (own is None or own.created >= other.manifest.created)):
@@ -157,11 +149,11 @@ class Run:
     def describe_foreign(self) -> str | None:
         """A description, with advice, of entries that look like a run or a checkpoint though nothing is committed."""
         kind = foreign_kind(self.storage.names(""))
-        folders = foreign_steps(self.storage, self._root.is_step, is_library_name)
+        folders = foreign_steps(self.storage, self.root.is_step, is_library_name)
         shown = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
         tracker = self._announcer.tracker_text()
         tracker_note = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else ""
-        if halves := incomplete_steps(self.storage, self._root.is_step):
+        if halves := incomplete_steps(self.storage, self.root.is_step):
             return (
                 f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or "
                 "its save ended just before it was committed; copy it again where it is whole"
@@ -177,16 +169,16 @@ class Run:
 
     def check(self, step: int, *, overwrite: bool, rolled_back: bool, retire: bool) -> None:
         """Raise StepExistsError or StepBehindError for a step that could not be committed."""
-        listing = self._root.relist()
+        listing = self.root.relist()
         self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
         steps = listing.steps
         above = bisect_right(steps, step)
-        exists = self._root.newest(listing, steps[bisect_left(steps, step) : above]) is not None
+        exists = self.root.newest(listing, steps[bisect_left(steps, step) : above]) is not None
         if exists and not overwrite:
             raise _exists(step)
         if retire or (exists and not rolled_back):
             return
-        newest = self._root.newest(listing, steps[above:])
+        newest = self.root.newest(listing, steps[above:])
         if newest is not None:
             raise StepBehindError(
                 f"step {step} is below the committed step {newest}, and steps must increase; save a higher step, use "
@@ -197,20 +189,20 @@ class Run:
 
     def check_known(self, step: int, *, overwrite: bool) -> None:
         """The part of `check` that needs no request to the storage."""
-        if step in self._root.committed_here and not overwrite:
+        if step in self.root.committed_here and not overwrite:
             raise _exists(step)
 
     def manifest_to_replace(self, step: int) -> tuple[Manifest, str] | None:
         """The step's manifest and its version, which `overwrite` will replace; None if the step is not committed."""
         try:
-            manifest, version = self._root.read(step)
+            manifest, version = self.root.read(step)
         except NotCommittedError:
             return None
         except CheckpointError:  # a damaged manifest may be overwritten
-            _, version = self.storage.read(self._root.manifest_path(step))
+            _, version = self.storage.read(self.root.manifest_path(step))
             manifest = Manifest(step, "", 1, 0.0, ())
-        listing = self._root.listing or self._root.relist()
-        retired = self._root.excluded_attempt(step, listing)
+        listing = self.root.listing or self.root.relist()
+        retired = self.root.excluded_attempt(step, listing)
         return None if retired and retired == manifest.attempt else (manifest, version)
 
     def commit(
@@ -232,15 +224,15 @@ class Run:
         With `ranks`, several ranks have written it, and the objects in `ranks` list their archives. With `retire`, the
         manifest retires all newer steps. Raises StepExistsError if another writer was faster; its commit stands.
         """
-        listing = self._root.listing or self._root.relist()
-        stale = self._root.stale(listing, self._root.retired_by(listing.intents), listing.steps)
-        self._root.retire(stale)
+        listing = self.root.listing or self.root.relist()
+        stale = self.root.stale(listing, self.root.retired_by(listing.intents), listing.steps)
+        self.root.retire(stale)
         is_behind = bool(listing.steps) and listing.steps[-1] > step
         if stale or listing.intents or (retire and is_behind) or replaces is not None:
-            listing = self._root.relist()
+            listing = self.root.relist()
             # An earlier rollback counts while its manifest is there, which this commit may replace: finish it first.
-            self._root.finish_rollbacks(listing.intents)
-        newer = self._root.look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
+            self.root.finish_rollbacks(listing.intents)
+        newer = self.root.look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
         retires = tuple(Retired(s, manifest.attempt if manifest else "") for s, manifest in sorted(newer.items()))
         before = replaces[0] if replaces else None
         earlier = (before.attempt, *before.replaces) if before else ()
@@ -264,17 +256,16 @@ class Run:
             self._put(manifest, replaces)
         except FileExistsError as error:
             raise StepExistsError(
-                f"step {step} was committed by another writer in the meantime; that checkpoint was kept",
-                step=step,
+                f"step {step} was committed by another writer in the meantime; that checkpoint was kept", step=step
             ) from error
-        self._root.note_commit(manifest, newer, listing)
+        self.root.note_commit(manifest, newer, listing)
         self._look_again()
         return manifest
 
     def _start_label(self, before: Manifest | None, listing: Listing) -> str:
-        """The start for a manifest. Below newer steps, that of the manifest it replaces, so that these still count."""
+        """The start for a manifest. Below newer steps it is that of the replaced manifest, so the newer steps count."""
         above = listing.steps[bisect_right(listing.steps, before.step) :] if before else []
-        if before is not None and self._root.newest(listing, above) is not None:
+        if before is not None and self.root.newest(listing, above) is not None:
             return before.start
         return self._start.label if self._start else ""
 
@@ -284,7 +275,7 @@ class Run:
         if start is None:
             return
         try:
-            listing = self._root.relist()
+            listing = self.root.relist()
         except StorageUnavailableError:
             return  # the manifest is there, and no later start is known
         self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
@@ -299,7 +290,7 @@ class Run:
         """Raise RunTakenError if another process has the run, as far as a check without network requests tells."""
         self._tenure.refuse_if_lost()
         if self._start is None and not self.storage.remote:
-            refuse_if_alive(self.storage, (self._root.listing or self._root.relist()).starts)
+            refuse_if_alive(self.storage, (self.root.listing or self.root.relist()).starts)
 
     def take(self, step: int, others: Sequence[Run]) -> bool:
         """Take the root for this process, at its first save. True if it was just taken: then check the step again.
@@ -313,21 +304,21 @@ class Run:
             self.storage,
             step,
             next((other._start.token for other in others if other._start is not None), self._opening),
-            lambda: self._root.relist().starts,
+            lambda: self.root.relist().starts,
             lambda: [start for other in others for start in other._starts_if_there()],
         )
         return is_new
 
     def _starts_if_there(self) -> list[Start]:
         try:
-            return self._root.relist().starts
+            return self.root.relist().starts
         except StorageUnavailableError:
             return []
 
     def check_taken(self) -> None:
         """Before a commit or a deletion, raise RunTakenError if another process has taken the run since."""
         if self._start is not None:
-            self._tenure.refuse_if_later(self.storage, self._start, self._root.relist().starts)
+            self._tenure.refuse_if_later(self.storage, self._start, self.root.relist().starts)
 
     def close(self) -> None:
         """Give up the root, so that another process can take it before this one ends."""
@@ -338,9 +329,9 @@ class Run:
 
         Raises StepExistsError if the step was committed here meanwhile.
         """
-        listing = self._root.relist()
-        self._root.retire(self._root.stale(listing, self._root.retired_by(listing.intents), listing.steps))
-        self._root.finish_rollbacks(listing.intents)
+        listing = self.root.relist()
+        self.root.retire(self.root.stale(listing, self.root.retired_by(listing.intents), listing.steps))
+        self.root.finish_rollbacks(listing.intents)
         if manifest.retires:
             with suppress(FileExistsError):
                 self.storage.put_new(intent_name(manifest.step, manifest.attempt), manifest.dump())
@@ -348,22 +339,22 @@ class Run:
             self._put(manifest, replaces)
         except FileExistsError as error:
             raise _exists(manifest.step) from error
-        self._root.forget(retired.step for retired in manifest.retires)
-        self._root.note({manifest.step: manifest})
-        self._root.listing = None
+        self.root.forget(retired.step for retired in manifest.retires)
+        self.root.note({manifest.step: manifest})
+        self.root.listing = None
         if manifest.retires:
-            self._root.finish_rollbacks([(manifest.step, manifest.attempt)])
+            self.root.finish_rollbacks([(manifest.step, manifest.attempt)])
         if replaces and replaces[0].attempt != manifest.attempt:  # else its archives were mended
-            self._sweeper.delete_replaced(manifest.step, replaces[0])
+            self.sweeper.delete_replaced(manifest.step, replaces[0])
 
     def committed(self, step: int) -> Manifest | None:
         """The step's manifest; None if there is none that can be read."""
-        return self._root.find(step)
+        return self.root.find(step)
 
     def retired_attempts(self, step: int) -> set[str]:
         """The attempts at a step that a rollback has retired."""
-        attempts = self._sweeper.retired_attempts(step)
-        retired = self._root.excluded_attempt(step, self._root.listing or self._root.relist())
+        attempts = self.sweeper.retired_attempts(step)
+        retired = self.root.excluded_attempt(step, self.root.listing or self.root.relist())
         return attempts | {retired} if retired else attempts
 
     # --- deleting ---------------------------------------------------------------------------------------------
@@ -373,23 +364,23 @@ class Run:
 
         Raises RunTakenError before it deletes a step, if another process has taken the run.
         """
-        listing = self._root.listing or self._root.relist()
-        self._root.finish_rollbacks(listing.intents)
-        view = self._root.view(listing)
-        self._sweeper.delete_replaced(step, replaced)
+        listing = self.root.listing or self.root.relist()
+        self.root.finish_rollbacks(listing.intents)
+        view = self.root.view(listing)
+        self.sweeper.delete_replaced(step, replaced)
         protected = self._protected(step, view, in_flight)
         doomed = self.steps_to_delete(view, protected=protected)
         # Another process may have overwritten them: apply the rules to the present manifests.
-        inside = {old: self._sweeper.read_folder(old) for old in doomed}
+        inside = {old: self.sweeper.read_folder(old) for old in doomed}
         if any(inside[old].manifest != view[old] for old in doomed):
-            self._root.forget(doomed)
-            view = self._root.view(listing)
+            self.root.forget(doomed)
+            view = self.root.view(listing)
             doomed = [old for old in self.steps_to_delete(view, protected=protected) if old in inside]
         if doomed:
             self.check_taken()  # another process may have gone on from one of them
-        self._root.listing = None
+        self.root.listing = None
         for old in reversed(doomed):  # a step may borrow from older ones, so these are deleted after it
-            self._sweeper.delete(old, inside[old], whole_folder=self.keep.whole_folder)
+            self.sweeper.delete(old, inside[old], whole_folder=self.keep.whole_folder)
         view = view.without(doomed)
         self._announcer.rewrite(view)
         self._warn_of_missing_metric(view)
@@ -412,31 +403,7 @@ class Run:
         tracked_step = self._announcer.tracked_step()
         return set() if tracked_step is None else {tracked_step}
 
-    def discard(self, step: int, attempt: str, rank: int = 0) -> None:
-        """Delete the archive of an attempt that was not committed, unless its manifest is there all the same."""
-        self._sweeper.discard(step, attempt, rank)
-
-    def trim(self, step: int, attempt: str, rank: int, *, in_flight: Collection[int]) -> None:
-        """In a node's cache, delete archives that are older than this attempt, which was committed at another root."""
-        self._sweeper.trim(step, attempt, rank, in_flight=in_flight)
-
-    def sweep(self) -> list[str]:
-        """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives, and intents."""
-        return self._sweeper.sweep()
-
-    def leftovers(self) -> list[str]:
-        """The leftovers that `sweep` would delete, but for uploads."""
-        return self._sweeper.sweep(delete=False)
-
-    def sweep_once(self, *, has_ranks: bool = False) -> None:
-        """Sweep once in a process, since its own failures leave nothing. With several ranks, only old leftovers."""
-        self._sweeper.sweep_once(has_ranks=has_ranks)
-
     # --- tracker and journal ----------------------------------------------------------------------------------
-
-    def journal(self) -> list[dict[str, object]]:
-        """The records of `checkpoints.jsonl`, as far as they can be read."""
-        return self._announcer.journal()
 
     def announce(self, step: int | None = None, *, in_flight: Collection[int] = ()) -> None:
         """Bring tracker and journal up to date with the commits of all processes.
@@ -455,14 +422,14 @@ class Run:
 
     def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
         """Run tasks that make requests, at a store in parallel. Raises the error of one of them."""
-        self._root.do_all(tasks)
+        self.root.do_all(tasks)
 
     def learn(self) -> None:
         """Read the manifests for the journal ahead, while an archive is being sent."""
-        self._root.view(self._root.listing or self._root.relist(), tolerant=True)
+        self.root.view(self.root.listing or self.root.relist(), tolerant=True)
 
     def _put(self, manifest: Manifest, replaces: tuple[Manifest, str] | None) -> None:
-        path = self._root.manifest_path(manifest.step)
+        path = self.root.manifest_path(manifest.step)
         if replaces is None:
             self.storage.put_new(path, manifest.dump())
         else:
@@ -474,11 +441,11 @@ class Run:
         return {*in_flight, *newer, *self.protected()}
 
     def _warn_of_missing_metric(self, view: Commits) -> None:
-        if self._root.has_warned("best"):
+        if self.root.has_warned("best"):
             return
         metric = unknown_metric(self.keep, view)
         if metric is not None:
-            self._root.warn_once(
+            self.root.warn_once(
                 "best",
                 f"{self.storage.locate('')}: Keep(best=…) keeps every step, because no record has the metric "
                 f"{describe_missing_metric(metric, view)}",

@@ -118,10 +118,7 @@ class Sweeper:
         """Delete the archive of an attempt that was not committed, unless its manifest is there all the same."""
         try:
             named = self.read_folder(step).named
-            archive, driver = (
-                self._root.attempt_path(step, attempt, rank),
-                self._root.driver_path(step, attempt),
-            )
+            archive, driver = self._root.attempt_path(step, attempt, rank), self._root.driver_path(step, attempt)
             for path in (archive, driver):
                 if path.rpartition("/")[2] not in named:
                     self._storage.delete(path)
@@ -268,7 +265,7 @@ class Sweeper:
         return swept
 
     def sweep_once(self, *, has_ranks: bool = False) -> None:
-        """Sweep once in a process, since its own failures leave nothing."""
+        """Sweep once in a process, since its own failures leave nothing. With several ranks, only old leftovers."""
         if not self._swept:
             self._swept, self._has_ranks = True, has_ranks
             try:

@@ -108,7 +108,7 @@ class Lane:
 
 
 class CountedLease:
-    """A lease as the sink of a lane sees it. It is counted, since a lane that lags holds more than others."""
+    """A lease as the sink of a lane sees it. Loans are counted, since a lane that lags holds more than others."""
 
     __slots__ = ("_drain", "_lane", "_lease")
 

@@ -13,7 +13,7 @@ import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from math import nan
@@ -171,11 +171,7 @@ class Ledger:
 
     def raise_unseen(self) -> None:
         """Raise the first unseen error; the others are noted in it."""
-        errors = [error for handle in self._unseen() if (error := handle.exception()) is not None]
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"another save failed too: {type(other).__name__}: {other}")
-            raise errors[0]
+        raise_error_of(self._unseen())
 
     def metrics(self, prefix: str, *, num_in_flight: int, pool_bytes: int) -> dict[str, float]:
         """Counters and the last report, as numbers under constant keys; NaN before the first report."""
@@ -198,6 +194,15 @@ class Ledger:
 
     def __repr__(self) -> str:
         return f"<Ledger {self._num_committed} committed, {self._num_failed} failed>"
+
+
+def raise_error_of(failed: Iterable[SaveHandle]) -> None:
+    """Raise the error of the first of these saves; those of the others are noted in it."""
+    errors = [error for handle in failed if (error := handle.exception()) is not None]
+    if errors:
+        for other in errors[1:]:
+            errors[0].add_note(f"another save failed too: {type(other).__name__}: {other}")
+        raise errors[0]
 
 
 def abandon(saves: list[Save], why: str) -> None:

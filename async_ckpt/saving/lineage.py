@@ -297,9 +297,9 @@ class UnchangedGroups:
     ) -> tuple[Any, tuple[GroupLocation, ...]]:
         """The state without the named groups that all these runs have already, and the archives that have them.
 
-        Several ranks must borrow the same groups. If one root is enough for a commit, they learn at different times
-        which other roots have it, so then they write everything.
-        Raises ValueError for a name that is not a group of the state, NotUnchangedError for one that has changed.
+        Several ranks must borrow the same groups. If one root is enough for a commit, ranks learn at different times
+        which other roots have a group, so then they write everything. Raises ValueError for a name that is not a group
+        of the state, NotUnchangedError for one that has changed.
         """
         if not names:
             return state, ()

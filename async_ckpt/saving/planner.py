@@ -6,7 +6,6 @@ In: captured states, targets. Out: layouts, and numbers of segments. Knows nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from ..format.layout import Image, Layout, TensorPlan, lay_out
 from ..host.pool import MIN_SEGMENTS, SegmentPool
@@ -17,15 +16,7 @@ from ..staging.device import fill_image, first_device
 from ..state.capture import capture
 from ..state.captured import Capture
 from .block_digests import BlockDigests, GroupDigests, Groups
-
-
-class GoesTo(Protocol):
-    """The properties of a target that its plan depends on."""
-
-    @property
-    def in_order(self) -> bool: ...
-
-    def part_segments(self, num_bytes: int, segment_bytes: int) -> int: ...
+from .delivery import Target
 
 
 class Planner:
@@ -49,7 +40,7 @@ class Planner:
         before, self._groups = self._groups, {**self._groups, **layout.groups}
         return GroupDigests(layout.groups, before)
 
-    def admit(self, layout: Image, targets: Sequence[GoesTo]) -> int:
+    def admit(self, layout: Image, targets: Sequence[Target]) -> int:
         """Let the pool grow to the needs of an archive. Returns the number of segments that it may have.
 
         Raises ValueError if it cannot hold the segments that have to be there at one time.
@@ -74,7 +65,7 @@ class Planner:
         num_segments = -(-layout.file_bytes // self._pool.segment_bytes)
         self._pool.reserve(num_segments, crew, pin=first_device(captured.tensors), goes_on=goes_on)
 
-    def may_defer(self, num_segments: int, layout: Image, targets: Sequence[GoesTo]) -> bool:
+    def may_defer(self, num_segments: int, layout: Image, targets: Sequence[Target]) -> bool:
         """True if some tensors may be copied later than others.
 
         The tensors that are copied first could fill a small pool, and wait there for the later ones: if other saves are

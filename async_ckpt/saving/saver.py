@@ -28,12 +28,13 @@ from ..ranks.attempts import JointSave
 from ..ranks.peers import Ranks
 from ..spans import NO_TRACE, Spans, monotonic
 from ..spec import RankFacts
-from ..staging.device import first_device, warm_up
+from ..staging.device import first_device
 from ..staging.file_segments import FileFill, FilesImage
 from ..staging.filler import StagingHost
 from ..staging.guard import Optimizers, deferrable, unwrapped
 from ..staging.snapshot import Snapshot, interrupted
 from ..staging.tensors import SourceTensors, Wording
+from ..staging.warm_up import warm_up
 from ..state.capture import capture
 from ..state.captured import Capture
 from ..state.division import RankShare
@@ -258,8 +259,9 @@ class Saver:
         """Plan the state and take its host memory now; several threads touch and page-lock it."""
         with self._trace.span("prewarm"):
             captured, _ = self._take(state, note=note)
-            self._planner.take_memory(captured, get_loop().copiers)
-            warm_up(captured.tensors)
+            crew = get_loop().copiers
+            self._planner.take_memory(captured, crew)
+            crew.run_all([partial(warm_up, captured.tensors)])
 
     def warm(self, state: Any, state_dict_of: StateDictOf = state_dict_of) -> Capture | None:
         """Prewarm in the background, at the lowest priority; the first save takes the memory that cannot be had now.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from ..errors import PeerFailedError, StorageUnavailableError
@@ -100,9 +99,7 @@ class Attempt:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if error is None:
             for delivery in self._deliveries:
                 await delivery.close()
@@ -163,9 +160,7 @@ class Attempt:
         while (opening := [task for task in tasks if not task.done()]) and not is_in_vain():
             enough = self._rule == "any" and any(d.sink is not None for d in self._deliveries)
             done, _ = await asyncio.wait(
-                [*opening, failed],
-                timeout=OPEN_SECONDS if enough else None,
-                return_when=asyncio.FIRST_COMPLETED,
+                [*opening, failed], timeout=OPEN_SECONDS if enough else None, return_when=asyncio.FIRST_COMPLETED
             )
             if not done:
                 break

@@ -208,7 +208,7 @@ class StepTarget(JointTarget):
         if self._agreement.decides and not self.storage.remote:
             if self._take():
                 self._check()
-            self._run.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
+            self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
         return super().open(num_bytes, segment_bytes, max_segments)
 
     def check(self) -> None:
@@ -336,7 +336,7 @@ class StepTarget(JointTarget):
         driver = self._contents.driver
         if driver is None:
             return []
-        path, num_bytes = self._run.driver_path(self._contents.step, self._token), len(driver.image)
+        path, num_bytes = self._run.root.driver_path(self._contents.step, self._token), len(driver.image)
         # By a sink, which keeps other processes from sweeping it before the manifest is there.
         sink = self._driver_sink = self.storage.create(
             path, num_bytes=num_bytes, segment_bytes=align_up(num_bytes, BLOCK_BYTES), max_segments=2
@@ -358,11 +358,13 @@ class StepTarget(JointTarget):
 
     def discard(self) -> None:
         self._close_driver()
-        self._run.discard(self._contents.step, self._token, self._agreement.rank)
+        self._run.sweeper.discard(self._contents.step, self._token, self._agreement.rank)
 
     def afterwards(self) -> None:
         if self.is_cache:
-            self._run.trim(self._contents.step, self._token, self._agreement.rank, in_flight=self._lineage.in_flight())
+            self._run.sweeper.trim(
+                self._contents.step, self._token, self._agreement.rank, in_flight=self._lineage.in_flight()
+            )
         if self.is_cache or not self._agreement.decides:
             return
         replaced = self._replaces[0] if self._replaces else None
@@ -375,7 +377,7 @@ class StepTarget(JointTarget):
         self._agreement.afterwards()
         self._run.retain(self._contents.step, replaced=replaced, in_flight=self._lineage.in_flight())
         if self.storage.remote:
-            self._run.sweep_once(has_ranks=self._agreement.has_others)
+            self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)
         self._lineage.catch_up_behind(self._run)
         if refusal is not None:
             raise refusal

@@ -13,6 +13,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from itertools import product
+from math import prod
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -88,7 +89,7 @@ class ShardLocator:
         # Cached, since most tensors have the same meshes, cuts and shapes.
         self._meshes, self._place = cache(self._meshes_of), cache(self._place_of)
         self._at, self._touched = cache(_slices_at), cache(self._coordinates)
-        self._replicated = cache(self._replicated_at)
+        self._replicated, self._sole = cache(self._replicated_at), cache(self._sole_writers)
 
     def representatives(self, preferred: float = 0.0) -> set[int]:
         """One rank for each set of tensors that ranks have.
@@ -102,22 +103,29 @@ class ShardLocator:
             alike.setdefault(shapes, []).extend(ranks)
         return {sorted(ranks)[int(preferred * len(ranks))] for ranks in alike.values()}
 
-    def having(self, wanted: Mapping[str, Sequence[Box]], preferred: Collection[int] = ()) -> tuple[set[int], bool]:
-        """Ranks whose archives have all of these boxes, and True if that is certain for each box.
+    def having(self, wanted: Mapping[str, Sequence[Box]], preferred: Collection[int] = ()) -> set[int]:
+        """Ranks whose archives have all of these boxes, as far as ranks are known to have them.
 
         Among ranks with the same, one that is `preferred` is taken, else the lowest.
         """
         ranks: set[int] = set()
-        is_all = True
         for name, boxes in wanted.items():
             candidates = self._candidates(name, boxes, preferred)
             candidates.sort(key=lambda candidate: (candidate[0] not in preferred, candidate[0]))
             for box in boxes:
                 parts = [(rank, part) for rank, held in candidates if (part := held.common(box))]
-                taken, missing = cover(box.sizes, [part.relative_to(box) for _, part in parts])
-                ranks |= {parts[number][0] for number, _ in taken}
-                is_all = is_all and not missing
-        return ranks, is_all
+                covering = cover(box.sizes, [part.relative_to(box) for _, part in parts])
+                ranks |= {parts[number][0] for number, _ in covering.taken}
+        return ranks
+
+    def writers(self, name: str) -> frozenset[int]:
+        """The ranks that wrote parts of a tensor. Of ranks that wrote the same, only the lowest may be among them."""
+        lines = self._alike.get(name, {})
+        sole = [self._sole(line, digests) for line, digests in lines.items()]
+        if None in sole or self._layout.apart:
+            candidates = self._candidates(name, [Box.whole(line.shape) for line in lines], ())
+            return frozenset(rank for rank, box in candidates if box.num_elements)
+        return frozenset[int]().union(*filter(None, sole))
 
     def boxes_of(self, rank: int) -> dict[str, set[Box]]:
         """The boxes that a rank wrote of each tensor."""
@@ -166,6 +174,17 @@ class ShardLocator:
                 ranks = mesh.along(free, coordinate).all_ranks() if free else [mesh.rank_at(coordinate)]
                 slices = self._at(coordinate, line.shape, cuts, mesh)
                 yield from self._of_set(name, ranks, slices, preferred)
+
+    def _sole_writers(self, line: _TensorLine, digests: tuple[str, ...]) -> frozenset[int] | None:
+        """The ranks that hold a part of a tensor, if no other rank holds the same part; else None."""
+        meshes = self._meshes(line.spread, digests) if line.is_cut else []
+        cuts = _cuts(line.spread) if meshes else ()
+        num_pieces = prod(meshes[0].shape[dim] for dim in {cut.mesh_dim for cut in cuts}) if meshes else 0
+        num_ranks = max((mesh.size for mesh in (*meshes, self._layout.root) if mesh), default=1)
+        if num_pieces != num_ranks:
+            return None
+        touched = self._touched(line.shape, cuts, meshes[0].shape, (Box.whole(line.shape),))
+        return frozenset(mesh.rank_at(coordinate) for mesh in meshes for coordinate in touched)
 
     def _of_set(
         self, name: str, ranks: Sequence[int], slices: Slices, preferred: Collection[int]

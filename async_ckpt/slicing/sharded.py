@@ -40,28 +40,10 @@ _LocalSlices: TypeAlias = tuple[Slices, Ints | None]
 
 
 class LocalShards(NamedTuple):
-    """The slices of one tensor on this rank, with a plain tensor for each of their rectangles. Made by a `Slicer`.
-
-    `key` is the name of the tensor on all ranks, if it brings one along (Megatron's); otherwise its path is its name.
-    """
+    """The slices of one tensor on this rank, with a plain tensor for each of their rectangles. Made by a `Slicer`."""
 
     slices: Slices
     parts: tuple[torch.Tensor, ...]
-    key: str | None = None
-
-    def tensors(self, rectangles: Iterable[Rectangle]) -> list[torch.Tensor]:
-        """The elements of some of the rectangles, or of rows of them, given in the order of `slices.rectangles`."""
-        tensors = []
-        held = zip(self.slices.rectangles, self.parts, strict=True)
-        whole, part = next(held, (None, None))
-        for rectangle in rectangles:
-            while whole is not None and not _contains(whole, rectangle):
-                whole, part = next(held, (None, None))
-            if whole is None or part is None:
-                raise ValueError(f"{rectangle} is not among {self.slices.rectangles}, or not in their order")
-            is_whole = rectangle == whole
-            tensors.append(part if is_whole else _narrowed(part, _minus(rectangle, whole), rectangle.sizes))
-        return tensors
 
 
 def is_sharded(value: Any) -> bool:
@@ -180,7 +162,7 @@ class Slicer:
         return slices, local
 
     def _as_numbered(self, slices: Slices) -> Slices:
-        """The slices; without their mesh if it numbers this rank otherwise: its other ranks are then unknown too."""
+        """The slices, without a mesh that numbers this rank otherwise: such a mesh tells nothing of other ranks."""
         mesh, coordinate = slices.mesh, slices.coordinate
         if mesh is None or coordinate is None or self._rank in (None, mesh.rank_at(coordinate)):
             return slices
@@ -251,8 +233,7 @@ def _placed(placement: Any, num_dims: int, spec: Any, name: str) -> tuple[int, i
     # Up to torch 2.9 `_StridedShard` was a subclass of Shard.
     if type(placement).__name__ not in ("Shard", "_StridedShard"):
         raise _refused(
-            name,
-            f"a DTensor that is placed by {placement!r} cannot be stored; redistribute() it to Shard or Replicate",
+            name, f"a DTensor that is placed by {placement!r} cannot be stored; redistribute() it to Shard or Replicate"
         )
     dim = placement.dim + num_dims if placement.dim < 0 else placement.dim
     if not 0 <= dim < num_dims:
@@ -281,8 +262,7 @@ def _of_declared(tensor: torch.Tensor, name: str) -> LocalShards:
     offsets, local_offsets, sizes = ([tuple(map(int, ints)) for ints in rows] for rows in lists)
     if not len(offsets) == len(local_offsets) == len(sizes):
         raise _refused(
-            name,
-            f"it declares {len(offsets)} global offsets, {len(local_offsets)} local ones and {len(sizes)} sizes",
+            name, f"it declares {len(offsets)} global offsets, {len(local_offsets)} local ones and {len(sizes)} sizes"
         )
     rectangles = [Rectangle(*facts) for facts in zip(offsets, local_offsets, sizes, strict=True)]
     rectangles = [rectangle for rectangle in rectangles if rectangle.num_elements]
@@ -322,8 +302,7 @@ def _of_megatron(sharded: Any, name: str) -> LocalShards:
         lengths = [prod(inner_sizes) for _, inner_sizes in ranges]
         if tuple(data.shape) != (sum(lengths),):
             raise _refused(
-                name,
-                f"its data has shape {tuple(data.shape)} and not the {stop - start} elements of {elements}",
+                name, f"its data has shape {tuple(data.shape)} and not the {stop - start} elements of {elements}"
             )
         flat = data.detach().split(lengths) if lengths else ()
         parts = [part.view(inner_sizes) for part, (_, inner_sizes) in zip(flat, ranges, strict=True)]
@@ -335,7 +314,7 @@ def _of_megatron(sharded: Any, name: str) -> LocalShards:
     replica = sharded.replica_id
     is_copy = any(replica) if isinstance(replica, Iterable) else bool(replica)
     slices = _given(sharded.global_shape, [rectangle for rectangle, _ in held], name, is_copy=is_copy)
-    return LocalShards(slices, tuple(part for _, part in held), sharded.key)
+    return LocalShards(slices, tuple(part for _, part in held))
 
 
 def _given(global_shape: Iterable[int], rectangles: Sequence[Rectangle], name: str, *, is_copy: bool = False) -> Slices:
@@ -370,14 +349,6 @@ def _parts(local: torch.Tensor, rectangles: Sequence[Rectangle]) -> tuple[torch.
 def _narrowed(tensor: torch.Tensor, offsets: Ints, sizes: Ints) -> torch.Tensor:
     within = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
     return tensor.detach()[within]  # a view of a parameter would belong to its graph
-
-
-def _contains(whole: Rectangle, part: Rectangle) -> bool:
-    return _is_inside(_minus(part, whole), part.sizes, whole.sizes)
-
-
-def _minus(part: Rectangle, whole: Rectangle) -> Ints:
-    return tuple(a - b for a, b in zip(part.global_offsets, whole.global_offsets, strict=True))
 
 
 def _sum(a: Ints, b: Ints) -> Ints:

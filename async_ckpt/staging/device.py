@@ -15,72 +15,27 @@ import ctypes
 import errno
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from itertools import groupby
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..backends import Backend, backend_of, device_of, is_capturing, is_dense, is_on_host
+from ..backends import Backend, device_of, is_capturing, is_dense, is_on_host
 from ..format.layout import Piece
 from ..host.memory import HostBuffer
-from ..host.process import OnceInProcess
-from ..host.threads import Crew
-from ..spec import KIB, MIB, PAGE_BYTES, align_up
+from ..spec import KIB, MIB
+from .side_stream import side_of
 
 # Tensors below this size are gathered by one kernel and cross the bus together.
-_PACK_BELOW: Final = 256 * KIB
-_SCRATCH_BYTES: Final = 32 * MIB
-# A tensor that is not dense is made so in blocks of this size, never as a whole.
+PACK_BELOW: Final = 256 * KIB
+# A tensor that is not dense is made so in blocks of at most this size, never as a whole.
+SCRATCH_BYTES: Final = 32 * MIB
+# The same, of memory that is allocated for each block.
 _BLOCK_BYTES: Final = 4 * MIB
 # If the kernel does not copy for us, a storage is checked before each piece of this size.
 _UNCHECKED_BYTES: Final = 4 * MIB
-
-
-class _SideStream:
-    """The side stream of one device, with its buffers and its waiting thread. All are kept between saves.
-
-    `_side_of` creates it, once in a process, and the `Device` of each save uses it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        # Keeps two threads from interleaving the two halves of a packed copy: into the scratch buffer, and out of it.
-        # The buffer needs no other fence, since copies of one stream run one after the other.
-        self.lock = threading.Lock()
-        self.device, self.backend = device, backend_of(device)
-        self.stream = self.backend.new_stream(device)
-        self.waiter = Crew(f"wait-{device.index}", 1)
-        self._scratch: torch.Tensor | None = None  # under `lock`, like all below
-        self._boxes: list[HostBuffer] = []
-
-    def scratch(self, num_bytes: int) -> torch.Tensor | None:
-        """A buffer on the device; None if there is no memory left for it. On the side stream, under `lock`."""
-        if self._scratch is None or self._scratch.numel() < num_bytes:
-            self._scratch = None  # first, so that the larger one may have its memory
-            try:
-                with torch.inference_mode(False):
-                    self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            except RuntimeError:  # out of memory; a broken device raises at the next call as well
-                return None
-        return self._scratch[:num_bytes]
-
-    def box(self, num_bytes: int) -> HostBuffer:
-        """Page-locked memory for a few bytes from the device. Under `lock`."""
-        for box in self._boxes:
-            if box.num_bytes >= num_bytes:
-                self._boxes.remove(box)
-                return box
-        box = HostBuffer(align_up(num_bytes, PAGE_BYTES))
-        box.pin(self.device)  # if it is refused, the copy blocks
-        return box
-
-    def give_back(self, box: HostBuffer) -> None:
-        with self.lock:
-            self._boxes.append(box)
-
-
-_side_of: Final = OnceInProcess(_SideStream)
 
 
 class Device:
@@ -88,7 +43,7 @@ class Device:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._side = _side_of(device)
+        self._side = side_of(device)
         self._backend: Backend = self._side.backend
         self._holds: list[tuple[Any, Any]] = []  # events before and after each
 
@@ -116,23 +71,18 @@ class Device:
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep the allocator from lending the tensor's memory before the copies enqueued until its release have ended.
 
-        That holds for a tensor of any stream, also of one whose order does not include these copies.
+        That holds for a tensor of any stream, also of one whose order does not include these copies. Of a conjugated or
+        negated view torch would record a copy, so it is told of the memory itself.
         """
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = bytes_of(tensor.untyped_storage(), self.device)
         tensor.record_stream(self.side)
 
-    def warm_up(self, packed_bytes: int) -> None:
-        """Allocate the buffers of the first copies, and copy a little: the driver completes a stream at its first use.
-
-        `packed_bytes`: how many bytes of small tensors may lie side by side. If the device is full, nothing is done.
-        """
+    def take_scratch(self, num_bytes: int) -> None:
+        """Allocate the buffer on the device that copies of small and strided tensors need."""
         with self._side.lock, self.on_side():
-            if packed_bytes:
-                self._side.scratch(min(packed_bytes, _SCRATCH_BYTES))
-            try:
-                tensor = torch.zeros(1, dtype=torch.uint8, device=self.device)
-            except torch.OutOfMemoryError:
-                return
-        self.fetch(tensor).bytes()
+            self._side.forget_refusal()
+            self._side.scratch(min(num_bytes, SCRATCH_BYTES))
 
     def stall_seconds(self) -> float:
         """Seconds that streams of this device have waited for copies. A wait that is not over yet counts as zero.
@@ -156,49 +106,97 @@ class Device:
     ) -> Any:
         """Enqueue the copies of `pieces` into these bytes. From any thread. The event fires when they have ended.
 
-        A tensor that has an alias is read through the alias.
+        A tensor that has an alias is read through the alias. Raises MemoryGoneError if its memory is gone.
         """
         with self._side.lock, self.on_side():
-            packed: list[torch.Tensor] = []
-            packed_begin = packed_end = 0
-            for target, number, source, length in pieces:
-                if not dense[number]:
-                    for offset, block in dense_blocks(tensors[number], source, source + length):
-                        at = target + offset - source
-                        into[at : at + block.numel()].copy_(block, non_blocking=True)
-                    continue
-                alias = aliases.get(number)
-                if alias is None:
-                    part = flat_bytes(tensors[number])
-                    if length != part.numel():
-                        part = part[source : source + length]
+            gathered: list[_Gatherable] = []
+            begin = end = 0
+            for part in self._parts(into, pieces, tensors, dense, aliases):
+                if gathered and not (end == part.target and part.may_lie_at(part.target - begin)):
+                    self._copy_gathered(into, gathered, begin, end)
+                    gathered = []
+                if not gathered:
+                    begin = part.target
+                gathered.append(part)
+                end = part.end
+            if gathered:
+                self._copy_gathered(into, gathered, begin, end)
+            return self._side.mark()
+
+    def _parts(
+        self,
+        into: torch.Tensor,
+        pieces: Iterable[Piece],
+        tensors: list[torch.Tensor],
+        dense: list[bool],
+        aliases: Mapping[int, Alias],
+    ) -> Iterator[_Gatherable]:
+        """Enqueue the copies of all that crosses the bus alone. Yields the rest, which may be gathered before."""
+        for target, number, source, length in pieces:
+            if (alias := aliases.get(number)) is not None:
+                # By the copy engine alone: it refuses an address that is not mapped; a kernel would break the device.
+                self._copy(into, target, alias.part_now(source, length))
+            elif dense[number]:
+                part = flat_bytes(tensors[number])
+                if length != part.numel():
+                    part = part[source : source + length]
+                if length < PACK_BELOW:
+                    yield _Gatherable(target, part, is_flat=True)
                 else:
-                    part = alias.part(source, length)
-                if length >= _PACK_BELOW:
-                    into[target : target + length].copy_(part, non_blocking=True)
-                    continue
-                if packed and (packed_end != target or target + length - packed_begin > _SCRATCH_BYTES):
-                    self._copy_packed(into, packed, packed_begin, packed_end)
-                    packed = []
-                if not packed:
-                    packed_begin = target
-                packed.append(part)
-                packed_end = target + length
-            if packed:
-                self._copy_packed(into, packed, packed_begin, packed_end)
-            return self._mark()
+                    self._copy(into, target, part)
+            else:
+                for at, block, first, last in _blocks(tensors[number], source, source + length, SCRATCH_BYTES):
+                    if last - first == block.nbytes:
+                        yield _Gatherable(target + at - source, block, is_flat=False)
+                    else:  # the begin or the end of a run of segments is in it
+                        self._copy_strided(into, target + at + first - source, block, first, last)
 
-    def _mark(self) -> Any:
-        event = self._backend.waiting_event()
-        event.record(self.side)
-        return event
+    def _copy_gathered(self, into: torch.Tensor, parts: list[_Gatherable], begin: int, end: int) -> None:
+        """Copy parts that lie side by side in the file, by way of one buffer if there is more to do than one copy."""
+        scratch = None if len(parts) == 1 and parts[0].is_flat else self._side.scratch(end - begin)
+        if scratch is None:
+            for part in parts:
+                if part.is_flat:
+                    self._copy(into, part.target, part.tensor)
+                else:
+                    self._copy_strided(into, part.target, part.tensor, 0, part.tensor.nbytes)
+            return
+        for is_flat, group in groupby(parts, key=lambda part: part.is_flat):
+            if is_flat:
+                side_by_side = list(group)
+                self._side.make_room()
+                out = scratch[side_by_side[0].target - begin : side_by_side[-1].end - begin]
+                torch.cat([part.tensor for part in side_by_side], out=out)
+            else:
+                for part in group:
+                    self._side.make_room()
+                    _gather(part.tensor, scratch[part.target - begin : part.end - begin])
+        self._copy(into, begin, scratch)
 
-    def fetch(self, tensor: torch.Tensor) -> HostFetch:
-        """Enqueue the copy of a few bytes to the host, of a tensor whose making the side stream has waited for."""
+    def _copy(self, into: torch.Tensor, begin: int, part: torch.Tensor) -> None:
+        self._side.make_room()
+        into[begin : begin + part.numel()].copy_(part, non_blocking=True)
+
+    def _copy_strided(self, into: torch.Tensor, target: int, tensor: torch.Tensor, first: int, last: int) -> None:
+        """Copy some bytes of a tensor that is not dense through small blocks, which are allocated for it."""
+        for at, block in dense_blocks(tensor, first, last):
+            self._side.make_room()
+            self._copy(into, target + at - first, block)
+
+    def sample(self, parts: Sequence[torch.Tensor]) -> HostFetch:
+        """Enqueue the copy of a few bytes of each of these tensors to the host, behind the copies until now."""
         with self._side.lock, self.on_side():
-            box = self._side.box(tensor.numel())
-            box.tensor[: tensor.numel()].copy_(tensor, non_blocking=True)
-            return HostFetch(self, box, tensor.numel(), self._mark())
+            joined = torch.cat(list(parts))
+            box = self._side.box(joined.numel())
+            box.tensor[: joined.numel()].copy_(joined, non_blocking=True)
+            return HostFetch(self, box, joined.numel(), self._side.mark())
+
+    def copy_now(self, num_bytes: int, pieces: Sequence[Piece], tensors: list[torch.Tensor], dense: list[bool]) -> None:
+        """Copy a few small pieces to the host, as `enqueue` does, and drop them."""
+        with self._side.lock:
+            box = self._side.box(num_bytes)
+        self.wait(self.enqueue(box.tensor, pieces, tensors, dense, {}))
+        self._side.give_back(box)
 
     def in_turn(self, task: Callable[[], None], refused: Callable[[RuntimeError], None]) -> None:
         """Run a task that waits for a copy, and does what follows, on the thread that waits for this device's copies.
@@ -219,23 +217,31 @@ class Device:
         """
         try:
             with self._backend.on_device(self.device):
-                self._mark().synchronize()
+                self._side.mark().synchronize()
         except RuntimeError:
             return False
         return True
 
-    def _copy_packed(self, into: torch.Tensor, parts: list[torch.Tensor], begin: int, end: int) -> None:
-        scratch = self._side.scratch(end - begin) if len(parts) > 1 else None
-        if scratch is not None:
-            torch.cat(parts, out=scratch)
-            parts = [scratch]
-        for part in parts:
-            into[begin : begin + part.numel()].copy_(part, non_blocking=True)
-            begin += part.numel()
+
+class _Gatherable(NamedTuple):
+    """Bytes of one tensor that may be gathered with those beside it: flat bytes, or a view of which all is copied."""
+
+    target: int
+    tensor: torch.Tensor
+    is_flat: bool
+
+    @property
+    def end(self) -> int:
+        return self.target + self.tensor.nbytes
+
+    def may_lie_at(self, offset: int) -> bool:
+        """True if there is room for it at this offset of a scratch buffer, where its items are aligned."""
+        item_bytes = 1 if self.is_flat else self.tensor.element_size()
+        return offset + self.tensor.nbytes <= SCRATCH_BYTES and offset % item_bytes == 0
 
 
 class HostFetch:
-    """The copy of a few bytes to the host, enqueued by `Device.fetch`. Any one thread may take the bytes, once."""
+    """The copy of a few bytes to the host, enqueued by `Device.sample`. Any one thread may take the bytes, once."""
 
     def __init__(self, device: Device, box: HostBuffer, num_bytes: int, event: Any) -> None:
         self._device, self._num_bytes, self._event = device, num_bytes, event
@@ -298,7 +304,7 @@ def copy_by_kernel(target: int, sources: Sequence[tuple[int, int]]) -> int | Non
     flat = [number for source in sources for number in source]
     vectors = (ctypes.c_size_t * len(flat))(*flat)  # struct iovec, one after the other
     num_bytes = sum(length for _, length in sources)
-    return _gather(target, num_bytes, ctypes.addressof(vectors), len(sources))
+    return _write_vectors(target, num_bytes, ctypes.addressof(vectors), len(sources))
 
 
 def sample_by_kernel(target: int, addresses: torch.Tensor) -> int | None:
@@ -309,7 +315,7 @@ def sample_by_kernel(target: int, addresses: torch.Tensor) -> int | None:
     num_bytes, first = len(vectors), vectors.data_ptr()
     for num_done in range(0, num_bytes, _MAX_VECTORS):
         length = min(_MAX_VECTORS, num_bytes - num_done)
-        num_copied = _gather(target + num_done, length, first + num_done * _VECTOR_BYTES, length)
+        num_copied = _write_vectors(target + num_done, length, first + num_done * _VECTOR_BYTES, length)
         if num_copied != length:
             return None if num_copied is None else num_done + num_copied
     return num_bytes
@@ -328,7 +334,7 @@ def _bytes_at(address: int, device: torch.device, length: int, stride: int = 1) 
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (length,), (stride,))
 
 
-def _gather(target: int, num_bytes: int, vectors: int, num_vectors: int) -> int | None:
+def _write_vectors(target: int, num_bytes: int, vectors: int, num_vectors: int) -> int | None:
     into = (ctypes.c_size_t * 2)(target, num_bytes)
     num_copied: int = _process_vm_writev(os.getpid(), vectors, num_vectors, ctypes.addressof(into), 1, 0)
     if num_copied >= 0:
@@ -341,6 +347,12 @@ def host_pointer(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if is_on_host(tensor) and is_dense(tensor) else 0
 
 
+def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    """All bytes of a storage, as a 1-D uint8 tensor."""
+    alias = torch.empty(0, dtype=torch.uint8, device=device)
+    return alias.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense tensor, as a 1-D uint8 tensor that keeps its storage alive, not the tensor."""
     alias = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -348,6 +360,10 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return alias.set_(
         tensor.untyped_storage(), tensor.storage_offset() * item_bytes, (tensor.numel() * item_bytes,), (1,)
     )
+
+
+class MemoryGoneError(RuntimeError):
+    """The memory of a deferred tensor is gone; the snapshot tells the user which."""
 
 
 class Alias:
@@ -373,6 +389,12 @@ class Alias:
         `set_` would even give the storage memory again.
         """
         return _bytes_at(self.address + begin, self.device, length, stride)
+
+    def part_now(self, begin: int, length: int) -> torch.Tensor:
+        """Like `part`, but raises MemoryGoneError if the storage has lost its memory."""
+        if not self.is_there():
+            raise MemoryGoneError
+        return self.part(begin, length)
 
     def is_there(self) -> bool:
         return (self._storage.data_ptr(), self._storage.nbytes()) == self._memory
@@ -417,20 +439,36 @@ def dense_blocks(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[i
 
     Blocks have a few MiB, so that a transposed 8 GB weight does not need another 8 GB. Conj and neg views are resolved.
     """
-    num_bytes = tensor.numel() * tensor.element_size()
-    if num_bytes <= _BLOCK_BYTES or tensor.dim() == 0:
-        flat = flat_bytes(as_integers(tensor.resolve_conj().resolve_neg()).contiguous())
+    for at, block, first, last in _blocks(tensor, begin, end, _BLOCK_BYTES):
+        flat = flat_bytes(as_integers(block.resolve_conj().resolve_neg()).contiguous())
+        yield at + first, flat[first:last]
+
+
+def _blocks(
+    tensor: torch.Tensor, begin: int, end: int, block_bytes: int
+) -> Iterator[tuple[int, torch.Tensor, int, int]]:
+    """(offset, view, first, last): views of parts of a tensor, and the bytes of each that are among [begin, end)."""
+    num_bytes = tensor.nbytes
+    if num_bytes <= block_bytes or tensor.dim() == 0:
         first, last = max(0, begin), min(end, num_bytes)
         if first < last:
-            yield first, flat[first:last]
+            yield 0, tensor, first, last
         return
     row_bytes = num_bytes // tensor.shape[0]
-    num_rows = max(1, _BLOCK_BYTES // row_bytes)
+    num_rows = max(1, block_bytes // row_bytes)
     for row in range(max(0, begin) // row_bytes, min(tensor.shape[0], -(-end // row_bytes)), num_rows):
         offset = row * row_bytes
-        part = tensor[row] if row_bytes > _BLOCK_BYTES else tensor[row : row + num_rows]
-        for inner, block in dense_blocks(part, begin - offset, end - offset):
-            yield offset + inner, block
+        part = tensor[row] if row_bytes > block_bytes else tensor[row : row + num_rows]
+        for at, block, first, last in _blocks(part, begin - offset, end - offset, block_bytes):
+            yield offset + at, block, first, last
+
+
+def _gather(tensor: torch.Tensor, into: torch.Tensor) -> None:
+    """Write the items of a tensor side by side, by one kernel."""
+    tensor = tensor.detach()
+    if not (tensor.is_conj() or tensor.is_neg()):
+        tensor = as_integers(tensor)
+    into.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def fill_image(image: bytearray, pieces: Iterable[Piece], tensors: Sequence[torch.Tensor]) -> None:
@@ -448,14 +486,3 @@ def first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     if device is not None and is_capturing():
         raise RuntimeError("save was called while a graph is being captured; call it before or after the capture")
     return device
-
-
-def warm_up(tensors: Iterable[torch.Tensor]) -> None:
-    """Make streams and buffers for the first save of these tensors on their devices."""
-    packed_bytes: dict[torch.device, int] = {}
-    for tensor in tensors:
-        if (device := device_of(tensor)) is not None:
-            small = tensor.nbytes if tensor.nbytes < _PACK_BELOW else 0
-            packed_bytes[device] = packed_bytes.get(device, 0) + small
-    for device, num_bytes in packed_bytes.items():
-        Device(device).warm_up(num_bytes)

@@ -236,7 +236,6 @@ class SegmentFiller:
             source.copy_from_host(job.pieces, segment, segment.begin - run[0].begin, on_device, late=late)
         into: Segment = run[0].joined_to(run[-1])
         for device, pieces in on_device.items():
-            source.refuse_gone(pieces)
             for job in jobs:
                 job.is_enqueued = True
             event = source.enqueue(device, into, pieces)

@@ -13,6 +13,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -38,7 +39,7 @@ class StepHolder(Protocol):
 
 
 class Gate:
-    """The pre-step hook of one optimizer, with the snapshots that hold it. The hook runs on the threads that step.
+    """The snapshots that hold the steps of one optimizer. A hook asks them on each thread that steps.
 
     `gate_of` registers the hook once, and it stays: hooks that come and go defeat `torch.compile`.
     """
@@ -58,9 +59,23 @@ class Gate:
     def open(self, snapshot: StepHolder) -> None:
         self._pending.discard(snapshot)
 
-    def _before_step(self, *_: Any) -> None:
+    def hold(self) -> None:
         for snapshot in list(self._pending):
             snapshot.hold()
+
+
+def _before_step(gate: Gate, *_: Any) -> None:
+    gate.hold()
+
+
+@cache
+def _untraced_hook() -> Callable[..., None]:
+    """`_before_step`, which torch.compile does not trace into the step: traced, the hook would depend on the snapshots.
+
+    Making it imports what the constructor of an optimizer has imported already.
+    """
+    hook: Callable[..., None] = torch.compiler.disable(_before_step)
+    return hook
 
 
 _gates: weakref.WeakKeyDictionary[torch.optim.Optimizer, Gate] = weakref.WeakKeyDictionary()
@@ -70,7 +85,7 @@ def gate_of(optimizer: torch.optim.Optimizer) -> Gate:
     gate = _gates.get(optimizer)
     if gate is None:
         gate = Gate()
-        optimizer.register_step_pre_hook(gate._before_step)
+        optimizer.register_step_pre_hook(partial(_untraced_hook(), gate))
         _gates[optimizer] = gate  # last: a gate that is known is registered
     return gate
 
@@ -188,7 +203,7 @@ def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[
         for tensor in _params_and_state(optimizer):
             if is_captured:
                 captured.add(tensor.data_ptr())
-            elif _is_large(tensor) and tensor.is_contiguous():
+            elif is_large(tensor) and tensor.is_contiguous():
                 other = guarded.setdefault(tensor.data_ptr(), tensor)
                 if other is not tensor and tensor.nbytes > other.nbytes:
                     guarded[tensor.data_ptr()] = tensor
@@ -198,7 +213,7 @@ def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[
         i: owner
         for i, tensor in enumerate(tensors)
         # A flat buffer begins like the first parameter in it, but has more bytes.
-        if _is_large(tensor)
+        if is_large(tensor)
         and (owner := guarded.get(tensor.data_ptr())) is not None
         and (tensor is owner or tensor.nbytes <= owner.nbytes)
         and is_dense(tensor)
@@ -215,7 +230,8 @@ def _params_and_state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor
                 yield value
 
 
-def _is_large(tensor: torch.Tensor) -> bool:
+def is_large(tensor: torch.Tensor) -> bool:
+    """True for a strided tensor that is worth deferring."""
     return tensor.layout is torch.strided and tensor.nbytes >= DEFERRED_BYTES
 
 

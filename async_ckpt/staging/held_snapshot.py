@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from types import TracebackType
 from typing import Any, Self
 
 from ..host.threads import Crew
@@ -85,9 +84,7 @@ class HeldSnapshot(SnapshotView):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -32,7 +32,7 @@ from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Wait
 from ..report import sized
 from ..spans import Clock
 from ..spec import SEGMENT_BYTES, TensorSpec, align_up
-from .device import first_device
+from .device import bytes_of, first_device
 from .filler import StagingHost
 from .guard import Optimizers, deferrable
 from .snapshot import Snapshot
@@ -250,7 +250,7 @@ class _SourceStorage:
         self.num_bytes = storage.nbytes()
         self.name = name
         self.whole = _covers(tensor)
-        self.tensor = tensor.detach() if self.whole else _bytes_of(storage, tensor.device)
+        self.tensor = tensor.detach() if self.whole else bytes_of(storage, tensor.device)
         self.at = 0
 
     def replace_by(self, tensor: torch.Tensor, name: str) -> None:
@@ -375,11 +375,6 @@ def _place(parts: Sequence[_SourceStorage]) -> int:
 def _covers(tensor: torch.Tensor) -> bool:
     """True if a tensor is its whole storage, as it lies in memory."""
     return is_dense(tensor) and tensor.storage_offset() == 0 and tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    alias = torch.empty(0, dtype=torch.uint8, device=device)
-    return alias.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _rebuilt(tensors: Sequence[torch.Tensor], of_each: Sequence[_SourceStorage], owner: Any) -> list[torch.Tensor]:

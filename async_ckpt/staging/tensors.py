@@ -132,10 +132,11 @@ class SourceTensors:
 
     def enqueue(self, device: Device, into: Segment, pieces: Sequence[Piece]) -> Any:
         """Enqueue the copies of pieces on a device; the event fires when they have ended."""
-        event = device.enqueue(into.tensor, pieces, self.tensors, self._dense, self.aliases)
-        # Memory freed from now on is not lent before it is copied; memory freed until now may have been lent.
-        self.refuse_gone(pieces)
-        return event
+        try:
+            return device.enqueue(into.tensor, pieces, self.tensors, self._dense, self.aliases)
+        finally:
+            # Memory freed from now on is not lent before it is copied; memory freed until now may have been lent.
+            self.refuse_gone(pieces)
 
     def refuse_gone(self, pieces: Iterable[Piece]) -> None:
         """Raises TornSnapshotError if a deferred tensor of these pieces has lost its memory."""

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final, Protocol
 
 import torch
 
-from .device import Alias, sample_by_kernel, sample_now
+from .device import Alias, MemoryGoneError, sample_by_kernel, sample_now
 from .tensors import SourceTensors
 
 # The number of bytes that are compared in each deferred tensor.
-_SAMPLE_BYTES: Final = 64
+SAMPLE_BYTES: Final = 64
 
 
 class _WatchedTensor:
@@ -25,7 +26,7 @@ class _WatchedTensor:
         """`owner` is the optimizer's own tensor of this memory, perhaps the same object."""
         self.number, self.alias = number, alias
         # An odd stride meets every byte of an item in turn.
-        self.stride = (alias.num_bytes // _SAMPLE_BYTES - 1) | 1
+        self.stride = (alias.num_bytes // SAMPLE_BYTES - 1) | 1
         self._owner, self._counters = owner, (tensor,) if tensor is owner else (tensor, owner)
         self._versions = list(map(version_of, self._counters))
 
@@ -47,18 +48,18 @@ class _HostSample:
 
     def __init__(self, tensors: Sequence[_WatchedTensor], gone: set[int] | None) -> None:
         """The numbers of tensors that are gone are added to `gone`; None on the caller's thread, where none can go."""
-        samples = bytearray(len(tensors) * _SAMPLE_BYTES)
+        samples = bytearray(len(tensors) * SAMPLE_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(samples))
         starts = torch.tensor([(w.alias.address, w.stride) for w in tensors], dtype=torch.int64, device="cpu")
-        steps = torch.arange(_SAMPLE_BYTES, dtype=torch.int64, device="cpu")
+        steps = torch.arange(SAMPLE_BYTES, dtype=torch.int64, device="cpu")
         addresses = starts[:, :1] + starts[:, 1:] * steps
         if gone is None:
             sample_now(samples, addresses)
         elif sample_by_kernel(address, addresses) != len(samples):
             # A tensor is gone, or the kernel does not copy for us: sample each by itself.
             for at, watched in enumerate(tensors):
-                offsets = range(0, watched.stride * _SAMPLE_BYTES, watched.stride)
-                if not watched.alias.sample_to(address + at * _SAMPLE_BYTES, offsets):
+                offsets = range(0, watched.stride * SAMPLE_BYTES, watched.stride)
+                if not watched.alias.sample_to(address + at * SAMPLE_BYTES, offsets):
                     gone.add(watched.number)
         self._samples = samples
 
@@ -96,10 +97,8 @@ class Tripwires:
 
     def look_at_bytes(self) -> None:
         """Take the second samples: every copy is done or enqueued, and no optimizer steps yet."""
-        self._look_for_gone()
         for device, tensors in self._on.items():
-            # Memory that is gone may not be mapped any more: reading it would break a device.
-            if device not in self._devices or not self._gone:
+            with suppress(MemoryGoneError):  # it is in `_gone`
                 self._after[device] = self._sample(device, tensors, self._gone)
         self._look_for_gone()
 
@@ -112,18 +111,24 @@ class Tripwires:
         for device, second in self._after.items():
             before, after = self._before[device].bytes(), second.bytes()
             for at, watched in enumerate(self._on[device]):
-                sample = slice(at * _SAMPLE_BYTES, (at + 1) * _SAMPLE_BYTES)
+                sample = slice(at * SAMPLE_BYTES, (at + 1) * SAMPLE_BYTES)
                 if before[sample] != after[sample]:
                     torn.add(watched.number)
         return sorted(torn)
 
     def _sample(self, device: torch.device, tensors: Sequence[_WatchedTensor], gone: set[int] | None) -> _Sample:
-        """Sample tensors of one device: at once on the host, or on the device's side stream, behind the copies."""
+        """Sample tensors of one device: at once on the host, or on the device's side stream, behind the copies.
+
+        Raises MemoryGoneError if one is gone from a device: reading memory that is not mapped would break it.
+        """
         if device not in self._devices:
             return _HostSample(tensors, gone)
-        on = self._devices[device]
-        with on.on_side():
-            return on.fetch(torch.cat([w.alias.part(0, _SAMPLE_BYTES, w.stride) for w in tensors]))
+        parts = [w.alias.part(0, SAMPLE_BYTES, w.stride) for w in tensors]
+        if gone is not None:
+            self._look_for_gone()
+        if gone:
+            raise MemoryGoneError
+        return self._devices[device].sample(parts)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

@@ -141,11 +141,11 @@ class _CaptureWalk:
     def _sliced(self, tensor: torch.Tensor, path: Path) -> int:
         """The number of a tensor of which other ranks may hold other shards, or replicas."""
         assert self._slicer is not None
-        slices, parts, _ = self._slicer.slice(tensor, name=shown(path))
+        slices, parts = self._slicer.slice(tensor, name=shown(path))
         return self._with_slices(slices, parts, tensor.dtype, path)
 
     def megatron_tensors(self, chosen: Callable[[Path], bool] | None) -> dict[Path, int]:
-        """The numbers of tensors that bring their names along, by these names."""
+        """The numbers of Megatron's tensors, by the names that they bring along."""
         return {
             path: self._with_slices(slices, parts, dtype, path)
             for path, slices, parts, dtype in self.megatron.tensors()

@@ -140,7 +140,7 @@ class StateDivider:
     def divided(self, captured: Capture, mates: Sequence[int] = (), per_rank: tuple[str, ...] = ()) -> RankShare:
         """The part of a captured state that this rank writes. `mates` are all ranks known to have the same structure.
 
-        If this rank is none of them, it writes all that it holds.
+        A rank outside of `mates` writes all that it holds.
         """
         inventory, plan = self._inventory_of(captured, per_rank), self._plan
         if plan is None or plan.inventory is not inventory or plan.mates != mates:

@@ -18,14 +18,14 @@ Optimizer: TypeAlias = torch.optim.Optimizer
 
 
 def all_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Itself, and the optimizers that it steps, and those that these step."""
-    found: dict[int, Optimizer] = {}
-    _walk(optimizer, found)
-    return list(found.values())
+    """The optimizer, all optimizers that it steps, and in turn all that they step."""
+    by_id: dict[int, Optimizer] = {}
+    _walk(optimizer, by_id)
+    return list(by_id.values())
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that do its work, in its order: itself where it steps no other."""
+    """The optimizers that do the work of this one, in its order; the optimizer alone if it steps no other."""
     return [one for one in all_of(optimizer) if not _parts_held_by(one)]
 
 
@@ -35,7 +35,7 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def names_in(optimizer: Optimizer) -> dict[int, set[str]]:
-    """The names that its parameters have in their groups, by their ids; without those that nobody has given a name."""
+    """The names in the groups of an optimizer, by the ids of its parameters; parameters without a name are left out."""
     names: dict[int, set[str]] = {}
     for group in (*groups_of(optimizer), *_own_groups(optimizer)):
         for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False):
@@ -48,11 +48,11 @@ def has_own(optimizer: Optimizer, method: str) -> bool:
     return method in vars(optimizer) or getattr(type(optimizer), method) is not getattr(Optimizer, method)
 
 
-def _walk(optimizer: Optimizer, found: dict[int, Optimizer]) -> None:
-    if id(optimizer) not in found:
-        found[id(optimizer)] = optimizer
+def _walk(optimizer: Optimizer, by_id: dict[int, Optimizer]) -> None:
+    if id(optimizer) not in by_id:
+        by_id[id(optimizer)] = optimizer
         for inner in _parts_held_by(optimizer):
-            _walk(inner, found)
+            _walk(inner, by_id)
 
 
 def _parts_held_by(optimizer: Optimizer) -> list[Optimizer]:
@@ -65,9 +65,7 @@ def _parts_held_by(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _is_part(inner: Optimizer, outer: Optimizer) -> bool:
-    """Whether one holds the other because it steps it: they have parameters in common, or the outer one has none
-    itself.
-    """
+    """Whether the outer optimizer steps the inner one: they share parameters, or the outer one has none of its own."""
     if inner is outer:
         return False
     groups = _own_groups(outer)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from ..fields import is_unicode
 from ..spec import Json
 from .dtypes import dtype_name, dtype_named, is_describable, numpy_dtype
 
@@ -65,7 +66,7 @@ class NotPlainError(Exception):
 def scalar_node(value: Any) -> Json:
     """The node of a scalar: the scalar itself, unless JSON would change it."""
     if isinstance(value, str):
-        return value if value.isascii() or _is_unicode(value) else {"str": value.encode("utf-8", "surrogatepass").hex()}
+        return value if value.isascii() or is_unicode(value) else {"str": value.encode("utf-8", "surrogatepass").hex()}
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
     if type(value) is int and not -(2**63) <= value < 2**63:
@@ -215,15 +216,6 @@ def _is_late(kind: type, name: str) -> bool:
     """True if `kind` is the class of that name in an imported module."""
     module, _, inner = name.rpartition(".")
     return getattr(sys.modules.get(module), inner, None) is kind
-
-
-def _is_unicode(text: str) -> bool:
-    """False for text with lone surrogates, two of which JSON would join into one character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _base64(data: bytes) -> str:

@@ -200,10 +200,7 @@ def _on_devices(kind: str, states: Any) -> Iterator[tuple[_Generator, Any]]:
     for index, state in by_index.items() if module is not None else ():
         if index is None or 0 <= index < module.device_count():
             names = () if index is None else _device_name(kind, module, index)
-            yield (
-                _Generator(partial(module.get_rng_state, *names), partial(_put_device, module, names)),
-                state,
-            )
+            yield _Generator(partial(module.get_rng_state, *names), partial(_put_device, module, names)), state
 
 
 def _put_device(module: Any, names: tuple[str, ...], state: torch.Tensor) -> None:
@@ -215,6 +212,13 @@ def _put_device(module: Any, names: tuple[str, ...], state: torch.Tensor) -> Non
 # A key that is replaced by the name of the accelerator's kind.
 _ACCELERATOR: Final = "accelerator"
 
+_KEYS_OF_VERL: Final[Mapping[str, Callable[[], Any]]] = {
+    "cpu": torch.get_rng_state,
+    "numpy": partial(_get_numpy, legacy=True),
+    "random": random.getstate,
+    _ACCELERATOR: _get_current,
+}
+
 _KEY_SETS: Final[Mapping[Keys | None, Mapping[str, Callable[[], Any]]]] = {
     None: {
         "python": random.getstate,
@@ -222,18 +226,8 @@ _KEY_SETS: Final[Mapping[Keys | None, Mapping[str, Callable[[], Any]]]] = {
         "numpy": _get_numpy,
         _ACCELERATOR: _get_all_in_use,
     },
-    "skyrl": {
-        "cpu": torch.get_rng_state,
-        "numpy": partial(_get_numpy, legacy=True),
-        "random": random.getstate,
-        _ACCELERATOR: _get_current,
-    },
-    "verl": {
-        "cpu": torch.get_rng_state,
-        "numpy": partial(_get_numpy, legacy=True),
-        "random": random.getstate,
-        _ACCELERATOR: _get_current,
-    },
+    "skyrl": _KEYS_OF_VERL,
+    "verl": _KEYS_OF_VERL,
     "open-instruct": {
         "torch_cpu_rng_state": torch.get_rng_state,
         "numpy_rng_state": partial(_get_numpy, legacy=True),

@@ -450,8 +450,7 @@ def _key_node(key: Any, path: Path) -> Json:
         node = hashable_node(key)
     except NotPlainError as error:
         raise UnsupportedStateError(
-            f"{shown(path)}: a key of type {error.kind} cannot be stored; use a string or a number",
-            path=shown(path),
+            f"{shown(path)}: a key of type {error.kind} cannot be stored; use a string or a number", path=shown(path)
         ) from error
     if not _has_text(key):
         raise UnsupportedStateError(

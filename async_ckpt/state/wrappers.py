@@ -26,16 +26,8 @@ _WRAPPERS: Final = (
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    (
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-        "_fsdp_wrapped_module",
-    ),
-    (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "ActivationWrapper",
-        "_checkpoint_wrapped_module",
-    ),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
 )
 _ATTRIBUTES: Final = frozenset(attribute for _, _, attribute in _WRAPPERS)
 # Words that are never names of a user's own submodule.

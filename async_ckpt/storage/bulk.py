@@ -1,4 +1,4 @@
-"""Copies and deletions of many objects.
+"""Copies, deletions and looks at many objects.
 
 In: readers of objects, and a storage. Out: the same objects there, each whole or not at all.
 Knows nothing of: what is in them.
@@ -34,6 +34,7 @@ _NUM_BACKGROUND_THREADS: Final = 2
 # For each thread, one that is being filled and one that is being sent.
 _NUM_SEGMENTS: Final = 2 * _NUM_THREADS
 _NUM_DELETIONS: Final = 16
+_NUM_LOOKERS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,18 @@ def copy(
 def delete(storage: Storage, paths: Sequence[str]) -> None:
     """Delete objects, several at once. No error for missing ones. Raises StorageUnavailableError."""
     run_together("delete", [partial(storage.delete, path) for path in paths], max_threads=_NUM_DELETIONS)
+
+
+def existing(storage: Storage, paths: Sequence[str]) -> list[str]:
+    """The paths, among these, that exist, in the order given; several are asked for at once."""
+    present: set[str] = set()
+
+    def look(path: str) -> None:
+        if storage.exists(path):
+            present.add(path)
+
+    run_together("look", [partial(look, path) for path in paths], max_threads=_NUM_LOOKERS)
+    return [path for path in paths if path in present]
 
 
 class _Copy:

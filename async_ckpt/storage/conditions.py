@@ -16,16 +16,12 @@ T = TypeVar("T")
 Form = Callable[[str], str]
 
 
-def unchanged(etag: str) -> str:
-    return etag
-
-
 def toggle_quotes(etag: str) -> str:
     """The e-tag without its quotes; with quotes if it has none."""
     return etag[1:-1] if etag.startswith('"') else f'"{etag}"'
 
 
-_FORMS: Final[tuple[Form, ...]] = (unchanged, toggle_quotes)
+_FORMS: Final[tuple[Form, ...]] = (str, toggle_quotes)  # as it is, or changed
 
 
 class Conditions:

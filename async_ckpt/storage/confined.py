@@ -161,20 +161,12 @@ class ConfinedFolder:
 
     def move(self, name: str, to: str) -> None:
         """Rename a file or link, replacing another one. The folders on the way are made."""
-        with (
-            translated(self.folder / to),
-            self._locate(name) as source,
-            self._locate(to, make=True) as target,
-        ):
+        with translated(self.folder / to), self._locate(name) as source, self._locate(to, make=True) as target:
             os.replace(source.name, target.name, src_dir_fd=source.folder, dst_dir_fd=target.folder)
 
     def link(self, name: str, to: str) -> bool:
         """Give a file or link a second name. False if the file system has no hard links."""
-        with (
-            translated(self.folder / to),
-            self._locate(name) as source,
-            self._locate(to, make=True) as target,
-        ):
+        with translated(self.folder / to), self._locate(name) as source, self._locate(to, make=True) as target:
             try:
                 os.link(
                     source.name,

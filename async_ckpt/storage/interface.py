@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Protocol, Self
 
 
 class MemoryLoan(Protocol):
-    """Memory on loan. To use it after the call that lent it, retain it, and release it afterwards."""
+    """Memory on loan for one call. To use the memory after the call, retain it, and release it at the end."""
 
     def retain(self) -> None: ...
 
@@ -90,9 +89,7 @@ class Reader(Protocol):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -197,14 +194,16 @@ class Storage(Protocol):
         written (`of_ranks`), which may run on another machine.
         """
 
-    def hold(self, path: str) -> Callable[[], None]:
+    def hold(self, path: str) -> Callable[[], None]:  # noqa: ARG002
         """Lock an object, as a sign to other processes that this one lives, until the returned function is called.
 
         Does nothing in places without locks, such as stores.
         """
+        return lambda: None
 
-    def is_held(self, path: str) -> bool:
+    def is_held(self, path: str) -> bool:  # noqa: ARG002
         """Whether another living process provably has locked an object."""
+        return False
 
     def sweep_uploads(self) -> list[str]:
         """Abort unfinished uploads below this root, older than a day by the store's clock. Returns their names."""

@@ -36,6 +36,7 @@ from .disk import (
     pread_into,
     preallocate,
     pwrite,
+    read_regular,
     refuse_special,
     remove_if_empty,
     rename_new,
@@ -107,11 +108,10 @@ class LocalStorage:
             return LocalReader(self.root / path)
 
     def read(self, path: str) -> tuple[bytes, str]:
-        with (
-            translated(self.root / path, passing=(FileNotFoundError,)),
-            os.fdopen(open_regular(self.root / path, os.O_RDONLY), "rb") as file,
-        ):
-            return file.read(), _version(os.fstat(file.fileno()))
+        target = self.root / path
+        with translated(target, passing=(FileNotFoundError,)):
+            data, status = read_regular(target)
+        return data, _version(status)
 
     def put_new(self, path: str, data: bytes) -> None:
         target = self.root / path

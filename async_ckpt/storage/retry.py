@@ -38,9 +38,9 @@ def persist(
 ) -> T:
     """Repeat `call` until it succeeds, fails for good, or has failed for `deadline_seconds`; then raise its last error.
 
-    The deadline runs from the beginning, or from the moment that `since` returns once the first call has failed: a
-    long upload is not out of time before it has any began. `on_retry` is called with the error before each wait,
-    for which `sleep` is called, by default the timer's.
+    The deadline runs from the beginning, or from the moment that `since` returns once the first call has failed: so a
+    long upload is not out of time when its first part fails. `on_retry` is called with the error before each wait, for
+    which `sleep` is called, by default the timer's.
     """
     try:
         import tenacity

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from ..errors import StorageUnavailableError
@@ -82,9 +81,7 @@ class Scratch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
             self.remove()
         except StorageUnavailableError as failure:
@@ -127,10 +124,7 @@ def sync_all(path: Path) -> int:
         finally:
             os.close(fd)
     if path.is_dir():
-        for folder in [
-            path,
-            *(inner for inner in path.rglob("*") if inner.is_dir() and not inner.is_symlink()),
-        ]:
+        for folder in [path, *(inner for inner in path.rglob("*") if inner.is_dir() and not inner.is_symlink())]:
             sync_folder(folder)
     return num_bytes
 

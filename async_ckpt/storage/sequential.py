@@ -137,6 +137,27 @@ class Appender:
         return f"<Appender {self.num_bytes:,} bytes to {self.sink!r}>"
 
 
+class AppenderFile(io.RawIOBase):
+    """An object that is written from front to back, as the file that a function writes to."""
+
+    def __init__(self, out: Appender) -> None:
+        super().__init__()
+        self._out = out
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if self.closed:
+            raise ValueError("the function has returned, and its file is complete")
+        view = memoryview(data).cast("B")
+        self._out.append(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._out.num_bytes
+
+
 class ReadAhead(io.RawIOBase):
     """An object as a binary file, read ahead by a crew of this object. For one thread.
 
@@ -174,10 +195,7 @@ class ReadAhead(io.RawIOBase):
 
     def _request(self) -> None:
         while len(self._ahead) < _NUM_AHEAD and self._num_requested < self._reader.num_bytes:
-            begin, length = (
-                self._num_requested,
-                min(_SEGMENT_BYTES, self._reader.num_bytes - self._num_requested),
-            )
+            begin, length = self._num_requested, min(_SEGMENT_BYTES, self._reader.num_bytes - self._num_requested)
             chunk: Future[memoryview] = running_future()
             self._crew.submit(partial(self._fetch, begin, length, chunk))
             self._ahead.append(chunk)

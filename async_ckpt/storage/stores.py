@@ -36,6 +36,12 @@ ROOM: Final = "delete old steps or keep fewer (keep=), then save again"
 SECRET_NAME: Final = re.compile(r"key|secret|token|pass|credential|sas|signature|connection_string", re.IGNORECASE)
 
 
+def part_segments(num_bytes: int, segment_bytes: int) -> int:
+    """The number of segments in a part of an upload: the smallest that obeys the limits on size and number of parts."""
+    smallest = max(MIN_PART_BYTES, -(-num_bytes // MAX_PARTS))
+    return min(-(-smallest // segment_bytes), max(1, -(-num_bytes // segment_bytes)))
+
+
 def key_too_long(shown: str, num_bytes: int) -> str:
     """The message about a key that exceeds the limit of all stores."""
     return f"{shown:.100}…: a key of {num_bytes:,} bytes, and stores take {MAX_KEY_BYTES:,}; shorten it"

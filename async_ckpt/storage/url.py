@@ -15,11 +15,9 @@ from ..errors import CorruptCheckpointError, StorageUnavailableError
 
 StrPath = str | os.PathLike[str]
 
-
 SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
     name: name for name in ("az", "azure", "abfs", "abfss", "adl")
 }
-
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
 # A chain of fsspec, which is one filesystem on another; a URL within a foreign text.
@@ -130,8 +128,7 @@ def without_secrets(text: str) -> str:
 def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
     """The error about an object whose name cannot be requested, or cannot be that of a file below a folder."""
     return CorruptCheckpointError(
-        f"{place} has an object that cannot be a file below it: {problem}; rename or delete that object",
-        path=place,
+        f"{place} has an object that cannot be a file below it: {problem}; rename or delete that object", path=place
     )
 
 

@@ -15,7 +15,6 @@ import socket
 import threading
 from collections.abc import Coroutine
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, Self, Unpack
 from urllib.parse import urlsplit
 
@@ -234,9 +233,7 @@ class FaultyProxy:
         self._in_loop(self._listen())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self._in_loop(self._stop_listening())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE_SECONDS)

@@ -14,13 +14,19 @@ from states import MIB, open_run
 
 import async_ckpt
 from async_ckpt import RngState, backends
+from async_ckpt.backends import backend as backend_module
 from async_ckpt.backends import cuda as cuda_module
 from async_ckpt.backends.backend import UNSUPPORTED, Backend
+from async_ckpt.backends.by_torch import backend_by_torch
 from async_ckpt.backends.cuda import Cuda
-from async_ckpt.backends.npu_xpu import Npu
+from async_ckpt.backends.npu_xpu import Npu, Xpu
+from async_ckpt.host import memory as memory_module
+from async_ckpt.host import pool as pool_module
+from async_ckpt.host.pool import SegmentPool
 from async_ckpt.loading import fill as fill_module
 from async_ckpt.saving import default
-from async_ckpt.staging import device as device_module
+from async_ckpt.spec import PAGE_BYTES
+from async_ckpt.staging import side_stream
 from async_ckpt.staging.guard import deferrable
 
 ITEMS = MIB // 4
@@ -185,7 +191,7 @@ def test_where_the_driver_makes_no_stream_torchs_pool_gives_one(cuda, monkeypatc
 
 
 def test_each_device_has_one_stream_for_all_saves_and_one_for_all_loads(tmp_path, sim, monkeypatch):
-    monkeypatch.setattr(device_module._side_of, "_made", {})
+    monkeypatch.setattr(side_stream.side_of, "_made", {})
     monkeypatch.setattr(fill_module._stream_of, "_made", {})
     before = len(sim.sim.scheduler.queues)
     with open_run(tmp_path, max_in_flight=2) as ckpt:
@@ -229,13 +235,19 @@ def test_the_generators_of_an_accelerator_that_is_not_here_are_passed_over(sim):
         sim.sim.is_here = True
 
 
+def on_page(num_bytes: int) -> torch.Tensor:
+    """Memory that begins on a page, as what a driver allocates."""
+    memory = torch.zeros(num_bytes + PAGE_BYTES, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % PAGE_BYTES :][:num_bytes]
+
+
 def test_where_no_memory_can_be_page_locked_torchs_allocator_gives_it(tmp_path, sim, monkeypatch):
     """As on XPU."""
     default.release()  # what others have left
     given = []
 
     def host_memory(self: Backend, num_bytes: int) -> torch.Tensor:
-        given.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        given.append(on_page(num_bytes))
         return given[-1]
 
     monkeypatch.setattr(Backend, "host_memory", host_memory)
@@ -249,3 +261,94 @@ def test_where_no_memory_can_be_page_locked_torchs_allocator_gives_it(tmp_path, 
         assert all(segment.pinned for segment in ckpt._saver.pool._free)
     assert given
     assert len(sim.sim.registered) == registered
+
+
+# --- memory that torch's allocator gives --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_segments", [1, 5, 33])
+def test_memory_of_torchs_allocator_is_asked_for_in_sizes_that_it_does_not_round_up(sim, monkeypatch, num_segments):
+    asked: list[int] = []
+    monkeypatch.setattr(backend_module, "page_locked", lambda num_bytes: asked.append(num_bytes) or on_page(num_bytes))
+    xpu = Xpu("sim", sim.module)
+    for module in (memory_module, pool_module):
+        monkeypatch.setattr(module, "backend_of", lambda _: xpu)
+    pool = SegmentPool(MIB)
+    pool.admit(num_segments * MIB, least=num_segments)
+    pool.reserve(num_segments, None, pin=torch.device("sim:0"))
+
+    assert sum(asked) == num_segments * MIB
+    assert all(num_bytes.bit_count() == 1 for num_bytes in asked)
+    assert len(asked) <= 2
+    pool.close()
+
+
+@pytest.mark.parametrize("offset", [0, 64])
+def test_page_locked_memory_begins_on_a_page_wherever_the_allocator_puts_it(monkeypatch, offset):
+    asked: list[int] = []
+
+    def empty(num_bytes: int, **_: Any) -> torch.Tensor:
+        asked.append(num_bytes)
+        return on_page(num_bytes + offset)[offset:]
+
+    monkeypatch.setattr(backend_module.torch, "empty", empty)
+    memory = backend_module.page_locked(8 * PAGE_BYTES)
+
+    assert memory.data_ptr() % PAGE_BYTES == 0
+    assert memory.numel() == 8 * PAGE_BYTES
+    assert asked == [8 * PAGE_BYTES] + [9 * PAGE_BYTES] * (offset > 0)
+
+
+# --- torch's own classes alone ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare(sim, monkeypatch):
+    """The simulated device as torch knows one that publishes no names of its own for streams."""
+
+    def set_stream(stream: Any) -> None:
+        sim.sim.thread.streams[stream.queue.device] = stream
+
+    def set_device(index: int) -> None:
+        sim.sim.thread.device = index
+
+    module = SimpleNamespace(simrt=sim.module.simrt, is_available=sim.module.is_available)
+    get = torch.get_device_module
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module if str(kind) == "sim" else get(kind))
+    monkeypatch.setattr(torch, "Stream", simulated.Stream)
+    monkeypatch.setattr(torch, "Event", simulated.Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", simulated.current_stream)
+    monkeypatch.setattr(torch.accelerator, "set_stream", set_stream)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", sim.module.current_device)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", set_device)
+    monkeypatch.setattr(side_stream.side_of, "_made", {})
+    monkeypatch.setattr(fill_module._stream_of, "_made", {})
+    backends._backend.cache_clear()
+    yield sim
+    backends._backend.cache_clear()
+
+
+def test_an_accelerator_with_torchs_own_classes_alone_is_copied_beside_the_training(tmp_path, bare):
+    p = torch.nn.Parameter(torch.full((4 * ITEMS,), 3.0, device="sim"))
+    p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    state = {"p": p, "other": torch.full((ITEMS,), 5.0, device="sim:1")}
+    with open_run(tmp_path, guard=optimizer) as ckpt:
+        ckpt.prewarm(state)
+        with bare.ahead():
+            handle = ckpt.save(state, step=1)
+            optimizer.step()
+            assert not handle.staging_completion.done()
+        handle.result()
+        assert bool((p == 2).all())
+        ckpt.restore(state)
+    assert bool((p == 3).all())
+    assert bool((state["other"] == 5).all())
+
+
+def test_an_accelerator_whose_streams_are_all_the_same_has_no_backend(sim, monkeypatch):
+    """As torch has it for the simulation, which gives it no streams: a new one is the current one."""
+    module = SimpleNamespace(is_initialized=sim.module.is_initialized)
+
+    assert backend_by_torch("sim", module) is None
+    assert backend_by_torch("hpu", None) is None

@@ -19,6 +19,8 @@ from rank_archives import commit, write_all
 from states import open_run
 
 import async_ckpt
+from async_ckpt.command.screen import print_table
+from benchmarks.restarts import step_on_disk
 
 ESCAPES = "red\x1b[31m\nnext"
 
@@ -132,13 +134,23 @@ def test_ls_lists_the_versions_of_a_publication(tmp_path: Path) -> None:
     assert first["num_bytes"] > second["num_bytes"] > 0
 
 
-def test_ls_needs_no_torch(root: Path) -> None:
+@pytest.mark.parametrize("arguments", [("--help",), ("ls", "--help"), ("ls", "{root}"), ("ls", "{root}", "--json")])
+def test_help_and_ls_import_neither_torch_nor_rich_in_a_pipe(root: Path, arguments: tuple[str, ...]) -> None:
     code = (
-        "import sys; from async_ckpt.command.main import app; app(args=['ls', sys.argv[1]], standalone_mode=False); "
-        "print('torch' in sys.modules)"
+        "import sys; from async_ckpt.command.main import app; app(args=sys.argv[1:], standalone_mode=False); "
+        "print({'torch', 'rich', 'numpy', 'obstore'} & {*sys.modules})"
     )
-    out = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=True)
-    assert out.stdout.splitlines()[-1] == "False"
+    words = [word.format(root=root) for word in arguments]
+    out = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert out.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_table_aligns_wide_characters_and_is_not_folded_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("name", "size"), [("短い", "1"), ("x" * 20_000, "10")], right=("size",))
+    head, wide, long = capsys.readouterr().out.splitlines()
+    assert head == "name" + " " * 19_998 + "size"
+    assert wide == "短い" + " " * 19_996 + "     1"
+    assert long == "x" * 20_000 + "    10"
 
 
 def test_inspect_shows_names_shapes_and_places(root: Path) -> None:
@@ -201,6 +213,21 @@ def test_inspect_of_several_ranks_says_which_have_written_a_tensor(tmp_path: Pat
     assert len({place["file"] for place in rows["whole"]["places"]}) == 4
     assert sorted(place["rank"] for place in rows["whole"]["places"]) == [0, 1, 2, 3]
     assert " 0-3" in run_command("inspect", folder, "whole").stdout
+
+
+def test_inspect_of_hundreds_of_ranks_opens_a_few_archives(tmp_path: Path) -> None:
+    """By the layout of the step: those of the others need not even be there, unless a place in them is asked for."""
+    step = step_on_disk(tmp_path / "run", 32, 3)
+    run = {"names": documented("inspect", step)["names"], "rows": run_command("inspect", step).stdout}
+    for rank in range(1, 32):
+        (archive,) = step.glob(f"rank_{rank:05d}.*.tar")
+        archive.unlink()
+
+    assert run_command("inspect", step).stdout == run["rows"]
+    assert run["rows"].count(" of ranks 0-31\n") == 3
+    assert [row["ranks"] for row in run["names"]] == [[*range(32)]] * 3
+    assert [len(row["places"]) for row in run["names"]] == [32] * 3
+    assert run_command("inspect", step, "--json").returncode == 1
 
 
 def test_inspect_reads_folders_of_hugging_face(tmp_path: Path) -> None:

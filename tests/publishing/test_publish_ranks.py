@@ -262,6 +262,23 @@ def test_a_subscriber_that_lives_on_sees_what_ranks_have_published_again(worlds:
         assert_same(dict(model.state_dict()), dict(torch.load(f"{worlds.root}-again.pt")))
 
 
+def test_a_version_that_only_rank_0_has_published_again_in_a_root_that_was_emptied_is_not_whole(
+    worlds: Worlds, tmp_path: Path
+):
+    """Seen by a subscriber that has not looked in between, on a disk, where no mark tells of it."""
+    out = tmp_path / "out"
+    published(worlds, 2, "fsdp()", out, versions=[1, 2])
+    with Subscriber(out) as subscriber:
+        assert subscriber.versions() == [1, 2]
+        edit(
+            out / "rank_00000_of_00002" / "weight_v000002",
+            lambda told: told["metadata"]["async_ckpt"].update(start="another"),
+        )
+        assert subscriber.versions() == [1]
+        (out / "rank_00001_of_00002" / "weight_v000002" / INDEX).unlink()
+        assert subscriber.versions() == [1]
+
+
 OTHERWISE = """
 import async_ckpt
 from pathlib import Path

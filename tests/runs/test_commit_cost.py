@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from scripted_disk import scripted
-from states import assert_is_state, open_run, state_at
+from states import assert_is_state, journaled_steps, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.runs.manifest import Archive, Manifest
@@ -47,8 +47,7 @@ def test_a_commit_asks_a_store_the_same_few_things_whatever_is_kept(s3, bucket, 
             asked = proxy.requests[before:]
             assert len(asked) <= MOST_REQUESTS, "\n".join(f"{r.method} {r.target}" for r in asked)
         assert ckpt.steps() == list(range(4, num_kept + 4))
-        records = ckpt._roots.runs[0].journal()
-    assert [record["step"] for record in records] == list(range(4, num_kept + 4))
+        assert journaled_steps(ckpt) == list(range(4, num_kept + 4))
     # A new process looks at each folder once: what is written there, and what a dead writer may have left.
     assert learned <= 30 + 3 * num_kept
 
@@ -102,13 +101,13 @@ def test_what_another_process_commits_deletes_and_takes_out_of_the_run_is_seen_a
         theirs.wait()
         ours.save(state_at(5), step=5).result()
         ours.wait()
-        assert [line["step"] for line in ours._roots.runs[0].journal()] == [3, 4, 5]
+        assert journaled_steps(ours) == [3, 4, 5]
         theirs.restore(state_at(0), step=3)
         theirs.save(state_at(4) | {"note": "anew"}, step=4, overwrite=True).result()
         theirs.wait()
         ours.save(state_at(6), step=6).result()
         ours.wait()
         assert ours.steps() == [3, 4, 6]
-        assert [line["step"] for line in ours._roots.runs[0].journal()] == [3, 4, 6]
+        assert journaled_steps(ours) == [3, 4, 6]
         assert_is_state(ours.load(6), 6)
         assert ours.load(4)["note"] == "anew"

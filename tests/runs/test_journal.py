@@ -11,7 +11,7 @@ import pytest
 from states import assert_is_state, open_run, state_at
 
 import async_ckpt
-from async_ckpt.runs import journal
+from async_ckpt.runs.journal import parse
 
 
 def last_record(log_path: Path) -> dict[str, Any] | None:
@@ -63,21 +63,5 @@ def test_the_records_of_a_run_that_was_copied_or_moved_lead_into_the_new_place(t
     assert_is_state(async_ckpt.load(new / last_record(new)["state_path"]), 2)
 
 
-def test_a_reader_that_knows_the_root_gets_full_paths_also_from_journals_that_name_another():
-    """Lines without a path of ours, such as those of a trainer in the same folder, are left as they are."""
-    lines = [
-        {"name": "000001", "path": "step_1/a.tar", "state_path": "step_1/a.tar"},
-        {"name": "000002", "path": "step_2/b.tar", "state_path": "/old/step_2/b.tar"},
-        {"name": "000003", "state_path": "tinker://model/weights/000003"},
-        {"name": "000004", "path": 4},
-    ]
-    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
-
-    assert journal.parse(data) == lines
-    found = journal.parse(data, locate="s3://bucket/run/{}".format)
-    assert [record.get("state_path") for record in found] == [
-        "s3://bucket/run/step_1/a.tar",
-        "s3://bucket/run/step_2/b.tar",
-        "tinker://model/weights/000003",
-        None,
-    ]
+def test_lines_that_are_no_records_are_passed_over():
+    assert parse(b'[1]\n\xff\xfe\n{"step": 1}\nnull\n{"step"') == [{"step": 1}]

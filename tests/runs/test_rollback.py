@@ -172,7 +172,7 @@ def test_the_intent_of_a_living_writer_is_not_swept(tmp_path):
         committing.wait_reached()
         assert [step for step, _ in line(tmp_path)] == [1, 2, 3]
         with open_run(tmp_path) as theirs:
-            theirs._roots.runs[0].sweep()
+            theirs._roots.runs[0].sweeper.sweep()
         assert len(intents(tmp_path)) == 1
         committing.release()
         handle.result()
@@ -220,6 +220,6 @@ def test_a_rollback_costs_readers_nothing_once_it_is_cleaned_up(tmp_path):
         assert_is_state(ckpt.load(1) | {"note": "step 1"}, 1)
     disk = ScriptedStorage(tmp_path)
     with open_run(tmp_path) as ckpt:
-        ckpt._roots.runs[0]._root.storage = disk
+        ckpt._roots.runs[0].root.storage = disk
         assert ckpt.steps() == [1]
         assert [call for call, _ in disk.calls] == []

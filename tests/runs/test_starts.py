@@ -206,7 +206,7 @@ def test_the_retention_of_who_was_overtaken_deletes_nothing_that_the_next_start_
         for step in (8, 9):
             old.save(state_of(step), step).result()
         old.wait()
-        sweeper = old._roots.runs[0]._sweeper
+        sweeper = old._roots.runs[0].sweeper
         real = sweeper.read_folder
         monkeypatch.setattr(sweeper, "read_folder", lambda step: (gate.passed(), real(step))[1])
         handle = old.save(state_of(10), 10)

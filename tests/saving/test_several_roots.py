@@ -33,11 +33,11 @@ def scripted(ckpt: AsyncCheckpointer, number: int) -> Iterator[ScriptedStorage]:
     run = ckpt._roots.runs[number]
     before = run.storage
     with ScriptedStorage(ckpt.roots[number]) as disk:
-        run._root.storage = disk
+        run.root.storage = disk
         try:
             yield disk
         finally:
-            run._root.storage = before
+            run.root.storage = before
 
 
 class Away(LocalStorage):
@@ -266,7 +266,7 @@ def test_a_damaged_archive_is_read_from_the_next_root(roots):
 def test_a_root_that_does_not_answer_is_left_out_of_reading(roots):
     with open_run(roots) as ckpt:
         ckpt.save(state_at(1), step=1).result()
-        ckpt._roots.runs[0]._root.storage = Away(roots[0])
+        ckpt._roots.runs[0].root.storage = Away(roots[0])
         with pytest.warns(RuntimeWarning, match="does not answer"):
             assert ckpt.steps() == [1]
         with pytest.warns(RuntimeWarning, match="does not answer"):
@@ -309,7 +309,7 @@ def test_retention_of_a_step_is_not_undone_by_a_root_that_was_away(roots):
 def test_catching_up_says_which_root_is_still_away_after_the_others_were_served(roots):
     with open_run(roots) as ckpt:
         ckpt.save(state_at(1), step=1).result()
-        ckpt._roots.runs[1]._root.storage = Away(roots[1])
+        ckpt._roots.runs[1].root.storage = Away(roots[1])
         with (
             pytest.warns(RuntimeWarning, match="is ignored"),
             pytest.raises(StorageUnavailableError, match="away"),

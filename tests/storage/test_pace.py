@@ -103,12 +103,12 @@ def test_a_root_that_is_given_up_while_it_waits_is_missed_and_no_more(tmp_path):
         ckpt._saver._writers._max_bandwidth = 1e12
         ckpt._saver._writers._paces[far.locate("")] = Pace(1.0)
         with ScriptedStorage(ckpt.roots[1]) as disk:
-            ckpt._roots.runs[1]._root.storage = disk
+            ckpt._roots.runs[1].root.storage = disk
             disk.fail("write", error=StorageUnavailableError("away", path="far"))
             report = ckpt.save(state_at(1, 9), step=1).result()
             ckpt.wait()
         assert [d.error is None for d in report.destinations] == [True, False]
-        ckpt._roots.runs[1]._root.storage = far
+        ckpt._roots.runs[1].root.storage = far
         assert_is_state(ckpt.load(1), 1, 9)
 
 

@@ -189,7 +189,7 @@ class Process:
         replaces = run.manifest_to_replace(step) if self._overwrite else None
         attempt = f"{self.number % 65536:04x}{next(self._attempts):04x}"
         archive = Archive(f"rank_00000.{attempt}.tar", 1, "0" * 32)
-        run.storage.replace(run.archive_path(step, archive), b"x")
+        run.storage.replace(run.root.archive_path(step, archive), b"x")
         made = run.commit(step, attempt, (archive,), replaces=replaces, retire=self._retire)
         run.announce(step)
         run.retain(step, replaced=replaces[0] if replaces else None, in_flight=[step])

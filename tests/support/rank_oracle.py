@@ -42,7 +42,7 @@ def saved(root: str | os.PathLike[str] | Place, step: int) -> Saved:
     tensors: dict[str, IndexedTensor] = {}
     states, num_bytes = [], []
     for archive in told:
-        path = run.archive_path(step, archive)
+        path = run.root.archive_path(step, archive)
         with run.storage.open(path) as reader:
             opened = OpenArchive(reader, path=path, verify=True)
             assert (opened.digest, reader.num_bytes) == (archive.digest, archive.num_bytes)

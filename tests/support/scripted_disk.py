@@ -164,5 +164,5 @@ class ScriptedSink:
 def scripted(ckpt: AsyncCheckpointer, number: int = 0) -> ScriptedStorage:
     """Put a root of a checkpointer on a scripted disk. The one place in the tests that reaches into its parts."""
     disk = ScriptedStorage(ckpt.roots[number])
-    ckpt._roots.runs[number]._root.storage = disk
+    ckpt._roots.runs[number].root.storage = disk
     return disk

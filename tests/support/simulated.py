@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from sim_streams import Access, Mark, Queue, Scheduler
 from torch.utils import _pytree as pytree
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils import backend_registration
 
 NUM_DEVICES = 2
 _ARENA_BYTES = 2 << 30  # of addresses; memory is taken as it is written to
@@ -370,17 +370,20 @@ class Runtime:
             return 0 if SIM.registered.pop(address, None) else _NOT_REGISTERED
 
 
-class _Hook(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
+def _hook() -> Any:
     """Whom torch.accelerator asks."""
 
-    def is_available(self) -> bool:
-        return SIM.is_here
+    class Hook(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
+        def is_available(self) -> bool:
+            return SIM.is_here
 
-    def has_primary_context(self, dev_id: int) -> bool:
-        return SIM.is_here
+        def has_primary_context(self, dev_id: int) -> bool:
+            return SIM.is_here
 
-    def is_built(self) -> bool:
-        return True
+        def is_built(self) -> bool:
+            return True
+
+    return Hook()
 
 
 class Module:
@@ -701,6 +704,11 @@ SIM = Simulation.__new__(Simulation)
 _libraries: list[torch.library.Library] = []
 
 
+def is_possible() -> bool:
+    """False for a torch that takes no accelerator written in Python."""
+    return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+
+
 def install() -> Simulation:
     """Have this process know the device. Once; there is no way back. A process that runs a backward installs it before.
 
@@ -708,7 +716,7 @@ def install() -> Simulation:
     """
     if not _libraries:
         SIM.__init__()  # type: ignore[misc]
-        _setup_privateuseone_for_python_backend("sim", backend_module=Module(), hook=_Hook())
+        backend_registration._setup_privateuseone_for_python_backend("sim", backend_module=Module(), hook=_hook())
         _libraries.extend((torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")))
         _libraries[0].fallback(_dispatch, "PrivateUse1")
         # A view that is conjugated or negated comes as it is: torch would make it a plain one first, by a copy.

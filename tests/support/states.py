@@ -76,6 +76,12 @@ def names_below(root: str | os.PathLike[str]) -> list[str]:
     return sorted(str(path.relative_to(top)) for path in files)
 
 
+def journaled_steps(ckpt: AsyncCheckpointer) -> list[int]:
+    """The steps in the journal of the first root."""
+    data, _ = ckpt._roots.runs[0].storage.read("checkpoints.jsonl")
+    return [json.loads(line)["step"] for line in data.splitlines()]
+
+
 def records(root: Path) -> list[dict]:
     return [json.loads(line) for line in (root / "checkpoints.jsonl").read_text().splitlines()]
 

@@ -5,7 +5,6 @@ In: paths. Out: live objects filled, or a folder that plain torch loads. Knows n
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -23,17 +22,17 @@ from ...loading.restore import RestoreOptions, restore_state
 from ...runs.foreign_entries import OF_DCP
 from ...runs.manifest import NAME as MANIFEST
 from ...spec import GIB, MIB
+from ...state.capture import pickled
 from ...state.names import Select
 from ...storage.interface import Storage
 from ...storage.place import Anywhere, written_at
-from ...storage.sequential import Appender
+from ...storage.sequential import Appender, AppenderFile
 from .entries import (
     SavedItem,
     entries_of,
     kept_metadata,
     metadata_of,
     readers_of_this_rank,
-    torch_saved,
     value_of,
 )
 
@@ -131,7 +130,7 @@ def _write_values(folder: _DcpFolder, entries: Mapping[str, SavedItem], blobs: f
             wanted, make = value_of(name, entry, trust=trust)
             fill(planned([(entry.file, wanted)]))
             value = make()
-            folder.write(MetadataIndex(name), bytes(value) if name in blobs else torch_saved(value))
+            folder.write(MetadataIndex(name), bytes(value) if name in blobs else pickled(value))
 
 
 def _write_tensors(folder: _DcpFolder, entries: Mapping[str, SavedItem], metadata: Metadata) -> None:
@@ -194,7 +193,7 @@ class _DcpFolder:
 
     def save(self, index: MetadataIndex, tensor: torch.Tensor) -> None:
         begin = self._file().num_bytes
-        torch.save(tensor, _AppenderFile(self._file()))  # type: ignore[arg-type]
+        torch.save(tensor, AppenderFile(self._file()))  # type: ignore[arg-type]
         self._note(index, begin)
 
     def _note(self, index: MetadataIndex, begin: int) -> None:
@@ -234,18 +233,3 @@ class _DcpFolder:
             self._out.abort()
         for name in self._files:
             self._storage.delete(name)
-
-
-class _AppenderFile(io.RawIOBase):
-    """The file object that torch.save writes to."""
-
-    def __init__(self, out: Appender) -> None:
-        self._out = out
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._out.append(view)
-        return len(view)

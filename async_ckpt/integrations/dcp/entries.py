@@ -5,7 +5,6 @@ In: opened archives. Out: torch's metadata, and values as torch.save writes them
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -58,13 +57,13 @@ def readers_of_this_rank(from_ranks: Mapping[str, int] | None) -> Readers:
 
 def kept_metadata(parts: Sequence[Part]) -> Mapping[str, Any]:
     """The metadata that `TarStorageWriter` keeps in the record of a step."""
-    kept = None if parts[0].made is None else parts[0].made.record.get(DCP_RECORD)
+    kept = None if parts[0].manifest is None else parts[0].manifest.record.get(DCP_RECORD)
     return kept if isinstance(kept, dict) else {}
 
 
 def identity_of(parts: Sequence[Part]) -> str:
     """A string that identifies a checkpoint, whichever of its files are open."""
-    manifest, file = parts[0].made, parts[0].archive
+    manifest, file = parts[0].manifest, parts[0].archive
     if manifest is not None:
         return f"step {manifest.step}, attempt {manifest.attempt}"
     return file.digest if isinstance(file, OpenArchive) else f"{file.path}, {len(file.index.tensors)} tensors"
@@ -125,10 +124,3 @@ def value_of(name: str, entry: SavedItem, *, trust: bool) -> tuple[list[Wanted],
 
     wanted = [Wanted(number, tensor) for number, tensor in tensors.items()]
     return wanted, lambda: replaced(entry.value, give)
-
-
-def torch_saved(value: Any) -> bytes:
-    """The bytes of a value, as torch's planners write what is not a tensor."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()

@@ -34,7 +34,7 @@ from ...slicing.cover import Box
 from ...slicing.sharded import Slicer, is_sharded
 from ...slicing.slices import Rectangle
 from ...spec import flag
-from ...state.capture import why_not
+from ...state.capture import pickled, why_not
 from ...state.names import shown
 from ...storage.place import Anywhere, place_of
 from .entries import (
@@ -44,7 +44,6 @@ from .entries import (
     kept_metadata,
     metadata_of,
     readers_of_this_rank,
-    torch_saved,
     value_of,
 )
 from .writer import is_checkpoint_id
@@ -141,8 +140,7 @@ class TarStorageReader(StorageReader):
         def use(parts: Sequence[Part]) -> None:
             if identity_of(parts) != self._identity:
                 raise StorageUnavailableError(
-                    f"{self._place.shown} was replaced while it was read; load it again",
-                    path=self._place.shown,
+                    f"{self._place.shown} was replaced while it was read; load it again", path=self._place.shown
                 )
             blobs = frozenset(kept_metadata(parts).get("blobs", ()))
             renamed = plan.storage_data[1]
@@ -223,7 +221,7 @@ class _PlanReader:
             saved_as = self._saved_as(name)
             if not is_sharded(target) or self._entries.keys().isdisjoint(saved_as):
                 continue
-            slices, parts, _ = slicer.slice(target, name=name)
+            slices, parts = slicer.slice(target, name=name)
             if _covers_exactly(self._by_name.get(name, ()), slices.rectangles):
                 continue
             if self._is_one(saved_as, target):
@@ -251,7 +249,7 @@ class _PlanReader:
     def _announce_needs(self) -> None:
         """Tell the archives of all reads before the first one: other files may have to be opened for them."""
         for file, wanted in self._wanted.values():
-            file.need((read.number, _box(read)) for read in wanted)
+            file.need((read.number, read.box) for read in wanted)
 
     def _want(self, name: str, target: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         value, file = self._entries[name].value, self._entries[name].file
@@ -272,7 +270,7 @@ class _PlanReader:
         entry = self._entries[name]
         wanted, make = value_of(name, entry, trust=self._trust)
         self._wanted.setdefault(id(entry.file), (entry.file, []))[1].extend(wanted)
-        return lambda: bytes(make()) if name in self._blobs else torch_saved(make())
+        return lambda: bytes(make()) if name in self._blobs else pickled(make())
 
 
 def _renamed(plan: LoadPlan) -> dict[str, set[str]]:
@@ -281,11 +279,6 @@ def _renamed(plan: LoadPlan) -> dict[str, set[str]]:
     for item in plan.items:
         names.setdefault(item.dest_index.fqn, set()).add(item.storage_index.fqn)
     return {name: saved_as for name, saved_as in names.items() if saved_as != {name}}
-
-
-def _box(wanted: Wanted) -> Box:
-    shape = tuple(wanted.into.shape)
-    return Box(wanted.offsets or (0,) * len(shape), shape)
 
 
 def _copy_with_cast(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -309,7 +302,7 @@ def _matches_torch(target: Any, rectangles: Sequence[Rectangle]) -> bool:
     described: list[Any] = getattr(target, "__create_chunk_list__", list)()
     chunks = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described]
     return [chunk for chunk in chunks if chunk.num_elements] == [
-        Box(held.global_offsets, held.sizes) for held in rectangles if held.num_elements
+        Box.of(held) for held in rectangles if held.num_elements
     ]
 
 
@@ -319,7 +312,7 @@ def _is_at(box: Box, at: tuple[int, ...], rectangle: Rectangle, num_rectangles: 
     Plans count these from the rectangle, or from all that this rank holds; the two differ if it holds several
     rectangles.
     """
-    if Box(rectangle.global_offsets, rectangle.sizes).common(box) != box:
+    if Box.of(rectangle).common(box) != box:
         return False
     inner = tuple(a - b for a, b in zip(box.offsets, rectangle.global_offsets, strict=True))
     return inner == at or (

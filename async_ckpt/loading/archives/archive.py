@@ -226,8 +226,7 @@ class OpenArchive(Contents):
                 return CorruptCheckpointError(f"{self.path}: not an async_ckpt archive: this is {kind}", path=self.path)
         if header[257:262] == b"ustar" and not header.startswith(b"index.json"):
             return CorruptCheckpointError(
-                f"{self.path}: not an async_ckpt archive, but another tar; use unpack() or extract()",
-                path=self.path,
+                f"{self.path}: not an async_ckpt archive, but another tar; use unpack() or extract()", path=self.path
             )
         kind = "not an async_ckpt archive" if header else "the file is empty"
         return CorruptCheckpointError(f"{self.path}: {kind}, or its first bytes are damaged", path=self.path)

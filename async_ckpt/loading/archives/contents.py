@@ -156,6 +156,10 @@ class Contents:
             )
         return sources
 
+    def writers(self, number: int) -> Collection[int]:  # noqa: ARG002
+        """The ranks that wrote parts of a tensor, ascending; none if this is not the file of a rank."""
+        return () if self.index.ranks is None else (self.index.ranks.rank,)
+
     def content(self, number: int) -> bytes:
         """The bytes of a small tensor, compared with their digests if its files are verified."""
         tensor = self.index.tensors[number]
@@ -244,14 +248,11 @@ class Contents:
             # Tied tensors share their memory. Raw bytes are copied for each leaf: a small file could demand any amount.
             if leaf.kind != "tensor" and num_users[self.primary(leaf.number)] > 1:
                 raise ValueError(f"{tensor.dotted!r:.200} is several things at once")
-            if (leaf.kind == "bytes" or leaf.descr is not None) and (tensor.dtype, len(tensor.shape)) != (
-                "uint8",
-                1,
-            ):
+            if (leaf.kind == "bytes" or leaf.descr is not None) and (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
                 raise ValueError(f"{tensor.dotted!r:.200} is a tensor, not the bytes of something else")
 
     def primary(self, number: int) -> int:
-        """The number of the tensor that stores the bytes: this one, or the one that it is tied to."""
+        """The number of the tensor that stores the bytes: the same, or that of the tensor to which this one is tied."""
         alias = self.index.tensors[number].alias_of
         return number if alias is None else alias
 
@@ -310,13 +311,13 @@ class Part(NamedTuple):
 
     archive: Contents
     groups: Groups = None
-    made: Manifest | None = None
+    manifest: Manifest | None = None
     """The manifest that names it, if one does."""
 
     @property
     def keeps_empty(self) -> bool:
         """False if it was saved through torch.distributed.checkpoint, which leaves out dicts without entries."""
-        return self.archive.keeps_empty and (self.made is None or DCP_RECORD not in self.made.record)
+        return self.archive.keeps_empty and (self.manifest is None or DCP_RECORD not in self.manifest.record)
 
 
 def _ask_for_huge_pages(tensor: torch.Tensor) -> None:

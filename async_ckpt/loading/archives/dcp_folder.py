@@ -72,7 +72,6 @@ class OpenDcp(Contents):
             raise self.corrupt(f"its {dcp_metadata.NAME} cannot be trusted: {error}") from error
         self._tensors: Sequence[StoredTensor] = list(metadata.tensors.values())
         self._blobs: Sequence[tuple[str, Blob]] = list(metadata.blobs.items())
-        self._trusts = False
         tensors = tuple(
             IndexedTensor(
                 paths[name],
@@ -88,10 +87,6 @@ class OpenDcp(Contents):
         self._files: dict[str, _TensorFile] = {}
         # The place of each blob's bytes, written once by the thread that has looked it up.
         self._locations: dict[Blob, tuple[_TensorFile, Extent]] = {}
-
-    @property
-    def files(self) -> Sequence[Contents]:
-        return (self,)
 
     def tree(
         self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
@@ -192,10 +187,7 @@ class OpenDcp(Contents):
             self._locations[blob] = file, Extent(location.begin, location.num_bytes)
         else:
             ordered = _dense_bytes(location, read(location.begin, location.num_bytes))
-            self._locations[blob] = (
-                _TensorFile(JoinedFile((ordered,)), path=file.path),
-                Extent(0, len(ordered)),
-            )
+            self._locations[blob] = (_TensorFile(JoinedFile((ordered,)), path=file.path), Extent(0, len(ordered)))
 
     def _open_file(self, blob: Blob) -> _TensorFile:
         """The file of a blob, which `stack` closes. Raises CorruptCheckpointError if it is missing or truncated."""
@@ -205,8 +197,7 @@ class OpenDcp(Contents):
                 reader = self._stack.enter_context(self._storage.open(blob.file))
             except (FileNotFoundError, IsADirectoryError, ValueError) as error:
                 raise CorruptCheckpointError(
-                    f"{shown_as}: it is missing, though {dcp_metadata.NAME} names it; fetch it again",
-                    path=shown_as,
+                    f"{shown_as}: it is missing, though {dcp_metadata.NAME} names it; fetch it again", path=shown_as
                 ) from error
             self._files[blob.file] = _TensorFile(reader, path=shown_as)
         file = self._files[blob.file]

@@ -166,9 +166,7 @@ def committed_step(run: Anywhere, step: int | None) -> CommittedStep:
         if step is not None and step != own:
             path = storage.locate("")
             raise NotCommittedError(
-                f"{path} is the folder of step {own}, not of {step}; give the root of the run",
-                path=path,
-                step=step,
+                f"{path} is the folder of step {own}, not of {step}; give the root of the run", path=path, step=step
             )
         return own_step
     folders = dict(committed_folders(storage))
@@ -272,7 +270,7 @@ def from_committed(
         try:
             with contextlib.ExitStack() as stack:
                 archives = [StepArchives(sources, readers, stack, verify=verify) for sources in step.archives(manifest)]
-                parts = [source.part()._replace(made=manifest) for source in archives]
+                parts = [source.part()._replace(manifest=manifest) for source in archives]
                 _check_names(parts, readers)
                 return use(parts)
         except (CorruptCheckpointError, StorageUnavailableError) as error:

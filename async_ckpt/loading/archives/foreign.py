@@ -125,11 +125,7 @@ def _open_extracted(storage: Storage, verify: bool, stack: contextlib.ExitStack)
     missing_members = {}
     for member, file in zip((*contents.members, contents.digests), files, strict=True):
         header_at, num_bytes = member.data.offset - tar.BLOCK, member.data.length
-        pieces += [
-            bytes(header_at - end),
-            tar.header(member.name, num_bytes, mtime=0),
-            file or Zeros(num_bytes),
-        ]
+        pieces += [bytes(header_at - end), tar.header(member.name, num_bytes, mtime=0), file or Zeros(num_bytes)]
         inexact_blocks.add(header_at // BLOCK_BYTES)
         if file is None:
             missing_members[member.name] = _missing(storage, member.name, index.MEMBER)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 from ...errors import CorruptCheckpointError
 from ...format import digests
@@ -30,19 +30,25 @@ _MANY: Final = 8  # names in a message
 _MAX_SEARCHED: Final = 1 << 16  # slices among which the owners of a missing one are searched
 
 
-class Opener(Protocol):
-    """An object that opens the archives of a step as they are needed, on the thread that reads."""
+class Opener:
+    """The archives of a step, opened as they are needed, on the thread that reads. Here all are open already."""
+
+    def __init__(self, opened: Sequence[Contents] = ()) -> None:
+        self._all = opened
 
     @property
-    def opened(self) -> Sequence[Contents]: ...
+    def opened(self) -> Sequence[Contents]:
+        return self._all
 
     @property
     def is_whole(self) -> bool:
         """True if the archives that are not open cannot add anything."""
+        return True
 
     @property
     def has_all_names(self) -> bool:
         """True if the open archives together know all names of the state."""
+        return True
 
     def open_names(self) -> None:
         """Open archives until all names are known."""
@@ -55,22 +61,9 @@ class Opener(Protocol):
 
     def open_all(self) -> None: ...
 
-
-class _OpenArchives(NamedTuple):
-    """Archives that are all open: an `Opener` that has nothing to open."""
-
-    opened: Sequence[Contents]
-    is_whole: bool = True
-    has_all_names: bool = True
-
-    def open_names(self) -> None:
-        """Do nothing."""
-
-    def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
-        """Do nothing."""
-
-    def open_all(self) -> None:
-        """Do nothing."""
+    def writers(self, name: str) -> Collection[int] | None:  # noqa: ARG002
+        """The ranks that wrote parts of a tensor, by its name in structures; None if the open archives tell."""
+        return None
 
 
 class MergedArchives(Contents):
@@ -104,7 +97,7 @@ class MergedArchives(Contents):
         groups: Groups = None,
     ) -> None:
         super().__init__(Zeros(0), path=path)
-        self._opener = _OpenArchives(archives) if isinstance(archives, Sequence) else archives
+        self._opener = Opener(archives) if isinstance(archives, Sequence) else archives
         self._per_rank, self._groups = frozenset(per_rank), groups
         self._is_for_any_rank = ranks is None
         self._archives = self._by_rank(self._opener.opened)
@@ -130,9 +123,7 @@ class MergedArchives(Contents):
         """Add the slices that newly opened archives have of the same tensors. Numbers stay valid."""
         self._archives = self._by_rank(self._opener.opened)
         grown = self._merge().tensors
-        merged_numbers = {
-            (rank, own_number): n for n, numbers in enumerate(grown) for rank, own_number in numbers.items()
-        }
+        merged_numbers = _by_own_number(grown)
         self._merged = self._merged._replace(
             tensors=[
                 numbers if (n := merged_numbers.get(next(iter(numbers.items())))) is None else grown[n]
@@ -174,11 +165,7 @@ class MergedArchives(Contents):
 
     def _index(self) -> Index:
         """The merged index of all archives."""
-        numbers = {
-            (rank, own_number): n
-            for n, rank_numbers in enumerate(self._merged.tensors)
-            for rank, own_number in rank_numbers.items()
-        }
+        numbers = _by_own_number(self._merged.tensors)
         apart: dict[frozenset[tuple[int, int]], int] = {}
         tensors: list[IndexedTensor] = []
         while len(tensors) < len(self._merged.tensors):  # which grows by tensors that others are tied to
@@ -272,6 +259,14 @@ class MergedArchives(Contents):
         if missing and self._opener.is_whole and number not in self._parts:
             raise self._missing_error(number, missing)
         return self._sources[number][0]
+
+    def writers(self, number: int) -> Collection[int]:
+        if self.is_of_each(number):
+            return sorted(self._merged.tensors[number])
+        writers = self._opener.writers(name_of(self.index.tensors[number].path))
+        if writers is not None:
+            return sorted(writers)
+        return sorted({rank for source in self.sources(number) for rank in source.file.writers(number)})
 
     def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
         wanted = list(wanted)
@@ -380,11 +375,16 @@ class MergedArchives(Contents):
                 continue
             for coordinate in itertools.product(*map(range, mesh.shape)):
                 slices = Slices.at(coordinate, global_shape=tensor.shape, cuts=cuts, mesh=mesh).rectangles
-                boxes = [Box(rectangle.global_offsets, rectangle.sizes) for rectangle in slices]
+                boxes = list(map(Box.of, slices))
                 if any(held.common(box) for held in boxes for box in missing):
                     owners.add(mesh.rank_at(coordinate))
             break  # the archives of one step agree on the mesh
         return owners
+
+
+def _by_own_number(tensors: Sequence[Mapping[int, int]]) -> dict[tuple[int, int], int]:
+    """The number of each merged tensor, by a rank and the tensor's number there."""
+    return {(rank, own_number): n for n, numbers in enumerate(tensors) for rank, own_number in numbers.items()}
 
 
 def _gaps(missing: Iterable[Box], within: Box | None) -> list[Box]:

@@ -27,7 +27,7 @@ from ...state.skeletons import UnknownChoiceError
 from ...storage.interface import Storage
 from .archive import OpenArchive
 from .contents import Groups, Part
-from .merged_archives import MergedArchives
+from .merged_archives import MergedArchives, Opener
 
 # Archives of one step that are opened at once. The first blocks of so many are kept in memory.
 _MAX_OPENERS: Final = 16
@@ -82,7 +82,7 @@ class NamedArchives(NamedTuple):
     """True if a planner gave each rank a part to write: then no archive has all names of its rank."""
 
 
-class StepArchives:
+class StepArchives(Opener):
     """Opens the archives of one step for one reader, on the thread that reads. `stack` closes them."""
 
     def __init__(self, named: NamedArchives, readers: Readers, stack: contextlib.ExitStack, *, verify: bool) -> None:
@@ -90,6 +90,7 @@ class StepArchives:
         self._opened: dict[int, OpenArchive] = {}
         self._has_all_names = False
         self._layout: StepLayout | None = None
+        self._located: tuple[int, int, ShardLocator] | None = None  # by the layout and the number of open archives
         self._has_looked, self._is_rebuilt = False, False
         self._is_complete = False  # no other archive has anything that is wanted
 
@@ -129,9 +130,9 @@ class StepArchives:
 
     def open_names(self) -> None:
         """Open one archive of each class. Raises CheckpointError if no layout says which those are."""
-        layout = self._find_layout()
-        if layout is not None:
-            self._open(ShardLocator(layout, self._aliases()).representatives(self._preferred))
+        locator = self._locator()
+        if locator is not None:
+            self._open(locator.representatives(self._preferred))
             self._has_all_names = True
         elif self._num_unopened <= MAX_UNEXPLAINED:
             self.open_all()
@@ -140,9 +141,9 @@ class StepArchives:
 
     def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
         """Open the archives that have these boxes. Raises CheckpointError if no layout says which those are."""
-        layout = self._find_layout()
-        if layout is not None:
-            writers, _ = ShardLocator(layout, self._aliases()).having(boxes, self._opened)
+        locator = self._locator()
+        if locator is not None:
+            writers = locator.having(boxes, self._opened)
             if writers - self._opened.keys():
                 self._open(writers)
                 return
@@ -155,6 +156,10 @@ class StepArchives:
             self.open_boxes(boxes)
         else:
             raise self._unknown_error(shown(tuple(next(iter(boxes)).split("\x1f"))))
+
+    def writers(self, name: str) -> Collection[int] | None:
+        locator = None if self.is_whole else self._locator()
+        return None if locator is None else locator.writers(name)
 
     # --- choosing ---------------------------------------------------------------------------------------------
 
@@ -177,11 +182,20 @@ class StepArchives:
             return everybody
         if num_readers == size and not chosen:
             return {rank}
-        layout = self._find_layout()
-        if layout is None:
+        locator = self._locator()
+        if locator is None:
             return everybody if size <= MAX_UNEXPLAINED else {0, *chosen}
         self._has_all_names = True
-        return {*ShardLocator(layout).representatives(self._preferred), *chosen}
+        return {*locator.representatives(self._preferred), *chosen}
+
+    def _locator(self) -> ShardLocator | None:
+        """The locator for the layout and the archives that are open now; None without a layout."""
+        layout = self._find_layout()
+        if layout is None:
+            return None
+        if self._located is None or self._located[:2] != (id(layout), len(self._opened)):
+            self._located = id(layout), len(self._opened), ShardLocator(layout, self._aliases())
+        return self._located[2]
 
     def _find_layout(self) -> StepLayout | None:
         if not self._has_looked:
@@ -251,10 +265,10 @@ class StepArchives:
 
     def _written_by(self, rank: int) -> tuple[str, ...]:
         """The tensors in a rank's archive, according to the layout; none without a layout."""
-        layout = self._find_layout()
-        if layout is None or len(self.named.archives) == 1:
+        locator = self._locator()
+        if locator is None or len(self.named.archives) == 1:
             return ()
-        written = ShardLocator(layout, self._aliases()).boxes_of(rank)
+        written = locator.boxes_of(rank)
         return tuple(sorted(shown(tuple(name.split("\x1f"))) for name, boxes in written.items() if boxes))
 
     def _merge(self) -> MergedArchives:

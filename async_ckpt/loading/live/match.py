@@ -82,9 +82,6 @@ class Match:
         """True if anything saved has a place in the live state."""
         return bool(self._has_tensors or self.wanted or self.actions)
 
-    def raise_problems(self, strict: bool) -> None:
-        self.differences.raise_any(self.archive.path, self.archive.names(), strict=strict)
-
     def visit(self, live: Any, saved: Any, path: Path) -> Any:
         """Match one pair. Returns the value that the place should have afterwards: the live object, or a new one."""
         if isinstance(live, SnapshotView):
@@ -196,8 +193,7 @@ class Match:
             self.differences.add(path, f"cannot be filled: {why}")
         elif (shape, dtype) != (indexed.shape, indexed.dtype):
             self.differences.add(
-                path,
-                f"is {dtype}{list(shape)} here and {indexed.dtype}{list(indexed.shape)} in the checkpoint",
+                path, f"is {dtype}{list(shape)} here and {indexed.dtype}{list(indexed.shape)} in the checkpoint"
             )
         elif any(_is_expanded(part) for _, part in parts):
             self.differences.add(path, "cannot be filled: it is expanded, several items share one place")
@@ -211,7 +207,7 @@ class Match:
         """The parts of a tensor that this rank holds, and their offsets in it; None for the whole tensor."""
         if not is_sharded(live):
             return [(None, live)]
-        slices, parts, _ = self._slicer.slice(live, name=shown(path))
+        slices, parts = self._slicer.slice(live, name=shown(path))
         return [(rectangle.global_offsets, part) for rectangle, part in zip(slices.rectangles, parts, strict=True)]
 
     def _module(self, module: torch.nn.Module, saved: Any, path: Path) -> Any:

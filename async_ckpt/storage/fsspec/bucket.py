@@ -9,7 +9,7 @@ import errno
 import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, Final
@@ -98,9 +98,7 @@ class Bucket:
         return name
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
-        num_segments = -(-num_bytes // segment_bytes)
-        needed = max(-(-stores.MIN_PART_BYTES // segment_bytes), -(-num_segments // stores.MAX_PARTS))
-        return min(needed, num_segments)
+        return stores.part_segments(num_bytes, segment_bytes)
 
     def split(self, name: str) -> tuple[str, str]:
         bucket, key, _ = self._filesystem().split_path(name)
@@ -202,16 +200,21 @@ class Bucket:
     def creates_exclusively(self) -> bool:
         """Whether the store obeys the conditions of a put: some accept and ignore them. Tested at the first call."""
         if self._obeys_conditions is None:
-            probe = self.name(probe_name())
-            self.put(probe, b"")
-            try:
-                self._obeys_conditions = self._refuses(probe, create=True) and self._refuses(
-                    probe, version=f'"{"0" * 32}"'
-                )
-            finally:
-                with suppress(OSError):
-                    self.delete(probe)
+            with self._probe() as probe:
+                refuses = partial(self._refuses, probe)
+                self._obeys_conditions = refuses(create=True) and refuses(version=f'"{"0" * 32}"')
         return self._obeys_conditions
+
+    @contextmanager
+    def _probe(self) -> Iterator[str]:
+        """A small object that exists within the block."""
+        probe = self.name(probe_name())
+        self.put(probe, b"")
+        try:
+            yield probe
+        finally:
+            with suppress(OSError):
+                self.delete(probe)
 
     def replace(self, name: str, data: bytes, version: str) -> bool:
         """Replace this version only. False if the store does not obey that condition."""
@@ -232,17 +235,12 @@ class Bucket:
 
     def _accepts(self, form: Form) -> bool:
         """Whether the store accepts a conditional put with this form of e-tag, tested on a probe."""
-        probe = self.name(probe_name())
-        self.put(probe, b"")
-        try:
-            self.put(probe, b"", version=form(self.info(probe).version))
-        except FileExistsError:
-            return False
-        else:
-            return True
-        finally:
-            with suppress(OSError):
-                self.delete(probe)
+        with self._probe() as probe:
+            try:
+                self.put(probe, b"", version=form(self.info(probe).version))
+            except FileExistsError:
+                return False
+        return True
 
     def _refuses(self, probe: str, **condition: Any) -> bool:
         try:

@@ -160,10 +160,7 @@ def _for_s3fs(options: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
         if name == "region":
             name, value = "client_kwargs", {"region_name": value}
         elif name == "virtual_hosted_style_request":
-            name, value = (
-                "config_kwargs",
-                {"s3": {"addressing_style": "virtual" if _is_true(value) else "path"}},
-            )
+            name, value = "config_kwargs", {"s3": {"addressing_style": "virtual" if _is_true(value) else "path"}}
         if name in ("client_kwargs", "config_kwargs"):
             kwargs[name] = {**kwargs.get(name, {}), **value}
         elif name == "anon":

@@ -8,8 +8,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from ...errors import CheckpointError, StorageUnavailableError
@@ -126,8 +126,7 @@ class MultipartSink(_HoldingSink):
             return [self._held.pop(offset) for offset in offsets]
 
     def _send(self, number: int, segments: list[tuple[memoryview, MemoryLoan]]) -> None:
-        body = Body([view for view, _ in segments])
-        try:
+        with self._body_of(segments) as body:
             with self._translate():
                 response = self._bucket.call(
                     "upload_part", self._name, UploadId=self._begin_upload(), PartNumber=number + 1, Body=body
@@ -136,6 +135,13 @@ class MultipartSink(_HoldingSink):
             with self._lock:
                 self._parts[number] = {"PartNumber": number + 1, **part}
                 self.num_retries += response["ResponseMetadata"].get("RetryAttempts", 0)
+
+    @contextmanager
+    def _body_of(self, segments: list[tuple[memoryview, MemoryLoan]]) -> Iterator[Body]:
+        """The body of a request within the block, whose end releases the segments. An error ends the sink."""
+        body = Body([view for view, _ in segments])
+        try:
+            yield body
         except BaseException as error:
             self._give_up(error)
             raise
@@ -181,18 +187,10 @@ class MultipartSink(_HoldingSink):
 
     def _put_whole(self) -> None:
         segments = self._take(0)
-        body = Body([view for view, _ in segments])
-        try:
+        with self._body_of(segments) as body:
             if not segments:
                 raise OSError(errno.EIO, f"not all of {self.num_bytes} bytes arrived")
             self._bucket.call("put_object", self._name, Body=body)
-        except BaseException as error:
-            self._give_up(error)
-            raise
-        finally:
-            body.close()
-            for _, lease in segments:
-                lease.release()
 
     def _complete(self) -> None:
         parts = [self._parts[number] for number in sorted(self._parts)]
@@ -200,10 +198,7 @@ class MultipartSink(_HoldingSink):
             raise OSError(errno.EIO, f"{len(parts)} parts arrived of {self._num_parts}")
         try:
             self._bucket.call(
-                "complete_multipart_upload",
-                self._name,
-                UploadId=self._upload_id,
-                MultipartUpload={"Parts": parts},
+                "complete_multipart_upload", self._name, UploadId=self._upload_id, MultipartUpload={"Parts": parts}
             )
         except FileNotFoundError as error:
             # The response to a first try may have been lost: then the e-tag is that of these parts.
@@ -233,7 +228,7 @@ def _etag_of(parts: list[dict[str, Any]]) -> str:
 class AppendingSink(_HoldingSink):
     """One file, written from front to back by one thread at a time. Segments that come early are held.
 
-    A thread that brings a segment while another one is writing leaves it to that thread, so none waits.
+    If another thread is writing, a thread leaves its segment to that one, so no thread waits.
     """
 
     def __init__(self, files: FileTree, name: str, num_bytes: int, shown_as: str, translate: Translate) -> None:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
 from ...host.deadlines import OBJECT_SECONDS
-from ...host.threads import run_together
 from .. import stores
-from ..bulk import delete
-from ..interface import Reader
+from ..bulk import delete, existing
+from ..interface import Reader, Storage
 from ..url import scheme_of, shown, split_bucket, unusable_name, without_secrets
 from .bucket import Bucket
 from .file_tree import FileTree
@@ -27,11 +26,10 @@ from .refusals import advice_on, chain, secrets_in
 from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, maker_of, protocol_of, turn
 from .sinks import AppendingSink, MultipartSink, Translate
 
-_NUM_LOOKERS: Final = 16
 _log = logging.getLogger("async_ckpt")
 
 
-class FsspecStorage:
+class FsspecStorage(Storage):
     """A folder or bucket prefix of a filesystem of fsspec, which is made at its first use. From any thread.
 
     With `fs`, that filesystem is used as it is set up: `url` is a path on it, and only the deadline of `options`
@@ -200,14 +198,7 @@ class FsspecStorage:
             return True
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        present: set[str] = set()
-
-        def look(path: str) -> None:
-            if self.exists(path):
-                present.add(path)
-
-        run_together("look", [partial(look, path) for path in paths], max_threads=_NUM_LOOKERS)
-        return [path for path in paths if path in present]
+        return existing(self, paths)
 
     def sweep(
         self,
@@ -240,12 +231,6 @@ class FsspecStorage:
             return self._place.modified(self._place.name(path)).timestamp()
         except FileNotFoundError:  # another process has swept it
             return otherwise
-
-    def hold(self, path: str) -> Callable[[], None]:  # noqa: ARG002
-        return lambda: None
-
-    def is_held(self, path: str) -> bool:  # noqa: ARG002
-        return False
 
     def sweep_uploads(self) -> list[str]:
         if not isinstance(self._place, Bucket):
@@ -339,8 +324,7 @@ class FsspecReader(Reader):
                     self._place.fetch(self._name, offset, available, self._info.version)
         except (ReplacedError, FileNotFoundError) as error:
             raise StorageUnavailableError(
-                f"{self._shown_as} was replaced or deleted while it was being read; load it again",
-                path=self._shown_as,
+                f"{self._shown_as} was replaced or deleted while it was being read; load it again", path=self._shown_as
             ) from error
         if len(available) < len(target):
             raise EOFError(f"{self._shown_as} ends at byte {self.num_bytes}")

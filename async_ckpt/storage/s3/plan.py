@@ -34,14 +34,8 @@ class UploadPlan:
 
 def plan_upload(num_bytes: int, segment_bytes: int, *, max_segments: int | None) -> UploadPlan:
     """The plan for an object of at most `num_bytes`, whose segments come out of `max_segments` at most."""
-    part_segments = part_segments_of(num_bytes, segment_bytes)
+    part_segments = stores.part_segments(num_bytes, segment_bytes)
     num_parts = _MAX_PARTS_IN_FLIGHT
     if max_segments is not None:
         num_parts = max(1, min(num_parts, max_segments // part_segments - 1))
     return UploadPlan(num_bytes > segment_bytes, segment_bytes, part_segments, num_parts)
-
-
-def part_segments_of(num_bytes: int, segment_bytes: int) -> int:
-    """The number of segments in a part: the smallest that obeys the stores' limits on size and number of parts."""
-    smallest = max(stores.MIN_PART_BYTES, -(-num_bytes // stores.MAX_PARTS))
-    return min(-(-smallest // segment_bytes), max(1, -(-num_bytes // segment_bytes)))

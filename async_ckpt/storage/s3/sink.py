@@ -76,8 +76,7 @@ class ObjectSink:
         if not segments.complete(num_bytes):
             self.abort()
             raise StorageUnavailableError(
-                f"{self._shown}: {segments.num_arrived} segments arrived of {segments.num_segments}",
-                path=self._shown,
+                f"{self._shown}: {segments.num_arrived} segments arrived of {segments.num_segments}", path=self._shown
             )
         if self._thread is not None:
             self._thread.join()
@@ -160,8 +159,7 @@ class ObjectSink:
             retryable = self._segments.restart()
             if retry.is_transient(error) and not retryable:
                 raise StorageUnavailableError(
-                    f"{error}; it cannot be sent again as a whole: memory was needed elsewhere",
-                    path=self._shown,
+                    f"{error}; it cannot be sent again as a whole: memory was needed elsewhere", path=self._shown
                 ) from error
             raise
 

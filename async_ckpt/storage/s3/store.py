@@ -8,33 +8,32 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from ... import spans
 from ...errors import StorageUnavailableError
-from ...host.threads import run_together
 from ...host.watched_calls import WatchedCall
 from ...spans import TIMEKEEPER, Timekeeper
 from .. import stores
-from ..bulk import delete
+from ..bulk import delete, existing
 from ..conditions import Conditions, Form
+from ..interface import Storage
 from ..url import unusable_name
 from . import refusals
 from .client import Client, version_of
-from .plan import part_segments_of, plan_upload
+from .plan import plan_upload
 from .sink import ObjectReader, ObjectSink
 
-_HEADS_IN_FLIGHT: Final = 16
 # Fewer objects are deleted one by one, which all servers support.
 _LEAST_MANY: Final = 8
 
 _log = logging.getLogger("async_ckpt")
 
 
-class ObjectStorage:
+class ObjectStorage(Storage):
     """A bucket, or all below a prefix in it. Making one sends no request. From any thread.
 
     `options` are obstore's, with or without `aws_` before them, or fsspec's; besides `client_options`,
@@ -48,7 +47,7 @@ class ObjectStorage:
         self._client = Client(url, options, timer)
         self.url = self._client.settings.url
         self._lock = threading.Lock()
-        self._has_warned = False  # that the store refuses conditional puts; under _lock
+        self._warnings: set[str] = set()  # given already; under _lock
         # Servers that speak S3, but are not S3 itself, are tested once for whether they obey conditions.
         self._conditional: bool | None = True if self._client.settings.obeys_conditions else None
         self._conditions = Conditions()
@@ -62,7 +61,7 @@ class ObjectStorage:
     # --- archives ---------------------------------------------------------------------------------------------
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
-        return part_segments_of(num_bytes, segment_bytes)
+        return stores.part_segments(num_bytes, segment_bytes)
 
     def create(
         self,
@@ -168,13 +167,7 @@ class ObjectStorage:
         return True
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        is_present: dict[str, bool] = {}
-
-        def look(path: str) -> None:
-            is_present[path] = self.exists(path)
-
-        run_together("head", [partial(look, path) for path in paths], max_threads=_HEADS_IN_FLIGHT)
-        return [path for path in paths if is_present[path]]
+        return existing(self, paths)
 
     # --- leftovers of dead writers ----------------------------------------------------------------------------
 
@@ -197,12 +190,6 @@ class ObjectStorage:
         for name in dead if delete else ():
             self.delete(f"{folder}/{name}" if folder else name)
         return dead
-
-    def hold(self, path: str) -> Callable[[], None]:  # noqa: ARG002
-        return lambda: None
-
-    def is_held(self, path: str) -> bool:  # noqa: ARG002
-        return False
 
     def sweep_uploads(self) -> list[str]:
         """Abort stale uploads through s3fs, since obstore does not list uploads."""
@@ -261,14 +248,10 @@ class ObjectStorage:
             accepts=self._accepts,
         )
         if new_version is None:
-            with self._lock:
-                first, self._has_warned = not self._has_warned, True
-            if first:
-                _log.warning(
-                    "%s: the store refuses every put that is to replace one version only, so two writers could "
-                    "overwrite each other; let only one write",
-                    self.url,
-                )
+            self._warn_once(
+                "the store refuses every put that is to replace one version only, so two writers could overwrite each "
+                "other; let only one write"
+            )
         return new_version
 
     def _is_there(self, path: str, version: str) -> bool:
@@ -289,16 +272,20 @@ class ObjectStorage:
     def _has_conditions(self) -> bool:
         """Whether the store obeys the conditions of a put. Tested at the first call."""
         if self._conditional is None:
-            obeyed = self._try_conditions()
-            with self._lock:
-                first, self._conditional = self._conditional is None, obeyed
-            if first and not obeyed:
-                _log.warning(
-                    "%s: the store has no conditional puts, so two writers that commit one step in the same moment "
-                    "are not told apart; let only one write",
-                    self.url,
+            self._conditional = self._try_conditions()
+            if not self._conditional:
+                self._warn_once(
+                    "the store has no conditional puts, so two writers that commit one step in the same moment are not "
+                    "told apart; let only one write"
                 )
-        return bool(self._conditional)
+        return self._conditional
+
+    def _warn_once(self, warning: str) -> None:
+        with self._lock:
+            is_new = warning not in self._warnings
+            self._warnings.add(warning)
+        if is_new:
+            _log.warning("%s: %s", self.url, warning)
 
     def _try_conditions(self) -> bool:
         """Make two puts on a probe that must be refused. Returns whether both are."""

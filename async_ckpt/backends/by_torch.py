@@ -1,0 +1,89 @@
+"""Accelerators by the classes that torch has for any of them, for one whose own module lacks what a backend needs.
+
+In: the kind of the process's accelerator. Out: its backend, if it has streams of its own.
+Knows nothing of: saves, loads.
+
+Streams are entered by `torch.accelerator.set_stream`: they are contexts only from torch 2.7 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .backend import AllocatedBackend
+
+
+class _ModuleByTorch:
+    """The names that a backend needs, by torch's own; all other names are those of the device's module, if any."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def Stream(self, device: torch.device) -> torch.Stream:  # noqa: N802
+        return torch.Stream(device)
+
+    def Event(self, *, enable_timing: bool = False) -> torch.Event:  # noqa: N802
+        return torch.Event(enable_timing=enable_timing)
+
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        return torch.accelerator.current_stream(device)
+
+    def current_device(self) -> int:
+        return torch.accelerator.current_device_index()
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before = torch.accelerator.current_device_index()
+        torch.accelerator.set_device_index(device.index)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_device_index(before)
+
+    @contextmanager
+    def stream(self, stream: torch.Stream) -> Iterator[None]:
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class ByTorch(AllocatedBackend):
+    """An accelerator that is known by torch's own classes alone."""
+
+    def __init__(self, kind: str, module: Any) -> None:
+        super().__init__(kind, _ModuleByTorch(module))
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor | None:
+        """As for others that cannot lock memory, unless this one can."""
+        return super().host_memory(num_bytes) if self._of_runtime("HostRegister") is None else None
+
+    def taken_bytes(self, num_bytes: int) -> int:
+        return super().taken_bytes(num_bytes) if self._of_runtime("HostRegister") is None else num_bytes
+
+
+def backend_by_torch(kind: str, module: Any) -> ByTorch | None:
+    """The backend of the process's accelerator; None if it is of another kind, or has no stream beside the current one.
+
+    Torch makes a stream of any device, but for some devices each is the only one that there is.
+    """
+    if (device := torch.accelerator.current_accelerator()) is None or device.type != kind:
+        return None
+    backend = ByTorch(kind, module)
+    here = torch.device(kind, 0)
+    try:
+        stream = backend.new_stream(here)
+        backend.timing_event().record(stream)
+        has_streams = stream != backend.current_stream(here)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return backend if has_streams else None

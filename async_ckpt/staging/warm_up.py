@@ -1,0 +1,98 @@
+"""Warm-up: what the first save on a device would otherwise allocate, page-lock or load while training waits.
+
+In: the tensors of a state. Out: buffers, and a small copy of each kind that a save of them makes.
+Knows nothing of: saves, the host memory of segments.
+
+A driver may load a kernel when it is first launched, and for that wait until the device is idle. So the small copies
+launch what a save launches, by the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ..backends import device_of, is_dense
+from ..format.layout import Piece
+from .device import PACK_BELOW, Device
+from .guard import is_large
+from .tripwires import SAMPLE_BYTES
+
+# Some kernels differ for memory that is not aligned to this.
+_ALIGNMENT = 16
+
+
+class _DeviceNeeds:
+    """The demands of the tensors on one device."""
+
+    def __init__(self) -> None:
+        self.scratch_bytes = 0
+        self.num_sampled = 0
+        self.views: dict[tuple[torch.dtype, bool, bool], torch.Tensor] = {}  # a tensor that is not dense of each kind
+
+    def note(self, tensor: torch.Tensor) -> None:
+        if not is_dense(tensor):
+            self.views.setdefault((tensor.dtype, tensor.is_conj(), tensor.is_neg()), tensor)
+            self.scratch_bytes += tensor.nbytes
+        elif tensor.nbytes < PACK_BELOW:
+            self.scratch_bytes += tensor.nbytes
+        self.num_sampled += is_large(tensor)
+
+
+def warm_up(tensors: Iterable[torch.Tensor]) -> None:
+    """Make the streams and buffers for the first save of these tensors, guarded or not, and launch its kernels.
+
+    On a thread of the library: page-locking breaks the capture of a graph unless its thread has opted out. A device
+    that is full is warmed up as far as its memory goes.
+    """
+    needs: dict[torch.device, _DeviceNeeds] = {}
+    for tensor in tensors:
+        if (place := device_of(tensor)) is not None:
+            needs.setdefault(place, _DeviceNeeds()).note(tensor)
+    for place, needed in needs.items():
+        device = Device(place)
+        if needed.scratch_bytes:
+            device.take_scratch(needed.scratch_bytes)
+        try:
+            _copy_samples(device, max(1, needed.num_sampled))
+            _copy_pieces(device, needed.views.values())
+        except torch.OutOfMemoryError:
+            pass
+
+
+def _copy_samples(device: Device, num_sampled: int) -> None:
+    """Copy the samples of tripwires, twice: those taken at `save` are kept until the later ones are there."""
+    with device.on_side():
+        memory = torch.zeros(2 * SAMPLE_BYTES, dtype=torch.uint8, device=device.device)
+    copies = [device.sample([memory[::2]] * num_sampled) for _ in range(2)]
+    for copy in copies:
+        copy.bytes()
+
+
+def _copy_pieces(device: Device, views: Iterable[torch.Tensor]) -> None:
+    """Copy small tensors side by side, aligned and not, and then views like these."""
+    with device.on_side():
+        tensors = [_zeros(device, num_bytes) for num_bytes in (_ALIGNMENT, _ALIGNMENT, 3, 5)]
+        tensors += [_view_like(view, device) for view in views]
+    pieces: list[Piece] = []
+    at = 0
+    for number, tensor in enumerate(tensors):
+        if number not in (1, 3):  # which lie beside the one before
+            at += _ALIGNMENT
+        pieces.append(Piece(at, number, 0, tensor.nbytes))
+        at += tensor.nbytes
+    device.copy_now(at, pieces, tensors, [is_dense(tensor) for tensor in tensors])
+
+
+def _zeros(device: Device, num_bytes: int) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device.device)
+
+
+def _view_like(tensor: torch.Tensor, device: Device) -> torch.Tensor:
+    """A small tensor that is not dense, and conjugated or negated like this one."""
+    memory = _zeros(device, 4 * tensor.element_size())
+    view = memory.view(tensor.dtype)[::2]
+    if tensor.is_conj():
+        view = torch.conj(view)
+    return torch._neg_view(view) if tensor.is_neg() else view

@@ -1,0 +1,246 @@
+"""The figures of the command `async-ckpt`: how long somebody waits at a terminal, how fast it reads and copies, and what memory
+that takes.
+
+In: a setting. Out: figures by name. Knows nothing of: how they are printed.
+
+Seconds are those of a process from its start to its end, with its output piped and its code compiled. Rates are from the call
+of the command on, in a process that has imported what it takes, since to import torch takes as long as to read some GB. The
+bare reader and copier do as much with the same number of threads, past the page cache, and the copy is as durable: it is
+synced, then renamed, then its folder is synced. Memory is that of a process at its peak, beyond what it held when all was
+imported; its reads of mapped files count as memory, too.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+
+from async_ckpt import AsyncCheckpointer
+from async_ckpt.command.main import status_of
+from async_ckpt.runs.manifest import NAME as MANIFEST
+from async_ckpt.runs.manifest import Archive, Manifest, SaveTimes
+from async_ckpt.runs.naming import STEP_FORMAT, TRACKER
+from async_ckpt.storage.s3.store import ObjectStorage
+
+from . import probe
+from .limits import MIB, NUM_READERS, READ_BYTES, WarmMemory, drop_cache, seconds_of
+from .restarts import step_on_disk
+from .setting import Setting, side_by_side
+from .store_server import store_server
+from .table import Figure, Target
+from .workloads import small_tensors, tensors
+
+_MEMORY_MIB: Final = 256
+_LATENCY_SECONDS: Final = 0.01
+_USUAL_STEPS: Final = 50
+_RANK_TENSORS: Final = 1000
+_PUTS_IN_FLIGHT: Final = 32
+
+
+def without_work(setting: Setting) -> dict[str, Figure]:
+    """What every command takes before it does anything."""
+    root = setting.folder / "run"
+    for step in range(1, _USUAL_STEPS + 1):
+        _write(root, _files_of(step))
+    help_ = probe.command(["--help"], setting.few_rounds)
+    ls = probe.command(["ls", str(root)], setting.few_rounds)
+    _require(ls.num_lines == _USUAL_STEPS + 1, "ls shows a row for each step")
+    importing = [name for name, told in (("--help", help_), ("ls", ls)) if told.needs_torch]
+    title = f"ls of a run of {_USUAL_STEPS} steps on the disk"
+    return {
+        "command_help": _seconds("--help", help_.seconds, 0.3),
+        "command_ls": _seconds(title, ls.seconds, 0.5),
+        "command_torch": Figure(
+            "of these two, those that import torch", "", "fixed", Target("≤", 0.0), [(len(importing), 1)], ", ".join(importing)
+        ),
+    }  # fmt: skip
+
+
+def long_runs(setting: Setting) -> dict[str, Figure]:
+    """`ls` of a run with thousands of steps."""
+    count, root = setting.listed_steps, setting.folder / "run"
+    for step in range(1, count + 1):
+        _write(root, _files_of(step))
+    on_disk = probe.command(["ls", str(root)], setting.few_rounds)
+    with store_server(latency=_LATENCY_SECONDS) as endpoint:
+        there = ObjectStorage("s3://bucket/run", {"endpoint": endpoint, "skip_signature": True, "region": "us-east-1"})
+        files = (file for step in range(1, count + 1) for file in _files_of(step))
+        seconds_of((partial(there.replace, *file) for file in files), _PUTS_IN_FLIGHT)
+        store = ["--endpoint", endpoint, "--anonymous", "--region", "us-east-1"]
+        in_store = probe.command(["ls", "s3://bucket/run", *store], setting.few_rounds)
+    for told in (on_disk, in_store):
+        _require(told.num_lines == count + 1, "ls shows a row for each step")
+    title = f"ls of a run of {count:,} steps"
+    far = f"{title} in a bucket that answers after {_LATENCY_SECONDS * 1e3:.0f} ms"
+    return {
+        "command_ls_many": _seconds(f"{title} on the disk", on_disk.seconds, 1.0),
+        "command_ls_store": _seconds(far, in_store.seconds, 3.0),
+    }
+
+
+def many_ranks(setting: Setting) -> dict[str, Figure]:
+    """`inspect` of a step that hundreds of ranks have saved, each a part of every tensor."""
+    count = setting.inspected_ranks
+    step = step_on_disk(setting.folder / "run", count, _RANK_TENSORS)
+    told = probe.command(["inspect", str(step)], setting.few_rounds)
+    _require(told.num_lines == _RANK_TENSORS + 2, "inspect shows a row for each tensor")
+    alone = probe.python("import torch", setting.few_rounds)
+    pairs = list(zip(told.seconds, alone, strict=True))
+    own = [max(0.0, seconds - by_torch) for seconds, by_torch in pairs]
+    title = f"inspect of a step of {count} ranks and {_RANK_TENSORS:,} tensors"
+    return {
+        "command_inspect": _seconds(title, told.seconds, 1.0),
+        "command_inspect_torch": Figure("the same beside Python alone", "s", "import torch", None, pairs),
+        "command_inspect_own": _seconds("the same without the import of torch", own, 1.0),
+    }
+
+
+def reading(setting: Setting) -> dict[str, Figure]:
+    archive = _saved(setting.folder / "run", {"model": tensors(setting.state_bytes)}, num_steps=1)[0]
+    num_bytes = archive.stat().st_size
+    ring = WarmMemory(NUM_READERS * READ_BYTES, READ_BYTES)
+
+    def rate(read: Callable[[], float]) -> float:
+        drop_cache(archive)
+        return num_bytes / read() / 1e9
+
+    pairs = side_by_side(
+        setting.rounds,
+        lambda: rate(lambda: _called("verify", setting.folder / "run")),
+        lambda: rate(lambda: ring.read_seconds(archive)),
+    )
+    title, limit = f"verify of {num_bytes / 1e9:.2g} GB on the disk", "O_DIRECT read, same threads"
+    return {"command_verify": Figure(title, "GB/s", limit, Target("≥", 0.85), pairs)}
+
+
+def copying(setting: Setting) -> dict[str, Figure]:
+    root = setting.folder / "run"
+    archive = _saved(root, {"model": tensors(setting.state_bytes)}, num_steps=1)[0]
+    num_bytes, copies = archive.stat().st_size, map(str, itertools.count())
+    ring = WarmMemory(NUM_READERS * READ_BYTES, READ_BYTES)
+
+    def rate(copy: Callable[[Path], float]) -> float:
+        drop_cache(archive)
+        target = setting.folder / next(copies)
+        try:
+            return num_bytes / copy(target) / 1e9
+        finally:
+            shutil.rmtree(target)
+
+    pairs = side_by_side(
+        setting.rounds,
+        lambda: rate(lambda target: _called("cp", root, target)),
+        lambda: rate(lambda target: ring.transfer_seconds(archive, target / archive.name)),
+    )
+    limit = "O_DIRECT read and write + fsync, same threads"
+    title = f"cp of {num_bytes / 1e9:.2g} GB from the disk to the disk"
+    return {"command_cp": Figure(title, "GB/s", limit, Target("≥", 0.85), pairs)}
+
+
+def memory(setting: Setting) -> dict[str, Figure]:
+    """Of each command that reads whole tensors, for a small checkpoint, a large one, and one of many tensors."""
+    states: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+        f"{num_bytes / 1e9:.2g} GB": partial(tensors, num_bytes) for num_bytes in setting.read_bytes
+    }
+    states[f"{setting.num_small:,} tensors"] = partial(small_tensors, setting.num_small)
+    peaks: dict[str, dict[str, float]] = {}
+    for name, make in states.items():
+        root = setting.folder / "run"
+        first, second = _saved(root, {"model": make()}, {"model": make()}, num_steps=2)
+        for title, module, arguments in _readers(root, first.parent, second.parent, setting.folder):
+            peaks.setdefault(title, {})[name] = probe.command_peak_bytes(module, [*map(str, arguments)]) / MIB
+            shutil.rmtree(setting.folder / "out", ignore_errors=True)
+        shutil.rmtree(root)
+    return {
+        f"command_memory_{number}": Figure(
+            f"memory of {title}, beyond that of the imports",
+            "MiB",
+            "fixed",
+            Target("≤", 1.0),
+            [(max(by_state.values()), _MEMORY_MIB)],
+            ", ".join(f"{peak:.0f} MiB for {state}" for state, peak in by_state.items()),
+        )
+        for number, (title, by_state) in enumerate(peaks.items())
+    }
+
+
+def _readers(root: Path, first: Path, second: Path, folder: Path) -> Iterator[tuple[str, str, list[Any]]]:
+    """The commands, by the modules that do their work."""
+    out = folder / "out"
+    yield "verify", "soundness", ["verify", first]
+    yield "cp", "copying", ["cp", root, out, "--latest"]
+    yield "inspect --stats", "inspection", ["inspect", first, "--stats"]
+    yield "diff of two steps", "diffing", ["diff", first, second]
+    yield "extract to safetensors", "conversion", ["extract", first, "--to", out / "x.safetensors"]
+    yield "convert to an archive", "conversion", ["convert", first, out / "x.tar"]
+    yield "convert to a file of torch.save", "conversion", ["convert", first, out / "x.pt"]
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
+
+
+def _saved(root: Path, *states: Any, num_steps: int) -> list[Path]:
+    """The archives of a new run that has saved these states."""
+    with AsyncCheckpointer(root) as checkpointer:
+        for step, state in zip(range(1, num_steps + 1), states, strict=True):
+            checkpointer.save(state, step).result()
+    return sorted(root.glob("step_*/*.tar"))
+
+
+def _files_of(step: int) -> Iterator[tuple[str, bytes]]:
+    """The files of a committed step whose archive nobody will read; and the tracker, which names the last one."""
+    attempt, folder = f"{step:08x}", STEP_FORMAT.format(step)
+    archive = Archive(f"rank_00000.{attempt}.tar", 5, "0" * 32)
+    record, times = {"loss": 1 / step, "epoch": step // 100}, SaveTimes(1.5, 0.002)
+    made = Manifest(step, attempt, 1, 1e9 + step, (archive,), record=record, times=times)
+    yield f"{folder}/{archive.name}", b"bytes"
+    yield f"{folder}/{MANIFEST}", made.dump()
+    yield TRACKER, folder.encode()
+
+
+def _write(root: Path, files: Iterator[tuple[str, bytes]]) -> None:
+    for name, data in files:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+def _seconds(title: str, samples: Sequence[float], limit_seconds: float) -> Figure:
+    return Figure(title, "s", "fixed", Target("≤", 1.0), [(seconds, limit_seconds) for seconds in samples])
+
+
+def _called(*arguments: Any) -> float:
+    """Seconds that a command takes in this process."""
+    begin = perf_counter()
+    with redirect_stdout(io.StringIO()):
+        status = status_of([*map(str, arguments)])
+    seconds = perf_counter() - begin
+    _require(status == 0, f"{arguments[0]} ends with status 0, not {status}")
+    return seconds
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise AssertionError(f"expected: {what}")
+
+
+MEASURES: Final[dict[str, Callable[[Setting], dict[str, Figure]]]] = {
+    "command_without_work": without_work,
+    "command_long_runs": long_runs,
+    "command_many_ranks": many_ranks,
+    "command_reading": reading,
+    "command_copying": copying,
+    "command_memory": memory,
+}

@@ -1,0 +1,396 @@
+"""Mutants of the device code: each changes one line of it, and the device tests must notice.
+
+`python tests/support/mutants_device.py` runs the tests against every mutant, in a copy of the package, and writes the table of
+CONTRIBUTING.md. It exits with 1 if a mutant survives, or if the text of one is not in the code exactly once. What is known of
+the same code and tests is not run again; `--shard 1/4` runs every fourth one, `--only word` those whose description has the word.
+
+The test that killed a mutant, by the table, is run first; if it passes, all device tests are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE_IN = ROOT / "CONTRIBUTING.md"
+_MARKS = "<!-- mutants -->\n", "<!-- /mutants -->\n"
+# Where mutants are made.
+CODE = ("staging/*.py", "backends/*.py", "host/pool.py")
+# What must notice them, in this order; a file that is named like the mutated one comes first.
+TESTS = (
+    "staging/test_device_order.py", "staging/test_device_faults.py", "staging/test_gpu.py", "staging/test_guard_storage.py",
+    "staging/test_guard.py", "staging/test_snapshot.py", "backends/test_backends.py", "host/test_pool.py",
+    "staging/test_device_operations.py", "staging/test_host_copy.py", "staging/test_guard_containers.py",
+    "staging/test_device_fuzz.py",
+)  # fmt: skip
+_FIRST = {
+    "guard": "staging/test_guard.py", "tripwires": "staging/test_guard_storage.py", "held_snapshot": "staging/test_snapshot.py",
+    "pool": "host/test_pool.py", "backend": "backends/test_backends.py", "cuda": "backends/test_backends.py",
+    "npu_xpu": "backends/test_backends.py", "__init__": "backends/test_backends.py",
+}  # fmt: skip
+LIMIT_SECONDS = 600.0
+SURVIVED = "survived"
+TOO_LONG = "no end in time"
+CRASHED = "the interpreter crashed"
+NO_MUTANT = "no mutant"
+
+
+class Mutant(NamedTuple):
+    """One change: `old` is in the device code exactly once, and becomes `new`."""
+
+    what: str  # is wrong with it; its name in the table
+    old: str
+    new: str
+
+    def place(self) -> Path:
+        """The file that it changes, within the package."""
+        found = [path for path in code() if self.old in path.read_text(encoding="utf-8")]
+        if len(found) != 1 or found[0].read_text(encoding="utf-8").count(self.old) != 1:
+            raise LookupError(f"the text of {self.what!r} is not in the device code exactly once: {self.old!r}")
+        return found[0].relative_to(ROOT)
+
+
+MUTANTS = [
+    # --- the order of copies and training
+    Mutant(
+        "copies do not wait for training", "self.side.wait_stream(self._backend.current_stream(self.device))", "pass"
+    ),
+    Mutant("training does not wait for copies", "stream.wait_stream(self.side)", "pass"),
+    Mutant(
+        "the end of a stall is recorded before the wait",
+        "        stream.wait_stream(self.side)\n        after.record(stream)\n",
+        "        after.record(stream)\n        stream.wait_stream(self.side)\n",
+    ),
+    Mutant("waits that are not over count as stall", "in self._holds if after.query()]", "in self._holds]"),
+    Mutant("the stall of a broken device fails the save", "            return 0.0\n", "            raise\n"),
+    Mutant(
+        "copies follow the training of the first device only",
+        "for device in source.devices.values():\n                device.follow_training()",
+        "for device in list(source.devices.values())[:1]:\n                device.follow_training()",
+    ),
+    Mutant(
+        "training waits for the copies of the first device only",
+        "for device in source.devices.values():\n                device.hold_training()",
+        "for device in list(source.devices.values())[:1]:\n                device.hold_training()",
+    ),
+    Mutant(
+        "a guarded step waits on the first device only",
+        "for device in devices.values():\n                    device.hold_training()",
+        "for device in list(devices.values())[:1]:\n                    device.hold_training()",
+    ),
+    Mutant(
+        "a captured step takes an event into its graph", "            if is_capturing():\n", "            if False:\n"
+    ),
+    Mutant("nobody waits for the event of a copy", "            event.synchronize()\n", "            pass\n"),
+    Mutant("a save during a capture is not refused", "if device is not None and is_capturing():", "if False:"),
+    # --- memory of devices
+    Mutant(
+        "the allocator is told of the training's stream",
+        "tensor.record_stream(self.side)",
+        "tensor.record_stream(self._backend.current_stream(self.device))",
+    ),
+    Mutant(
+        "the allocator is not told of deferred tensors",
+        "self.devices[place].keep(tensor)",
+        "i in self.deferred or self.devices[place].keep(tensor)",
+    ),
+    Mutant("two threads enqueue at once", "self.lock = threading.Lock()", "self.lock = threading.Semaphore(99)"),
+    Mutant("a scratch buffer that is too small is used", "self._scratch.numel() < num_bytes", "False"),
+    Mutant(
+        "a device without memory for scratch fails the save",
+        "except RuntimeError:  # out of memory; a broken device raises at the next call as well",
+        "except KeyError:",
+    ),
+    Mutant("scratch has no bound", "SCRATCH_BYTES: Final = 32 * MIB", "SCRATCH_BYTES: Final = 4096 * MIB"),
+    Mutant("small tensors are copied one by one", "PACK_BELOW: Final = 256 * KIB", "PACK_BELOW: Final = 0 * KIB"),
+    # --- memory of the host
+    Mutant("a box is lent twice", "                self._boxes.remove(box)\n", ""),
+    Mutant("samples are read before they are copied", "self._device.wait(self._event)", "pass"),
+    Mutant("a device is quiet before its copies have ended", "mark().synchronize()", "mark()"),
+    Mutant(
+        "a broken device is quiet",
+        "        except RuntimeError:\n            return False\n        return True\n",
+        "        except RuntimeError:\n            return True\n        return True\n",
+    ),
+    Mutant(
+        "a failed save asks no device whether it is quiet", "quiet = self._source.are_devices_quiet()", "quiet = True"
+    ),
+    Mutant(
+        "memory that a device may write to is lent again",
+        "                        lease.leak()",
+        "                        lease.release()",
+    ),
+    Mutant(
+        "a segment is not known to be enqueued to", "                job.is_enqueued = True\n", "                pass\n"
+    ),
+    Mutant("a segment is handed on before its copies have ended", "        if not job.events:\n", "        if True:\n"),
+    Mutant(
+        "a failed save does not wait for the threads that fill",
+        "            while self._num_filling:\n                self._changed.wait(LIVENESS_SECONDS)\n        if error is not None:",
+        "        if error is not None:",
+    ),
+    Mutant("segments are not page-locked", "pin = next(iter(devices), None)", "pin = None"),
+    Mutant(
+        "a copy in memory is given back while a device writes to it", "        self._buffer.leak()\n", "        pass\n"
+    ),
+    # --- which bytes
+    Mutant("strided tensors are copied as they lie", "dense = i in self.deferred or is_dense(tensor)", "dense = True"),
+    Mutant("deferred tensors on devices are read as they are later", "self._dense, self.aliases)", "self._dense, {})"),
+    Mutant(
+        "deferred tensors on the host are read as they are later",
+        "aliases = self.aliases if late else {}",
+        "aliases = {}",
+    ),
+    Mutant("headers are left out", "for at, data in job.literals:", "for at, data in ():"),
+    Mutant(
+        "each segment is a copy of its own", "if (target + length, number, source + length) == piece[:3]:", "if False:"
+    ),
+    Mutant(
+        "conjugated tensors are dense",
+        "tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())",
+        "tensor.is_contiguous()",
+    ),
+    # --- the guard
+    Mutant("no step waits", "self._pending.add(snapshot)", "pass"),
+    Mutant(
+        "a step does not wait until all is enqueued",
+        "                while not self._is_lifted:\n",
+        "                while False:\n",
+    ),
+    Mutant("the wait of a step is not counted", "sum(now - since for since in self._waiting_since)", "0.0"),
+    Mutant("each save registers a hook", "        _gates[optimizer] = gate  # last", "        pass  # last"),
+    Mutant("strided tensors are deferred", "        and is_dense(tensor)\n", ""),
+    # --- tripwires
+    Mutant("samples meet only some bytes of an item", "SAMPLE_BYTES - 1) | 1", "SAMPLE_BYTES - 1) & ~7"),
+    Mutant(
+        "samples of the first device only are compared",
+        "for device, second in self._after.items():",
+        "for device, second in list(self._after.items())[:1]:",
+    ),
+    Mutant("counters count after data was replaced", " and self._owner.data_ptr() == self.alias.address", ""),
+    Mutant(
+        "what the counters show is forgotten",
+        "torn = self._gone.union(*self._moved.values())",
+        "torn = set(self._gone)",
+    ),
+    Mutant(
+        "counters are looked at after the step",
+        "        if (tripwires := self._tripwires) is not None:\n            tripwires.look_at_versions()\n        self",
+        "        self",
+    ),
+    # --- held snapshots
+    Mutant(
+        "the stall of a snapshot is that of the call alone",
+        "self._call_seconds + self._copy.snapshot.stall_seconds",
+        "self._call_seconds",
+    ),
+    Mutant(
+        "a closed snapshot keeps its memory",
+        "if self._release.detach() is not None:",
+        "if self._release.detach() is None:",
+    ),
+    Mutant("a closed snapshot can be read", "        self._source.close()\n", ""),
+    # --- accelerators
+    Mutant("a tensor is at each device of its kind", "device.index in (None, tensor.device.index)", "True"),
+    Mutant("a forked child asks for the accelerator", "None if is_in_bad_fork() or not", "None if not"),
+    Mutant("memory of Ascend is not mapped", "register_flags = _MAPPED", "register_flags = 0"),
+    Mutant("the stream of copies waits for the default stream", "_NON_BLOCKING: Final = 1", "_NON_BLOCKING: Final = 0"),
+    Mutant("a stream that was refused is used", "return stream.value if code == 0 else None", "return stream.value"),
+    Mutant("the context of the device stays current", "driver.cuCtxPopCurrent_v2(ctypes.byref(before))", "pass"),
+    # --- the pool
+    Mutant("leases are served in any order", "while self._waiting[0] != order or not (", "while not ("),
+    Mutant("the budget is passed", "at_once, self._max_segments - self._num_segments))", "at_once))"),
+    Mutant("leaked memory is not counted", "            self._num_leaked += 1\n", ""),
+    Mutant("memory that was written off is unmapped", "        segment.memory.leak()\n", ""),
+    Mutant("segments apart are lent as a run", "if run and run[-1].end != segment.begin:", "if False:"),
+    Mutant("refused page-locking is tried again", "if self._pin_refused or memory.pinned:", "if memory.pinned:"),
+    Mutant("one user of two ends a lease", "            last = self._count == 0\n", "            last = True\n"),
+]
+
+
+def code() -> list[Path]:
+    return [path for pattern in CODE for path in sorted((ROOT / "async_ckpt").glob(pattern))]
+
+
+# --- running them ------------------------------------------------------------------------------------------------
+
+
+class Copy:
+    """A copy of the package and its tests, in which one mutant at a time is alive."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
+        for part in ("async_ckpt", "tests", "examples"):
+            shutil.copytree(ROOT / part, folder / part, ignore=ignored)
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, folder / name)
+
+    def killer_of_none(self) -> str:
+        """The test that fails without any mutant; or SURVIVED."""
+        return self._failing(list(TESTS))
+
+    def killer(self, mutant: Mutant, known: str | None) -> str:
+        """The test that notices a mutant; or SURVIVED."""
+        place = mutant.place()
+        target, intact = self.folder / place, (ROOT / place).read_text(encoding="utf-8")
+        target.write_text(intact.replace(mutant.old, mutant.new), encoding="utf-8")
+        try:
+            found = self._failing([known]) if known else SURVIVED
+            return found if found != SURVIVED else self._failing(list(_tests_for(place)))
+        finally:
+            target.write_text(intact, encoding="utf-8")
+
+    def _failing(self, tests: list[str]) -> str:
+        """The first test that fails. In a forked child: torch takes longer to import than most of these tests."""
+        log = self.folder / "log"
+        child = os.fork()
+        if child == 0:
+            try:
+                self._run_tests(tests, log)
+            finally:
+                traceback.print_exc()
+                os._exit(70)
+        status = _wait_for(child, LIMIT_SECONDS)
+        if status is None:
+            return TOO_LONG
+        told = log.read_text(encoding="utf-8", errors="replace")
+        failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+\.py(?:::\w+)?)", told, flags=re.MULTILINE)
+        if failed:
+            return failed.group(1)
+        if status > 0:
+            sys.exit(f"pytest did not run {' '.join(tests)}: {told[-2000:]}")
+        return SURVIVED if status == 0 else CRASHED
+
+    def _run_tests(self, tests: list[str], log: Path) -> None:
+        os.setsid()
+        os.chdir(self.folder)
+        with log.open("w", encoding="utf-8") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.path[:] = [path for path in sys.path if not path.startswith(str(ROOT / "tests"))]
+        import pytest
+
+        os._exit(pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]))
+
+
+def _tests_for(place: Path) -> Iterator[str]:
+    first = _FIRST.get(place.stem)
+    if first:
+        yield first
+    yield from (test for test in TESTS if test != first)
+
+
+def _wait_for(child: int, seconds: float) -> int | None:
+    """The exit status of a child; None if it was killed after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+class Found:
+    """What is known of mutants by now: a line for each in a file, which several shards may append to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._of = path, _digest()
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        rows = map(json.loads, lines)
+        self.killers = {row["what"]: row["killer"] for row in rows if row["of"] == self._of}
+
+    def note(self, what: str, killer: str) -> None:
+        self.killers[what] = killer
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"of": self._of, "what": what, "killer": killer}) + "\n")
+
+
+def _digest() -> str:
+    """Of the package, the tests and the mutants."""
+    digest = hashlib.sha256()
+    for part in ("async_ckpt", "tests"):
+        for path in sorted((ROOT / part).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+# --- the table ---------------------------------------------------------------------------------------------------
+
+
+def table() -> dict[str, str]:
+    """The tests that have killed mutants, by the table of CONTRIBUTING.md."""
+    text = TABLE_IN.read_text(encoding="utf-8")
+    rows = text.partition(_MARKS[0])[2].partition(_MARKS[1])[0].splitlines()[2:]
+    cells = (re.fullmatch(r"\| (.+) \| `(.+)` \| `(.+)` \|", row) for row in rows)
+    return {cell.group(1): cell.group(3) for cell in cells if cell is not None}
+
+
+def write_table(killers: dict[str, str]) -> None:
+    rows = [f"| {m.what} | `{_short(m.place())}` | `{killers[m.what]}` |\n" for m in MUTANTS]
+    before, begin, rest = TABLE_IN.read_text(encoding="utf-8").partition(_MARKS[0])
+    head = "| mutant | in | killed by |\n|---|---|---|\n"
+    after = rest.partition(_MARKS[1])[2]
+    TABLE_IN.write_text(before + begin + head + "".join(rows) + _MARKS[1] + after, encoding="utf-8")
+
+
+def _short(place: Path) -> str:
+    return str(place.relative_to("async_ckpt"))
+
+
+def _import_for_all() -> None:
+    """What the tests import, but for the package: each fork has it."""
+    for name in ("pytest", "numpy", "torch", "torch._inductor", "torch.optim", "torch.distributed.tensor"):
+        importlib.import_module(name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shard", default="1/1", help="such as 1/4: the first of four")
+    parser.add_argument("--only", default="", help="a word in the description of a mutant")
+    parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "async_ckpt-mutants.jsonl")
+    options = parser.parse_args()
+    number, _, of = options.shard.partition("/")
+    for mutant in MUTANTS:
+        mutant.place()
+    found, known = Found(options.results), table()
+    chosen = [m for m in MUTANTS[int(number) - 1 :: int(of)] if options.only in m.what]
+    _import_for_all()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Copy(Path(folder) / "house")
+        if NO_MUTANT not in found.killers:
+            found.note(NO_MUTANT, copy.killer_of_none())
+        if found.killers[NO_MUTANT] != SURVIVED:
+            sys.exit(f"without any mutant {found.killers[NO_MUTANT]} fails; mend it first")
+        for mutant in chosen:
+            if mutant.what not in found.killers:
+                found.note(mutant.what, copy.killer(mutant, known.get(mutant.what)))
+            print(f"{mutant.what}: {found.killers[mutant.what]}", flush=True)
+    if all(mutant.what in found.killers for mutant in MUTANTS):
+        write_table(found.killers)
+    survivors = [mutant.what for mutant in chosen if found.killers[mutant.what] == SURVIVED]
+    print(f"{len(chosen)} mutants, {len(survivors)} survived: {', '.join(survivors) or 'none'}")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

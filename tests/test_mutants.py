@@ -1,0 +1,29 @@
+"""The mutants of the device code are those of the code as it is, and the table in CONTRIBUTING.md is theirs."""
+
+from __future__ import annotations
+
+import pytest
+from mutants_device import CRASHED, MUTANTS, ROOT, TOO_LONG, Mutant, table
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
+def test_the_text_of_a_mutant_is_in_the_code_exactly_once_and_still_compiles_when_it_is_changed(mutant):
+    place = ROOT / mutant.place()
+    changed = place.read_text(encoding="utf-8").replace(mutant.old, mutant.new)
+
+    assert changed != place.read_text(encoding="utf-8")
+    compile(changed, str(place), "exec")
+
+
+def test_the_table_names_every_mutant_and_for_each_a_test_that_is_there():
+    killers = table()
+
+    assert list(killers) == [mutant.what for mutant in MUTANTS]
+    for killer in set(killers.values()) - {CRASHED, TOO_LONG}:
+        file, _, name = killer.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), killer
+
+
+def test_a_mutant_whose_text_has_changed_is_an_error():
+    with pytest.raises(LookupError, match="not in the device code exactly once"):
+        Mutant("no such line", "def no_such_function", "pass").place()
