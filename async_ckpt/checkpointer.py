@@ -36,6 +36,7 @@ from .spans import wall_time
 from .spec import Keep, keep_of, whole_count
 from .staging.guard import INHERITED, unwrapped
 from .state.names import Select
+from .storage.pace import Pace
 from .storage.place import Anywhere, local_place
 from .trace import TraceFile
 
@@ -79,8 +80,8 @@ class AsyncCheckpointer(RunReader):
         commit: with several roots, "all" makes a save wait for all of them, and fail if one fails. With "any" it is
             committed at the root where it is durable first; roots that lag or fail are caught up later. With several
             ranks, a root that they do not share is then a cache of each node.
-        max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments. The
-            limit applies to each process separately. Catching up a root is not limited.
+        max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments, also when
+            a root is caught up. The limit applies to each process separately.
         trace: a file that records what each thread did, and when; open it in https://ui.perfetto.dev. It is replaced
             when the checkpointer is constructed, and complete after each save. Give each process its own.
         ranks: (rank, world size), for processes that have no process group of torch.distributed, such as Ray actors.
@@ -145,11 +146,12 @@ class AsyncCheckpointer(RunReader):
             mesh=mesh,
             skips=on_overlap == "skip",
         )
+        writers = Writers(max_bandwidth)
         self._saver = Saver(
             pool_for(segment_bytes, host_bytes),
             admission=Admission(max_in_flight, on_overlap),
             ledger=Ledger(exit_timeout, strict=strict, progress=progress),
-            writers=Writers(max_bandwidth),
+            writers=writers,
             trace_file=None if trace is None else TraceFile(local_place(trace)),
             keep_warm=True,
             ranks=self._ranks,
@@ -161,6 +163,7 @@ class AsyncCheckpointer(RunReader):
             rule=commit,
             retire=on_rollback == "retire",
             catch_up=_catch_up,
+            pace_of=writers.pace_of,
             ranks=self._ranks,
         )
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
@@ -443,7 +446,9 @@ class AsyncCheckpointer(RunReader):
         return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(facts)}>"
 
 
-def _catch_up(roots: Roots, run: Run, *, skip: Collection[int], check: Callable[[], None]) -> list[int]:
+def _catch_up(
+    roots: Roots, run: Run, *, skip: Collection[int], check: Callable[[], None], pace: Pace | None
+) -> list[int]:
     from .loading.catch_up import catch_up  # only a run at several roots needs it
 
-    return catch_up(roots, run, skip=skip, check=check)
+    return catch_up(roots, run, skip=skip, check=check, pace=pace)

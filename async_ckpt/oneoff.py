@@ -5,6 +5,7 @@ In: a state and a path, or a path. Out: a handle, or the state. Knows nothing of
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -30,7 +31,7 @@ from .staging.guard import unwrapped
 from .staging.held_snapshot import HeldSnapshot, begin
 from .state.names import Select
 from .state.taken import TakenOnce
-from .storage.place import Anywhere, written_at
+from .storage.place import Anywhere, place_of, storage_at, written_at
 
 _OTHER_COMPRESSIONS: Final = (".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
 
@@ -196,22 +197,32 @@ def load(
     return from_path(path, build, verify=verify, readers=Readers(None, from_ranks))
 
 
-def verify(path: Anywhere) -> VerifyReport:
-    """Read every byte of an archive, a committed step or a whole run, and compare it with its digest.
+def verify(path: Anywhere, *, base: str | os.PathLike[str] | None = None) -> VerifyReport:
+    """Read every byte of an archive, a committed step, a whole run or published versions, and compare it with its
+    digest.
 
         print(async_ckpt.verify("runs/a"))
         # runs/a: 3 steps, 100 to 300, are sound, 41.20 GB read in 9.81 s at 4.20 GB/s
 
     Nothing is unpickled and no tensors are created, so this is safe for any file. It takes about 128 MiB of memory,
     however large the archive is. Archives are read as a whole, compressed ones too, and so are the archives that a step
-    borrows groups from. In a run, every committed step is read; an archive that several steps share is read once.
+    borrows groups from. In a run, every committed step is read; an archive that several steps share is read once. A
+    folder of torch.distributed.checkpoint is compared with the checksums that torch.save writes. Versions are applied
+    one after the other to a temporary folder, which takes as many bytes as the model, or twice as many.
 
     Args:
-        path: an archive, the folder of a committed step, or the root of a run; a path, a URL or a Place.
+        path: an archive, the folder of a committed step or of torch.distributed.checkpoint, the root of a run or of a
+            Publisher; a path, a URL or a Place.
+        base: for versions, a folder of Hugging Face with the model that the first delta is against, if that was not
+            published there.
 
     Raises CorruptCheckpointError for damage: it names the file, and the tensors in the damaged blocks (`tensors`). A
-    run is read to its end first, and one error names every damaged step (`damaged_steps`, `sound_steps`). Raises
-    NotCommittedError if there is no checkpoint, FormatVersionError for one of a newer version, ValueError for a file
-    without digests, and StorageUnavailableError, also if the archive is replaced while it is read.
+    run is read to its end first, and one error names every damaged step or version (`damaged_steps`, `sound_steps`).
+    Raises NotCommittedError if there is no checkpoint, FormatVersionError for one of a newer version, ValueError for a
+    file without digests, and StorageUnavailableError, also if the archive is replaced while it is read.
     """
+    from .publishing.subscriber import has_versions, verify_versions
+
+    if has_versions(storage_at(path).names("")):
+        return verify_versions(place_of(path), base=base)
     return verify_path(path)

@@ -136,8 +136,9 @@ class VerifyReport(_NotebookText):
 
     `steps` are the committed steps, in ascending order; empty for a single archive. `num_archives` and `num_bytes`
     count each archive once, including those that a step borrows from. A compressed archive counts with its size before
-    compression. `bandwidth` is in bytes per second. `notes` lists facts that are no damage but may be a surprise, such
-    as a tracker that does not name a committed step.
+    compression. `versions` are those of a publication, whose `num_archives` is the number of versions that were
+    checked, each rank's for itself. `bandwidth` is in bytes per second. `notes` lists facts that are no damage but may
+    be a surprise, such as a tracker that does not name a committed step.
     """
 
     path: str
@@ -146,6 +147,7 @@ class VerifyReport(_NotebookText):
     seconds: float
     steps: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    versions: tuple[int, ...] = ()
 
     @property
     def bandwidth(self) -> float:
@@ -156,18 +158,19 @@ class VerifyReport(_NotebookText):
 
         wandb.log(async_ckpt.verify("runs/a").as_dict("verify/"))
         """
-        row = {"num_steps": float(len(self.steps)), "num_notes": float(len(self.notes))}
+        row = {f"num_{name}": float(len(getattr(self, name))) for name in ("steps", "versions", "notes")}
         for name in ("num_archives", "num_bytes", "seconds", "bandwidth"):
             row[name] = float(getattr(self, name))
         return {prefix + key: value for key, value in row.items()}
 
     def __str__(self) -> str:
-        if not self.steps:
+        numbers, word = (self.versions, "version") if self.versions else (self.steps, "step")
+        if not numbers:
             subject = "the archive is"
-        elif len(self.steps) == 1:
-            subject = f"step {self.steps[0]} is"
+        elif len(numbers) == 1:
+            subject = f"{word} {numbers[0]} is"
         else:
-            subject = f"{len(self.steps)} steps, {self.steps[0]} to {self.steps[-1]}, are"
+            subject = f"{len(numbers)} {word}s, {numbers[0]} to {numbers[-1]}, are"
         notes = "".join(f"; {note}" for note in self.notes)
         return (
             f"{self.path}: {subject} sound, {sized(self.num_bytes)} read in {self.seconds:.2f} s "

@@ -39,6 +39,7 @@ NEIGHBOURS = {
     "__init__": {"checkpointer", "oneoff", "files", "around", "publishing"},
     "__main__": {"command"},
     "files": {"around"},
+    "oneoff": {"publishing"},
     "publishing": {"around"},
     "trace": {"spans"},
 }

@@ -60,7 +60,7 @@ SIGNATURES = {
     async_ckpt.files.extract: "(source, folder, *, max_bytes=None, max_file_bytes=None, max_members=1000000)",
     async_ckpt.load: "(path, map_location=None, select=None, trust=False, verify=True, mmap=False, types=(), from_ranks=None)",
     async_ckpt.release: "()",
-    async_ckpt.verify: "(path)",
+    async_ckpt.verify: "(path, *, base=None)",
     async_ckpt.snapshot: "(state, *, guard=None, host_bytes=None)",
     async_ckpt.files.local_read_dir: "(path)",
     async_ckpt.files.local_read_files: "(path, names, *, missing='skip')",

@@ -85,29 +85,30 @@ def export_hf(
     """
     if isinstance(max_shard_bytes, str) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be a number of bytes, at least 1, got {max_shard_bytes!r}")
-    storage = written_at(destination).storage()
+    place = written_at(destination)
+    storage = place.storage()
     if not storage.remote:
         storage = LocalStorage(_replaceable(storage.locate("")))
     spans, called = Spans(), running_future()
+    others, parts = ExportMessages(place, storage), None
     try:
         config_files = {} if config_folder is None else files_of(local_place(config_folder))
         held = state_or_model if isinstance(state_or_model, SnapshotView) else None
         refuse_guard([held] if held is not None else [], guard)
-        place = written_at(destination)
-        others = ExportMessages(place, storage)
-        try:
-            weights = weights_of(state_or_model, config_files)
-        except BaseException as error:
-            if looks_spread(state_or_model):
-                PartsFolder(place, storage).record_failure(error)
-            raise
+        weights = weights_of(state_or_model, config_files)
         others.announce(is_spread=weights.is_spread)
         request = ExportRequest(storage, config_files, max_shard_bytes, spans, called)
         if weights.is_spread:
-            return begin_spread(request, weights, PartsFolder(place, storage), others, held=held, guard=guard)
+            parts = PartsFolder(place, storage, lambda: others.check_failed(place.shown))
+            return begin_spread(request, weights, parts, others, held=held, guard=guard)
         others.check_whole()
         request = request._replace(check=others.check_whole)
         return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()
+    except BaseException as error:
+        others.announce_failure(error)
+        if parts is None and looks_spread(state_or_model):
+            PartsFolder.skip()
+        raise
     finally:
         called.set_result(spans.total())
 

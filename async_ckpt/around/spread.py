@@ -14,8 +14,9 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -100,13 +101,25 @@ class ExportMessages:
             with contextlib.suppress(RuntimeError):
                 self._words.say(f"{self._key}/parts", folder)
 
+    def announce_failure(self, error: BaseException) -> None:
+        """Say that this rank has failed, so that no other rank waits for it; not if another one has failed before."""
+        if self._words is not None and not isinstance(error, PeerFailedError):
+            with contextlib.suppress(RuntimeError):
+                self._words.say(f"{self._key}/failed", json.dumps([self._rank, in_words(error)]))
+
+    def check_failed(self, path: str) -> None:
+        """Raises PeerFailedError if another rank has failed."""
+        if (word := self._said("failed")) is not None:
+            rank, why = json.loads(word)
+            raise PeerFailedError(f"{path}: nothing was exported: rank {rank}: {why}", rank=rank)
+
     def check_whole(self) -> None:
         """Raises UnsupportedStateError if another rank's weights are spread. For ranks whose weights are whole.
 
         That rank may have looked for this one's message before there was one, and be done: then its part goes here.
         """
-        if self._speaker_of("spread") is not None:
-            if (folder := self._speaker_of("parts")) is not None:
+        if self._said("spread") is not None:
+            if (folder := self._said("parts")) is not None:
                 _delete_parts(self._destination, folder)
             raise UnsupportedStateError(
                 "none of this rank's weights is spread over ranks, but those that other ranks export to the same "
@@ -117,14 +130,14 @@ class ExportMessages:
 
     def check_spread(self, path: str) -> None:
         """Raises PeerFailedError if another rank's weights are whole. Called on a rank whose weights are spread."""
-        if (rank := self._speaker_of("whole")) is not None:
+        if (rank := self._said("whole")) is not None:
             raise PeerFailedError(
                 f"{path}: nothing was exported: none of the weights of rank {rank} is spread over ranks; make "
                 "DTensors of them, if need be on a mesh of that rank alone",
                 rank=int(rank),
             )
 
-    def _speaker_of(self, word: str) -> str | None:
+    def _said(self, word: str) -> str | None:
         if self._words is not None:
             with contextlib.suppress(RuntimeError):
                 return self._words.said(f"{self._key}/{word}")
@@ -134,9 +147,10 @@ class ExportMessages:
 class PartsFolder:
     """The folder of parts, in which each rank of one export leaves its slices."""
 
-    def __init__(self, place: Place, destination: Storage) -> None:
+    def __init__(self, place: Place, destination: Storage, check: Callable[[], None]) -> None:
+        """`check` is called while rank 0 has not named the folder, and raises to end that wait."""
         self.world = world_of(None, None)
-        self.folder = f"{_FOLDER}-{_token(self.world)}-{next(_counter)}"
+        self.folder = f"{_FOLDER}-{_token(self.world, check)}-{next(_counter)}"
         self._destination = destination
         if destination.remote:
             # Inside the destination: no reader takes it for a part of a model, and it is deleted at the end.
@@ -146,21 +160,17 @@ class PartsFolder:
             self.folder += f"-{name}"
             self.storage = LocalStorage(f"{above}/{self.folder}")
 
+    @staticmethod
+    def skip() -> None:
+        """Count a folder that this rank does not use, since its call has raised: the other ranks have counted it."""
+        next(_counter)
+
     def target(self) -> FileTarget:
         return FileTarget(self.storage, self._name(self.world.rank))
 
-    def record_failure(self, error: BaseException) -> None:
-        """Record that this rank has failed, so that rank 0 does not wait for it."""
-        with contextlib.suppress(CheckpointError, OSError):
-            self.storage.replace(f"{self.world.rank:05d}.failed", in_words(error).encode())
-
     def missing_ranks(self) -> list[int]:
-        """The ranks whose parts are missing. Raises PeerFailedError if a rank has failed."""
+        """The ranks whose parts are missing."""
         names = set(self.storage.names(""))
-        for name in sorted(name for name in names if name.endswith(".failed")):
-            rank = int(name.partition(".")[0])
-            why = self.storage.read(name)[0].decode(errors="replace")
-            raise PeerFailedError(f"nothing was exported: rank {rank}: {why}", rank=rank)
         return [rank for rank in range(self.world.size) if self._name(rank) not in names]
 
     def files(self) -> list[str]:
@@ -196,7 +206,9 @@ def begin_spread(
         state = {_KEY: tensors if held is None else FrozenTensors(held, tensors)}
         part = saver.save(FileRequest(state, parts.target(), guard=guard))
     except BaseException as error:
-        parts.record_failure(error)
+        others.announce_failure(error)  # before the parts are deleted, or one may be left behind
+        if parts.world.rank == 0:
+            parts.delete()
         raise
     return SpreadExport(request, weights._replace(tensors={}), part, parts, others).begin()
 
@@ -242,14 +254,16 @@ class SpreadExport(Export):
                 await self._wait_for_others(off_loop)
                 await off_loop(self._write_folder)
         except BaseException as error:
-            if self._parts.world.rank and not isinstance(error, PeerFailedError):
-                await off_loop(partial(self._parts.record_failure, error))
+            await off_loop(partial(self._others.announce_failure, error))
             raise
 
     def _check_others_export(self) -> None:
-        """Raises PeerFailedError, and deletes the parts, if another rank's weights are whole; that may be rank 0."""
+        """Raises PeerFailedError, and deletes the parts, if another rank's weights are whole, or it has failed; that
+        may be rank 0.
+        """
         try:
             self._others.check_spread(self.path)
+            self._others.check_failed(self.path)
         except PeerFailedError:
             self._parts.delete()
             raise
@@ -350,19 +364,20 @@ def _new_token(_: str) -> _Token:
 _tokens: Final = OnceInProcess(_new_token)
 
 
-def _token(world: World) -> str:
-    """The name of the folders of parts. Raises PeerFailedError if rank 0 does not say it."""
+def _token(world: World, check: Callable[[], None]) -> str:
+    """The name of the folders of parts. Raises PeerFailedError if rank 0 does not say it, and what `check` raises."""
     token = _tokens("")
     if token.known is None or token.known[0] is not world.store:
-        token.known = world.store, _token_of_rank_zero(world)
+        token.known = world.store, _token_of_rank_zero(world, check)
     return token.known[1]
 
 
-def _token_of_rank_zero(world: World) -> str:
+def _token_of_rank_zero(world: World, check: Callable[[], None]) -> str:
     wait = Wait("in export_hf()", ENDS_THE_CALL)
 
-    def check() -> None:
+    def goes_on() -> None:
+        check()
         wait.goes_on(lambda: "the first export of rank 0; a model that is spread over ranks is exported by all of them")
 
     word = RankZeroWord(world, lambda: world.words("exports"), "token", num_bytes=4)
-    return word.hear(check, "rank 0 to call export_hf; call it on every rank")
+    return word.hear(goes_on, "rank 0 to call export_hf; call it on every rank")

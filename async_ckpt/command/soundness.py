@@ -16,11 +16,12 @@ from typing import Any, Final
 
 import typer
 
-from ..errors import CheckpointError, FormatVersionError, StorageUnavailableError
+from ..errors import CheckpointError, CorruptCheckpointError, FormatVersionError, StorageUnavailableError
 from ..loading.archives.find import opened_as_file, step_at
 from ..loading.verify import StepCheck, Verification, checks_of_run, notes_on, trackers_in
 from ..publishing.subscriber import VersionCheck, checks_of_versions
 from ..report import sized
+from ..runs.foreign_entries import OF_DCP
 from ..runs.naming import parse_step_name
 from ..spans import monotonic
 from ..storage.place import Place
@@ -127,7 +128,8 @@ def _document(place: Place, found: Soundness) -> dict[str, Any]:
 
 
 def soundness_of(place: Place, *, base: Path | None = None) -> Soundness:
-    """Verify an archive, the folder of a step, the steps of a run, or the versions of a publication.
+    """Verify an archive, the folder of a step or of torch.distributed.checkpoint, the steps of a run, or the versions
+    of a publication.
 
     `base` is the folder of the base model of a publication.
 
@@ -151,7 +153,22 @@ def soundness_of(place: Place, *, base: Path | None = None) -> Soundness:
         return _of_publication(place, base)
     if kind == "runs":
         raise Answer(f"{place.shown}: several runs; name one of them", USAGE)
-    return _of_step(place) if kind == "step" else _of_run(place)
+    if kind == "step":
+        return _of_step(place)
+    return _of_dcp(place) if place.storage().exists(OF_DCP) else _of_run(place)
+
+
+def _of_dcp(place: Place) -> Soundness:
+    """The soundness of a folder of torch.distributed.checkpoint."""
+    storage = place.storage()
+    with progress("verify", sum(storage.sizes("").values())) as advance:
+        verification = Verification(advance)
+        try:
+            verification.compare_dcp(storage)
+        except CorruptCheckpointError as error:
+            fault = _fault_of_file(storage.locate(""), error)
+            return _with_totals(Soundness(faults=[fault]), verification)
+    return _with_totals(Soundness(), verification)
 
 
 def _with_totals(found: Soundness, verification: Verification) -> Soundness:

@@ -16,16 +16,23 @@ from ..runs.roots import Roots
 from ..runs.run import Run
 from ..storage.bulk import Parcel, copy
 from ..storage.interface import Reader, Storage
+from ..storage.pace import Pace
 from .archives.archive import OpenArchive
 from .verify import Verification
 
 
 def catch_up(
-    roots: Roots, run: Run, *, skip: Collection[int] = (), check: Callable[[], None] = lambda: None
+    roots: Roots,
+    run: Run,
+    *,
+    skip: Collection[int] = (),
+    check: Callable[[], None] = lambda: None,
+    pace: Pace | None = None,
 ) -> list[int]:
     """Copy to a run the steps that only other roots have, the newest first, except `skip`. Returns the copied steps.
 
-    `check` is called between segments, and ends the copying by raising. Raises StorageUnavailableError, and
+    `check` is called between segments, and ends the copying by raising; `pace` limits the bandwidth. Raises
+    StorageUnavailableError, and
     CorruptCheckpointError for a damaged source; the steps that have been copied stay.
     """
     copied = []
@@ -36,7 +43,7 @@ def catch_up(
         for source in holders:
             check()
             try:
-                copy_step(source, run, step, check=check, background=True)
+                copy_step(source, run, step, check=check, background=True, pace=pace)
             except (NotCommittedError, StepExistsError):
                 break  # retention was faster, or another process has committed the step here
             except CorruptCheckpointError as error:
@@ -60,6 +67,7 @@ def copy_step(
     background: bool = False,
     on_bytes: Callable[[int], None] = lambda _: None,
     mends: bool = False,
+    pace: Pace | None = None,
 ) -> list[int]:
     """Copy a step to another root, and first the steps that lend to it. Returns the steps that it has committed there.
 
@@ -78,7 +86,7 @@ def copy_step(
         lender = target.committed(earlier)
         if mends or lender is None or lender.attempt != source.manifest(earlier).attempt:
             committed += copy_step(
-                source, target, earlier, check=check, background=background, on_bytes=on_bytes, mends=mends
+                source, target, earlier, check=check, background=background, on_bytes=on_bytes, mends=mends, pace=pace
             )
     with contextlib.ExitStack() as locks:
         folder = source.folder(step)
@@ -97,6 +105,7 @@ def copy_step(
             background=background,
             check=check,
             finished=lambda sink: locks.callback(sink.close),
+            pace=pace,
         )
         for entry in (manifest.ranks.archives, manifest.ranks.layout) if manifest.ranks else ():
             data = read_beside(source.storage, folder, entry, step)

@@ -114,7 +114,12 @@ def _match(part: Part, share: Any, live: Any, state_dicts: LiveStateDicts, optio
                 continue
             raise
         match = Match(
-            archive, archive.objects(stored, trust=options.trust), selector(options.select), state_dicts, live
+            archive,
+            archive.objects(stored, trust=options.trust),
+            selector(options.select),
+            state_dicts,
+            live,
+            keeps_empty=part.keeps_empty,
         )
         try:
             match.visit(share, saved, ())

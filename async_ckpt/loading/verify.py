@@ -8,8 +8,10 @@ Nothing is decoded or unpickled. An archive that several steps share is read onc
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, NamedTuple
 
 from ..errors import (
@@ -19,8 +21,11 @@ from ..errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
+from ..format.dcp_metadata import Blob
 from ..host.memory import Segment
+from ..host.threads import run_together
 from ..report import VerifyReport
+from ..runs.foreign_entries import OF_DCP
 from ..runs.naming import TRACKERS, parse_step_name
 from ..runs.root import TRIES, overtaken_error
 from ..spans import Clock, monotonic
@@ -31,6 +36,8 @@ from ..storage.interface import Reader, Storage
 from ..storage.place import Anywhere, storage_at
 from .archives.archive import OpenArchive
 from .archives.contents import Contents, Part
+from .archives.dcp_checksums import damage_of
+from .archives.dcp_folder import OpenDcp
 from .archives.find import (
     CommittedStep,
     committed_folders,
@@ -45,10 +52,12 @@ from .fill import READ_BYTES, Read, run_reads
 from .load import check_lent
 
 _READS_ALL: Final = Readers(reads_all=True)
+_MAX_READERS: Final = 8
 
 
 def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
-    """Verify the content of a path: an archive, the folder of a step, or every committed step of a run.
+    """Verify the content of a path: an archive, the folder of a step or of torch.distributed.checkpoint, or every
+    committed step of a run.
 
     Raises CorruptCheckpointError; for a run, after all of it has been read.
     """
@@ -68,6 +77,9 @@ def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
         if step is not None:
             steps = (step.read().step,)
             verification.compare_step(step)
+        elif storage.exists(OF_DCP):
+            verification.compare_dcp(storage)
+            notes = ("torch.distributed.checkpoint wrote it: its bytes were compared with the CRC-32 of torch.save",)
         else:
             steps, notes = _verify_run(storage, verification)
     return VerifyReport(shown, len(verification.errors), verification.num_bytes, clock() - begin, steps, notes)
@@ -104,6 +116,32 @@ class Verification:
         was deleted; FormatVersionError.
         """
         from_committed(step, self._compare, verify=True, readers=_READS_ALL)
+
+    def compare_dcp(self, storage: Storage) -> None:
+        """Read the files of a checkpoint of torch.distributed.checkpoint. Raises CorruptCheckpointError, which names
+        the damaged tensors and values.
+        """
+        damaged: dict[str, str] = {}
+
+        def compare(name: str, file: Contents, blob: Blob) -> None:
+            damage = damage_of(file.read_into, blob)
+            if damage is not None:
+                damaged.setdefault(name, f"{file.path}: at byte {blob.offset:,}: {damage}")
+            self._on_bytes(blob.length)
+
+        with contextlib.ExitStack() as stack:
+            items = [*OpenDcp(storage, stack).items()]
+            run_together("verify", [partial(compare, *item) for item in items], max_threads=_MAX_READERS)
+        self.errors |= {(file.path, ""): None for _, file, _ in items}
+        self.num_bytes += sum(blob.length for _, _, blob in items)
+        if damaged:
+            path, names = storage.locate(""), tuple(sorted(damaged))
+            first = damaged[names[0]]
+            raise CorruptCheckpointError(
+                f"{path}: {len(names)} of its entries are damaged, such as {names[0]}: {first}; fetch it again",
+                path=path,
+                tensors=names,
+            )
 
     def _compare(self, parts: Sequence[Part]) -> None:
         check_lent(parts, None)

@@ -158,7 +158,7 @@ class RankVersions:
     def __init__(self, place: Place) -> None:
         self._place, self.storage = place, place.storage()
         self._by_rank: dict[tuple[int, int], Versions] = {}
-        # By version, of those that all ranks have: the size of the world, and the start that rank 0 has published it in.
+        # By version, of those that all ranks have: the size of the world, and the start that rank 0 has published in.
         self._whole: dict[int, tuple[int, str]] = {}
         self._marks: frozenset[str] = frozenset()  # in the last listing
 

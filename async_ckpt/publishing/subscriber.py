@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from shutil import rmtree
@@ -18,13 +19,13 @@ from typing import Final, NamedTuple, Self
 import torch
 
 from ..errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCommittedError
-from ..format.delta import VersionIndex, folder_of
+from ..format.delta import VersionIndex, folder_of, version_of
 from ..host.loop import get_loop
 from ..host.threads import Crew
-from ..report import PullReport
+from ..report import PullReport, VerifyReport
 from ..saving.default import held_memory
 from ..saving.policy import whole_step
-from ..spans import Spans
+from ..spans import Clock, Spans, monotonic
 from ..storage.place import Anywhere, Place, local_place, written_at
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
@@ -355,6 +356,35 @@ def _allocate(num_bytes: int) -> torch.Tensor:
 
 
 # --- the soundness of all versions ---------------------------------------------------------------------------------
+
+
+def verify_versions(
+    place: Place, *, base: str | os.PathLike[str] | None = None, clock: Clock = monotonic
+) -> VerifyReport:
+    """Verify the versions at a root. Raises CorruptCheckpointError after all of them were read."""
+    begin, root = clock(), place.storage().locate("")
+    with tempfile.TemporaryDirectory(prefix="async-ckpt-verify-") as scratch:
+        checks = [*checks_of_versions(place, Path(scratch), base=None if base is None else local_place(base))]
+    errors = {check.version: check.error for check in checks if check.error is not None}
+    sound = tuple(sorted({check.version for check in checks} - errors.keys()))
+    if errors:
+        damaged = tuple(sorted(errors))
+        shown = (", ".join(map(str, numbers)) or "none" for numbers in (damaged, sound))
+        raise CorruptCheckpointError(
+            "{}: damaged: version {}; sound: {}. {}".format(root, *shown, errors[damaged[0]]),
+            path=root,
+            damaged_steps=damaged,
+            sound_steps=sound,
+        ) from errors[damaged[0]]
+    if not sound:
+        raise NotCommittedError(f"{root}: no version there is whole", path=root, step=None)
+    return VerifyReport(root, len(checks), sum(check.num_bytes for check in checks), clock() - begin, versions=sound)
+
+
+def has_versions(names: Iterable[str]) -> bool:
+    """Whether these names at a root are those of versions, or of the ranks that publish some."""
+    listed = list(names)
+    return any(version_of(name) is not None for name in listed) or bool(worlds_in(listed))
 
 
 class VersionCheck(NamedTuple):

@@ -88,6 +88,7 @@ class Agreement:
         self._others = [Exchange(other.storage, other.folder(joint.step), joint.attempt) for other in others]
         self._has_said_yes = self._is_refused = False
         self._is_mistaken = False  # rank 0 saves something else by the same call
+        self._is_committed_here = False  # as rank 0 knows
         self._table: Table | None = None  # that follows from the commit
         self._refused: Sequence[str] = ()  # attempts that were decided before
 
@@ -352,7 +353,8 @@ class Agreement:
     def _elsewhere(self) -> StorageUnavailableError:
         where = self._run.storage.locate(self._exchange.folder)
         return StorageUnavailableError(
-            f"{where}: it is committed at another root, and not here, where not all ranks were in time", path=where
+            f"{where}: it is committed at another root, and as far as rank 0 knows not here; it is caught up later",
+            path=where,
         )
 
     def _table_after(self, manifest: Manifest) -> Table:
@@ -378,6 +380,7 @@ class Agreement:
     def committed(self) -> None:
         """On rank 0: the manifest is there."""
         assert self._table is not None
+        self._is_committed_here = True
         self._ranks.known.compared.update(self._table.classes)
         self._refused = self._ranks.attempts.decided_at(self._joint.step)
         self._is_committed(self._table)
@@ -401,7 +404,9 @@ class Agreement:
         joint.life.go(JointState.BEGUN if is_followed else JointState.LEFT)  # until `follow`
         if self.decides:
             if self._run in joint.maybe_at or (joint.maybe_at and not joint.is_committed):
-                return False  # nobody knows whether it is committed
+                if joint.is_committed and not self._is_committed_here:
+                    self._root.say_verdict(Verdict(joint.attempt, (), joint.table))  # the others need not wait
+                return False  # nobody knows whether it is committed here
             causes = tuple(joint.causes) or (Cause(0, in_words(error)),)
             self._put_verdict(Verdict(joint.attempt, () if joint.is_committed else causes, joint.table))
             self._ranks.attempts.decide(joint, JointState.REFUSED, None)

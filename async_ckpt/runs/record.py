@@ -14,6 +14,9 @@ from ..spec import flag
 
 # The record is read with every manifest, and is in the journal, which is rewritten with every commit.
 RECORD_BYTES: Final = 64 << 10
+# The field of steps that were saved through torch.distributed.checkpoint: what of its metadata does not follow from
+# the state.
+DCP_RECORD: Final = "torch.distributed.checkpoint"
 _MAX_DEPTH: Final = 32
 # Fields that the library itself writes.
 _OURS: Final = ("step", "path", "num_bytes", "created", "state_path")

@@ -42,7 +42,10 @@ Submit = Callable[[Task], None]
 
 
 class Writers:
-    """The threads that write to each place, and the pace of each, which all saves of a saver share. On the loop."""
+    """The threads that write to each place, and the pace of each, which all saves of a saver share.
+
+    On the loop; `pace_of` from any thread.
+    """
 
     def __init__(self, max_bandwidth: float | None = None) -> None:
         is_number = isinstance(max_bandwidth, int | float)
@@ -60,10 +63,13 @@ class Writers:
             return get_loop().writers().submit, None
         place = storage.locate("")
         self._places.add(place)
-        pace = None
-        if self._max_bandwidth is not None:
-            pace = self._paces.setdefault(place, Pace(self._max_bandwidth))
-        return get_loop().writers(place).submit, pace
+        return get_loop().writers(place).submit, self.pace_of(storage)
+
+    def pace_of(self, storage: Storage) -> Pace | None:
+        """The pace of all writes to a place; None if they have no limit."""
+        if self._max_bandwidth is None:
+            return None
+        return self._paces.setdefault(storage.locate(""), Pace(self._max_bandwidth))
 
     def stop(self) -> None:
         """Let the threads end."""

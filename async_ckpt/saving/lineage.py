@@ -25,6 +25,8 @@ from ..slicing.sharded import Slicer
 from ..spec import MIB, Json, TensorSpec
 from ..state.capture import capture
 from ..state.captured import Capture, Mark, SnapshotView, is_leaf, part_of
+from ..storage.interface import Storage
+from ..storage.pace import Pace
 from .admission import Admission
 from .block_digests import GroupDigest
 from .ledger import Ledger
@@ -42,7 +44,9 @@ _log = logging.getLogger("async_ckpt")
 class CatchUp(Protocol):
     """Copies to a run the steps that only other roots have. Returns the steps that it has copied."""
 
-    def __call__(self, roots: Roots, run: Run, *, skip: Collection[int], check: Callable[[], None]) -> list[int]: ...
+    def __call__(
+        self, roots: Roots, run: Run, *, skip: Collection[int], check: Callable[[], None], pace: Pace | None
+    ) -> list[int]: ...
 
 
 class Lineage:
@@ -61,9 +65,12 @@ class Lineage:
         rule: CommitRule,
         retire: bool,
         catch_up: CatchUp,
+        pace_of: Callable[[Storage], Pace | None] = lambda _: None,
         ranks: Ranks,
     ) -> None:
+        """`pace_of` gives the pace of the writes to a place."""
         self.roots, self.rule, self.retire = roots, rule, retire
+        self.pace_of = pace_of
         self.groups = UnchangedGroups(lambda: ranks.divider.slicer)
         self._ledger, self._admission, self._catch_up, self._ranks = ledger, admission, catch_up, ranks
         self._catching_up = threading.Lock()  # one thread copies at a time: two would write the same object
@@ -129,7 +136,7 @@ class Lineage:
                     continue  # it is never committed to
                 root = run.storage.locate("").rstrip("/") or "/"
                 try:
-                    copied[root] = self._catch_up(self.roots, run, skip=self._on_the_way(), check=lambda: None)
+                    copied[root] = self._copy_missed_steps(run, lambda: None)
                 except CheckpointError as error:
                     errors.append(error)
         if errors:
@@ -140,9 +147,13 @@ class Lineage:
         """In the background, after a save that reached this root: copy the steps that it has missed before."""
         if not self.has_one_root and self._catching_up.acquire(blocking=False):
             try:
-                self._catch_up(self.roots, run, skip=self._on_the_way(), check=self._ledger.check_going_on)
+                self._copy_missed_steps(run, self._ledger.check_going_on)
             finally:
                 self._catching_up.release()
+
+    def _copy_missed_steps(self, run: Run, check: Callable[[], None]) -> list[int]:
+        pace = self.pace_of(run.storage)
+        return self._catch_up(self.roots, run, skip=self._on_the_way(), check=check, pace=pace)
 
     def _on_the_way(self) -> Collection[int]:
         """The steps that may still arrive at a root that lags."""

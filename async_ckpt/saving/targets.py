@@ -269,7 +269,8 @@ class StepTarget(JointTarget):
     def copy_of(self, other: Target, num_bytes: int, verify: Verify, check: Callable[[], None]) -> Sink:
         sinks: list[Sink] = []
         parcel = Parcel(partial(other.storage.open, self._name), self._name, num_bytes, verify)
-        copy([parcel], self.storage, background=True, check=check, finished=sinks.append)
+        pace = self._lineage.pace_of(self.storage)
+        copy([parcel], self.storage, background=True, check=check, finished=sinks.append, pace=pace)
         return sinks[0]
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:

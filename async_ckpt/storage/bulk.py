@@ -21,6 +21,7 @@ from ..errors import StorageUnavailableError
 from ..host.threads import Crew, Task, run_together
 from ..spec import MIB
 from .interface import Reader, Sink, Storage
+from .pace import Pace
 
 if TYPE_CHECKING:
     from ..host.pool import Lease
@@ -55,11 +56,13 @@ def copy(
     segment_bytes: int = _SEGMENT_BYTES,
     check: Callable[[], None] = lambda: None,
     finished: Callable[[Sink], object] = lambda sink: sink.close(),
+    pace: Pace | None = None,
 ) -> None:
     """Copy objects; each appears whole, as soon as it is durable. After an error no more objects appear.
 
     `check` is called between segments, and ends the copy by raising. `finished` is called on any thread with the sink
-    of each finished object, and closes it. With `background`, the processors are left to the training.
+    of each finished object, and closes it. With `background`, the processors are left to the training. `pace` limits
+    the bandwidth of the writes.
     Raises FileNotFoundError, StorageUnavailableError, StorageFullError, and whatever `verify` raises.
     """
     # Larger segments only for objects of too many parts (in S3, above 78 GiB), so that each segment is one part.
@@ -67,7 +70,7 @@ def copy(
         (to.part_segments(parcel.num_bytes, segment_bytes) for parcel in parcels if parcel.num_bytes),
         default=1,
     )
-    job = _Copy(to, segment_bytes, check, finished)
+    job = _Copy(to, segment_bytes, check, finished, pace)
     usual = _NUM_BACKGROUND_THREADS if background else _NUM_THREADS
     crew = Crew("copy", num_threads or usual, background=background)
     transfers = [_Transfer(parcel, job) for parcel in parcels]
@@ -103,7 +106,12 @@ class _Copy:
     """One call of `copy`, which creates it: the target, the memory, and the first error, which ends all transfers."""
 
     def __init__(
-        self, to: Storage, segment_bytes: int, check: Callable[[], None], finished: Callable[[Sink], object]
+        self,
+        to: Storage,
+        segment_bytes: int,
+        check: Callable[[], None],
+        finished: Callable[[Sink], object],
+        pace: Pace | None,
     ) -> None:
         from ..host.pool import SegmentPool  # it needs torch, which deletions do without
 
@@ -113,7 +121,7 @@ class _Copy:
         self.sinks: list[Sink] = []  # of the objects in transfer
         self.pool = SegmentPool(segment_bytes, max_bytes=_NUM_SEGMENTS * segment_bytes)
         self.pool.add_reliever(lambda _: any(sink.relieve() for sink in tuple(self.sinks)))
-        self._check = check
+        self._check, self._pace = check, pace
         self._error: BaseException | None = None
 
     def lease(self, offset: int) -> Lease:
@@ -124,6 +132,11 @@ class _Copy:
         if self._error is not None:
             raise self._error
         self._check()
+
+    def wait_to_write(self, num_bytes: int) -> None:
+        """Wait until so many bytes may be written. Raises the first error of the copy."""
+        if self._pace is not None:
+            self._pace.wait(num_bytes, self.check)
 
     @contextmanager
     def end_on_error(self) -> Iterator[None]:
@@ -160,6 +173,7 @@ class _Transfer:
                 reader, sink = self._open_ends()
                 data = lease.segment.view[: self._parcel.num_bytes - offset]
                 self._read(reader, offset, data)
+                self._copy.wait_to_write(len(data))
                 sink.write(offset, data, lease)
             finally:
                 lease.release()

@@ -116,6 +116,37 @@ def test_a_rank_that_cannot_do_its_part_is_named_and_nothing_is_left(worlds: Wor
     assert not worlds.root.exists() or not list(worlds.root.iterdir())
 
 
+RAISES = """
+import async_ckpt
+weights = fsdp()["model"].state_dict()
+for number in range(2):
+    config = here.root + "-absent" if number == {which} and here.rank == {rank} else None
+    try:
+        async_ckpt.export_hf(weights, here.root + "/hf", config).result()
+        here.tell("done")
+    except Exception as error:
+        here.tell([type(error).__name__, str(error)])
+    here.meet(f"tried{{number}}")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_call_that_raises_on_one_rank_fails_the_others_at_once(worlds: Worlds, rank: int, which: int):
+    """In the first export the others wait for rank 0's word; later rank 0 for the parts of the others."""
+    ended = worlds.run(2, RAISES.format(rank=rank, which=which), patience=PATIENCE)
+
+    for number, one in enumerate(ended):
+        told = one.told[which]
+        if number == rank:
+            assert told[0] == "NotADirectoryError"
+        elif number == 0 or which == 0 or told != "done":  # a rank that has done its part waits for nobody
+            assert told[0] == "PeerFailedError"
+            assert f"rank {rank}: NotADirectoryError: config_folder" in told[1]
+        assert one.told[1 - which] == "done"
+    assert [path.name for path in worlds.root.iterdir()] == ["hf"]
+
+
 def test_a_rank_that_lacks_some_weights_leaves_a_gap_that_is_told(worlds: Worlds):
     rank_0, rank_1 = worlds.run(2, FAILS.format(harm="del weights['2.weight']"))
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError, NotCommittedError, StateMismatchError, UntrustedObjectError
-from async_ckpt.integrations.dcp import convert, restore, to_dcp
+from async_ckpt.integrations.dcp import TarStorageWriter, convert, restore, to_dcp
 
 
 def of_torch(state: Any, path: Path) -> Path:
@@ -61,6 +61,24 @@ def test_load_gives_the_state_that_torch_has_saved(tmp_path):
 
     assert difference(plain(async_ckpt.load(folder)), plain(state)) is None
     assert difference(plain(async_ckpt.load(folder, select="optim")), plain({"optim": state["optim"]})) is None
+
+
+@pytest.mark.parametrize("by", ["torch", "us"])
+def test_dicts_without_entries_which_dcp_leaves_out_are_not_missing(tmp_path, by):
+    def state(fill: float) -> Any:
+        return {"model": {"w": torch.full((3,), fill), "none": {}}, "extra": {}, "deep": {"a": {}, "b": {"c": {}}}}
+
+    if by == "torch":
+        folder = of_torch(state(1.0), tmp_path / "x")
+    else:
+        folder = tmp_path / "x"
+        dcp.save(state(1.0), storage_writer=TarStorageWriter(folder))
+    live = state(0.0)
+    restore(live, folder)
+
+    assert difference(live, state(1.0)) is None
+    with pytest.raises(StateMismatchError, match=r"missing in the checkpoint: more$"):
+        restore({**live, "more": {"d": {}, "e": torch.ones(2)}}, folder)
 
 
 def test_restore_fills_a_model_and_its_optimizer(tmp_path):

@@ -104,7 +104,7 @@ def test_a_report_is_one_line_and_its_numbers_go_to_a_logger(run: Path) -> None:
     assert str(VerifyReport("x.tar", 1, 10**9, 1.0)).startswith("x.tar: the archive is sound, 1.00 GB")
     assert str(VerifyReport("x", 1, 10**9, 1.0, (7,))).startswith("x: step 7 is sound")
     assert report.as_dict("verify/") == {
-        "verify/num_steps": 3.0, "verify/num_notes": 1.0, "verify/num_archives": 3.0, "verify/num_bytes": 4e9,
+        "verify/num_steps": 3.0, "verify/num_versions": 0.0, "verify/num_notes": 1.0, "verify/num_archives": 3.0, "verify/num_bytes": 4e9,
         "verify/seconds": 2.0, "verify/bandwidth": 2e9,
     }  # fmt: skip
     assert all(math.isfinite(number) for number in async_ckpt.verify(run).as_dict().values())
@@ -574,3 +574,77 @@ def test_an_archive_of_a_store_that_is_replaced_while_it_is_read_is_an_error(
 def test_an_archive_in_memory_is_verified() -> None:
     async_ckpt.save(STATE, "memory://verify/x.tar").result()
     assert async_ckpt.verify("memory://verify/x.tar").num_archives == 1
+
+
+# --- what others wrote, and what is published
+
+
+@pytest.fixture
+def dcp(tmp_path: Path) -> Path:
+    import torch.distributed.checkpoint
+
+    state = {"model": {"w": torch.randn(1000, 700), "b": torch.zeros(3)}, "note": "a text", "empty": torch.empty(0, 2)}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    return tmp_path / "dcp"
+
+
+def test_a_folder_of_dcp_is_compared_with_the_checksums_of_torch(dcp: Path):
+    report = async_ckpt.verify(dcp)
+
+    assert report.steps == ()
+    assert report.num_archives == len(list(dcp.glob("*.distcp")))
+    assert 1000 * 700 * 4 < report.num_bytes <= sum(path.stat().st_size for path in dcp.iterdir())
+    assert "CRC-32" in report.notes[0]
+
+
+@pytest.mark.parametrize("at", [0.3, 0.6, 0.9])
+def test_a_flipped_bit_in_a_folder_of_dcp_is_named(dcp: Path, at: float):
+    file = dcp / "__0_0.distcp"
+    flip(file, int(at * file.stat().st_size))
+
+    with pytest.raises(
+        CorruptCheckpointError, match=r"1 of its entries are damaged, such as model\.w: .*__0_0"
+    ) as raised:
+        async_ckpt.verify(dcp)
+
+    assert raised.value.tensors == ("model.w",)
+
+
+@pytest.mark.parametrize("harm", ["truncated", "missing"])
+def test_a_file_of_dcp_that_is_not_whole_is_named(dcp: Path, harm: str):
+    file = dcp / "__0_0.distcp"
+    if harm == "missing":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size // 2)
+
+    with pytest.raises(CorruptCheckpointError, match=f"{file}: .*{harm}"):
+        async_ckpt.verify(dcp)
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Path:
+    weights = {"w": torch.randn(500, 300), "b": torch.zeros(7)}
+    with async_ckpt.Publisher(tmp_path / "weights", anchor_every=3) as publisher:
+        for version in (1, 2, 3, 4):
+            weights["w"][version] += 1
+            publisher.publish(weights, version).result()
+    return tmp_path / "weights"
+
+
+def test_all_versions_of_a_publication_are_verified(versions: Path):
+    report = async_ckpt.verify(versions)
+
+    assert (report.versions, report.steps, report.num_archives) == ((1, 2, 3, 4), (), 4)
+    assert "4 versions, 1 to 4, are sound" in str(report)
+    assert report.as_dict()["num_versions"] == 4.0
+
+
+def test_a_damaged_version_is_named_with_those_that_are_built_on_it(versions: Path):
+    file = max((versions / "weight_v000002").glob("*.safetensors"))
+    flip(file, file.stat().st_size - 1)
+
+    with pytest.raises(CorruptCheckpointError, match="damaged: version 2, 3; sound: 1, 4") as raised:
+        async_ckpt.verify(versions)
+
+    assert (raised.value.damaged_steps, raised.value.sound_steps) == ((2, 3), (1, 4))

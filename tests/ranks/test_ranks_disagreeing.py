@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from racing import PATIENCE
 from rank_oracle import saved
 from rank_states import numbered
 from states import open_run
@@ -61,6 +62,33 @@ def test_a_rank_with_another_state_is_told_of_by_name_on_all_ranks(worlds, chang
         assert text in told.get("text", ""), told
         assert not told.get("undecided"), told
     assert open_run(worlds.root).steps() == sorted({1, 2, 3} - {step})
+
+
+OTHER_STEP = """
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(1), 1)
+    here.save(ckpt, small(2), 2 if here.rank != {rank} else 7)
+    here.save(ckpt, small(2), 2)
+    here.save(ckpt, small(7), 7)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_saves_another_step_is_told_to_all_within_seconds(worlds, rank):
+    ended = worlds.run(3, OTHER_STEP.format(rank=rank), patience=PATIENCE)
+
+    for number, one in enumerate(ended):
+        told = one.saves[1]
+        assert (told["error"], told["undecided"]) == ("PeerFailedError", False)
+        assert (told["rank"] == 0) == (number != 0 and (number == rank or rank == 0)), told
+        assert "step 2" in told["text"]
+        assert "step 7" in told["text"]
+        assert "give all ranks the same arguments" in told["text"]
+        assert [save.get("status") for save in one.saves[2:]] == ["committed"] * 2
+    assert open_run(worlds.root).steps() == [1, 2, 7]
+    for step in (1, 2, 7):
+        there = [path.name.split(".")[0] for path in (worlds.root / f"step_{step:08d}").iterdir()]
+        assert sorted(there) == ["archives", "layout", "manifest", "rank_00000", "rank_00001", "rank_00002"]
 
 
 STAGES = """

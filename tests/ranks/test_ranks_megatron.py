@@ -11,7 +11,7 @@ from rank_states import numbered
 from states import open_run
 
 import async_ckpt
-from async_ckpt import UnsupportedStateError
+from async_ckpt import StateMismatchError, UnsupportedStateError
 from async_ckpt.slicing.sharded import Slicer
 from async_ckpt.state.capture import capture
 
@@ -174,3 +174,39 @@ def test_what_of_megatron_has_no_place_is_refused_by_name(state, told):
 def test_one_file_takes_none_of_them(tmp_path):
     with pytest.raises(UnsupportedStateError, match=r"a\.x: a ShardedTensor is spread over ranks"):
         async_ckpt.save({"a": {"x": PART}}, tmp_path / "x.tar")
+
+
+def embedding(num_rows: int, first: int, **options) -> dict:
+    """Rows of a vocabulary that is padded to a multiple of the number of ranks, filled with -1."""
+    part = ShardedTensor.of("embedding", torch.full((num_rows, 4), -1.0), (0, first // num_rows, 2), **options)
+    return {"model": {"e": part}}
+
+
+@pytest.mark.parametrize(("num_rows", "num_loaded"), [(6, 4), (5, 5), (3, 3), (12, 0)])
+def test_with_allow_shape_mismatch_the_overlap_is_loaded_and_the_rest_left_as_it_is(tmp_path, num_rows, num_loaded):
+    """Ten rows were saved; the second of two ranks holds as many rows from there on."""
+    saved = torch.arange(40.0).view(10, 4)
+    with open_run(tmp_path) as ckpt:
+        ckpt.save({"model": {"embedding": saved}}, step=1).result()
+        state = embedding(num_rows, num_rows)
+        if num_rows != 5:
+            with pytest.raises(StateMismatchError, match=r"float32\[10, 4\] in the checkpoint"):
+                ckpt.restore(state)
+        state["model"]["e"].allow_shape_mismatch = True
+        assert ckpt.restore(state) == 1
+
+    rows = state["model"]["e"].data
+    assert torch.equal(rows[:num_loaded], saved[num_rows : num_rows + num_loaded])
+    assert bool((rows[num_loaded:] == -1).all())
+
+
+def test_allow_shape_mismatch_of_a_flattened_range(tmp_path):
+    """As of a distributed optimizer: elements 2 to 14 of the four rows from row 8 on."""
+    saved = torch.arange(40.0).view(10, 4)
+    part = ShardedTensor.of("embedding", torch.zeros(4, 4), (0, 2, 3))
+    part.data, part.flattened_range, part.allow_shape_mismatch = torch.full((12,), -1.0), slice(2, 14), True
+    with open_run(tmp_path) as ckpt:
+        ckpt.save({"model": {"embedding": saved}}, step=1).result()
+        assert ckpt.restore({"model": {"e": part}}) == 1
+
+    assert part.data.tolist() == [*saved.view(-1)[34:].tolist(), *[-1.0] * 6]

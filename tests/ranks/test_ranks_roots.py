@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from racing import until
+from racing import PATIENCE, until
 from rank_oracle import run_of, saved
 from rank_states import numbered
 from states import open_run
@@ -47,6 +47,44 @@ def test_several_roots_have_every_step_each(worlds, tmp_path):
     ended = worlds.run(2, TWICE.format(root=f"{[str(root) for root in roots]}"))
 
     assert [save.get("status") for one in ended for save in one.saves] == ["committed"] * 4
+    for root in roots:
+        assert_committed(root, [1, 2])
+
+
+SECOND_AWAY = """
+from async_ckpt import StorageUnavailableError
+from async_ckpt.storage.local import LocalStorage
+put_new, failed = LocalStorage.put_new, []
+
+def put(storage, path, data):
+    is_second = path.endswith("00000001/manifest.json") and str(storage.root).endswith("b")
+    if here.rank == 0 and is_second and not failed:
+        failed.append(path)
+        if {arrives}:
+            put_new(storage, path, data)
+        raise StorageUnavailableError("no answer", path=path)
+    return put_new(storage, path, data)
+
+LocalStorage.put_new = put
+with open_run({roots}) as ckpt:
+    for step in (1, 2):
+        here.save(ckpt, small(step), step)
+"""
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_ranks_do_not_wait_for_a_second_manifest_whose_put_has_failed(worlds, tmp_path, arrives):
+    """All must have it, so the save has failed; it is committed at the first root, and the second is caught up."""
+    roots = [tmp_path / "a", tmp_path / "b"]
+    script = SECOND_AWAY.format(roots=[str(root) for root in roots], arrives=arrives)
+    ended = worlds.run(3, script, patience=PATIENCE)
+
+    for one in ended:
+        told, later = one.saves
+        assert told.get("error") == "StorageUnavailableError" or (arrives and one is not ended[0]), told
+        assert later.get("status") == "committed"
+    if not arrives:
+        assert "committed at another root" in ended[1].saves[0]["text"]
     for root in roots:
         assert_committed(root, [1, 2])
 

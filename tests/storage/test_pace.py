@@ -132,3 +132,16 @@ def test_a_save_that_fails_does_not_go_on_waiting(tmp_path):
 def test_what_is_no_bandwidth_is_refused(tmp_path, wrong):
     with pytest.raises(ValueError, match="max_bandwidth must be a number of bytes per second"):
         AsyncCheckpointer(tmp_path, max_bandwidth=wrong)
+
+
+def test_the_limit_applies_to_copies_that_catch_a_root_up(tmp_path, monkeypatch):
+    roots = [tmp_path / "a", tmp_path / "b"]
+    with open_run(roots[0]) as ckpt:
+        report = ckpt.save(state_at(1, mib=9), step=1).result()
+    paced: list[int] = []
+    monkeypatch.setattr(Pace, "wait", lambda _, num_bytes, check: paced.append(num_bytes))
+
+    with open_run(roots, max_bandwidth=1e12) as ckpt:
+        assert ckpt.catch_up() == {str(roots[0]): [], str(roots[1]): [1]}
+
+    assert sum(paced) == report.num_bytes

@@ -22,10 +22,11 @@ from ...loading.archives.contents import CPU, Contents, Part
 from ...loading.archives.step_archives import Readers
 from ...loading.fill import Wanted
 from ...ranks.world import world_of
+from ...runs.record import DCP_RECORD
 from ...spec import with_article
 from ...state.names import Path, shown
 from ...state.tree import StoredLeaf, ValuesByRank, leaves, replaced
-from .fqn import KEPT, flattened, planner_data_of
+from .fqn import flattened, planner_data_of
 
 
 class SavedItem(NamedTuple):
@@ -56,7 +57,7 @@ def readers_of_this_rank(from_ranks: Mapping[str, int] | None) -> Readers:
 
 def kept_metadata(parts: Sequence[Part]) -> Mapping[str, Any]:
     """The metadata that `TarStorageWriter` keeps in the record of a step."""
-    kept = None if parts[0].manifest is None else parts[0].manifest.record.get(KEPT)
+    kept = None if parts[0].manifest is None else parts[0].manifest.record.get(DCP_RECORD)
     return kept if isinstance(kept, dict) else {}
 
 

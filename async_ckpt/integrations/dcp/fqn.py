@@ -10,7 +10,7 @@ nested state itself, so the names follow from it; only metadata that does not is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
@@ -18,9 +18,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ...spec import Json
 from ...state.names import Path
 from ...state.tree import Encoder, StoredLeaf, decode
-
-# The key in a manifest's record for metadata that does not follow from the state.
-KEPT: Final = "torch.distributed.checkpoint"
 
 
 def path_of(name: str, planner_data: Any) -> Path:

@@ -30,6 +30,7 @@ from ...runs.foreign_entries import OF_DCP
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import Archive, Manifest, archive_name, parse
 from ...runs.naming import parse_step_name, pattern_of
+from ...runs.record import DCP_RECORD
 from ...runs.root import Root
 from ...runs.sweep import Sweeper
 from ...saving import default
@@ -45,7 +46,7 @@ from ...state.names import Path, shown
 from ...state.per_rank import nested
 from ...storage.interface import Storage
 from ...storage.place import Anywhere, Place, place_of, written_at
-from .fqn import KEPT, metadata_to_keep, path_of
+from .fqn import metadata_to_keep, path_of
 from .stager import PinnedStager
 
 # The index in the result of a rank that writes no item: no name of torch's is empty.
@@ -183,7 +184,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         metadata.storage_meta = self.storage_meta()
         kept = metadata_to_keep(metadata, (name for report in written.values() for name in report.blobs))
         archives = tuple(written[rank].archive for rank in sorted(written))
-        self._commit(save, archives, {KEPT: {**kept, "save_id": save.save_id}})
+        self._commit(save, archives, {DCP_RECORD: {**kept, "save_id": save.save_id}})
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save.save_id)

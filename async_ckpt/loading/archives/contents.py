@@ -19,6 +19,7 @@ from ...errors import CorruptCheckpointError, FormatVersionError
 from ...format.index import VERSION, Index, Slice
 from ...host.memory import advise_huge_pages
 from ...runs.manifest import Manifest
+from ...runs.record import DCP_RECORD
 from ...slicing.cover import Box, Cover, cover, strided_copies
 from ...spec import BLOCK_BYTES, DTYPES, Extent
 from ...state.dtypes import dtype_named
@@ -58,6 +59,9 @@ class Contents:
         return CorruptCheckpointError(f"{self.path}: {why}; {self._advice}", path=self.path)
 
     # --- for subclasses ---------------------------------------------------------------------------------------
+
+    keeps_empty: ClassVar[bool] = True
+    """False if torch.distributed.checkpoint has written it, which leaves out dicts without entries."""
 
     @property
     def is_verified(self) -> bool:
@@ -309,6 +313,11 @@ class Part(NamedTuple):
     groups: Groups = None
     manifest: Manifest | None = None
     """The manifest that names it, if one does."""
+
+    @property
+    def keeps_empty(self) -> bool:
+        """False if it was saved through torch.distributed.checkpoint, which leaves out dicts without entries."""
+        return self.archive.keeps_empty and (self.manifest is None or DCP_RECORD not in self.manifest.record)
 
 
 def _ask_for_huge_pages(tensor: torch.Tensor) -> None:

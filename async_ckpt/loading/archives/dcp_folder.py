@@ -13,7 +13,7 @@ import contextlib
 import functools
 import math
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -59,6 +59,7 @@ class OpenDcp(Contents):
     """
 
     _advice: ClassVar[str] = "fetch it again, or load it with torch.distributed.checkpoint"
+    keeps_empty: ClassVar[bool] = False
 
     def __init__(self, storage: Storage, stack: contextlib.ExitStack) -> None:
         super().__init__(JoinedFile(()), path=storage.locate(""))
@@ -151,6 +152,19 @@ class OpenDcp(Contents):
                 raise self.corrupt(f"{shown((name,))} is not of the shape or dtype that the metadata says")
             sources.append(Source(file, Slice(0, name, extent, chunk.offsets, chunk.sizes), box))
         return sources
+
+    def items(self) -> Iterator[tuple[str, Contents, Blob]]:
+        """Every stored item: its name, its open file and its place there. Raises CorruptCheckpointError for a gap, and
+        for a file that is missing or truncated.
+        """
+        for number, tensor in enumerate(self._tensors):
+            name = self.index.tensors[number].dotted
+            for box in cover(tensor.shape, [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks])[1]:
+                raise self.corrupt(f"{shown((name,))}: {box} of shape {list(tensor.shape)} is in none of its files")
+            for chunk in tensor.chunks:
+                yield name, self._open_file(chunk.blob), chunk.blob
+        for name, blob in self._blobs:
+            yield name, self._open_file(blob), blob
 
     # --- parts ------------------------------------------------------------------------------------------------
 

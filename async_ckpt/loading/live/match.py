@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from enum import Enum
 from typing import Any
 
@@ -60,14 +60,19 @@ class Match:
         chosen: Selector | None,
         state_dicts: LiveStateDicts,
         root: Any = None,
+        *,
+        keeps_empty: bool = True,
     ) -> None:
-        """`chosen` is the selection, None for all; `root` is the whole live state, whose modules name parameters."""
+        """`chosen` is the selection, None for all; `root` is the whole live state, whose modules name parameters.
+
+        `keeps_empty`: the writer of the archive has not left out dicts without entries.
+        """
         self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
         self.differences = Differences(chosen)
         self.archive, self._objects = archive, objects
         self._new: dict[int, torch.Tensor] = {}  # memory of tensors without a live counterpart
-        self._state_dicts, self._root = state_dicts, root
+        self._state_dicts, self._root, self._keeps_empty = state_dicts, root, keeps_empty
         self._slicer = Slicer()
         self._has_tensors = False  # even if this rank holds no part of them
         self._groups: dict[Path, dict[Any, Any]] = {}  # the saved dicts at the top and of the groups
@@ -181,6 +186,8 @@ class Match:
             refusal = str(error).removeprefix(f"{shown(path)}: ").removesuffix("; nothing was written")
             self.differences.add(path, f"cannot be filled: {refusal}")
             return live
+        if is_keyed and getattr(live, "allow_shape_mismatch", False) and len(shape) == len(indexed.shape):
+            shape, parts = indexed.shape, list(_overlaps(parts, indexed.shape))
         why = next(filter(None, (why_not(part) for _, part in parts)), None)
         if why:
             self.differences.add(path, f"cannot be filled: {why}")
@@ -322,13 +329,19 @@ class Match:
             self._groups[path], names = saved, keys_below(live, deep=bool(path))
         keyed = [key for key, value in live.items() if is_of_megatron(value)]
         others = {name: value for name, value in saved.items() if name not in names}
-        self._compare_names([key for key in live if key not in keyed], others, path)
+        self._compare_names(
+            [key for key in live if not (key in keyed or self._is_left_out(live, key, saved))], others, path
+        )
         for key in list(live):
             if key in keyed:
                 self._megatron_tensor(live[key], (*path, key))
             elif key in others:
                 self._entry(live, key, saved[key], (*path, key))
         return live
+
+    def _is_left_out(self, live: MutableMapping[Any, Any], key: Any, saved: dict[Any, Any]) -> bool:
+        """True for an empty dict of the live state, if the writer of the archive leaves those out."""
+        return key not in saved and not self._keeps_empty and _is_empty(live[key])
 
     def _megatron_tensor(self, live: Any, path: Path) -> None:
         """Match one of Megatron's sharded tensors, which has its own name in the group that it lies in."""
@@ -437,6 +450,22 @@ class Match:
             else (saved.cls if isinstance(saved, SavedRecord) else type(saved)).__qualname__
         )
         self.differences.add(path, f"{here} and {with_article(kind)} in the checkpoint")
+
+
+def _overlaps(
+    parts: Iterable[tuple[Ints | None, torch.Tensor]], shape: Ints
+) -> Iterator[tuple[Ints | None, torch.Tensor]]:
+    """The parts of a tensor as far as they lie in one of another shape."""
+    for offsets, part in parts:
+        at = (0,) * part.ndim if offsets is None else offsets
+        sizes = [min(size, whole - begin) for size, whole, begin in zip(part.shape, shape, at, strict=True)]
+        if all(size > 0 for size in sizes):
+            yield at, part.detach()[tuple(map(slice, sizes))]
+
+
+def _is_empty(value: Any) -> bool:
+    """True for a dict that has nothing in it, but perhaps other such dicts."""
+    return isinstance(value, dict) and all(map(_is_empty, value.values()))
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
