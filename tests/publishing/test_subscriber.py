@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -592,7 +593,8 @@ def test_pulls_into_one_folder_come_one_after_the_other(line, local, monkeypatch
     first = Call(lambda: line.subscriber().pull(local, 1))
     gate.wait_reached()
     begun = threading.Event()
-    monkeypatch.setattr(folders, "_try_lock", lambda fd, _real=folders._try_lock: (begun.set(), _real(fd))[1])
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda fd, how: (begun.set(), flock(fd, how))[1])
     second = Call(lambda: line.subscriber().pull(local, 2))
     assert begun.wait(60)
     gate.open()

@@ -50,7 +50,7 @@ def test_a_guarded_call_enqueues_as_much_for_many_deferred_tensors_as_for_few(tm
     few = operations_of_call(sim, tmp_path / "few", monkeypatch, deferred=2)
     many = operations_of_call(sim, tmp_path / "many", monkeypatch, deferred=60)
 
-    assert many == few
+    assert abs(many - few) <= 1  # of all saves on a device, an event follows each 128th copy
     assert few <= 16
 
 
@@ -60,7 +60,7 @@ def test_small_tensors_that_lie_side_by_side_are_one_copy(tmp_path, sim, monkeyp
     few = operations_of_call(sim, tmp_path / "few", monkeypatch, deferred=deferred, small=2)
     many = operations_of_call(sim, tmp_path / "many", monkeypatch, deferred=deferred, small=300)
 
-    assert many == few
+    assert abs(many - few) <= 1  # of all saves on a device, an event follows each 128th copy
 
 
 def test_a_call_enqueues_a_copy_for_each_large_tensor_however_many_segments_it_is_in(tmp_path, sim, monkeypatch):

@@ -26,7 +26,7 @@ from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
 from async_ckpt.ranks import agreement, divide, meeting
 from async_ckpt.ranks.agreement import Agreement
 from async_ckpt.runs.receipts import Exchange
-from async_ckpt.runs.run import Run
+from async_ckpt.runs.sweep import Sweeper
 from async_ckpt.saving.targets import StepTarget
 from async_ckpt.storage.local import LocalSink, LocalStorage
 
@@ -291,7 +291,7 @@ _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
         "put_new",
         lambda _, path, *__: path if path.endswith("manifest.json") else "",
     ),
-    "sweep": (Run, "sweep_once", lambda *_: "sweep"),
+    "sweep": (Sweeper, "sweep_once", lambda *_: "sweep"),
     "decision": (Exchange, "decision", lambda exchange: exchange.folder),
     "driver": (StepTarget, "_write_driver", lambda target: target._name),
     "verdict": (Exchange, "put_verdict", lambda exchange, *_: exchange.folder),
