@@ -16,7 +16,7 @@ import pytest
 import receiver
 import torch
 from exported import assert_same, weights_in
-from published import Line, files_below
+from published import Line, files_below, files_but_the_marker
 from safetensors.torch import save_file
 from streams import INDEX, Stream
 
@@ -314,10 +314,10 @@ def test_a_damaged_delta_of_others_takes_nothing_away_also_where_there_is_no_anc
     data = bytearray(path.read_bytes())
     data[-3] ^= 8
     path.write_bytes(data)
-    before = files_below(local)
+    before = files_but_the_marker(local)
     with pytest.raises(CorruptCheckpointError):
         Subscriber(stream.root).pull(local)
-    assert files_below(local) == before
+    assert files_but_the_marker(local) == before
 
 
 def test_a_sealed_delta_without_its_base_is_refused(tmp_path):

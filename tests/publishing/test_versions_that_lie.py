@@ -11,7 +11,7 @@ import pytest
 import torch
 from exported import assert_same, weights_in
 from fuzz_versions import Model, Stage, flip_bits, run, wrong
-from published import Line, as_others_write, edit, files_below
+from published import Line, as_others_write, edit, files_below, files_but_the_marker
 from safetensors.torch import load_file, save_file
 from slices import some
 
@@ -178,11 +178,6 @@ def change_weights(root: Path, change: Any) -> None:
     index_of(root, 5).write_text(json.dumps({"weight_map": dict.fromkeys(state, "model.safetensors")}))
 
 
-def but_the_marker(local: Path) -> dict[str, bytes]:
-    """The folder was copied, so a pull compares every checksum, and notes the stamps of these files in the marker."""
-    return {name: data for name, data in files_below(local).items() if name != ".weight_sync/state.json"}
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -201,11 +196,11 @@ def test_an_anchor_of_others_has_the_tensors_of_what_is_here(note, change, stage
     if note == "nothing":
         (local / ".weight_sync" / "state.json").unlink()
     change_weights(root, change)
-    before = but_the_marker(local)
+    before = files_but_the_marker(local)
     for into in (local, Model()):
         with pytest.raises(StateMismatchError):
             Subscriber(root).pull(into, 5)
-    assert but_the_marker(local) == before
+    assert files_but_the_marker(local) == before
 
 
 def longer(path: Path) -> None:
