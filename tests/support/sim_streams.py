@@ -107,7 +107,7 @@ class Scheduler:
         self.broken: set[int] = set()
         self.races: list[str] = []
         self.failures: list[str] = []
-        self.num_waiting = 0  # threads, for work that cannot go on
+        self._waiting: set[int] = set()  # threads that wait for work that cannot go on; of this start alone
         self.num_operations = 0
         self._num_run = 0
         # What any thread has waited for: they are taken for one.
@@ -117,6 +117,11 @@ class Scheduler:
         self._accesses: dict[int, list[Access]] = {}  # by the address of the block that they are in
         self._blocks: list[int] = []
         self._is_advancing = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Threads that wait for work that cannot go on."""
+        return len(self._waiting)
 
     def new_queue(self, device: int, *, of_training: bool) -> Queue:
         with self.changed:
@@ -265,9 +270,9 @@ class Scheduler:
                 if not self._go_on(mark):
                     timeout -= 0.02
                     assert timeout > 0, "a stream waits for what nobody lets go"
-                    self.num_waiting += 1
+                    self._waiting.add(threading.get_ident())
                     self.changed.wait(0.02)
-                    self.num_waiting -= 1
+                    self._waiting.discard(threading.get_ident())
             self.check(mark.queue.device)
             self._see(mark)
 
