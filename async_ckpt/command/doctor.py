@@ -155,8 +155,14 @@ def _credentials() -> Iterator[Finding]:
         if name in os.environ:
             yield Finding("ok", "credentials", f"{name} is set, for {scheme}")
     home = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", Path.home() / ".aws/credentials"))
-    if home.exists():
-        yield Finding("ok", "credentials", f"{home} is there, for s3://")
+    try:
+        home.stat()
+    except FileNotFoundError:
+        return
+    except OSError as error:  # as for a service whose HOME is still that of another user
+        yield Finding("note", "credentials", f"{home}: {error.strerror}: set HOME or AWS_SHARED_CREDENTIALS_FILE")
+        return
+    yield Finding("ok", "credentials", f"{home} is there, for s3://")
 
 
 def _disk(root: Place) -> Iterator[Finding]:

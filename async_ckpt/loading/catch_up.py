@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from ..errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StepExistsError
-from ..runs.manifest import Archive, missing_error
+from ..runs.manifest import Archive, Manifest, missing_error
 from ..runs.receipts import archives_of, read_beside
 from ..runs.roots import Roots
 from ..runs.run import Run
@@ -88,7 +88,7 @@ def copy_step(
             committed += copy_step(
                 source, target, earlier, check=check, background=background, on_bytes=on_bytes, mends=mends, pace=pace
             )
-    with contextlib.ExitStack() as locks:
+    with contextlib.ExitStack() as locks, _deletion_told(source, manifest):
         folder = source.folder(step)
         parcels = []
         for archive in (*archives_of(source.storage, folder, manifest), *manifest.beside):
@@ -112,6 +112,16 @@ def copy_step(
             target.storage.replace(f"{target.folder(step)}/{entry.name}", data)
         target.adopt(manifest, replaces=replaced)
     return [*committed, step]
+
+
+@contextlib.contextmanager
+def _deletion_told(source: Run, manifest: Manifest) -> Iterator[None]:
+    """Damage that the block finds is none if the step has been deleted meanwhile: then NotCommittedError is raised."""
+    try:
+        yield
+    except CorruptCheckpointError:
+        source.manifest(manifest.step)
+        raise
 
 
 def _is_there(storage: Storage, path: str, archive: Archive, *, reads_all: bool) -> bool:

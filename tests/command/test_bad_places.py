@@ -1,10 +1,14 @@
-"""Stores that refuse or never answer: each command ends with one line and a status."""
+"""Places that refuse or never answer: each command ends with one line and a status."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,8 @@ import pytest
 import torch
 from commands import Ended, run_command
 from states import open_run
+
+from async_ckpt.storage.local import LocalStorage
 
 KEYS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "secret-of-the-test"}
 READERS = [
@@ -89,3 +95,66 @@ def test_a_store_that_never_answers_is_given_up(root: Path, tmp_path: Path, call
         store = ["--endpoint", f"http://127.0.0.1:{mute.getsockname()[1]}", "--region", "x", "--deadline", "0.5"]
         ended = run_command(*arguments_of(call, "s3://bucket/a", root, tmp_path), *store, "--json", **KEYS)
     assert_is_one_line(ended, 74, "s3://bucket/a")
+
+
+@contextmanager
+def as_somebody_else() -> Iterator[None]:
+    """With the rights of a user who owns nothing here. Root may read everything; other users have no choice."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("call", READERS, ids=lambda call: call[0])
+def test_a_step_without_permission_is_named(call: tuple[str, ...]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        root, tmp = Path(folder, "a"), Path(folder, "out")
+        tmp.mkdir()
+        with open_run(root) as ckpt:
+            for step in (1, 2):
+                ckpt.save({"w": torch.full((1000,), float(step))}, step).result()
+        fine = run_command(*arguments_of(call, root, root, tmp))  # also imports what the other user may not read
+        assert fine.returncode == 0, fine.stderr
+        os.chmod(root / "step_00000002", 0)
+        with as_somebody_else():
+            ended = run_command(*arguments_of(call, root, root, tmp), "--json")
+        os.chmod(root / "step_00000002", 0o755)
+    assert_is_one_line(ended, 74, "step_00000002", "Permission denied")
+
+
+@pytest.mark.parametrize(("method", "file"), [("read", "manifest.json"), ("open", ".tar")])
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("call", READERS[:3] + READERS[4:5], ids=lambda call: call[0])
+def test_of_a_run_whose_step_vanishes_while_it_is_read_the_others_are_read(
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: tuple[str, ...],
+    step: int,
+    method: str,
+    file: str,
+) -> None:
+    folder, real = f"step_{step:08d}", getattr(LocalStorage, method)
+
+    def vanishing(self: LocalStorage, path: str, *arguments: Any, **options: Any) -> Any:
+        if path.startswith(folder) and path.endswith(file) and (root / folder).exists():
+            shutil.rmtree(root / folder)
+            for name in ("latest", "checkpoints.jsonl"):  # as retention leaves them, without that step
+                (root / name).unlink(missing_ok=True)
+        return real(self, path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, method, vanishing)
+        ended = run_command(*arguments_of(call, root, root, tmp_path))
+    if call[0] == "verify":  # which may also say that the tracker is missing
+        assert ended.returncode == 0 or "async-ckpt repair" in ended.stdout
+    else:
+        assert ended.returncode == 0, ended.stderr
+    if call[0] == "cp":
+        assert run_command("verify", tmp_path / "b").returncode == 0

@@ -63,7 +63,9 @@ def test_a_store_is_measured_and_left_as_it_was(bucket: Any) -> None:  # noqa: F
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "async_ckpt", "bench", str(tmp_path), "--size", "200MB"]
+    before = signal.signal(number, signal.default_int_handler)  # a child inherits only that a signal is ignored
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        signal.signal(number, before)
         until(lambda: any(tmp_path.glob("async-ckpt-bench.*/run/step_*")))
         child.send_signal(number)
         out, _ = child.communicate(timeout=60)
