@@ -30,7 +30,7 @@ from .spec import whole_bytes
 from .staging.guard import unwrapped
 from .staging.held_snapshot import HeldSnapshot, begin
 from .state.names import Select
-from .state.taken import TakenOnce
+from .state.state_dict_cache import StateDictCache
 from .storage.place import Anywhere, place_of, storage_at, written_at
 
 _OTHER_COMPRESSIONS: Final = (".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
@@ -72,7 +72,7 @@ def save(
     IsADirectoryError or NotADirectoryError for a path that cannot be written to, and PeerFailedError if another rank
     has failed, or does not call. All other errors are raised by the handle.
     """
-    place, state_dicts = written_at(path), TakenOnce()
+    place, state_dicts = written_at(path), StateDictCache()
     world = world_of_group()
     is_spread = world.has_group and state_dicts.is_spread(obj)
     if is_spread and not world.is_one:
@@ -89,7 +89,7 @@ def save(
 
 
 def _save_on_ranks(
-    world: World, folder: OneOffFolder, obj: Any, guard: Any, select: Select, state_dicts: TakenOnce
+    world: World, folder: OneOffFolder, obj: Any, guard: Any, select: Select, state_dicts: StateDictCache
 ) -> SaveHandle:
     ranks, saver = default.ranks_saver(world)
     request = FolderRequest(obj, folder, ranks, guard=guard, select=select, state_dict_of=state_dicts.of)

@@ -10,6 +10,7 @@ launch what a save launches, by the same code.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import torch
 
@@ -20,7 +21,7 @@ from .guard import is_large
 from .tripwires import SAMPLE_BYTES
 
 # Some kernels differ for memory that is not aligned to this.
-_ALIGNMENT = 16
+_ALIGNMENT_BYTES: Final = 16
 
 
 class _DeviceNeeds:
@@ -73,13 +74,13 @@ def _copy_samples(device: Device, num_sampled: int) -> None:
 def _copy_pieces(device: Device, views: Iterable[torch.Tensor]) -> None:
     """Copy small tensors side by side, aligned and not, and then views like these."""
     with device.on_side():
-        tensors = [_zeros(device, num_bytes) for num_bytes in (_ALIGNMENT, _ALIGNMENT, 3, 5)]
+        tensors = [_zeros(device, num_bytes) for num_bytes in (_ALIGNMENT_BYTES, _ALIGNMENT_BYTES, 3, 5)]
         tensors += [_view_like(view, device) for view in views]
     pieces: list[Piece] = []
     at = 0
     for number, tensor in enumerate(tensors):
         if number not in (1, 3):  # which lie beside the one before
-            at += _ALIGNMENT
+            at += _ALIGNMENT_BYTES
         pieces.append(Piece(at, number, 0, tensor.nbytes))
         at += tensor.nbytes
     device.copy_now(at, pieces, tensors, [is_dense(tensor) for tensor in tensors])

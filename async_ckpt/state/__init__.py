@@ -4,7 +4,7 @@
 - `tree.py` makes skeletons and decodes them, with values of `plain.py` and `dtypes.py`, and names of `names.py`.
 - `division.py` divides a state among ranks, `skeletons.py` merges theirs, `per_rank.py` has values per rank.
 - `wrappers.py`: names behind DDP and FSDP; `megatron.py`: ShardedTensors; `rng.py`: random generators;
-  `optimizers.py`: those that one optimizer consists of.
+  `optimizers.py`: those that one optimizer consists of; `state_dict_cache.py`: state dicts, each taken once.
 """
 
 from .per_rank import PerRank as PerRank

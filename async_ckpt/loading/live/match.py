@@ -27,7 +27,7 @@ from ...state.dtypes import dtype_name
 from ...state.megatron import keys_below, name_of
 from ...state.names import Path, Selector, shown
 from ...state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
-from ...state.taken import SEQUENCES
+from ...state.state_dict_cache import SEQUENCES
 from ...state.tree import SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
 from ...state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
 from ..archives.contents import Contents

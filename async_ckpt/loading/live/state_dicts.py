@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ...state.taken import SEQUENCES, TakenOnce, items_of
+from ...state.state_dict_cache import SEQUENCES, StateDictCache, items_of
 from .kinds import is_plain_optimizer
 
 
-class LiveStateDicts(TakenOnce):
+class LiveStateDicts(StateDictCache):
     """The state dicts of one restore, taken on the thread that restores. `AsyncCheckpointer.restore` creates it."""
 
     def take_all(self, state: Any) -> None:

@@ -19,7 +19,7 @@ from .plain import fields_of, is_record
 SEQUENCES: Final = list | tuple | deque
 
 
-class TakenOnce:
+class StateDictCache:
     """State dicts, each of which is taken once: taking one may be a collective, or take minutes."""
 
     def __init__(self) -> None:
