@@ -20,7 +20,7 @@ from functools import cached_property
 from time import thread_time
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
-from async_ckpt.storage.interface import Reader, Sink
+from async_ckpt.storage.interface import Reader, Sink, Storage
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class Traffic:
         self.sent += sent
 
 
-class FarStorage:
+class FarStorage(Storage):
     """A bucket as one rank sees it: a `Storage` over a network."""
 
     remote = True

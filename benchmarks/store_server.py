@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -132,6 +133,7 @@ class Store:
         self.link = link
         self._lock = threading.Lock()
         self._objects: dict[str, Object] = {}  # under _lock, like all below
+        self._paths: list[str] | None = None  # of the objects, sorted; None since one came or went
         self._uploads: dict[str, dict[int, Body]] = {}
         self._numbers = itertools.count(1)
 
@@ -147,6 +149,8 @@ class Store:
             wanted = headers.get("if-match")
             if (found and headers.get("if-none-match") == "*") or (wanted and not (found and found.e_tag == wanted)):
                 return None
+            if found is None:
+                self._paths = None
             self._objects[key] = new
         return new
 
@@ -157,6 +161,7 @@ class Store:
     def delete(self, key: str) -> None:
         with self._lock:
             self._objects.pop(key, None)
+            self._paths = None
 
     def begin_upload(self) -> str:
         with self._lock:
@@ -178,12 +183,15 @@ class Store:
         up to the delimiter. One more than a page holds is there if another page follows.
         """
         with self._lock:
-            objects = sorted(self._objects.items())
+            if self._paths is None:
+                self._paths = sorted(self._objects)
+            objects, paths = self._objects.copy(), self._paths
         page: dict[str, Object | None] = {}
-        for path, item in objects:
+        for path in itertools.islice(paths, bisect_left(paths, f"{bucket}/{max(prefix, after)}"), None):
             key = path.removeprefix(f"{bucket}/")
             if path == key or not key.startswith(prefix):
-                continue
+                break
+            item = objects[path]
             folder, mark, _ = key[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
             name, found = (prefix + folder + mark, None) if mark else (key, item)
             if name > after:

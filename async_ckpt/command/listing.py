@@ -102,13 +102,14 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
     Raises:
         Answer: there is nothing to list.
     """
-    kind = kind_of(place)
+    names = place.storage().names("")
+    kind = kind_of(place, names)
     if kind == "publication":
         _print_versions(place, versions_of(place), as_json=as_json)
     elif kind == "runs":
         _print_runs(place, runs_in(place, clock=wall_time), as_json=as_json)
     elif kind == "run":
-        rows = steps_of(place.storage(), clock=wall_time, with_all=with_all, check=check)
+        rows = steps_of(place.storage(), names, clock=wall_time, with_all=with_all, check=check)
         if best is not None:
             _mark_best(rows, best)
         _print_steps(place, rows, as_json=as_json)
@@ -131,10 +132,10 @@ def nothing_at(place: Place) -> Answer:
     return Answer(str(nothing_committed(place.storage())))
 
 
-def kind_of(place: Place) -> str:
+def kind_of(place: Place, names: list[str] | None = None) -> str:
     """The kind of a place by the names there: "step", "publication", "run", "runs" or "nothing"."""
     storage = place.storage()
-    names = storage.names("")
+    names = storage.names("") if names is None else names
     if MANIFEST in names:
         return "step"
     if any(map(_VERSION.fullmatch, names)):
@@ -146,12 +147,14 @@ def kind_of(place: Place) -> str:
     return "nothing"
 
 
-def steps_of(storage: Storage, *, clock: Clock, with_all: bool = False, check: bool = False) -> list[StepRow]:
-    """The steps of a run, ascending; `with_all` also what is not committed. Of several namings, the steps of each.
+def steps_of(
+    storage: Storage, names: list[str], *, clock: Clock, with_all: bool = False, check: bool = False
+) -> list[StepRow]:
+    """The steps of a run with these names, ascending; `with_all` also what is not committed. Of several namings, the
+    steps of each.
 
     With `check`, steps of which an archive is missing, or has another size, are marked.
     """
-    names = storage.names("")
     rows: list[StepRow] = []
     for step_format in step_formats(names):
         run = Run(storage, clock=clock, step_format=step_format, tracker=None)
@@ -168,7 +171,7 @@ def runs_in(place: Place, *, clock: Clock) -> list[RunRow]:
         inner = place_below(place, name).storage()
         names = inner.names("")
         if step_formats(names) and _has_steps(inner, names):
-            steps = [row for row in steps_of(inner, clock=clock) if row.num_bytes is not None]
+            steps = [row for row in steps_of(inner, names, clock=clock) if row.num_bytes is not None]
             newest = max(steps, key=lambda row: row.step, default=None)
             rows[name] = RunRow(
                 name,
@@ -240,7 +243,7 @@ def _of_ranks(rows: Sequence[VersionRow], num_ranks: int, *, is_whole: bool) -> 
 
 
 def _rows(run: Run, names: list[str], *, with_all: bool, check: bool) -> Iterator[StepRow]:
-    commits = run.view()
+    commits = run.view(names)
     broken = _broken(run, commits) if check else {}
     borrowed_from = {one.step for made in commits.values() if made for one in made.elsewhere if one.step != made.step}
     for step, manifest in commits.items():

@@ -30,6 +30,8 @@ from .starts import Commit, Start, counts, out_of_line, split_starts
 TRIES: Final = 100
 # The number of concurrent requests to a store.
 _READS_IN_FLIGHT: Final = 128
+# The number of manifests whose texts are held at a time.
+_READ_TOGETHER: Final = 1024
 
 _log = logging.getLogger("async_ckpt")
 
@@ -86,9 +88,12 @@ class Root:
     def manifest_path(self, step: int) -> str:
         return f"{self.folder(step)}/{MANIFEST}"
 
-    def relist(self) -> Listing:
-        """List the root by one request. Known names are not parsed again, since there may be thousands of steps."""
-        names, starts = split_starts(self.storage.names(""))
+    def relist(self, names: list[str] | None = None) -> Listing:
+        """List the root by one request, or take the names of one that was just made.
+
+        Known names are not parsed again, since there may be thousands of steps.
+        """
+        names, starts = split_starts(self.storage.names("") if names is None else names)
         self.starts = starts
         intents: list[tuple[int, str]] = []
         try:
@@ -199,9 +204,9 @@ class Root:
         """The manifests of the committed ones of these steps; None for a damaged one. A store is read in parallel."""
         manifests: dict[int, Manifest | None] = {}
 
-        def look(step: int) -> None:
+        def look(step: int, content: tuple[bytes, str] | None) -> None:
             try:
-                manifests[step] = self.read(step, say=False)[0]
+                manifests[step] = self.read(step, content, say=False)[0]
             except NotCommittedError:
                 pass
             except StorageUnavailableError:
@@ -210,7 +215,13 @@ class Root:
             except CheckpointError:
                 manifests[step] = None
 
-        self.do_all([partial(look, step) for step in steps])
+        for first in range(0, len(steps), _READ_TOGETHER):
+            paths = {step: self.manifest_path(step) for step in steps[first : first + _READ_TOGETHER]}
+            contents = self.storage.read_many([*paths.values()])
+            for step, path in paths.items():
+                if path in contents:
+                    look(step, contents[path])
+            self.do_all([partial(look, step, None) for step, path in paths.items() if path not in contents])
         return manifests
 
     def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
@@ -230,10 +241,11 @@ class Root:
                 return step
         return None
 
-    def read(self, step: int, *, say: bool = True) -> tuple[Manifest, str]:
+    def read(self, step: int, content: tuple[bytes, str] | None = None, *, say: bool = True) -> tuple[Manifest, str]:
+        """The manifest of a step and its version; of this content, if it has been read already."""
         path = self.manifest_path(step)
         try:
-            data, version = self.storage.read(path)
+            data, version = content or self.storage.read(path)
         except FileNotFoundError as error:
             raise (self.not_committed(step) if say else NotCommittedError(path, step=step)) from error
         return parse_manifest(data, path=path), version

@@ -122,9 +122,12 @@ class Run:
             raise self.root.not_committed(step)
         return manifest
 
-    def view(self) -> Commits:
-        """The committed steps with their manifests, ascending; None for a damaged one. Known ones are not read."""
-        return self.root.view(self.root.relist())
+    def view(self, names: list[str] | None = None) -> Commits:
+        """The committed steps with their manifests, ascending; None for a damaged one. Known ones are not read.
+
+        `names` are those at the root, if somebody has just listed it.
+        """
+        return self.root.view(self.root.relist(names))
 
     def check_naming(self) -> None:
         """Raise NotCommittedError if the newest step at the root has another naming than this run.

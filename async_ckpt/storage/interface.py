@@ -130,6 +130,13 @@ class Storage(Protocol):
         file, raises StorageUnavailableError.
         """
 
+    def read_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str]]:  # noqa: ARG002
+        """The contents and versions of small objects, by their paths, as far as one request for each brings them.
+
+        `read` says why the others are left out. Where a read is no request, all are.
+        """
+        return {}
+
     def put_new(self, path: str, data: bytes) -> None:
         """Write a small object durably if there is none of that name. Raises FileExistsError otherwise."""
 

@@ -44,7 +44,7 @@ from .disk import (
     sync_folder,
     translated,
 )
-from .interface import MemoryLoan, Reader
+from .interface import MemoryLoan, Reader, Storage
 from .locks import TEMP_SUFFIX, create_locked, delete_left, delete_temp, forget, hold, is_dead, is_held
 from .stores import ORPHAN_SECONDS
 
@@ -60,7 +60,7 @@ _REFUSES_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSU
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """One folder and everything below it. The folder need not exist until something is written. From any thread."""
 
     remote = False

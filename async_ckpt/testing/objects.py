@@ -262,6 +262,16 @@ class ObjectContract(ContractBase):
         assert not storage.exists("a/9")
         assert not storage.exists("c/1")
 
+    def test_many_objects_are_read_as_one_by_one(self, storage: Storage) -> None:
+        paths = [f"{number}/x" for number in range(20)]
+        for path in paths[1:]:
+            storage.replace(path, path.encode())
+
+        contents = storage.read_many([*paths, "none/x"])
+        assert contents.keys() <= {*paths[1:]}
+        assert all(storage.read(path) == content for path, content in contents.items())
+        assert storage.read_many([]) == {}
+
     @pytest.mark.parametrize("name", ODD_NAMES)
     def test_a_name_may_have_any_character(self, storage: Storage, name: str) -> None:
         data = random_bytes(PAGE_BYTES)

@@ -81,6 +81,37 @@ def test_a_store_that_does_not_delete_many_at_once_deletes_one_by_one(far, proxy
     assert fault.hits == 1  # it is not asked again
 
 
+def test_many_objects_are_read_by_one_request_each(far, proxy):
+    paths = [f"{number}/x" for number in range(20)]
+    for path in paths:
+        far.replace(path, path.encode())
+    before = len(proxy.requests)
+    contents = far.read_many([*paths, "20/x"])
+
+    assert {path: content for path, (content, _) in contents.items()} == {path: path.encode() for path in paths}
+    assert [request.method for request in proxy.requests[before:]] == ["GET"] * 21
+    assert all(far.read(path) == content for path, content in contents.items())
+
+
+def test_an_error_ends_the_reading_of_many_objects_and_is_left_to_a_read_to_tell(far, proxy):
+    paths = [f"{number}/x" for number in range(1000)]
+    proxy.answer("AccessDenied", status=403, kind="get_object")
+    before = len(proxy.requests)
+
+    assert far.read_many(paths) == {}
+    assert len(proxy.requests) - before < len(paths)
+    with pytest.raises(StorageUnavailableError, match="AccessDenied"):
+        far.read(paths[0])
+
+
+def test_many_objects_of_a_bucket_that_does_not_exist_are_not_there(s3):
+    missing = ObjectStorage("s3://no-such-bucket/run", s3.options)
+
+    assert missing.read_many([f"{number}/x" for number in range(20)]) == {}
+    with pytest.raises(StorageUnavailableError, match="no-such-bucket"):
+        missing.read("0/x")
+
+
 def test_a_commit_whose_answer_was_lost_is_our_own(far, proxy):
     far.put_new("first", b"the store is known to have conditions")
     fault = proxy.lose_response(times=1, kind="put_object")

@@ -12,6 +12,7 @@ from async_ckpt import Keep
 from async_ckpt.runs.manifest import Archive, Manifest, parse
 from async_ckpt.runs.run import Run
 from async_ckpt.runs.starts import Tenure
+from async_ckpt.storage.interface import Storage
 
 
 class Killed(BaseException):
@@ -34,7 +35,7 @@ class Objects:
         return version
 
 
-class StoreOf:
+class StoreOf(Storage):
     """The store as one process has it: `turn` is called ahead of each request, and comes back when it is made."""
 
     remote = False  # else several requests would be made at once

@@ -27,7 +27,7 @@ from .client import Client, version_of
 from .plan import plan_upload
 from .sink import ObjectReader, ObjectSink
 
-# Fewer objects are deleted one by one, which all servers support.
+# Fewer objects are read, or deleted, one by one, which all servers support.
 _LEAST_MANY: Final = 8
 
 _log = logging.getLogger("async_ckpt")
@@ -89,6 +89,9 @@ class ObjectStorage(Storage):
             return bytes(result.bytes()), version_of(result.meta)
 
         return self._client.ask(path, get)
+
+    def read_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str]]:
+        return self._client.get_many(paths) if len(paths) >= _LEAST_MANY else {}
 
     def put_new(self, path: str, data: bytes) -> None:
         self._client.key(path)
