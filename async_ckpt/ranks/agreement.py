@@ -86,7 +86,8 @@ class Agreement:
         self._root = ranks.root(run, joint)
         self._exchange = Exchange(run.storage, run.folder(joint.step), joint.attempt)
         self._others = [Exchange(other.storage, other.folder(joint.step), joint.attempt) for other in others]
-        self._has_said_yes = self._is_refused = False
+        self._receipt: Receipt | None = None  # by which this rank has said yes
+        self._is_refused = False
         self._is_mistaken = False  # rank 0 saves something else by the same call
         self._is_committed_here = False  # as rank 0 knows
         self._table: Table | None = None  # that follows from the commit
@@ -140,7 +141,7 @@ class Agreement:
             balance=part.balance,
         )
         await off_loop(partial(self._exchange.put_receipt, receipt, self._more(part.structure)))
-        self._has_said_yes = True
+        self._receipt = receipt
         return await self._all_receipts(off_loop, check) if self.decides else None
 
     def claim(self) -> None:
@@ -173,8 +174,8 @@ class Agreement:
                 named_at = monotonic()
             if sees is False or (named_at is not None and monotonic() > named_at + SHARED_SECONDS):
                 if self._joint.path:
-                    await self._refuse_other(off_loop)
-                self._root.apart_rank = self.rank
+                    await self._refuse_other(off_loop)  # ahead of `say_apart`, which explains less
+                await off_loop(self._root.say_apart)
                 self._raise_apart()
             if named_at is None and monotonic() > begun + PEER_SECONDS:
                 self._raise_not_begun()
@@ -186,6 +187,8 @@ class Agreement:
         instead = await off_loop(partial(self._ranks.attempts.said_instead, joint))
         if instead is None:
             return
+        if self._receipt is not None:  # first: rank 0 may make an attempt of this name next
+            await off_loop(partial(self._exchange.withdraw, self._receipt))
         cause = Cause(rank, f"it saves {joint.what} by the same call; give all ranks the same arguments")
         await off_loop(partial(self._root.say_refusal, instead.attempt, cause))
         self._ranks.attempts.is_mistaken(joint, instead)
@@ -410,17 +413,16 @@ class Agreement:
             causes = tuple(joint.causes) or (Cause(0, in_words(error)),)
             self._put_verdict(Verdict(joint.attempt, () if joint.is_committed else causes, joint.table))
             self._ranks.attempts.decide(joint, JointState.REFUSED, None)
-        elif not (self._has_said_yes or self._is_refused or self._root.is_apart):
+        elif self._receipt is not None:
+            if not (joint.is_decided or self._root.is_apart):
+                return False  # rank 0 may still commit it
+        elif not (self._is_mistaken or self._is_refused or self._root.is_apart):
             self._put_refusal(in_words(error))
-        elif self._has_said_yes and not (joint.is_decided or self._root.is_apart):
-            return False  # rank 0 may still commit it
-        if self._is_mistaken:
-            self._exchange.forget(())
         return not joint.is_committed
 
     def discard(self) -> None:
         """Take away what this rank has put beside its archive where no other rank looks."""
-        if not self.decides and (self._is_mistaken or self.is_apart):
+        if not self.decides and self.is_apart:
             self._root.withdraw()
 
     def _put_verdict(self, verdict: Verdict) -> None:

@@ -104,9 +104,9 @@ class SharedRoot:
         try:
             claim = self._read_claim(self._claim)
         except FileNotFoundError:
-            self.is_named = self.is_named or self._heard("claimed") is not None
             if not self.is_named:
-                return None
+                self.is_named = self._heard("claimed") is not None
+                return None  # what rank 0 saves is known by now as well: the caller compares that first
             try:
                 self._put_claim(self._claim)
             except FileExistsError:
@@ -116,10 +116,12 @@ class SharedRoot:
                 self._compare_sizes(claim["world_size"])
                 self._is_seen = True
                 return True
-        # It is this rank's own, or that of another one on this node.
+        return False  # it is this rank's own, or that of another one on this node
+
+    def say_apart(self) -> None:
+        """On another rank: say that this is not the root that rank 0 writes to."""
         self.apart_rank = self._world.rank
         self._say("apart")
-        return False
 
     def _compare_sizes(self, of_rank_0: int) -> None:
         world = self._world

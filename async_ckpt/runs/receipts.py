@@ -173,6 +173,10 @@ class Exchange:
         """Put this rank's receipt. `details` are its content, which is read only if `details_of` asks for it."""
         self.storage.replace(f"{self._receipts}/{receipt.name}", seal(details))
 
+    def withdraw(self, receipt: Receipt) -> None:
+        """Delete this rank's receipt."""
+        self.storage.delete(f"{self._receipts}/{receipt.name}")
+
     def receipts(self) -> dict[int, Receipt]:
         """The receipts that are there, by rank. If one rank has two, the failed one."""
         receipts: dict[int, Receipt] = {}
