@@ -154,16 +154,18 @@ class SegmentFiller:
             self._error = self._error or error
             while self._num_filling:
                 self._changed.wait(LIVENESS_SECONDS)
-        if error is not None:
-            quiet = self._source.are_devices_quiet()
-            for job in (*self._now, *self._later):
+        quiet = error is None
+        try:
+            quiet = quiet or self._source.are_devices_quiet()
+        finally:  # also where the wait for a device is interrupted
+            for job in (*self._now, *self._later) if error is not None else ():
                 if (lease := self._lease_of(job)) is not None:
                     if quiet or not job.is_enqueued:
                         lease.release()
                     else:
                         lease.leak()
-        # Drop the jobs, and the snapshot, which refers to this object.
-        self._now, self._later, self._on_end = [], [], lambda _: None
+            # Drop the jobs, and the snapshot, which refers to this object.
+            self._now, self._later, self._on_end = [], [], lambda _: None
 
     # --- on the threads that fill -------------------------------------------------------------------------------
 

@@ -103,8 +103,9 @@ class SideStream:
     # --- any thread ---------------------------------------------------------------------------------------------
 
     def give_back(self, box: HostBuffer) -> None:
-        with self.lock:
-            self._boxes.append(box)
+        if box.pinned:  # a copy into another one blocks: the next save tries anew to page-lock one
+            with self.lock:
+                self._boxes.append(box)
 
 
 side_of: Final = OnceInProcess(SideStream)

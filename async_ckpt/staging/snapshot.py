@@ -194,16 +194,21 @@ class Snapshot(StepHolder):
         with self._deciding:
             if not self._phase.go(_CopyPhase.STAGED if error is None else _CopyPhase.FAILED):
                 return
-        self._filler.stop(error)
-        self._barrier.lift()
-        self._barrier.open(self)
-        self._source.drop()
-        self._tripwires = self.keeps = None
-        self.stage_seconds = self._host.clock() - self._start
-        if error is None:
-            self.completion.set_result(None)
-        else:
-            self.completion.set_exception(error)
+        try:
+            self._filler.stop(error)
+        except BaseException as interrupt:
+            error = error or interrupt
+            raise
+        finally:  # whatever was raised: others wait for the completion
+            self._barrier.lift()
+            self._barrier.open(self)
+            self._source.drop()
+            self._tripwires = self.keeps = None
+            self.stage_seconds = self._host.clock() - self._start
+            if error is None:
+                self.completion.set_result(None)
+            else:
+                self.completion.set_exception(error)
 
     def __repr__(self) -> str:
         phase = "held" if self._barrier.holds_steps else self._phase.now.value

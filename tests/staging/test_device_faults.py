@@ -13,7 +13,7 @@ import pytest
 import simulated
 import torch
 from children import Ended
-from racing import Call, until
+from racing import PATIENCE, Call, until
 from scripted_disk import scripted
 from states import MIB, assert_is_state, leftovers, open_run, state_at
 
@@ -23,6 +23,7 @@ from async_ckpt.host import memory as memory_module
 from async_ckpt.host.threads import is_library_thread
 from async_ckpt.saving import default
 from async_ckpt.staging import side_stream, tensors
+from async_ckpt.staging.device import Device
 from async_ckpt.staging.host_copy import BufferPool
 
 ITEMS = MIB // 4  # of a tensor of 1 MiB
@@ -214,6 +215,38 @@ def test_refused_pinning_is_told_once_and_the_copies_are_right(tmp_path, sim):
         assert_all(ckpt.load(2), 3.0)
     assert len(told) == 1
     assert "ulimit" not in str(told[0].message)
+
+
+@both
+def test_a_refusal_is_no_matter_of_later_saves(tmp_path, sim):
+    """Memory that could not be page-locked is not kept: a copy into it would hold the training thread up."""
+    p, optimizer = guarded()
+    with open_run(tmp_path / "before") as ckpt:
+        sim.sim.refuses_pinning = True
+        with pytest.warns(RuntimeWarning, match="refused to page-lock"):
+            ckpt.save({"p": p}, step=1, guard=optimizer).result()
+        sim.sim.refuses_pinning = False
+    with open_run(tmp_path / "after") as ckpt:
+        with sim.ahead():
+            handle = ckpt.save({"p": p}, step=1, guard=optimizer)
+        handle.result()
+        assert_all(ckpt.load(1), 3.0)
+
+
+@both
+@pytest.mark.parametrize("what", [KeyboardInterrupt, ValueError])
+def test_a_failed_save_ends_even_if_the_wait_for_its_copies_is_cut_short(tmp_path, sim, monkeypatch, what):
+    p, _ = guarded()
+    with open_run(tmp_path) as ckpt:
+        ckpt.save({"p": p}, step=1).result()
+        with monkeypatch.context() as patch:
+            patch.setattr(Device, "follow_training", lambda self: (_ for _ in ()).throw(OSError("lost")))
+            patch.setattr(Device, "is_quiet", lambda self: (_ for _ in ()).throw(what("cut short")))
+            with pytest.raises(what, match="cut short"):
+                ckpt.save({"p": p}, step=2)
+        ckpt.save({"p": p}, step=3).result(PATIENCE)
+        assert ckpt.steps() == [1, 3]
+    assert leftovers(tmp_path) == []
 
 
 def test_memory_that_the_driver_does_not_let_go_of_stays_mapped(tmp_path, sim, monkeypatch):
