@@ -16,6 +16,7 @@ import typer
 
 from ..storage.place import Place
 from ..storage.url import scheme_of
+from .screen import USAGE, Answer
 
 # How long a store may not answer: somebody waits at the terminal.
 _DEADLINE_SECONDS: Final = 30.0
@@ -67,6 +68,8 @@ def place_of(where: str, *, anonymous: bool = False, deadline: float = _DEADLINE
         options["skip_signature"] = True
     if not _is_local(where):
         options["deadline_seconds"] = deadline
+    elif options:
+        raise Answer(f"{where}: --endpoint, --region, --profile and --anonymous are for URLs; leave them out", USAGE)
     return Place(where, options=options or None)
 
 

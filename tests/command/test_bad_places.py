@@ -158,3 +158,13 @@ def test_of_a_run_whose_step_vanishes_while_it_is_read_the_others_are_read(
         assert ended.returncode == 0, ended.stderr
     if call[0] == "cp":
         assert run_command("verify", tmp_path / "b").returncode == 0
+
+
+@pytest.mark.parametrize("option", [("--endpoint", "http://127.0.0.1:9"), ("--region", "x"), ("--anonymous",)])
+def test_options_of_a_store_are_refused_for_a_path(root: Path, option: tuple[str, ...]) -> None:
+    ended = run_command("ls", root, *option)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert (
+        ended.stderr
+        == f"async-ckpt: {root}: --endpoint, --region, --profile and --anonymous are for URLs; leave them out\n"
+    )
