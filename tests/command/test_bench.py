@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -71,6 +72,18 @@ def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, number: int) -> 
         out, _ = child.communicate(timeout=60)
     assert (child.returncode, out) == (130, b"")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_in_a_store_when_it_is_terminated(bucket: Any) -> None:  # noqa: F811
+    store, keys = store_options(bucket)
+    command = [sys.executable, "-m", "async_ckpt", "bench", bucket.url("runs"), "--size", "200MB", *store]
+    with subprocess.Popen(command, env=os.environ | keys, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        until(lambda: any("/run/step_" in key for key in bucket.keys()))  # noqa: SIM118
+        child.send_signal(signal.SIGTERM)
+        out, _ = child.communicate(timeout=60)
+    assert (child.returncode, out) == (130, b"")
+    assert bucket.keys() == []
+    assert bucket.uploads() == []
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,13 @@ def test_a_pipe_that_is_closed_ends_it_quietly(root: Path) -> None:
     assert (ended.stdout, ended.stderr) == ("{\n", "")
 
 
+@pytest.mark.parametrize("word", ["ls", "verify", "inspect", "doctor"])
+def test_a_reader_that_reads_nothing_ends_it_quietly(root: Path, word: str) -> None:
+    shell = f"{sys.executable} -m async_ckpt {word} {root} | true"
+    ended = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
 def test_it_is_a_program_of_its_own(root: Path) -> None:
     assert in_process("ls", root).stdout.split()[:2] == ["step", "age"]
     assert in_process("frobnicate").returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import signal
 import socket
@@ -36,6 +37,24 @@ count = die_at(number)
 with contextlib.redirect_stdout(io.StringIO()):
     assert status_of(["cp", source, target]) == 0
 print(count())
+"""
+
+
+# `cp` that waits at the end of each archive until a file is there.
+WAITING = """
+import sys, time
+from pathlib import Path
+from async_ckpt.command.main import main
+from async_ckpt.storage.local import LocalSink
+source, target, goes_on = sys.argv[1:]
+finish = LocalSink.finish
+def waiting(self, *arguments):
+    print("finishing", flush=True)
+    while not Path(goes_on).exists():
+        time.sleep(0.01)
+    finish(self, *arguments)
+LocalSink.finish = waiting
+main(["cp", source, target])
 """
 
 
@@ -262,6 +281,44 @@ def test_two_copies_to_one_root_at_once_leave_one_whole_run(tmp_path: Path, sour
     assert_is_copy(tmp_path / "b", [1, 2, 3, 4])
     assert async_ckpt.verify(tmp_path / "b").steps == (1, 2, 3, 4)
     assert leftovers(tmp_path / "b") == []
+
+
+def test_two_copies_to_one_bucket_at_once_leave_one_whole_run(source: Path, bucket: Any) -> None:  # noqa: F811
+    place = bucket.place("runs/b")
+    keys = {
+        "AWS_ACCESS_KEY_ID": place.options["access_key_id"],
+        "AWS_SECRET_ACCESS_KEY": place.options["secret_access_key"],
+    }
+    at = ("--endpoint", place.options["endpoint"], "--region", "us-east-1")
+    command = [sys.executable, "-m", "async_ckpt", "cp", str(source), place.url, *at]
+    children = [
+        subprocess.Popen(command, env=os.environ | keys, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    ends = [(child.communicate(timeout=120)[1], child.returncode) for child in children]
+    assert ends == [("", 0)] * 2
+    assert_is_copy(place, [1, 2, 3, 4])
+    assert async_ckpt.verify(place).steps == (1, 2, 3, 4)
+    assert bucket.uploads() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
+def test_interrupted_the_target_is_a_run_and_the_same_command_ends_it(
+    tmp_path: Path, source: Path, nursery: Nursery
+) -> None:
+    before, target = tree_of(source), tmp_path / "b"
+    child = nursery.start(WAITING, source, target, tmp_path / "go")
+    child.wait_for_line("finishing")
+    child.send(signal.SIGINT)
+    (tmp_path / "go").touch()
+    ended = child.ended()
+
+    assert (ended.status, "Traceback" in ended.err) == (130, False), ended.err
+    assert_is_copy(target, _committed(target))
+    assert tree_of(source) == before
+    assert run_command("cp", source, target).returncode == 0
+    assert_is_copy(target, [1, 2, 3, 4])
+    assert leftovers(target) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")

@@ -288,7 +288,7 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path, step: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks and signals as Linux has them")
-@pytest.mark.parametrize("target", ["archive", "safetensors", "hf", "torch", "dcp"])
+@pytest.mark.parametrize("target", list(_TARGETS))
 def test_killed_at_any_call_the_destination_is_whole_or_absent(quick_path: Path, nursery: Nursery, target: str) -> None:
     source = source_of("safetensors", quick_path)
     before = source.read_bytes()
@@ -304,7 +304,7 @@ def test_killed_at_any_call_the_destination_is_whole_or_absent(quick_path: Path,
     for number in some(range(1, int(whole.out) + 1), 3):
         path = place()
         assert nursery.run(DYING, path, source, target, number).status == -signal.SIGKILL
-        if path.exists():
+        if (path / "manifest.json" if target == "step" else path).exists():
             assert_same(weights_in(target, path), WEIGHTS)
         assert run_command("convert", source, path, "--as", target, "--overwrite").returncode == 0
         assert_same(weights_in(target, path), WEIGHTS)
