@@ -127,9 +127,7 @@ MUTANTS = [
         "        except RuntimeError:\n            return False\n        return True\n",
         "        except RuntimeError:\n            return True\n        return True\n",
     ),
-    Mutant(
-        "a failed save asks no device whether it is quiet", "quiet = self._source.are_devices_quiet()", "quiet = True"
-    ),
+    Mutant("a failed save asks no device whether it is quiet", "quiet or self._source.are_devices_quiet()", "True"),
     Mutant(
         "memory that a device may write to is lent again",
         "                        lease.leak()",
@@ -141,8 +139,14 @@ MUTANTS = [
     Mutant("a segment is handed on before its copies have ended", "        if not job.events:\n", "        if True:\n"),
     Mutant(
         "a failed save does not wait for the threads that fill",
-        "            while self._num_filling:\n                self._changed.wait(LIVENESS_SECONDS)\n        if error is not None:",
-        "        if error is not None:",
+        "            while self._num_filling:\n                self._changed.wait(LIVENESS_SECONDS)\n        quiet = ",
+        "        quiet = ",
+    ),
+    Mutant("a box that is not page-locked is lent again", "        if box.pinned:", "        if True:"),
+    Mutant(
+        "a wait that is cut short leaves the save without an end",
+        "        finally:  # whatever was raised: others wait for the completion\n",
+        "        else:\n",
     ),
     Mutant("segments are not page-locked", "pin = next(iter(devices), None)", "pin = None"),
     Mutant(
