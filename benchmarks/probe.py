@@ -37,7 +37,7 @@ import gc, json, sys, time, torch
 gc.collect()  # what torch has left to the collector is not ours to pay for
 before = set(sys.modules)
 begin = time.perf_counter()
-import async_ckpt
+from async_ckpt import AsyncCheckpointer
 seconds = time.perf_counter() - begin
 print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
 """
@@ -107,7 +107,7 @@ def _compiling() -> Iterator[dict[str, str]]:
 
 
 def imports(rounds: int) -> tuple[list[float], list[str]]:
-    """Seconds of `import async_ckpt` after `import torch`; and the optional packages that come with it."""
+    """Seconds of `from async_ckpt import AsyncCheckpointer` after `import torch`; and the optional packages that come with it."""
     with _compiling() as environment:
         samples = [_imported(environment) for _ in range(rounds + 1)]
     seconds = [seconds for seconds, _ in samples[1:]]

@@ -263,7 +263,8 @@ def _counts(raw: Json) -> tuple[int, ...]:
 def _tensors(raw: Json, members: list[Member], ranks: RankFacts | None = None) -> list[IndexedTensor]:
     tensors: list[IndexedTensor] = []
     names: set[tuple[int, str]] = set()
-    for row in raw:
+    for number, row in enumerate(raw):
+        raw[number] = None  # as text, it takes more memory than what is made of it
         path = tuple(row["path"])
         if not all(isinstance(key, int | str) for key in path):
             raise _InconsistentError(f"a tensor has the path {path!r:.200}")
