@@ -25,7 +25,7 @@ from ..state.names import dotted, shown
 from ..state.tree import StoredLeaf
 from ..storage.place import Place
 from .screen import Answer, as_json_text, counted, escaped, in_table, print_json, print_table, print_text, short
-from .sources import chunks, walked
+from .sources import TensorReader, walked
 
 _RANK: Final = re.compile(r"rank_(\d{5,})[^/]*$")
 # As torch prints: larger tensors are summed up by the items at the ends of each dimension.
@@ -224,7 +224,7 @@ def printed(archive: Contents, number: int) -> str:
     flat = indices.reshape(-1)  # ascending: where the kept items are in the tensor
     dtype, begin = archive.dtype(number), 0
     kept = torch.empty(len(flat), dtype.itemsize, dtype=torch.uint8)  # bytes, since few operations know every dtype
-    for items in chunks(archive, number):
+    for items in TensorReader(archive, [number]).chunks(number):
         inside = slice(*torch.searchsorted(flat, torch.tensor([begin, begin + len(items)])).tolist())
         kept[inside] = items.view(torch.uint8).view(-1, dtype.itemsize)[flat[inside] - begin]
         begin += len(items)
@@ -260,15 +260,17 @@ def _rows_in(part: Part, patterns: Sequence[str], *, stats: bool, places: bool) 
     stored = [leaf for _, leaf in matching if isinstance(leaf, StoredLeaf) and leaf.kind != "object"]
     if stats or places:
         archive.need((leaf.number, None) for leaf in stored)
+    reader = TensorReader(archive, [leaf.number for leaf in stored if leaf.kind == "tensor"]) if stats else None
     for path, leaf in matching:
-        yield _row(archive, path, leaf, stats=stats, places=places)
+        yield _row(archive, path, leaf, reader, places=places)
 
 
 def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
-def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool, places: bool) -> NameRow:
+def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, reader: TensorReader | None, *, places: bool) -> NameRow:
+    """The row of a leaf; with a reader, also the statistics of a tensor."""
     name = shown(path)
     if not isinstance(leaf, StoredLeaf):
         return NameRow(name, "value", value=leaf if _is_json(leaf) else repr(leaf)[:200])
@@ -287,7 +289,7 @@ def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, *, stats: bool, pl
         None if primary == leaf.number else shown(archive.index.tensors[primary].path),
         ranks,
         _places(archive, primary) if places or not ranks else (),
-        stats=statistics(archive, primary) if stats and leaf.kind == "tensor" else None,
+        stats=statistics(reader, primary) if reader is not None and leaf.kind == "tensor" else None,
     )
 
 
@@ -307,14 +309,14 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def statistics(archive: Contents, number: int) -> dict[str, float]:
+def statistics(reader: TensorReader, number: int) -> dict[str, float]:
     """Least, greatest, mean, standard deviation and 2-norm of the finite items, and how many are NaN or infinite.
 
     Computed in pieces. The deviation is put together from those of the pieces (Chan, Golub, LeVeque 1979).
     """
     count, mean, squares, norm2, num_nan, num_inf = 0, 0.0, 0.0, 0.0, 0, 0
     least, greatest = math.inf, -math.inf
-    for items in _pieces(archive, number):
+    for items in _pieces(reader, number):
         num_nan += int(items.isnan().sum())
         num_inf += int(items.isinf().sum())
         finite = items[items.isfinite()]
@@ -336,7 +338,7 @@ def statistics(archive: Contents, number: int) -> dict[str, float]:
     }
 
 
-def _pieces(archive: Contents, number: int) -> Iterator[torch.Tensor]:
+def _pieces(reader: TensorReader, number: int) -> Iterator[torch.Tensor]:
     """The items of a tensor as float64, piece by piece; of complex ones the absolute values."""
-    for items in (piece for chunk in chunks(archive, number) for piece in chunk.split(_ITEMS_AT_ONCE)):
+    for items in (piece for chunk in reader.chunks(number) for piece in chunk.split(_ITEMS_AT_ONCE)):
         yield (items.abs() if items.is_complex() else items).to(torch.float64)

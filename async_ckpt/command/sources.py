@@ -8,6 +8,7 @@ Knows nothing of: what is done with them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import pickle
@@ -27,6 +28,7 @@ from ..loading.archives.find import from_path, opened_as_file
 from ..loading.archives.step_archives import Readers
 from ..loading.load import check_lent, check_select, state_of
 from ..loading.ranges import Range, read_ranges
+from ..spec import align_up
 from ..state.names import Select, Selector, dotted, selector, shown
 from ..state.per_rank import PerRank
 from ..state.tree import StoredLeaf, ValuesByRank, leaves
@@ -39,6 +41,11 @@ T = TypeVar("T")
 
 # What is in memory at once of a tensor.
 CHUNK_BYTES: Final = 32 << 20
+# Tensors up to this size are read with others, as many as have room in the second.
+_SMALL_BYTES: Final = 1 << 20
+_TOGETHER_BYTES: Final = 16 << 20
+# Where the items of any dtype may begin.
+_ALIGNMENT_BYTES: Final = 16
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
 
@@ -251,12 +258,14 @@ def _items_of_part(part: Part, select: Select) -> Iterator[NamedItem]:
         tree, stored = archive.tree(select=select, groups=part.groups)
     except KeyError:  # what is selected is in another part
         return
-    archive.need((leaf.number, None) for leaf in stored if leaf.kind != "object")
+    numbers = [leaf.number for leaf in stored if leaf.kind != "object"]
+    archive.need((number, None) for number in numbers)
+    reader = TensorReader(archive, numbers)
     for path, leaf in walked(tree, ()):
         if isinstance(leaf, StoredLeaf) and leaf.kind != "object":
             number = archive.primary(leaf.number)
             tensor = archive.index.tensors[leaf.number]
-            yield NamedItem(path, archive.dtype(number), tuple(tensor.shape), partial(chunks, archive, number))
+            yield NamedItem(path, archive.dtype(number), tuple(tensor.shape), partial(reader.chunks, number))
         else:
             yield NamedItem(path, value=leaf)
 
@@ -279,16 +288,50 @@ def walked(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...],
         yield path, value
 
 
-def chunks(archive: Contents, number: int) -> Iterator[torch.Tensor]:
-    """The items of a tensor in an archive, flat, in pieces of 32 MiB of one memory."""
-    tensor, dtype = archive.index.tensors[number], archive.dtype(number)
-    total = prod(tensor.shape) * dtype.itemsize
-    step = CHUNK_BYTES // dtype.itemsize * dtype.itemsize
-    memory = torch.empty(min(step, total), dtype=torch.uint8)
-    for begin in range(0, total, step):
-        length = min(step, total - begin)
-        read_ranges([Range(archive, number, begin, length, 0)], memory)
-        yield memory[:length].view(dtype)
+class TensorReader:
+    """The tensors of an archive with these numbers, read one after the other. Its caller creates it; from one thread.
+
+    Small ones are read with those that follow: each read compares whole blocks of 4 MiB with their digests.
+    """
+
+    def __init__(self, archive: Contents, numbers: Sequence[int]) -> None:
+        self._archive = archive
+        self._numbers = [*dict.fromkeys(map(archive.primary, numbers))]
+        self._position = {number: position for position, number in enumerate(self._numbers)}
+        self._together: dict[int, torch.Tensor] = {}  # the bytes of small ones that were read by one call
+
+    def chunks(self, number: int) -> Iterator[torch.Tensor]:
+        """The items of a tensor, flat, in pieces of 32 MiB of one memory."""
+        dtype, total = self._archive.dtype(number), self._num_bytes(number)
+        if 0 < total <= _SMALL_BYTES:
+            if number not in self._together:
+                self._read_together(number)
+            yield self._together[number].view(dtype)
+            return
+        step = CHUNK_BYTES // dtype.itemsize * dtype.itemsize
+        memory = torch.empty(min(step, total), dtype=torch.uint8)
+        for begin in range(0, total, step):
+            length = min(step, total - begin)
+            read_ranges([Range(self._archive, number, begin, length, 0)], memory)
+            yield memory[:length].view(dtype)
+
+    def _read_together(self, first: int) -> None:
+        """Read a small tensor, and the small ones that follow it, as many as have room."""
+        memory, end = torch.empty(_TOGETHER_BYTES, dtype=torch.uint8), 0
+        ranges: list[Range] = []
+        for number in itertools.islice(self._numbers, self._position[first], None):
+            total = self._num_bytes(number)
+            begin = align_up(end, _ALIGNMENT_BYTES)
+            if begin + total > _TOGETHER_BYTES:
+                break
+            if 0 < total <= _SMALL_BYTES:
+                ranges.append(Range(self._archive, number, 0, total, begin))
+                end = begin + total
+        read_ranges(ranges, memory)
+        self._together = {one.number: memory[one.target : one.target + one.length] for one in ranges}
+
+    def _num_bytes(self, number: int) -> int:
+        return prod(self._archive.index.tensors[number].shape) * self._archive.dtype(number).itemsize
 
 
 def shown_value(value: Any) -> str:

@@ -8,6 +8,7 @@ all tensors together are never larger than the file.
 from __future__ import annotations
 
 import json
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ FORMAT: Final = "async_ckpt"
 VERSION: Final = 1
 # A limit that no real run reaches. An index with more ranks is damaged or forged.
 MAX_RANKS: Final = 1 << 24
+_MAX_DIMS: Final = 64
+# The offsets of a whole tensor, by its number of dimensions.
+_AT_BEGIN: Final = [(0,) * num_dims for num_dims in range(_MAX_DIMS + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +267,7 @@ def _counts(raw: Json) -> tuple[int, ...]:
 def _tensors(raw: Json, members: list[Member], ranks: RankFacts | None = None) -> list[IndexedTensor]:
     tensors: list[IndexedTensor] = []
     names: set[tuple[int, str]] = set()
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each once, since there may be many tensors, and few shapes
     for number, row in enumerate(raw):
         raw[number] = None  # as text, it takes more memory than what is made of it
         path = tuple(row["path"])
@@ -278,10 +283,12 @@ def _tensors(raw: Json, members: list[Member], ranks: RankFacts | None = None) -
         dtype = row["dtype"]
         if dtype not in DTYPES:
             raise _InconsistentError(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
+        dtype = sys.intern(dtype)
         # Each number is checked before the product: one of thousands of long numbers takes minutes.
-        if len(row["shape"]) > 64 or not all(_count(n) < 2**63 for n in row["shape"]):
+        if len(row["shape"]) > _MAX_DIMS or not all(_count(n) < 2**63 for n in row["shape"]):
             raise _InconsistentError(f"tensor {path!r:.200} has an absurd shape")
         shape = tuple(row["shape"])
+        shape = shapes.setdefault(shape, shape)
         if prod(n or 1 for n in shape) >= 2**63:
             raise _InconsistentError(f"tensor {path!r:.200} has an absurd shape")
         slices = tuple(_slice(piece, path, shape, members) for piece in row["slices"])
@@ -343,7 +350,9 @@ def _slice(raw: Json, path: tuple[Any, ...], shape: tuple[int, ...], members: li
         raise _InconsistentError(f"tensor {path!r:.200} lies outside its member")
     if not isinstance(name, str):
         raise _InconsistentError(f"tensor {path!r:.200} has a name that is no text, {name!r:.200}")
-    offsets, sizes = (0,) * len(shape), shape
+    if path and name == path[-1]:
+        name = path[-1]  # one text for both
+    offsets, sizes = _AT_BEGIN[len(shape)], shape
     if "offsets" in raw:
         offsets, sizes = _rectangle(_counts(raw["offsets"]), _counts(raw["sizes"]), shape)
     return Slice(member, name, Extent(members[member].data.offset + begin, length), offsets, sizes)
