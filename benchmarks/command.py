@@ -4,10 +4,10 @@ that takes.
 In: a setting. Out: figures by name. Knows nothing of: how they are printed.
 
 Seconds are those of a process from its start to its end, with its output piped and its code compiled. Rates are those of the
-work of a command, in a process that has imported what it takes and knows its arguments, since to import torch takes as long as
-to read some GB, and typer makes its parsers of all commands anew at each call, which `--help` has as well. The bare reader and copier do as much with the same number of threads, past the page cache, and the copy is as durable: it is
-synced, then renamed, then its folder is synced. Memory is that of a process at its peak, beyond what it held when all was
-imported; its reads of mapped files count as memory, too.
+work of a command, in a process that has imported what it takes and has read its arguments: to import torch takes as long as to
+read some GB, and the row of `--help` has what typer takes. The bare reader and copier do as much with the same number of
+threads, past the page cache, and the copy is as durable: it is synced, then renamed, then its folder is synced. Memory is that
+of a process at its peak, beyond what it held when all was imported; its reads of mapped files count as memory, too.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _seconds(title: str, samples: Sequence[float], limit_seconds: float) -> Figu
 
 
 def _called(work: Callable[..., None], *arguments: Any, **options: Any) -> float:
-    """Seconds that the work of a command takes in this process; it raises for any status but 0."""
+    """Seconds that the work of a command takes in this process. The work raises if the status is not 0."""
     begin = perf_counter()
     with redirect_stdout(io.StringIO()):
         work(*arguments, **options)

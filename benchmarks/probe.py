@@ -107,7 +107,7 @@ def _compiling() -> Iterator[dict[str, str]]:
 
 
 def imports(rounds: int) -> tuple[list[float], list[str]]:
-    """Seconds of `from async_ckpt import AsyncCheckpointer` after `import torch`; and the optional packages that come with it."""
+    """Seconds of `from async_ckpt import AsyncCheckpointer` after `import torch`; and the optional packages it brings."""
     with _compiling() as environment:
         samples = [_imported(environment) for _ in range(rounds + 1)]
     seconds = [seconds for seconds, _ in samples[1:]]

@@ -291,21 +291,25 @@ def walked(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...],
 class TensorReader:
     """The tensors of an archive with these numbers, read one after the other. Its caller creates it; from one thread.
 
-    Small ones are read with those that follow: each read compares whole blocks of 4 MiB with their digests.
+    Small ones that are asked for in the order of `numbers` are read with those that follow: each read compares whole
+    blocks of 4 MiB with their digests.
     """
 
     def __init__(self, archive: Contents, numbers: Sequence[int]) -> None:
         self._archive = archive
         self._numbers = [*dict.fromkeys(map(archive.primary, numbers))]
         self._position = {number: position for position, number in enumerate(self._numbers)}
+        self._last = -1  # the position of the one that was asked for last
         self._together: dict[int, torch.Tensor] = {}  # the bytes of small ones that were read by one call
 
     def chunks(self, number: int) -> Iterator[torch.Tensor]:
         """The items of a tensor, flat, in pieces of 32 MiB of one memory."""
         dtype, total = self._archive.dtype(number), self._num_bytes(number)
-        if 0 < total <= _SMALL_BYTES:
-            if number not in self._together:
-                self._read_together(number)
+        is_next = self._position[number] == self._last + 1
+        self._last = self._position[number]
+        if number not in self._together and is_next and 0 < total <= _SMALL_BYTES:
+            self._read_together(number)
+        if number in self._together:
             yield self._together[number].view(dtype)
             return
         step = CHUNK_BYTES // dtype.itemsize * dtype.itemsize
@@ -320,13 +324,13 @@ class TensorReader:
         memory, end = torch.empty(_TOGETHER_BYTES, dtype=torch.uint8), 0
         ranges: list[Range] = []
         for number in itertools.islice(self._numbers, self._position[first], None):
-            total = self._num_bytes(number)
-            begin = align_up(end, _ALIGNMENT_BYTES)
+            total, begin = self._num_bytes(number), align_up(end, _ALIGNMENT_BYTES)
+            if not 0 < total <= _SMALL_BYTES:
+                continue
             if begin + total > _TOGETHER_BYTES:
                 break
-            if 0 < total <= _SMALL_BYTES:
-                ranges.append(Range(self._archive, number, 0, total, begin))
-                end = begin + total
+            ranges.append(Range(self._archive, number, 0, total, begin))
+            end = begin + total
         read_ranges(ranges, memory)
         self._together = {one.number: memory[one.target : one.target + one.length] for one in ranges}
 

@@ -28,7 +28,7 @@ from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, 
 from ..spans import monotonic
 from ..state.division import Structure
 from .answers import in_words
-from .attempts import AttemptPlace, JointSave, JointState
+from .attempts import AttemptPlace, JointSave, JointState, SavedInstead
 from .comparison import Comparison
 from .peers import Ranks
 
@@ -86,9 +86,7 @@ class Agreement:
         self._root = ranks.root(run, joint)
         self._exchange = Exchange(run.storage, run.folder(joint.step), joint.attempt)
         self._others = [Exchange(other.storage, other.folder(joint.step), joint.attempt) for other in others]
-        self._receipt: Receipt | None = None  # by which this rank has said yes
-        self._is_refused = False
-        self._is_mistaken = False  # rank 0 saves something else by the same call
+        self._has_said_yes = self._is_refused = False
         self._is_committed_here = False  # as rank 0 knows
         self._table: Table | None = None  # that follows from the commit
         self._refused: Sequence[str] = ()  # attempts that were decided before
@@ -140,8 +138,10 @@ class Agreement:
             archive.num_bytes,
             balance=part.balance,
         )
-        await off_loop(partial(self._exchange.put_receipt, receipt, self._more(part.structure)))
-        self._receipt = receipt
+        await off_loop(partial(self._put_receipt, receipt, self._more(part.structure)))
+        if joint.instead is not None:
+            self._raise_mistaken(joint.instead)
+        self._has_said_yes = True
         return await self._all_receipts(off_loop, check) if self.decides else None
 
     def claim(self) -> None:
@@ -183,19 +183,46 @@ class Agreement:
 
     async def _refuse_other(self, off_loop: OffLoop) -> None:
         """Raise PeerFailedError, and tell rank 0, if rank 0 saves something else by this call."""
+        joint = self._joint
+        if joint.instead is None:
+            instead = await off_loop(partial(self._ranks.attempts.said_instead, joint))
+            if instead is None or joint.is_decided:
+                return
+            joint.instead = instead  # from now on, no root gets a receipt
+            deadline = monotonic() + SHARED_SECONDS
+            while any(joint.receipts.values()) and monotonic() < deadline:
+                await asyncio.sleep(_FIRST_LOOK_SECONDS)
+            await off_loop(partial(self._tell_of_mistake, instead))
+            self._ranks.attempts.is_mistaken(joint, instead)
+        self._raise_mistaken(joint.instead)
+
+    def _tell_of_mistake(self, instead: SavedInstead) -> None:
+        """Take this rank's receipts back, and then tell rank 0, whose next attempt may have the name of this one."""
         joint, rank = self._joint, self.rank
-        instead = await off_loop(partial(self._ranks.attempts.said_instead, joint))
-        if instead is None:
-            return
-        if self._receipt is not None:  # first: rank 0 may make an attempt of this name next
-            await off_loop(partial(self._exchange.withdraw, self._receipt))
         cause = Cause(rank, f"it saves {joint.what} by the same call; give all ranks the same arguments")
-        await off_loop(partial(self._root.say_refusal, instead.attempt, cause))
-        self._ranks.attempts.is_mistaken(joint, instead)
-        self._is_mistaken = True
+        with suppress(CheckpointError, OSError):  # rank 0 is not told of what it could take for this rank's yes
+            for exchange in [*joint.receipts]:
+                try:
+                    exchange.withdraw(rank)
+                except (CheckpointError, OSError):
+                    exchange.put_receipt(Receipt(rank, is_ok=False), {"error": cause.error})
+            self._root.say_refusal(instead.attempt, cause)
+
+    def _put_receipt(self, receipt: Receipt, details: dict[str, Any]) -> None:
+        """Put a receipt of this rank, unless it is known that rank 0 saves something else by this call."""
+        receipts = self._joint.receipts
+        receipts[self._exchange] = True
+        try:
+            if self._joint.instead is None:
+                self._exchange.put_receipt(receipt, details)
+        finally:
+            receipts[self._exchange] = False
+
+    def _raise_mistaken(self, instead: SavedInstead) -> NoReturn:
+        what = self._joint.what
         raise PeerFailedError(
-            f"{joint.what} is not committed: rank 0 saves {instead.what} by the same call, and rank {rank} "
-            f"{joint.what}; give all ranks the same arguments",
+            f"{what} is not committed: rank 0 saves {instead.what} by the same call, and rank {self.rank} {what}; "
+            "give all ranks the same arguments",
             rank=0,
         )
 
@@ -413,10 +440,10 @@ class Agreement:
             causes = tuple(joint.causes) or (Cause(0, in_words(error)),)
             self._put_verdict(Verdict(joint.attempt, () if joint.is_committed else causes, joint.table))
             self._ranks.attempts.decide(joint, JointState.REFUSED, None)
-        elif self._receipt is not None:
+        elif self._has_said_yes:
             if not (joint.is_decided or self._root.is_apart):
                 return False  # rank 0 may still commit it
-        elif not (self._is_mistaken or self._is_refused or self._root.is_apart):
+        elif not (joint.instead or self._is_refused or self._root.is_apart):
             self._put_refusal(in_words(error))
         return not joint.is_committed
 
@@ -437,7 +464,7 @@ class Agreement:
         """The same for another rank."""
         rank = self._ranks.world.rank
         try:
-            self._exchange.put_receipt(Receipt(rank, is_ok=False), {"error": why})
+            self._put_receipt(Receipt(rank, is_ok=False), {"error": why})
         except (CheckpointError, OSError):
             if not self._root.say_refusal(self._joint.attempt, Cause(rank, why)):
                 raise

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, Protocol
 from ..errors import PeerFailedError
 from ..host.life import Life
 from ..host.waits import ENDS_THE_CALL, Wait
-from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
+from ..runs.receipts import EMPTY, NO_TABLE, Cause, Exchange, Table
 from ..spans import TIMEKEEPER
 from ..state.division import Structure
 from ..storage.interface import Storage
@@ -111,6 +111,9 @@ class JointSave:
     is_any: bool = False  # one of several roots is enough
     causes: list[Cause] = field(default_factory=list)
     maybe_at: set[AttemptPlace] = field(default_factory=set)  # on rank 0: where it has put the manifest, or may have
+    # The attempts at the roots that have got a receipt of this rank; True as long as it is being put.
+    receipts: dict[Exchange, bool] = field(default_factory=dict)
+    instead: SavedInstead | None = None  # by the same call, on rank 0; set on the loop's thread
 
     @property
     def what(self) -> str:

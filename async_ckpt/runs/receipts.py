@@ -173,9 +173,11 @@ class Exchange:
         """Put this rank's receipt. `details` are its content, which is read only if `details_of` asks for it."""
         self.storage.replace(f"{self._receipts}/{receipt.name}", seal(details))
 
-    def withdraw(self, receipt: Receipt) -> None:
-        """Delete this rank's receipt."""
-        self.storage.delete(f"{self._receipts}/{receipt.name}")
+    def withdraw(self, rank: int) -> None:
+        """Delete the receipts of this rank."""
+        receipts = {name: Receipt.named(name) for name in self.storage.names(self._receipts)}
+        own = [name for name, receipt in receipts.items() if receipt is not None and receipt.rank == rank]
+        self.storage.delete_many([f"{self._receipts}/{name}" for name in own])
 
     def receipts(self) -> dict[int, Receipt]:
         """The receipts that are there, by rank. If one rank has two, the failed one."""

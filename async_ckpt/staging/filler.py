@@ -149,15 +149,24 @@ class SegmentFiller:
         self._receiver.check()
 
     def stop(self, error: BaseException | None) -> None:
-        """Wait for the copies under way, and give back the memory that was not handed on. No copy begins any more."""
+        """Wait for the copies under way, and give back the memory that was not handed on. No copy begins any more.
+
+        What interrupts the wait is raised in the end: no tensor may go while a thread still reads it.
+        """
+        interrupt: BaseException | None = None
         with self._changed:
             self._error = self._error or error
-            while self._num_filling:
-                self._changed.wait(LIVENESS_SECONDS)
+        while self._num_filling:
+            try:
+                with self._changed:
+                    if self._num_filling:
+                        self._changed.wait(LIVENESS_SECONDS)
+            except BaseException as raised:
+                interrupt = interrupt or raised
         quiet = error is None
         try:
             quiet = quiet or self._source.are_devices_quiet()
-        finally:  # also where the wait for a device is interrupted
+        finally:
             for job in (*self._now, *self._later) if error is not None else ():
                 if (lease := self._lease_of(job)) is not None:
                     if quiet or not job.is_enqueued:
@@ -166,6 +175,8 @@ class SegmentFiller:
                         lease.leak()
             # Drop the jobs, and the snapshot, which refers to this object.
             self._now, self._later, self._on_end = [], [], lambda _: None
+        if interrupt is not None:
+            raise interrupt
 
     # --- on the threads that fill -------------------------------------------------------------------------------
 

@@ -196,8 +196,10 @@ class Snapshot(StepHolder):
                 return
         try:
             self._filler.stop(error)
+        except Exception as failure:
+            error = error or failure
         except BaseException as interrupt:
-            error = error or interrupt
+            error = error or interrupted(interrupt)
             raise
         finally:  # whatever was raised: others wait for the completion
             self._barrier.lift()

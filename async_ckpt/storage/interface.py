@@ -133,7 +133,7 @@ class Storage(Protocol):
     def read_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str]]:  # noqa: ARG002
         """The contents and versions of small objects, by their paths, as far as one request for each brings them.
 
-        `read` says why the others are left out. Where a read is no request, all are.
+        A path that is left out proves nothing; `read` tells. Where a read is no request, all are left out.
         """
         return {}
 

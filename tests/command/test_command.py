@@ -294,9 +294,9 @@ def test_a_pipe_that_is_closed_ends_it_quietly(root: Path) -> None:
 
 @pytest.mark.parametrize("word", ["ls", "verify", "inspect", "doctor"])
 def test_a_reader_that_reads_nothing_ends_it_quietly(root: Path, word: str) -> None:
-    shell = f"{sys.executable} -m async_ckpt {word} {root} | true"
+    shell = f"{{ {sys.executable} -m async_ckpt {word} {root}; echo $? >&2; }} | true"
     ended = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert ended.stderr in ("0\n", "141\n")  # done before the pipe was closed, or ended by SIGPIPE
 
 
 def test_it_is_a_program_of_its_own(root: Path) -> None:

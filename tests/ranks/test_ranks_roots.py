@@ -12,7 +12,7 @@ from rank_oracle import run_of, saved
 from rank_states import numbered
 from states import open_run
 
-from async_ckpt import CheckpointError, CorruptCheckpointError, Place
+from async_ckpt import CheckpointError, CorruptCheckpointError, Place, verify
 from async_ckpt.ranks.shared_root import SharedRoot
 from async_ckpt.ranks.world import World
 from async_ckpt.storage.local import LocalStorage
@@ -239,3 +239,37 @@ def test_a_clock_that_is_hours_off_on_one_rank_changes_nothing(worlds, rank):
 
     assert [save.get("status") for one in (*first, *second) for save in one.saves] == ["committed"] * 6
     assert_committed(worlds.root, [2, 3])
+
+
+MISTAKEN = """
+import time
+from async_ckpt.runs.receipts import Exchange
+put = Exchange.put_receipt
+def late(self, receipt, details):
+    if here.rank == 1 and self.storage.locate("").rstrip("/").endswith("/b"):
+        time.sleep(1.5)
+    put(self, receipt, details)
+Exchange.put_receipt = late
+with open_run({roots}, commit={commit!r}, max_in_flight=2) as ckpt:
+    here.save(ckpt, small(1), 1)
+    here.save(ckpt, small(2), 2 if here.rank == 0 else 7)
+    here.save(ckpt, small(7), 7)
+    here.save(ckpt, small(8), 8)
+"""
+
+
+@pytest.mark.parametrize("commit", ["all", "any"])
+def test_a_rank_that_saves_another_step_leaves_no_receipt_at_any_of_several_roots(worlds, tmp_path, commit):
+    """The next attempt at that step has the same name: a receipt that is left would be taken for a part of it."""
+    roots = [tmp_path / "a", tmp_path / "b"]
+    ended = worlds.run(2, MISTAKEN.format(roots=[str(root) for root in roots], commit=commit))
+
+    for one in ended:
+        assert [save.get("status", save.get("error", "failed")) for save in one.saves][2:] == ["committed"] * 2, (
+            one.saves
+        )
+        assert one.saves[1].get("status") != "committed"
+    for root in roots:
+        assert open_run(root).steps() == [1, 7, 8]
+        assert verify(root).steps == (1, 7, 8)
+        assert list(root.glob("step_00000007/receipts.*")) == []

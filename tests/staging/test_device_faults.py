@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -236,17 +239,57 @@ def test_a_refusal_is_no_matter_of_later_saves(tmp_path, sim):
 @both
 @pytest.mark.parametrize("what", [KeyboardInterrupt, ValueError])
 def test_a_failed_save_ends_even_if_the_wait_for_its_copies_is_cut_short(tmp_path, sim, monkeypatch, what):
+    """Its memory, to which the device may still write, is not lent again."""
     p, _ = guarded()
+    enqueue = Device.enqueue
+
+    def failing(self: Device, *arguments: Any) -> None:
+        enqueue(self, *arguments)
+        raise OSError("lost")
+
+    def cut_short(self: Device) -> bool:
+        raise what("cut short")
+
     with open_run(tmp_path) as ckpt:
         ckpt.save({"p": p}, step=1).result()
         with monkeypatch.context() as patch:
-            patch.setattr(Device, "follow_training", lambda self: (_ for _ in ()).throw(OSError("lost")))
-            patch.setattr(Device, "is_quiet", lambda self: (_ for _ in ()).throw(what("cut short")))
-            with pytest.raises(what, match="cut short"):
-                ckpt.save({"p": p}, step=2)
+            patch.setattr(Device, "enqueue", failing)
+            patch.setattr(Device, "is_quiet", cut_short)
+            with pytest.raises(what if what is KeyboardInterrupt else OSError, match=r"cut short|lost"):
+                ckpt.save({"p": p}, step=2).result(PATIENCE)
+        assert "leaked" in repr(ckpt._saver.pool)
         ckpt.save({"p": p}, step=3).result(PATIENCE)
         assert ckpt.steps() == [1, 3]
     assert leftovers(tmp_path) == []
+
+
+def test_a_second_interrupt_does_not_take_tensors_from_under_a_thread_that_copies(tmp_path, monkeypatch):
+    order = []
+    copy, drop = tensors.SourceTensors.copy_from_host, tensors.SourceTensors.drop
+
+    def interrupting(self: tensors.SourceTensors, *arguments: Any, **options: Any) -> None:
+        if not order:
+            order.append("copying")
+            for _ in range(2):
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                time.sleep(0.3)  # for what must not happen meanwhile
+            order.append("copied")
+        copy(self, *arguments, **options)
+
+    def dropping(self: tensors.SourceTensors) -> None:
+        order.append("dropped")
+        drop(self)
+
+    with open_run(tmp_path) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(tensors.SourceTensors, "copy_from_host", interrupting)
+            patch.setattr(tensors.SourceTensors, "drop", dropping)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(state_at(1), step=1)
+        assert order == ["copying", "copied", "dropped"]
+        ckpt.save(state_at(2), step=2).result(PATIENCE)
+        assert ckpt.steps() == [2]
+        assert ", 0 of " in repr(ckpt._saver.pool)
 
 
 def test_memory_that_the_driver_does_not_let_go_of_stays_mapped(tmp_path, sim, monkeypatch):

@@ -186,7 +186,7 @@ class Client:
                 waiting.clear()  # whoever reads the others repeats this error, or waits for the store
 
         run_together("read", [work] * min(_MANY_READERS, len(paths)), max_threads=_MANY_READERS)
-        return contents
+        return contents.copy()  # a thread that was stuck may still add to it
 
     def fetch(self, path: str, offset: int, target: memoryview, etag: str | None) -> bool:
         """Fill `target`. False, or FileExistsError, if the object was replaced."""
