@@ -129,8 +129,10 @@ def run_reads(
     *,
     pin: torch.device | None = None,
     pool: SegmentPool | None = None,
+    max_threads: int = _MAX_READERS,
 ) -> None:
-    """Read in parallel into a ring of buffers, and call `use` for each read on the thread that made it.
+    """Read in parallel into a ring of buffers, one for each thread, and call `use` for each read on the thread that
+    made it.
 
     The buffers are taken from `pool` as far as it has memory to spare, which then stays warm for the next save.
 
@@ -138,7 +140,7 @@ def run_reads(
     """
     if not reads:
         return
-    crew = Crew("read", min(max(_MIN_READERS, num_cpus()), _MAX_READERS, len(reads)))
+    crew = Crew("read", min(max(_MIN_READERS, num_cpus()), max_threads, len(reads)))
     with _Ring(crew.max_threads, pin, pool) as ring:
 
         def run(read: Read) -> None:

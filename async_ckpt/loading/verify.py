@@ -156,7 +156,8 @@ class Verification:
             blocks[path].extend(at_path[path].damaged_blocks(read.extent.offset, data))
             self._on_bytes(read.extent.length)
 
-        run_reads([read for archive in at_path.values() for read in _reads(archive)], compare)
+        reads = [read for archive in at_path.values() for read in _reads(archive)]
+        run_reads(reads, compare, max_threads=_MAX_READERS)
         for path, digest in fresh:
             archive, damaged = at_path[path], sorted(blocks[path])
             self.errors[path, digest] = archive.damage_error(damaged) if damaged else None

@@ -221,9 +221,10 @@ def test_refused_pinning_is_told_once_and_the_copies_are_right(tmp_path, sim):
 
 
 @both
-def test_a_refusal_is_no_matter_of_later_saves(tmp_path, sim):
+def test_a_refusal_is_no_matter_of_later_saves(tmp_path, sim, monkeypatch):
     """Memory that could not be page-locked is not kept: a copy into it would hold the training thread up."""
     p, optimizer = guarded()
+    monkeypatch.setattr(Device(p.device)._side, "_boxes", [])  # those of earlier tests
     with open_run(tmp_path / "before") as ckpt:
         sim.sim.refuses_pinning = True
         with pytest.warns(RuntimeWarning, match="refused to page-lock"):
