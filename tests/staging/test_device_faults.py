@@ -264,6 +264,29 @@ def test_a_failed_save_ends_even_if_the_wait_for_its_copies_is_cut_short(tmp_pat
     assert leftovers(tmp_path) == []
 
 
+@both
+def test_a_save_that_fails_waits_for_the_copies_that_a_device_still_makes(tmp_path, sim, monkeypatch):
+    p, _ = guarded()
+    enqueue = Device.enqueue
+
+    def failing(self: Device, *arguments: Any) -> None:
+        enqueue(self, *arguments)
+        raise OSError("lost")
+
+    with open_run(tmp_path) as ckpt:
+        ckpt.save({"p": p}, step=1).result()
+        with monkeypatch.context() as patch:
+            patch.setattr(Device, "enqueue", failing)
+            with sim.ahead():
+                call = Call(lambda: ckpt.save({"p": p}, step=2))
+                until(lambda: sim.sim.scheduler.num_waiting > 0 or not call.is_alive())
+                assert call.is_alive()
+            with pytest.raises(OSError, match="lost"):
+                call.outcome().result(PATIENCE)
+        assert ", 0 of " in repr(ckpt._saver.pool)
+        assert "leaked" not in repr(ckpt._saver.pool)
+
+
 def test_a_second_interrupt_does_not_take_tensors_from_under_a_thread_that_copies(tmp_path, monkeypatch):
     order = []
     copy, drop = tensors.SourceTensors.copy_from_host, tensors.SourceTensors.drop
