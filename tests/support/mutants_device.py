@@ -143,24 +143,7 @@ MUTANTS = [
         "        while False:\n            try:\n",
     ),
     Mutant("a box that is not page-locked is lent again", "        if box.pinned:", "        if True:"),
-    Mutant(
-        "a wait that is cut short leaves the save without an end",
-        "        finally:  # whatever was raised: others wait for the completion\n",
-        "        else:\n",
-    ),
     Mutant("segments are not page-locked", "pin = next(iter(devices), None)", "pin = None"),
-    Mutant("a box that is too small is lent", "            if box.num_bytes >= num_bytes:\n", "            if True:\n"),
-    Mutant("a lease may be handed on twice", "lease, job.lease = job.lease, None", "lease = job.lease"),
-    Mutant(
-        "segments apart are filled as a run",
-        "todo[0].lease is None and todo[0].number == jobs[-1].number + 1:",
-        "todo[0].lease is None:",
-    ),
-    Mutant(
-        "storages are not kept alive",
-        "[t.untyped_storage() for i, t in enumerate(self.tensors) if i not in self.aliases]",
-        "[]",
-    ),
     Mutant(
         "a copy in memory is given back while a device writes to it", "        self._buffer.leak()\n", "        pass\n"
     ),
@@ -173,16 +156,6 @@ MUTANTS = [
         "aliases = {}",
     ),
     Mutant("headers are left out", "for at, data in job.literals:", "for at, data in ():"),
-    Mutant(
-        "a part is copied from the start of its tensor",
-        "part = part[source : source + length]",
-        "part = part[:length]",
-    ),
-    Mutant(
-        "views are copied from the start of their storage",
-        "tensor.untyped_storage(), tensor.storage_offset() * item_bytes,",
-        "tensor.untyped_storage(), 0,",
-    ),
     Mutant(
         "each segment is a copy of its own", "if (target + length, number, source + length) == piece[:3]:", "if False:"
     ),
@@ -201,14 +174,6 @@ MUTANTS = [
     Mutant("the wait of a step is not counted", "sum(now - since for since in self._waiting_since)", "0.0"),
     Mutant("each save registers a hook", "        _gates[optimizer] = gate  # last", "        pass  # last"),
     Mutant("strided tensors are deferred", "        and is_dense(tensor)\n", ""),
-    Mutant("a copied optimizer shares the gate", "        return Gate()\n", "        return self\n"),
-    Mutant("tensors that a graph changes are deferred", "        guarded.pop(address, None)\n", "        pass\n"),
-    Mutant("tensors are deferred during a capture", "if not optimizers or is_capturing():", "if not optimizers:"),
-    Mutant(
-        "more than the optimizer's own bytes is deferred",
-        "and (tensor is owner or tensor.nbytes <= owner.nbytes)",
-        "and owner is owner",
-    ),
     Mutant(
         "a tensor of just 1 MiB is not deferred", "tensor.nbytes >= DEFERRED_BYTES", "tensor.nbytes > DEFERRED_BYTES"
     ),
@@ -226,16 +191,6 @@ MUTANTS = [
         "no second samples are taken",
         "for device, tensors in self._on.items():\n            with",
         "for device, tensors in ():\n            with",
-    ),
-    Mutant(
-        "tensors without memory are not noted",
-        "self._gone.update(watched.number for watched in self._watched if not watched.alias.is_there())",
-        "pass",
-    ),
-    Mutant(
-        "memory that is gone counts as there",
-        "return (self._storage.data_ptr(), self._storage.nbytes()) == self._memory",
-        "return True",
     ),
     Mutant(
         "what the counters show is forgotten",
@@ -263,9 +218,6 @@ MUTANTS = [
     # --- accelerators
     Mutant("a tensor is at each device of its kind", "device.index in (None, tensor.device.index)", "True"),
     Mutant("a forked child asks for the accelerator", "None if is_in_bad_fork() or not", "None if not"),
-    Mutant(
-        "a stream is entered on another device", "with self.on_device(device), enter(stream):", "with enter(stream):"
-    ),
     Mutant("memory of Ascend is not mapped", "register_flags = _MAPPED", "register_flags = 0"),
     Mutant("the stream of copies waits for the default stream", "_NON_BLOCKING: Final = 1", "_NON_BLOCKING: Final = 0"),
     Mutant("a stream that was refused is used", "return stream.value if code == 0 else None", "return stream.value"),
