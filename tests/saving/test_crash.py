@@ -98,15 +98,21 @@ def each_death(nursery: Nursery, code: str, roots: Iterator[Path], *arguments: s
     """Run the script once for every call that it makes, or a part of them, killed at that call; yields what is left."""
     whole = nursery.run(code, next(roots), *arguments, 0)
     assert (whole.status, whole.err) == (0, "")
-    running: list[tuple[Path, Child]] = []
+    running: list[tuple[Path, Child, int]] = []
+
+    def died(child: Child, number: int) -> bool:
+        """True if it was killed, or has made fewer calls than the whole run before it: who makes a folder differs."""
+        ended = child.ended()
+        return ended.status == -9 or int(ended.out) < number
+
     for number in some(range(1, int(whole.out) + 1), 3):
-        running.append((root := next(roots), nursery.start(code, root, *arguments, number)))
+        running.append((root := next(roots), nursery.start(code, root, *arguments, number), number))
         if len(running) > 1:  # the next one dies while this one is looked at
-            root, child = running.pop(0)
-            assert child.ended().status == -9
+            root, child, of_child = running.pop(0)
+            assert died(child, of_child)
             yield root
-    for root, child in running:
-        assert child.ended().status == -9
+    for root, child, of_child in running:
+        assert died(child, of_child)
         yield root
 
 
