@@ -41,8 +41,9 @@ T = TypeVar("T")
 
 # What is in memory at once of a tensor.
 CHUNK_BYTES: Final = 32 << 20
-# Tensors up to this size are read with others, as many as have room in the second.
+# Tensors up to this size are read several at a time.
 _SMALL_BYTES: Final = 1 << 20
+# The memory of tensors that are read together.
 _TOGETHER_BYTES: Final = 16 << 20
 # Where the items of any dtype may begin.
 _ALIGNMENT_BYTES: Final = 16

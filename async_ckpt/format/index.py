@@ -269,7 +269,7 @@ def _tensors(raw: Json, members: list[Member], ranks: RankFacts | None = None) -
     names: set[tuple[int, str]] = set()
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each once, since there may be many tensors, and few shapes
     for number, row in enumerate(raw):
-        raw[number] = None  # as text, it takes more memory than what is made of it
+        raw[number] = None  # a row takes more memory than the tensor that is made of it
         path = tuple(row["path"])
         if not all(isinstance(key, int | str) for key in path):
             raise _InconsistentError(f"a tensor has the path {path!r:.200}")

@@ -200,7 +200,8 @@ class Agreement:
         """Take this rank's receipts back, and then tell rank 0, whose next attempt may have the name of this one."""
         joint, rank = self._joint, self.rank
         cause = Cause(rank, f"it saves {joint.what} by the same call; give all ranks the same arguments")
-        with suppress(CheckpointError, OSError):  # rank 0 is not told of what it could take for this rank's yes
+        # Rank 0 is not told as long as a receipt is left that it could take for this rank's yes.
+        with suppress(CheckpointError, OSError):
             for exchange in [*joint.receipts]:
                 try:
                     exchange.withdraw(rank)

@@ -163,20 +163,27 @@ class SegmentFiller:
                         self._changed.wait(LIVENESS_SECONDS)
             except BaseException as raised:
                 interrupt = interrupt or raised
-        quiet = error is None
         try:
-            quiet = quiet or self._source.are_devices_quiet()
+            if error is not None:
+                self._give_back_memory()
         finally:
-            for job in (*self._now, *self._later) if error is not None else ():
+            # Drop the jobs, and the snapshot, which refers to this object.
+            self._now, self._later, self._on_end = [], [], lambda _: None
+        if interrupt is not None:
+            raise interrupt
+
+    def _give_back_memory(self) -> None:
+        """Release the leases of a failed snapshot. Memory that a device may still write to is leaked."""
+        quiet = False  # and stays so if the wait for the devices is interrupted
+        try:
+            quiet = self._source.are_devices_quiet()
+        finally:
+            for job in (*self._now, *self._later):
                 if (lease := self._lease_of(job)) is not None:
                     if quiet or not job.is_enqueued:
                         lease.release()
                     else:
                         lease.leak()
-            # Drop the jobs, and the snapshot, which refers to this object.
-            self._now, self._later, self._on_end = [], [], lambda _: None
-        if interrupt is not None:
-            raise interrupt
 
     # --- on the threads that fill -------------------------------------------------------------------------------
 

@@ -131,9 +131,9 @@ class Storage(Protocol):
         """
 
     def read_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str]]:  # noqa: ARG002
-        """The contents and versions of small objects, by their paths, as far as one request for each brings them.
+        """The contents and versions of small objects, by their paths, as far as there is a faster way than `read`.
 
-        A path that is left out proves nothing; `read` tells. Where a read is no request, all are left out.
+        A path that is left out proves nothing about its object: only `read` tells whether it exists.
         """
         return {}
 

@@ -15,19 +15,13 @@ from typing import Any
 
 import pytest
 from buckets import bucket  # noqa: F401
-from commands import documented, run_command
+from commands import documented, run_command, store_options
 from racing import until
 
 from async_ckpt.command.bench import Measured, advice_for
 from async_ckpt.spans import wall_time
 
 SMALL = ("--size", "8MB", "--tensors", "10")
-
-
-def store_options(bucket: Any) -> tuple[list[str], dict[str, str]]:  # noqa: F811
-    options = bucket.server.options
-    keys = {"AWS_ACCESS_KEY_ID": options["access_key_id"], "AWS_SECRET_ACCESS_KEY": options["secret_access_key"]}
-    return ["--endpoint", options["endpoint"], "--region", options.get("region", "us-east-1")], keys
 
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
@@ -51,7 +45,7 @@ def test_a_folder_that_was_not_there_is_gone_again(tmp_path: Path) -> None:
 
 
 def test_a_store_is_measured_and_left_as_it_was(bucket: Any) -> None:  # noqa: F811
-    store, keys = store_options(bucket)
+    store, keys = store_options(bucket.server.options)
     ended = run_command("bench", bucket.url("runs"), *SMALL, *store, "--json", **keys)
     assert ended.returncode == 0, ended.stderr
     rows = {row["name"]: row for row in json.loads(ended.stdout)["rows"]}
@@ -75,7 +69,7 @@ def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, number: int) -> 
 
 
 def test_nothing_is_left_in_a_store_when_it_is_terminated(bucket: Any) -> None:  # noqa: F811
-    store, keys = store_options(bucket)
+    store, keys = store_options(bucket.server.options)
     command = [sys.executable, "-m", "async_ckpt", "bench", bucket.url("runs"), "--size", "200MB", *store]
     with subprocess.Popen(command, env=os.environ | keys, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         until(lambda: any("/run/step_" in key for key in bucket.keys()))  # noqa: SIM118
@@ -141,7 +135,7 @@ class LateClock(BaseHTTPRequestHandler):
 
 
 def test_doctor_compares_the_clock_with_that_of_the_store(bucket: Any) -> None:  # noqa: F811
-    store, keys = store_options(bucket)
+    store, keys = store_options(bucket.server.options)
     told = json.loads(run_command("doctor", bucket.url("runs"), *store, "--json", **keys).stdout)["findings"]
     assert [(one["verdict"], "agrees" in one["text"]) for one in told if one["subject"] == "clock"] == [("ok", True)]
 

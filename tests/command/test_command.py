@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from buckets import bucket  # noqa: F401
-from commands import documented, in_process, in_terminal, run_command
+from commands import documented, in_process, in_terminal, run_command, store_options
 from exported import gpt2
 from published import Line, flip
 from rank_archives import commit, write_all
@@ -307,12 +307,7 @@ def test_it_is_a_program_of_its_own(root: Path) -> None:
 def test_a_run_in_a_bucket_is_listed_and_inspected(bucket: Any) -> None:  # noqa: F811
     with async_ckpt.AsyncCheckpointer(bucket.place("run")) as ckpt:
         ckpt.save({"w": torch.ones(3)}, 1).result()
-    options = bucket.server.options
-    store = ["--endpoint", options["endpoint"], "--region", options.get("region", "us-east-1")]
-    keys = {
-        "AWS_ACCESS_KEY_ID": options["access_key_id"],
-        "AWS_SECRET_ACCESS_KEY": options["secret_access_key"],
-    }
+    store, keys = store_options(bucket.server.options)
 
     listed = run_command("ls", bucket.url("run"), *store, "--json", **keys)
     inspected = run_command("inspect", bucket.url("run/step_00000001"), *store, "--json", **keys)

@@ -18,7 +18,7 @@ import torch
 from archives import forge_manifest
 from buckets import bucket  # noqa: F401
 from children import Nursery
-from commands import documented, run_command
+from commands import documented, run_command, store_options
 from folders import read as tree_of
 from published import flip
 from rank_archives import commit, write_all
@@ -177,30 +177,23 @@ def test_a_step_of_four_ranks_is_copied_with_all_its_archives(tmp_path: Path) ->
 
 def test_a_run_goes_to_a_bucket_and_back(tmp_path: Path, source: Path, bucket: Any) -> None:  # noqa: F811
     place = bucket.place("runs/b")
-    env = {
-        "AWS_ACCESS_KEY_ID": place.options["access_key_id"],
-        "AWS_SECRET_ACCESS_KEY": place.options["secret_access_key"],
-    }
-    at = ("--endpoint", place.options["endpoint"], "--region", place.options.get("region", "us-east-1"))
-    assert run_command("cp", source, place.url, *at, **env).returncode == 0
+    at, keys = store_options(place.options)
+    assert run_command("cp", source, place.url, *at, **keys).returncode == 0
     assert_is_copy(place, [1, 2, 3, 4])
-    assert run_command("cp", place.url, tmp_path / "back", *at, **env).returncode == 0
+    assert run_command("cp", place.url, tmp_path / "back", *at, **keys).returncode == 0
     assert_is_copy(tmp_path / "back", [1, 2, 3, 4])
 
 
 def test_two_stores_may_have_different_endpoints(source: Path, bucket: Any) -> None:  # noqa: F811
     place = bucket.place("runs/b")
-    env = {
-        "AWS_ACCESS_KEY_ID": place.options["access_key_id"],
-        "AWS_SECRET_ACCESS_KEY": place.options["secret_access_key"],
-    }
+    _, keys = store_options(place.options)
     with open_run(bucket.place("runs/a")) as ckpt:
         ckpt.save({"a": torch.ones(4)}, 1).result()
     wrong = ("--endpoint", "http://127.0.0.1:9", "--region", "us-east-1", "--deadline", "1")
     right = ("--dst-endpoint", place.options["endpoint"], "--dst-deadline", "30")
 
-    assert run_command("cp", source, place.url, *wrong, *right, **env).returncode == 0
-    ended = run_command("cp", bucket.url("runs/a"), place.url, *wrong, *right, **env)
+    assert run_command("cp", source, place.url, *wrong, *right, **keys).returncode == 0
+    ended = run_command("cp", bucket.url("runs/a"), place.url, *wrong, *right, **keys)
     assert (ended.returncode, "127.0.0.1:9" in ended.stderr or "runs/a" in ended.stderr) == (74, True)
 
 
@@ -285,11 +278,7 @@ def test_two_copies_to_one_root_at_once_leave_one_whole_run(tmp_path: Path, sour
 
 def test_two_copies_to_one_bucket_at_once_leave_one_whole_run(source: Path, bucket: Any) -> None:  # noqa: F811
     place = bucket.place("runs/b")
-    keys = {
-        "AWS_ACCESS_KEY_ID": place.options["access_key_id"],
-        "AWS_SECRET_ACCESS_KEY": place.options["secret_access_key"],
-    }
-    at = ("--endpoint", place.options["endpoint"], "--region", "us-east-1")
+    at, keys = store_options(place.options)
     command = [sys.executable, "-m", "async_ckpt", "cp", str(source), place.url, *at]
     children = [
         subprocess.Popen(command, env=os.environ | keys, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

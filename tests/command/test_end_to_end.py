@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from buckets import Bucket
-from commands import in_terminal, run_command
+from commands import in_terminal, run_command, store_options
 from rank_worlds import Worlds
 from slices import ALL, some
 
@@ -57,8 +57,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     server = request.getfixturevalue("s3" if request.param == "moto" else "rclone")
     bucket = Bucket(server)
     server.make_bucket(bucket.name)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.options["access_key_id"])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.options["secret_access_key"])
+    for name, key in store_options(server.options)[1].items():
+        monkeypatch.setenv(name, key)
     yield bucket.place("there")
 
 
@@ -75,8 +75,7 @@ def test_every_word(
     request: pytest.FixtureRequest, worlds: Worlds, tmp_path: Path, size: int, place: Place, in_a_terminal: bool
 ) -> None:
     worlds.run(size, STEPS)
-    options = place.options or {}
-    at = ("--endpoint", options["endpoint"], "--region", options.get("region", "us-east-1")) if options else ()
+    at = store_options(place.options)[0] if place.options else ()
     call, run = Session(at, in_a_terminal=in_a_terminal), f"{place.text}/run"
 
     assert "3 steps, 1 to 3, sound" in call("verify", worlds.root)

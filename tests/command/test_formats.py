@@ -15,7 +15,7 @@ import pytest
 import torch
 from buckets import bucket  # noqa: F401
 from children import Nursery
-from commands import documented, run_command
+from commands import documented, run_command, store_options
 from folders import read as tree_of
 from rank_archives import commit, write_all
 from safetensors.torch import load_file, save_file
@@ -196,11 +196,7 @@ def test_a_run_in_a_bucket_becomes_a_local_file_and_the_other_way_round(tmp_path
     place = bucket.place("runs/a")
     with open_run(place) as ckpt:
         ckpt.save(state(), 3).result()
-    env = {
-        "AWS_ACCESS_KEY_ID": place.options["access_key_id"],
-        "AWS_SECRET_ACCESS_KEY": place.options["secret_access_key"],
-    }
-    at = ("--endpoint", place.options["endpoint"], "--region", "us-east-1")
+    at, env = store_options(place.options)
     assert run_command("convert", place.url, tmp_path / "t.pt", *at, **env).returncode == 0
     assert run_command("convert", tmp_path / "t.pt", bucket.url("t.tar"), *at, **env).returncode == 0
     assert (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from buckets import bucket  # noqa: F401
 from children import Nursery
-from commands import documented, in_terminal, run_command
+from commands import documented, in_terminal, run_command, store_options
 from folders import read as tree_of
 from rank_archives import commit, write_all
 from slices import some
@@ -179,11 +179,8 @@ def test_a_store_cannot_tell_who_lives_and_says_so(bucket: Any, nursery: Nursery
         json.dumps(place.options),
     )
     assert child.ended().status == 0
-    env = {
-        "AWS_ACCESS_KEY_ID": place.options["access_key_id"],
-        "AWS_SECRET_ACCESS_KEY": place.options["secret_access_key"],
-    }
-    options = ("--endpoint", place.options["endpoint"], "--region", "us-east-1", "--keep", "last=1", "--yes")
+    store, env = store_options(place.options)
+    options = (*store, "--keep", "last=1", "--yes")
     ended = run_command("prune", place.url, *options, **env)
     assert (ended.returncode, "on 'elsewhere'" in ended.stderr, "--unattended" in ended.stderr) == (1, True, True)
     assert run_command("prune", place.url, *options, "--unattended", **env).returncode == 0

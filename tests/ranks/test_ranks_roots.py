@@ -247,7 +247,7 @@ from async_ckpt.runs.receipts import Exchange
 put = Exchange.put_receipt
 def late(self, receipt, details):
     if here.rank == 1 and self.storage.locate("").rstrip("/").endswith("/b"):
-        time.sleep(1.5)
+        time.sleep(1.5)  # the receipt at the other root comes first
     put(self, receipt, details)
 Exchange.put_receipt = late
 with open_run({roots}, commit={commit!r}, max_in_flight=2) as ckpt:

@@ -308,10 +308,12 @@ def test_a_second_interrupt_does_not_take_tensors_from_under_a_thread_that_copie
         with monkeypatch.context() as patch:
             patch.setattr(tensors.SourceTensors, "copy_from_host", interrupting)
             patch.setattr(tensors.SourceTensors, "drop", dropping)
-            before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have had ignored
-            with pytest.raises(KeyboardInterrupt):
-                ckpt.save(state_at(1), step=1)
-            signal.signal(signal.SIGINT, before)
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    ckpt.save(state_at(1), step=1)
+            finally:
+                signal.signal(signal.SIGINT, before)
         assert order == ["copying", "copied", "dropped"]
         ckpt.save(state_at(2), step=2).result(PATIENCE)
         assert ckpt.steps() == [2]

@@ -9,11 +9,18 @@ import os
 import pty
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
 
 from async_ckpt.command.main import status_of
+
+
+def store_options(options: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """What the command needs for a server with these options: its own options, and the keys in the environment."""
+    keys = {"AWS_ACCESS_KEY_ID": options["access_key_id"], "AWS_SECRET_ACCESS_KEY": options["secret_access_key"]}
+    return ("--endpoint", options["endpoint"], "--region", options.get("region", "us-east-1")), keys
 
 
 class Ended(NamedTuple):

@@ -127,7 +127,9 @@ MUTANTS = [
         "        except RuntimeError:\n            return False\n        return True\n",
         "        except RuntimeError:\n            return True\n        return True\n",
     ),
-    Mutant("a failed save asks no device whether it is quiet", "quiet or self._source.are_devices_quiet()", "True"),
+    Mutant(
+        "a failed save asks no device whether it is quiet", "quiet = self._source.are_devices_quiet()", "quiet = True"
+    ),
     Mutant(
         "memory that a device may write to is lent again",
         "                        lease.leak()",

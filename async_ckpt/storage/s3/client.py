@@ -167,16 +167,18 @@ class Client:
         waiting = deque(paths)
 
         def get_some(store: Any, call: WatchedCall) -> None:
-            with suppress(IndexError):
-                while True:
+            while waiting:
+                try:
                     path = waiting.popleft()
-                    try:
-                        result = obstore.get(store, self.key(path))
-                        contents[path] = bytes(result.bytes()), version_of(result.meta)
-                    except FileNotFoundError:
-                        if not self._has_answered:  # perhaps it is the bucket that is missing
-                            raise
-                    call.moved()
+                except IndexError:  # another thread has taken the last one
+                    return
+                try:
+                    result = obstore.get(store, self.key(path))
+                    contents[path] = bytes(result.bytes()), version_of(result.meta)
+                except FileNotFoundError:
+                    if not self._has_answered:  # perhaps it is the bucket that is missing
+                        raise
+                call.moved()
 
         def work() -> None:
             call = self.watch("small")
