@@ -1,4 +1,4 @@
-"""What the plug-ins for trainers share: the check of a framework's version and of the names that are used of it.
+"""The version of a framework and the names that a plug-in uses of it, checked when the plug-in is made.
 
 In: the name of a package. Out: the package, or an error that says what to do. Knows nothing of: checkpoints.
 """
