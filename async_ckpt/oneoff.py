@@ -14,7 +14,7 @@ import torch
 
 from .host.loop import get_loop
 from .loading.archives.find import from_path
-from .loading.archives.step_archives import Readers
+from .loading.archives.step_archives import Readers, selected_by
 from .loading.load import check_verify, state_of
 from .loading.verify import verify_path
 from .ranks.agreement import tell_of_failure
@@ -194,7 +194,7 @@ def load(
     """
     check_verify(verify)
     build = partial(state_of, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
-    return from_path(path, build, verify=verify, readers=Readers(None, from_ranks))
+    return from_path(path, build, verify=verify, readers=Readers(None, from_ranks, wants=selected_by(select)))
 
 
 def verify(path: Anywhere, *, base: str | os.PathLike[str] | None = None) -> VerifyReport:

@@ -25,7 +25,7 @@ import torch
 from ..errors import CorruptCheckpointError, UntrustedObjectError
 from ..loading.archives.contents import Contents, Part
 from ..loading.archives.find import from_path, opened_as_file
-from ..loading.archives.step_archives import Readers
+from ..loading.archives.step_archives import Readers, selected_by
 from ..loading.load import check_lent, check_select, state_of
 from ..loading.ranges import Range, read_ranges
 from ..spec import align_up
@@ -97,7 +97,7 @@ def with_items(
     with _torch_state(place, trust=trust) as state:
         if state is not None:
             return use(_chosen(list(_items_of_state(state[0], ())), select, place))
-    readers = Readers(None, from_ranks)
+    readers = Readers(None, from_ranks, wants=selected_by(select))
     return from_path(place, lambda parts: use(_items_of_parts(parts, select)), verify=True, readers=readers)
 
 
@@ -134,7 +134,7 @@ def with_state(
                 raise Answer(f"{place.shown}: each rank has its own {name}; pass --from-rank {name}=0, or another rank")
             return use(state)
 
-    return from_path(place, load, verify=True, readers=Readers(None, from_ranks))
+    return from_path(place, load, verify=True, readers=Readers(None, from_ranks, wants=selected_by(select)))
 
 
 def _name_by_rank(state: Any, path: tuple[Any, ...]) -> str | None:

@@ -92,12 +92,12 @@ class RunReader:
         Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`.
         """
         from .archives.find import from_newest, from_step
-        from .archives.step_archives import Readers
+        from .archives.step_archives import Readers, selected_by
         from .load import check_verify, state_of
 
         check_verify(verify)
         build = partial(state_of, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
-        readers = Readers(None, from_ranks)
+        readers = Readers(None, from_ranks, wants=selected_by(select))
         self._see_own_saves("load()")
         if step is not None:
             return from_step(self._roots, step, build, verify=verify, readers=readers)

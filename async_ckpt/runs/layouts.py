@@ -14,7 +14,7 @@ from typing import Any
 
 from ..fields import count, entries, items, row, table, text, whole
 from ..slicing.cover import Box
-from ..slicing.locator import StepLayout, check_structure
+from ..slicing.locator import StepItem, StepLayout, check_structure
 from ..slicing.shares import KNOWN_VERSIONS
 from ..slicing.shares import VERSION as SHARES_VERSION
 from ..slicing.slices import Mesh
@@ -34,6 +34,8 @@ def dump(layout: StepLayout, table: Table) -> bytes:
     }
     if layout.apart:
         fields["apart"] = {str(rank): tensors for rank, tensors in layout.apart.items()}
+    if layout.items:
+        fields["items"] = layout.items
     return seal(fields)
 
 
@@ -47,15 +49,20 @@ def parse(data: bytes) -> StepLayout:
     structures = {digest: text(raw["structures"][digest]) for digest in classes}
     for lines in structures.values():
         check_structure(lines)
-    return StepLayout(classes, structures, shared, _mesh(raw["root"]), _apart(raw.get("apart", {})))
+    apart = _apart(raw.get("apart", {}))
+    return StepLayout(classes, structures, shared, _mesh(raw["root"]), apart, items(raw.get("items", []), _item))
 
 
 def read(storage: Storage, folder: str, attempt: str, *, rebuilt: bool = False) -> StepLayout | None:
     """The layout of an attempt; None if it is missing or damaged."""
-    name = rebuilt_name(attempt) if rebuilt else f"layout.{attempt}.json"
+    name = rebuilt_name(attempt) if rebuilt else layout_name(attempt)
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return parse(storage.read(f"{folder}/{name}" if folder else name)[0])
     return None
+
+
+def layout_name(attempt: str) -> str:
+    return f"layout.{attempt}.json"
 
 
 def rebuilt_name(attempt: str) -> str:
@@ -64,6 +71,14 @@ def rebuilt_name(attempt: str) -> str:
 
 def _mesh(raw: Any) -> Mesh | None:
     return None if raw is None else Mesh(*row(raw, (whole, _counts, partial(items, of=whole), _counts)))
+
+
+def _item(raw: object) -> StepItem:
+    return StepItem(*row(raw, (partial(items, of=_key), text, _counts)))
+
+
+def _key(raw: object) -> int | str:
+    return raw if isinstance(raw, str) else whole(raw)
 
 
 def _apart(raw: object) -> dict[int, dict[str, list[Box]]]:

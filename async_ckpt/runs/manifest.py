@@ -236,6 +236,11 @@ def archive_name(rank: int, attempt: str) -> str:
     return f"rank_{rank:05d}.{attempt}.tar"
 
 
+def attempt_of(name: str) -> str:
+    """The attempt in the name of an archive."""
+    return name.split(".")[-2]
+
+
 def missing_error(shown: str, named_by: int) -> CorruptCheckpointError:
     """The error about a missing object that the manifest of a step names."""
     return CorruptCheckpointError(

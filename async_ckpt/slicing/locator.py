@@ -28,6 +28,14 @@ Classes: TypeAlias = Mapping[str, Sequence[int]]
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
+class StepItem(NamedTuple):
+    """A tensor or another value of a state, by its path. `dtype` is empty, and `shape` too, for other values."""
+
+    path: tuple[int | str, ...]
+    dtype: str = ""
+    shape: Ints = ()
+
+
 class StepLayout(NamedTuple):
     """The structures of the ranks of a step, and how the ranks divided replicated tensors. Read from the step's
     layout file.
@@ -35,7 +43,8 @@ class StepLayout(NamedTuple):
     `structures` are the texts of `state.division.Structure`, by digest. If a structure is in `shared`, each of its
     ranks wrote a share of what the ranks listed there hold alike; all other ranks wrote all that they hold. `root` is
     the mesh that the meshes of all tensors are parts of. `apart` lists boxes by rank and name, for ranks that wrote
-    no such share.
+    no such share. `items` are listed if a planner has given each rank a part of the state to write: then the texts have
+    lines for all values, and no rank has all names.
     """
 
     classes: Classes
@@ -43,6 +52,7 @@ class StepLayout(NamedTuple):
     shared: Classes = _NOTHING
     root: Mesh | None = None
     apart: Mapping[int, Mapping[str, Sequence[Box]]] = _NOTHING
+    items: Sequence[StepItem] = ()
 
 
 class _TensorLine(NamedTuple):
@@ -76,8 +86,9 @@ class ShardLocator:
         self._layout = layout
         self._structure_of = {rank: digest for digest, ranks in layout.classes.items() for rank in ranks}
         self._tensors, self._tied = dict[str, dict[str, _TensorLine]](), dict[str, dict[str, str]]()
+        self._values = dict[str, set[str]]()  # names of values that are no tensors, in layouts that list them
         for digest in layout.classes:
-            self._tensors[digest], self._tied[digest] = _parsed(layout.structures[digest])
+            self._tensors[digest], self._tied[digest], self._values[digest] = _parsed(layout.structures[digest])
         self._aliases = frozenset() if any(self._tied.values()) else frozenset(aliases)
         # Tensors that are spread alike, and the structures that contain them.
         self._alike: dict[str, dict[_TensorLine, tuple[str, ...]]] = {}
@@ -102,6 +113,20 @@ class ShardLocator:
             shapes = frozenset((name, line.shape, line.is_cut) for name, line in tensors)
             alike.setdefault(shapes, []).extend(ranks)
         return {sorted(ranks)[int(preferred * len(ranks))] for ranks in alike.values()}
+
+    def naming(self, names: Iterable[str]) -> set[int]:
+        """Ranks whose archives together have a part of each of these, for a layout that lists items: few, not always
+        the fewest.
+        """
+        left, ranks = {*names}, set[int]()
+        named = {
+            min(of): {*self._tensors[digest], *self._values[digest]} for digest, of in self._layout.classes.items()
+        }
+        for rank in sorted(named, key=lambda rank: (-len(named[rank] & left), rank)):
+            if not named[rank].isdisjoint(left):
+                left -= named[rank]
+                ranks.add(rank)
+        return ranks
 
     def having(self, wanted: Mapping[str, Sequence[Box]], preferred: Collection[int] = ()) -> set[int]:
         """Ranks whose archives have all of these boxes, as far as ranks are known to have them.
@@ -307,16 +332,18 @@ def check_structure(text: str) -> None:
 _counts = partial(fields.items, of=fields.count)
 
 
-def _parsed(text: str) -> tuple[dict[str, _TensorLine], dict[str, str]]:
-    """The tensors of a structure, and for each tied tensor the name of the stored one."""
-    tensors, tied = dict[str, _TensorLine](), dict[str, str]()
+def _parsed(text: str) -> tuple[dict[str, _TensorLine], dict[str, str], set[str]]:
+    """The tensors of a structure, for each tied tensor the name of the stored one, and the names of other values."""
+    tensors, tied, values = dict[str, _TensorLine](), dict[str, str](), set[str]()
     for line in text.splitlines():
         name, dtype, shape, spread, *to = json.loads(line)
         if isinstance(dtype, str) and dtype in DTYPES:
             tensors[fields.text(name)] = _TensorLine(DTYPES[dtype][0], _counts(shape), json.dumps(spread))
             if to:
                 tied[name] = fields.text(to[0])
-    return tensors, tied
+        elif dtype is None:
+            values.add(fields.text(name))
+    return tensors, tied, values
 
 
 @lru_cache(1 << 12)

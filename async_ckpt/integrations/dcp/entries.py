@@ -8,25 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ...loading.archives.archive import OpenArchive
 from ...loading.archives.contents import CPU, Contents, Part
+from ...loading.archives.merged_archives import MergedArchives
 from ...loading.archives.step_archives import Readers
 from ...loading.fill import Wanted
 from ...ranks.world import world_of
 from ...runs.record import DCP_RECORD
+from ...slicing.locator import StepItem
 from ...spec import with_article
 from ...state.names import Path, shown
 from ...state.tree import StoredLeaf, ValuesByRank, leaves, replaced
 from .fqn import flattened, planner_data_of
+from .step_layout import tensor_metadata
 
 
 class SavedItem(NamedTuple):
@@ -69,6 +65,12 @@ def identity_of(parts: Sequence[Part]) -> str:
     return file.digest if isinstance(file, OpenArchive) else f"{file.path}, {len(file.index.tensors)} tensors"
 
 
+def listed_items(parts: Sequence[Part]) -> Sequence[StepItem]:
+    """The items that the layout of a step lists, so that no archive has to be opened for them; else none."""
+    archive = parts[0].archive
+    return archive.items if len(parts) == 1 and isinstance(archive, MergedArchives) else ()
+
+
 def entries_of(parts: Sequence[Part]) -> dict[str, SavedItem]:
     """The items of a step, by torch's names. Raises TypeError if it is not a dict, ValueError for equal names."""
     items: dict[str, SavedItem] = {}
@@ -93,10 +95,7 @@ def metadata_of(entries: Mapping[str, SavedItem], kept: Mapping[str, Any]) -> Me
         if entry.tensor is None:
             metadata[name] = BytesStorageMetadata()
             continue
-        size = torch.Size(entry.shape)
-        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-        properties = TensorProperties(dtype=entry.file.dtype(entry.tensor))
-        metadata[name] = TensorStorageMetadata(properties, size, [whole])
+        metadata[name] = tensor_metadata(entry.file.dtype(entry.tensor), entry.shape)
     return Metadata(metadata, planner_data=planner_data_of(kept, {name: entry.path for name, entry in entries.items()}))
 
 

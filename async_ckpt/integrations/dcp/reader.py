@@ -42,10 +42,12 @@ from .entries import (
     entries_of,
     identity_of,
     kept_metadata,
+    listed_items,
     metadata_of,
     readers_of_this_rank,
     value_of,
 )
+from .step_layout import metadata_of_layout
 from .writer import is_checkpoint_id
 
 T = TypeVar("T")
@@ -100,10 +102,11 @@ class TarStorageReader(StorageReader):
         # No `**kwargs` here: torch would call this again with them, and if that worked go on without the other ranks.
 
         def use(parts: Sequence[Part]) -> tuple[str, Metadata, object]:
-            kept = kept_metadata(parts)
-            return identity_of(parts), metadata_of(entries_of(parts), kept), kept.get("save_id")
+            kept, items = kept_metadata(parts), listed_items(parts)
+            metadata = metadata_of_layout(items, kept) if items else metadata_of(entries_of(parts), kept)
+            return identity_of(parts), metadata, kept.get("save_id")
 
-        self._identity, metadata, save_id = self._read(use)
+        self._identity, metadata, save_id = self._read(use, ())
         metadata.storage_meta = StorageMeta(
             checkpoint_id=self.checkpoint_id,
             save_id=save_id if isinstance(save_id, str) else None,
@@ -146,7 +149,7 @@ class TarStorageReader(StorageReader):
             renamed = plan.storage_data[1]
             _PlanReader(entries_of(parts), plan.items, planner, blobs, renamed, trust=self._trust).run()
 
-        self._read(use)
+        self._read(use, {item.storage_index.fqn for item in plan.items}.union(*plan.storage_data[1].values()))
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
@@ -161,8 +164,12 @@ class TarStorageReader(StorageReader):
         """Whether it is a path or URL that can be read from."""
         return is_checkpoint_id(checkpoint_id)
 
-    def _read(self, use: Callable[[Sequence[Part]], T]) -> T:
-        return from_path(self._place, use, verify=self._verify, readers=readers_of_this_rank(self._from_ranks))
+    def _read(self, use: Callable[[Sequence[Part]], T], names: Collection[str]) -> T:
+        """The result of `use` for the parts of the step with the items of these names, and perhaps others."""
+        readers = readers_of_this_rank(self._from_ranks)._replace(
+            wants=lambda paths: [path for path in paths if ".".join(map(str, path)) in names]
+        )
+        return from_path(self._place, use, verify=self._verify, readers=readers)
 
 
 class _PlanReader:

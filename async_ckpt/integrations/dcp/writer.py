@@ -26,10 +26,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
+from ...runs import layouts
 from ...runs.foreign_entries import OF_DCP
 from ...runs.manifest import NAME as MANIFEST
-from ...runs.manifest import Archive, Manifest, archive_name, parse
+from ...runs.manifest import Archive, Manifest, archive_name, attempt_of, parse
 from ...runs.naming import parse_step_name, pattern_of
+from ...runs.receipts import Table
 from ...runs.record import DCP_RECORD
 from ...runs.root import Root
 from ...runs.sweep import Sweeper
@@ -47,6 +49,7 @@ from ...state.per_rank import nested
 from ...storage.interface import Storage
 from ...storage.place import Anywhere, Place, place_of, written_at
 from .fqn import metadata_to_keep, path_of
+from .step_layout import layout_of
 from .stager import PinnedStager
 
 # The index in the result of a rank that writes no item: no name of torch's is empty.
@@ -184,7 +187,12 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         metadata.storage_meta = self.storage_meta()
         kept = metadata_to_keep(metadata, (name for report in written.values() for name in report.blobs))
         archives = tuple(written[rank].archive for rank in sorted(written))
-        self._commit(save, archives, {DCP_RECORD: {**kept, "save_id": save.save_id}})
+        layout = None
+        if save.world_size > 1 and isinstance(metadata.planner_data, Mapping):  # else names do not tell the paths
+            items = {of_rank[0].storage_data.rank: [item.index for item in of_rank] for of_rank in results}
+            division = layout_of(metadata, items)
+            layout = layouts.dump(division, Table(division.classes))
+        self._commit(save, archives, {DCP_RECORD: {**kept, "save_id": save.save_id}}, layout)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save.save_id)
@@ -247,17 +255,33 @@ class TarStorageWriter(StorageWriter, PinnedStager):
             if name not in named:
                 storage.delete(name)
 
-    def _commit(self, save: _WriterSave, archives: tuple[Archive, ...], record: Mapping[str, Any]) -> None:
+    def _commit(
+        self, save: _WriterSave, archives: tuple[Archive, ...], record: Mapping[str, Any], layout: bytes | None
+    ) -> None:
         """Commit a save. Of several saves of this writer to one folder, the last one stays, in whatever order they
         end.
 
         Raises StepExistsError if another writer has committed.
         """
         storage = save.place.storage()
+        attempt = attempt_of(archives[0].name)
+        if layout is not None:
+            storage.replace(layouts.layout_name(attempt), layout)
+        try:
+            self._put_manifest(save, attempt, archives, record)
+        except BaseException:
+            if layout is not None:
+                with suppress(CheckpointError):
+                    storage.delete(layouts.layout_name(attempt))
+            raise
+
+    def _put_manifest(
+        self, save: _WriterSave, attempt: str, archives: tuple[Archive, ...], record: Mapping[str, Any]
+    ) -> None:
+        storage = save.place.storage()
         while True:
             before = save.replaces
             earlier = (before[0].attempt, *before[0].replaces) if before else ()
-            attempt = os.urandom(4).hex()
             manifest = Manifest(
                 save.step,
                 attempt,
@@ -284,7 +308,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
                         step=save.step,
                     ) from error
                 if number > save.number:  # a later save was faster, and would have replaced this one
-                    storage.delete_many([archive.name for archive in archives])
+                    storage.delete_many([*(archive.name for archive in archives), layouts.layout_name(attempt)])
                     return
         if before is not None:
             _delete_replaced(save, before[0])
@@ -299,7 +323,9 @@ class TarStorageWriter(StorageWriter, PinnedStager):
 
 
 def _delete_replaced(save: _WriterSave, replaced: Manifest) -> None:
-    """Delete the archives of an overwritten step, except those that later steps of the run borrow."""
+    """Delete the archives of an overwritten step, except those that later steps of the run borrow; and its layout."""
+    if replaced.attempt:  # the damaged manifest has none
+        save.place.storage().delete(layouts.layout_name(replaced.attempt))
     root, folder = save.place.inside()
     numbering = parse_step_name(folder)
     if numbering is None or pattern_of(numbering.step_format) is None:  # not a step of a run

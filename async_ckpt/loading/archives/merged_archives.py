@@ -17,7 +17,7 @@ from ...errors import CorruptCheckpointError
 from ...format import digests
 from ...format.index import Index, IndexedTensor, Member
 from ...slicing.cover import Box
-from ...slicing.locator import name_of
+from ...slicing.locator import StepItem, name_of
 from ...slicing.slices import Cut, Mesh, Slices
 from ...spec import Extent
 from ...state.names import Path, Select, dotted, is_within, printable, shown
@@ -49,6 +49,11 @@ class Opener:
     def has_all_names(self) -> bool:
         """True if the open archives together know all names of the state."""
         return True
+
+    @property
+    def items(self) -> Sequence[StepItem]:
+        """All items of a state that a planner has shared out, if a layout lists them; else none."""
+        return ()
 
     def open_names(self) -> None:
         """Open archives until all names are known."""
@@ -205,6 +210,10 @@ class MergedArchives(Contents):
                     self._merged.tensors.append(dict(targets))
         spread = next(filter(None, (tensor.spread for tensor in tensors.values())), None)
         return IndexedTensor(first.path, first.dtype, first.shape, (), alias, spread)
+
+    @property
+    def items(self) -> Sequence[StepItem]:
+        return self._opener.items
 
     @property
     def chosen(self) -> Collection[str]:

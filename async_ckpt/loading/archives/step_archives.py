@@ -6,14 +6,15 @@ Knows nothing of: runs, live objects.
 The reader decides which archives are needed. A rank in a world of the size that saved opens its own, which usually
 holds everything. Any other reader opens one archive of each class, which together know all names. The layout then
 tells by arithmetic who has the rest (`slicing.locator`). Without a layout all archives are opened, unless they are too
-many. Parts that a planner has shared out are in no layout, so then all archives are opened.
+many. If a planner has shared the state out, no rank has all names: then archives that together have all names that are
+wanted are opened.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ...errors import CheckpointError, CorruptCheckpointError
@@ -21,8 +22,8 @@ from ...host.threads import run_together
 from ...runs import layouts
 from ...runs.manifest import Archive, missing_error
 from ...slicing.cover import Box
-from ...slicing.locator import ShardLocator, StepLayout, name_of
-from ...state.names import shown
+from ...slicing.locator import ShardLocator, StepItem, StepLayout, name_of
+from ...state.names import Path, Select, selector, shown
 from ...state.skeletons import UnknownChoiceError
 from ...storage.interface import Storage
 from .archive import OpenArchive
@@ -39,12 +40,14 @@ _MANY: Final = 8  # names in a message
 class Readers(NamedTuple):
     """The reader of a step that several ranks have saved; see `MergedArchives`.
 
-    With `reads_all`, it opens all archives.
+    With `reads_all`, it opens all archives. `wants` chooses those of all paths in the state that it will read; None is
+    for all of them.
     """
 
     ranks: tuple[int, int] | None = None
     from_ranks: Mapping[str, int] | None = None
     reads_all: bool = False
+    wants: Callable[[Sequence[Path]], Iterable[Path]] | None = None
 
 
 def check_from_ranks(from_ranks: Any) -> None:
@@ -114,6 +117,11 @@ class StepArchives(Opener):
         return Part(merged, groups)
 
     @property
+    def items(self) -> Sequence[StepItem]:
+        layout = self._find_layout() if self.named.is_shared_out else None
+        return layout.items if layout else ()
+
+    @property
     def opened(self) -> Sequence[OpenArchive]:
         return [self._opened[rank] for rank in sorted(self._opened)]
 
@@ -178,8 +186,10 @@ class StepArchives(Opener):
         everybody = range(size)
         rank, num_readers = self._readers.ranks or (0, 0)
         chosen = {rank for rank in (self._readers.from_ranks or {}).values() if rank in everybody}
-        if size == 1 or self._readers.reads_all or self.named.is_shared_out:
+        if size == 1 or self._readers.reads_all:
             return everybody
+        if self.named.is_shared_out:
+            return {*self._naming_ranks(), *chosen}
         if num_readers == size and not chosen:
             return {rank}
         locator = self._locator()
@@ -187,6 +197,19 @@ class StepArchives(Opener):
             return everybody if size <= MAX_UNEXPLAINED else {0, *chosen}
         self._has_all_names = True
         return {*locator.representatives(self._preferred), *chosen}
+
+    def _naming_ranks(self) -> Collection[int]:
+        """The ranks whose archives have the names that the reader wants of a state that a planner has shared out."""
+        locator, layout = self._locator(), self._layout
+        if locator is None or layout is None or not layout.items:
+            return range(len(self.named.archives))
+        self._has_all_names = True
+        paths, wants = [item.path for item in layout.items], self._readers.wants
+        lists = None if wants is None else {*map(_outside_lists, wants(paths))}
+        chosen = (path for path in paths if lists is None or _outside_lists(path) in lists)
+        rank, _ = self._readers.ranks or (0, 1)
+        # One tells how many ranks have saved; ranks that read together each open another.
+        return locator.naming(map(name_of, chosen)) or {rank % len(self.named.archives)}
 
     def _locator(self) -> ShardLocator | None:
         """The locator for the layout and the archives that are open now; None without a layout."""
@@ -281,6 +304,32 @@ class StepArchives(Opener):
             from_ranks=readers.from_ranks,
             groups=named.groups,
         )
+
+
+def selected_by(select: Select) -> Callable[[Sequence[Path]], Iterable[Path]] | None:
+    """The paths that a reader with this `select` wants of all.
+
+    All paths, if a pattern selects none of them: then an error names all, or the pattern is for something inside a
+    value.
+    """
+    if select is None:
+        return None
+
+    def wants(paths: Sequence[Path]) -> Iterable[Path]:
+        chosen = selector(select)
+        assert chosen is not None
+        selected = list(filter(chosen, paths))
+        return paths if chosen.unused else selected
+
+    return wants
+
+
+def _outside_lists(path: Path) -> Path:
+    """The path of the outermost list, or dict with numbers as keys, that a path is in; else the path itself.
+
+    A list is read as a whole: an archive that has a part of it does not tell how long it is.
+    """
+    return path[: next((n for n, key in enumerate(path) if not isinstance(key, str)), len(path))]
 
 
 @contextlib.contextmanager
