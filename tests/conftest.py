@@ -42,9 +42,12 @@ torch.set_num_threads(1)
 waits._FIRST_SECONDS = 60.0
 ledger._LAST_DRAWING_SECONDS = PATIENCE
 with suppress(ModuleNotFoundError):  # a machine with a GPU may have torch, xxhash and pytest alone
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("slice", max_examples=examples(100))
+    # Beside other work, an example may take any time to be drawn.
+    settings.register_profile(
+        "slice", max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow], deadline=None
+    )
     settings.load_profile("slice")
 gc.disable()  # while tests are collected, a third of which it would take: none of the million objects goes
 
@@ -145,22 +148,16 @@ def _used(made: Accelerator) -> Iterator[Accelerator]:
     made.assert_in_order()
 
 
-def _simulated(schedule: str | int) -> Simulated:
-    if not simulated.is_possible():
-        pytest.skip("this torch takes no accelerator written in Python")
-    return Simulated(schedule)
-
-
 @pytest.fixture(params=["early", "late", 5, pytest.param("hardware", marks=pytest.mark.gpu)])
 def accelerator(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     """A device: the simulated one under each kind of schedule, and the real one."""
-    yield from _used(Cuda() if request.param == "hardware" else _simulated(request.param))
+    yield from _used(Cuda() if request.param == "hardware" else Simulated(request.param))
 
 
 @pytest.fixture
 def sim(request: pytest.FixtureRequest) -> Iterator[Simulated]:
     """The simulated device, for what hardware does not do when it is asked to."""
-    yield from _used(_simulated(getattr(request, "param", "late")))
+    yield from _used(Simulated(getattr(request, "param", "late")))
 
 
 @pytest.fixture

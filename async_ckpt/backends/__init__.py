@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from .backend import UNSUPPORTED, Backend, thread
+from .backend import UNSUPPORTED, Backend, accelerator_device, thread
 from .by_torch import backend_by_torch
 from .cuda import Cuda
 from .npu_xpu import Npu, Xpu
@@ -77,7 +77,7 @@ def accelerator() -> str | None:
 
     A process that was forked from one that used it has none: there even a query is an error.
     """
-    device = torch.accelerator.current_accelerator()
+    device = accelerator_device()
     if device is None:
         return None
     is_in_bad_fork = getattr(_module_of(device.type), "_is_in_bad_fork", lambda: False)

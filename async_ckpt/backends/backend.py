@@ -165,6 +165,14 @@ class AllocatedBackend(Backend):
         return 1 << (num_bytes - 1).bit_length()
 
 
+def accelerator_device() -> torch.device | None:
+    """The kind of accelerator that torch was built for, and has found here; torch 2.6 raises where there is none."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
+
+
 def page_locked(num_bytes: int) -> torch.Tensor | None:
     """Memory by torch's allocator of page-locked memory, from the begin of a page on; None if there is none.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .backend import AllocatedBackend
+from .backend import AllocatedBackend, accelerator_device
 
 
 class _ModuleByTorch:
@@ -76,7 +76,7 @@ def backend_by_torch(kind: str, module: Any) -> ByTorch | None:
 
     Torch makes a stream of any device, but for some devices each is the only one that there is.
     """
-    if (device := torch.accelerator.current_accelerator()) is None or device.type != kind:
+    if (device := accelerator_device()) is None or device.type != kind:
         return None
     backend = ByTorch(kind, module)
     here = torch.device(kind, 0)

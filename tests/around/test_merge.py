@@ -12,12 +12,12 @@ import pytest
 import safetensors.torch
 import torch
 from archives import flip
-from fake_ranks import standing_at
+from fake_ranks import distributed, standing_at
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import ATTEMPT, Build, commit, write_all
 from states import MIB, difference
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from trained_ranks import own_values, trained
 
@@ -80,10 +80,8 @@ def test_it_is_the_same_archive_whatever_the_segments_are(
     def build(_: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (3,))
         return {
-            "wide": distribute_tensor(numbered((5, 777_777)), mesh, [Shard(1)], src_data_rank=None),
-            "bytes": distribute_tensor(
-                (numbered((4 * MIB - 15_000,)) % 251).to(torch.uint8), mesh, [Shard(0)], src_data_rank=None
-            ),
+            "wide": distributed(numbered((5, 777_777)), mesh, [Shard(1)]),
+            "bytes": distributed((numbered((4 * MIB - 15_000,)) % 251).to(torch.uint8), mesh, [Shard(0)]),
         }
 
     run = saved(tmp_path, 3, build)
@@ -218,7 +216,7 @@ def test_it_takes_a_few_segments_of_memory(tmp_path: Path, monkeypatch: pytest.M
 
     def build(_: int) -> dict[str, Any]:
         whole = torch.arange(16 * 1024 * 1024, dtype=torch.int64).view(64, -1)
-        return {"w": distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(1)], src_data_rank=None)}
+        return {"w": distributed(whole, init_device_mesh("cpu", (2,)), [Shard(1)])}
 
     run = saved(tmp_path, 2, build)
     live: weakref.WeakSet[HostBuffer] = weakref.WeakSet()

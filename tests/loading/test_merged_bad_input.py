@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from archives import forge_manifest
-from fake_ranks import standing_at
+from fake_ranks import distributed, standing_at
 from matrix_restores import SHAPES, fully_sharded, restore, saved
 from matrix_slices import numbered
 from rank_archives import ATTEMPT
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError, NotCommittedError, StateMismatchError
@@ -31,7 +31,7 @@ from async_ckpt.slicing.sharded import local_part
 
 
 def on_three(tensor: torch.Tensor, placement: Any = None) -> DTensor:
-    return distribute_tensor(tensor, init_device_mesh("cpu", (3,)), [placement or Shard(0)], src_data_rank=None)
+    return distributed(tensor, init_device_mesh("cpu", (3,)), [placement or Shard(0)])
 
 
 MISFITS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -152,8 +152,8 @@ def partly_trained(
         for number, name in enumerate(("exp_avg", "exp_avg_sq")):
             values = numbered(tuple(parameter.shape)) + seed + number
             state[name] = torch.zeros_like(parameter)
-            full = values if world is None else distribute_tensor(
-                values, parameter.device_mesh, parameter.placements, src_data_rank=None
+            full = values if world is None else distributed(
+                values, parameter.device_mesh, parameter.placements
             )  # fmt: skip
             local_part(state[name]).copy_(local_part(full))
     return model, optimizer

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from archives import assemble, little_memory, parsed_index, read_index
-from fake_ranks import standing_at
+from fake_ranks import distributed, standing_at
 from matrix_slices import numbered
 from rank_archives import load_all, restore_at, write_all
 from slices import some
 from test_corrupt_lies import mutate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 from async_ckpt import CheckpointError
 from async_ckpt.format import tar
@@ -47,7 +47,7 @@ def state_of_rank(rank: int) -> dict[Any, Any]:
     tied = numbered((4,))
     return {
         "m": {
-            "w": distribute_tensor(numbered((7, 3)), mesh, [Shard(0)], src_data_rank=None),
+            "w": distributed(numbered((7, 3)), mesh, [Shard(0)]),
             "b": tied,
             "tied": tied,
             "blob": bytes(5000),

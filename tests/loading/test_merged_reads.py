@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from fake_ranks import standing_at
+from fake_ranks import distributed, standing_at
 from matrix_restores import restore, saved
 from matrix_slices import MODEL_PARALLEL, fsdp2_over_tp, numbered, torch_cuts
 from rank_archives import ATTEMPT, Build, commit, write_all
 from states import MIB, difference
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import async_ckpt
@@ -43,10 +43,7 @@ def rows(shape: tuple[int, ...], num_tensors: int) -> Callable[[int], Build]:
     def build_for(world: int) -> Build:
         def build(_: int) -> dict[str, Any]:
             mesh = init_device_mesh("cpu", (world,))
-            return {
-                f"{n}": distribute_tensor(numbered(shape) + n, mesh, [Shard(0)], src_data_rank=None)
-                for n in range(num_tensors)
-            }
+            return {f"{n}": distributed(numbered(shape) + n, mesh, [Shard(0)]) for n in range(num_tensors)}
 
         return build
 
@@ -114,7 +111,7 @@ def test_ranks_that_read_what_others_read_share_it(tmp_path: Path, monkeypatch: 
         restore(folder, 1, 2, build(1))
         assert not shared
         mesh = init_device_mesh("cpu", (2,))
-        across = {"0": distribute_tensor(torch.zeros(64, 64), mesh, [Shard(1)], src_data_rank=None)}
+        across = {"0": distributed(torch.zeros(64, 64), mesh, [Shard(1)])}
         restore(folder, 1, 2, across)
 
     assert shared == names_of([0, 1])
@@ -170,7 +167,7 @@ def stages(rank: int) -> dict[str, Any]:
     """A pipeline of two stages, each over two ranks; what is whole is divided among the ranks of a stage."""
     stage = rank // 2
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
-    made = distribute_tensor(numbered((700, 600)), mesh, [Shard(0)], src_data_rank=None)
+    made = distributed(numbered((700, 600)), mesh, [Shard(0)])
     return {"model": {f"{stage}.cut": made, f"{stage}.whole": numbered((700, 600)) + stage}}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_ranks import no_collectives, standing_at
+from fake_ranks import distributed, no_collectives, standing_at
 from matrix_restores import SHAPES, SUITE, fully_sharded, layouts, saved, wrong_at
 from matrix_slices import numbered
 from rank_archives import Build, opened, restore_at, write_all
@@ -18,7 +18,7 @@ from slices import ALL, PART, some
 from states import MIB, difference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
 from trained_ranks import own_values, trained
 
 from async_ckpt import StateMismatchError
@@ -127,7 +127,7 @@ def test_another_shape_is_refused_by_name_before_anything_is_written(tmp_path: P
     with standing_at(0, 2), torch.no_grad():
         live = {
             "a": numbered((13, 6)).zero_(),
-            "b": distribute_tensor(numbered((9,)), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None),
+            "b": distributed(numbered((9,)), init_device_mesh("cpu", (2,)), [Shard(0)]),
         }
         with pytest.raises(StateMismatchError, match=r"b is float32\[9\] here and float32\[7\] in the checkpoint"):
             restore_at(0, 2, paths, live)
@@ -253,10 +253,7 @@ def test_a_rank_keeps_its_part_of_a_group_that_is_of_each(tmp_path: Path):
 def large(world: int, placement: Any) -> Build:
     def build(_: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (world,))
-        return {
-            f"{n}": distribute_tensor(numbered((1024, 2048)) + n, mesh, [placement], src_data_rank=None)
-            for n in range(16)
-        }
+        return {f"{n}": distributed(numbered((1024, 2048)) + n, mesh, [placement]) for n in range(16)}
 
     return build
 
@@ -281,7 +278,7 @@ def test_what_lies_between_wide_rows_is_not_read(tmp_path: Path, num_read: dict[
     paths = write_all(tmp_path, 1, lambda _: {"wide": numbered((3, 2 * MIB))})
     with standing_at(5, 8), torch.no_grad():
         full = numbered((3, 2 * MIB))
-        live = distribute_tensor(full, init_device_mesh("cpu", (8,)), [Shard(1)], src_data_rank=None)
+        live = distributed(full, init_device_mesh("cpu", (8,)), [Shard(1)])
         expected = local_part(live).clone()
         local_part(live).zero_()
         with opened(paths, verify=False, ranks=(5, 8)) as merged:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_ranks import standing_at
+from fake_ranks import distributed, standing_at
 from matrix_slices import (
     MODEL_PARALLEL,
     Tally,
@@ -27,7 +27,7 @@ from matrix_slices import (
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.parallel.fsdp import _chunk_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -174,7 +174,7 @@ def test_meshes_of_pipeline_stages_begin_at_different_ranks_and_have_the_same_sh
     for rank in (1, 5):
         with standing_at(rank, 8):
             mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"]
-            tensor = distribute_tensor(numbered((4, 4)), mesh, [Shard(0), Shard(1)], src_data_rank=None)
+            tensor = distributed(numbered((4, 4)), mesh, [Shard(0), Shard(1)])
             meshes.append(Slicer().slice(tensor, name="t").slices.mesh)
 
     assert meshes == [Mesh(0, (2, 2), (2, 1)), Mesh(4, (2, 2), (2, 1))]
@@ -185,7 +185,7 @@ def test_a_mesh_in_no_regular_order_lists_its_ranks():
     for rank in range(4):
         with standing_at(rank, 4):
             mesh = DeviceMesh("cpu", ranks)
-            tensor = distribute_tensor(numbered((4, 4)), mesh, [Replicate(), Shard(0)], src_data_rank=None)
+            tensor = distributed(numbered((4, 4)), mesh, [Replicate(), Shard(0)])
 
             slices = Slicer().slice(tensor, name="t").slices
 
@@ -373,7 +373,7 @@ def test_a_tensor_without_elements_has_no_rectangles():
 
 @pytest.mark.usefixtures("alone")
 def test_a_tensor_without_dimensions_is_whole_on_every_rank_of_its_mesh():
-    tensor = distribute_tensor(torch.tensor(7.0), init_device_mesh("cpu", (1,)), [Replicate()], src_data_rank=None)
+    tensor = distributed(torch.tensor(7.0), init_device_mesh("cpu", (1,)), [Replicate()])
 
     sliced = Slicer().slice(tensor, name="step")
 
@@ -385,7 +385,7 @@ def test_parts_are_the_memory_of_the_local_tensor_and_belong_to_no_graph():
     with standing_at(1, 2):
         mesh = init_device_mesh("cpu", (2,))
         strided = [_StridedShard(0, split_factor=2)]
-        tensor = torch.nn.Parameter(distribute_tensor(numbered((8,)), mesh, strided, src_data_rank=None))
+        tensor = torch.nn.Parameter(distributed(numbered((8,)), mesh, strided))
 
         sliced = Slicer().slice(tensor, name="t")
         with torch.no_grad():
@@ -411,7 +411,7 @@ def test_what_is_known_of_a_tensor_is_remembered_and_its_local_shape_still_looke
     with standing_at(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         slicer = Slicer()
-        first = distribute_tensor(numbered((4,)), mesh, [Shard(0)], src_data_rank=None)
+        first = distributed(numbered((4,)), mesh, [Shard(0)])
         second = DTensor(torch.ones(3), first._spec, requires_grad=False)
 
         assert slicer.slice(first, name="a").slices is slicer.slice(first, name="b").slices
@@ -448,7 +448,7 @@ def test_fsdp1_over_tensor_parallelism_has_shards_within_shards():
     for rank in range(2):  # the others torch's own code gets wrong: it takes ranks of a group for those of the world
         with standing_at(rank, 4):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-            cut_by_tp = distribute_tensor(numbered((8, 3)), mesh["tp"], [Shard(0)], src_data_rank=None)
+            cut_by_tp = distributed(numbered((8, 3)), mesh["tp"], [Shard(0)])
             tensor = _chunk_tensor(cut_by_tp, 0, 2, 1, mesh["dp"].get_group())
 
             sliced = Slicer().slice(tensor, name="w")

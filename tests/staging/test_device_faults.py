@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import simulated
 import torch
+from accelerators import of_simulation
 from children import Ended
 from racing import PATIENCE, Call, until
 from scripted_disk import scripted
@@ -588,6 +589,7 @@ with device.ahead():
 """
 
 
+@of_simulation
 @pytest.mark.parametrize("guard", ["guarded", "not guarded"])
 @pytest.mark.parametrize("schedule", ["early", "late"])
 def test_at_the_end_of_the_interpreter_copies_under_way_are_made_and_committed(tmp_path, nursery, schedule, guard):
@@ -598,6 +600,7 @@ def test_at_the_end_of_the_interpreter_copies_under_way_are_made_and_committed(t
         assert_all(ckpt.load(1), 4.0)
 
 
+@of_simulation
 @pytest.mark.parametrize("guard", ["guarded", "not guarded"])
 def test_a_device_that_broke_does_not_keep_the_interpreter_and_the_save_is_told_as_failed(tmp_path, nursery, guard):
     ended = nursery.run(AT_THE_END + BROKEN, tmp_path, "late", guard)

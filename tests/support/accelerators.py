@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Final
 
+import pytest
 import simulated
 import torch
 from racing import until
@@ -16,12 +17,20 @@ from sim_streams import WORK_SECONDS
 _BUSY_CYCLES = 100_000_000
 
 
+WHY_NOT: Final = "this torch takes no accelerator that is written in Python"
+of_simulation = pytest.mark.skipif(not simulated.is_possible(), reason=WHY_NOT)
+"""For tests of which a child has the device."""
+
+
 class Simulated:
     """Streams that run by a schedule; see `simulated`."""
 
     kind = "sim"
 
     def __init__(self, schedule: str | int) -> None:
+        """Skips the test where torch takes no accelerator that is written in Python."""
+        if not simulated.is_possible():
+            pytest.skip(WHY_NOT)
         self.sim = simulated.install()
         self.sim.reset(schedule)
         self.module: Any = torch.get_device_module("sim")

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fake_ranks import standing_at
+from fake_ranks import distributed, standing_at
 from matrix_slices import numbered
 from rank_archives import Build, commit, write_all
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from async_ckpt.loading.archives.find import CommittedStep, from_committed
@@ -50,8 +50,7 @@ def cut(mesh_shape: tuple[int, ...], *placements: Any) -> Build:
     def build(_: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=tuple("xyz"[: len(mesh_shape)]))
         return {
-            name: distribute_tensor(numbered(shape), mesh, _that_fit(placements, shape), src_data_rank=None)
-            for name, shape in SHAPES.items()
+            name: distributed(numbered(shape), mesh, _that_fit(placements, shape)) for name, shape in SHAPES.items()
         }
 
     return build
@@ -77,7 +76,7 @@ def over_tp(dp: int, tp: int, placement: Any) -> Build:
     def build(_: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
         tensors = {
-            name: distribute_tensor(numbered(shape), mesh["tp"], _that_fit([placement], shape), src_data_rank=None)
+            name: distributed(numbered(shape), mesh["tp"], _that_fit([placement], shape))
             for name, shape in SHAPES.items()
         }
         return _sharded(tensors, mesh["dp"])

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fake_ranks import standing_at
+from fake_ranks import distributed, standing_at
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from async_ckpt import UnsupportedStateError
@@ -127,7 +127,7 @@ def fsdp2_over_tp(
         for size in sizes:
             name = f"{kind}_{size}"
             shapes[name] = (3, size) if any(getattr(one, "dim", 0) == 1 for one in placements) else (size, 2)
-            full = distribute_tensor(numbered(shapes[name]), mesh[model], list(placements), src_data_rank=None)
+            full = distributed(numbered(shapes[name]), mesh[model], list(placements))
             module.register_parameter(name, torch.nn.Parameter(full))
     fully_shard(module, mesh=mesh[data])
     return {name: (parameter, shapes[name]) for name, parameter in module.named_parameters()}
@@ -140,7 +140,7 @@ def torch_cuts(mesh_shape: tuple[int, ...], placed: Iterable[tuple[Placement, ..
     tensors: Tensors = {}
     for placements, size in itertools.product(placed, sizes):
         shape = (size, 5)
-        made = distribute_tensor(numbered(shape), mesh, list(placements), src_data_rank=None)
+        made = distributed(numbered(shape), mesh, list(placements))
         tensors[f"{placements}_{size}"] = (made, shape)
     return tensors
 

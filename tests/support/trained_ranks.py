@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from fake_ranks import distributed
 from matrix_slices import numbered
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from async_ckpt.slicing.sharded import local_part
 
@@ -33,7 +34,7 @@ def trained(world: int | None, *, seed: int = 0) -> dict[str, Any]:
 
 
 def distributed_like(tensor: Any, full: torch.Tensor) -> DTensor:
-    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return distributed(full, tensor.device_mesh, tensor.placements)
 
 
 def own_values(rank: int) -> dict[str, Any]:

@@ -49,8 +49,8 @@ from ...state.per_rank import nested
 from ...storage.interface import Storage
 from ...storage.place import Anywhere, Place, place_of, written_at
 from .fqn import metadata_to_keep, path_of
-from .step_layout import layout_of
 from .stager import PinnedStager
+from .step_layout import layout_of
 
 # The index in the result of a rank that writes no item: no name of torch's is empty.
 _NOTHING: Final = MetadataIndex("")
