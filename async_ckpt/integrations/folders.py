@@ -1,0 +1,104 @@
+"""The folder in which a trainer's checkpoints lie: one trainer at a time, and old checkpoints that make room.
+
+In: a folder, and the folder of the newest checkpoint in it. Out: nothing; folders are gone. Knows nothing of: what is in
+a checkpoint, and frameworks.
+
+A checkpoint that is to go is renamed first, in no time and as a whole, and removed later: no reader finds half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Self
+
+from ..errors import RunTakenError
+from ..storage.disk import make_folder
+from ..storage.locks import forget, hold_if_free
+from ..storage.scratch import sweep
+
+_LOCK: Final = ".async_ckpt.lock"
+_RETIRED: Final = ".retired"
+# The number of a checkpoint in the names that trainers give: "checkpoint-100", "checkpoint_3".
+_NUMBER: Final = re.compile(r"checkpoint[-_](\d+)")
+
+
+class FolderHold:
+    """A folder that no other trainer may write to, in this process or another one, while the `with` block runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _LOCK
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        make_folder(self._path.parent)
+        fd = hold_if_free(self._path)
+        if fd is None:
+            raise self._taken()
+        self._fd = fd
+        since = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+        os.pwrite(fd, json.dumps(since).encode().ljust(1024), 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # the folder may be gone
+            self._path.unlink()
+        forget(self._fd)
+
+    def _taken(self) -> RunTakenError:
+        facts = {"host": "?", "pid": -1, "since": 0.0}
+        with suppress(OSError, ValueError):  # it has just been deleted, or is being written
+            facts |= json.loads(self._path.read_text())
+        return RunTakenError(
+            f"{self._path.parent}: another trainer (process {facts['pid']} on {facts['host']}) writes its checkpoints "
+            "there; wait for its end, or give another folder",
+            path=str(self._path.parent),
+            **facts,
+        )
+
+
+def retire(newest: Path, limit: int | None, *, keep: str | None = None) -> None:
+    """Hide the oldest checkpoints beside the newest one, which is durable, until `limit` are left.
+
+    The newest one stays, and so does that at the path `keep`. None, and less than 1, is no limit.
+    """
+    if limit is None or limit < 1:
+        return
+    kept = {newest.absolute()} | (set() if keep is None else {Path(keep).absolute()})
+    found = sorted(_checkpoints_in(newest.parent), key=_age)
+    num_surplus = len(found) - max(limit, len(kept.intersection(found)))
+    for folder in [folder for folder in found if folder not in kept][: max(0, num_surplus)]:
+        with suppress(FileNotFoundError):  # somebody else has removed it
+            os.rename(folder, folder.with_name(f".{folder.name}{_RETIRED}"))
+
+
+def remove_retired(folder: Path) -> None:
+    """Remove the checkpoints below a folder that were retired."""
+    for hidden in folder.glob(f".checkpoint*{_RETIRED}"):
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed trainer has left below a folder: files of unfinished saves, and retired checkpoints."""
+    remove_retired(folder)
+    for hidden in folder.glob(".checkpoint*"):
+        if number := _NUMBER.match(hidden.name[1:]):
+            sweep(folder, number[0])
+            if hidden.suffix == ".tar":
+                shutil.rmtree(hidden) if hidden.is_dir() else hidden.unlink()
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    return [path.absolute() for path in folder.iterdir() if _NUMBER.fullmatch(path.name) and path.is_dir()]
+
+
+def _age(folder: Path) -> tuple[int, int]:
+    """By the time of writing: a training that was taken back to an earlier step writes smaller numbers later."""
+    number = _NUMBER.fullmatch(folder.name)
+    return folder.stat().st_mtime_ns, int(number[1]) if number else -1
