@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
+from torch import is_tensor
+from torch.utils._pytree import tree_leaves
 
 from ..around.wrap import wrap
-from ..errors import CheckpointError
 from ..files import local_read_dir
 from ..oneoff import load, save, snapshot
 from ..report import SaveReport
@@ -36,6 +37,7 @@ from ..saving.handle import SaveHandle
 from ..spans import monotonic
 from ..staging.guard import unwrapped
 from ..staging.held_snapshot import HeldSnapshot
+from ..storage.disk import free_bytes_at, full
 from ..storage.place import place_of
 from .dcp import restore
 from .folders import FolderHold, remove_leftovers, remove_retired, retire
@@ -166,7 +168,7 @@ class AsyncCheckpointing(Trainer):
     def _wait_beside(self, error: BaseException) -> None:
         try:
             self.wait_for_checkpoint()
-        except CheckpointError as failed:
+        except Exception as failed:
             error.add_note(f"async_ckpt: a save failed, too: {type(failed).__name__}: {failed}")
 
     @contextmanager
@@ -227,16 +229,17 @@ class AsyncCheckpointing(Trainer):
     def _begin_save(self, folder: Path, parts: dict[str, Any], began: float) -> _Pending:
         files = {} if self.is_fsdp_enabled else self._files_of_subclass(parts)
         with snapshot(parts, guard=self._guard()) as snap:
-            handle: SaveHandle | None = None
-            archived: list[Any] = [name for name in parts if name != "model" or self.is_fsdp_enabled]
-            contents = _Contents(self._frozen(), {**files, **parts.get("rng", {})}, None)
-            if self.layout == "archive" and archived:
-                beside = folder.with_name(f".{folder.name}.{_ARCHIVE}")
-                handle = save({name: snap[name] for name in archived}, beside)
-                contents = _Contents(contents.trainer, files, (handle, beside))
+            in_archive = [name for name in parts if name != "model" or self.is_fsdp_enabled]
+            handle, beside = None, folder.with_name(f".{folder.name}.{_ARCHIVE}")
+            if self.layout == "archive" and in_archive:
+                handle = save({name: snap[name] for name in in_archive}, beside)
+                handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
+            else:
+                files |= parts.get("rng", {})
             if self.args.should_save:
-                in_files = {name: snap[name] for name in _FILES if name in parts and handle is None}
                 weights = {} if self.is_fsdp_enabled else snap.get("model")
+                in_files = {name: snap[name] for name in _FILES if name in parts and handle is None}
+                contents = _Contents(self._frozen(), files, None if handle is None else (handle, beside))
                 handle = _write(weights, in_files, contents, str(folder))
             assert handle is not None
             return _Pending(folder, handle, snap, snap.stall_seconds, self.state.global_step, monotonic() - began)
@@ -423,7 +426,8 @@ def _write_folder(weights: Any, in_files: dict[str, Any], contents: _Contents, f
     """Fill the folder of a checkpoint. Runs in the background."""
     trainer = contents.trainer
     remove_retired(trainer._run_dir)  # their room
-    os.makedirs(folder)
+    os.makedirs(folder, exist_ok=True)
+    _refuse_full(folder, [weights, in_files])
     if weights is not None:
         is_in_archive = not weights
         trainer._save(folder, state_dict=weights)
@@ -438,6 +442,14 @@ def _write_folder(weights: Any, in_files: dict[str, Any], contents: _Contents, f
         handle.result()
         os.rename(beside, os.path.join(folder, _ARCHIVE))
     trainer.state.save_to_json(os.path.join(folder, "trainer_state.json"))
+
+
+def _refuse_full(folder: str, parts: Any) -> None:
+    """Raise StorageFullError if the disk has no room for these tensors, each storage once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tree_leaves(parts) if is_tensor(t)}
+    free_bytes, needed_bytes = free_bytes_at(Path(folder)), sum(storages.values())
+    if free_bytes is not None and free_bytes < needed_bytes:
+        raise full(Path(folder), needed_bytes, free_bytes)
 
 
 _write: Callable[..., SaveHandle] = wrap(_write_folder, destination="folder", whole_folder=True)
