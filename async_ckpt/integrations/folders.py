@@ -1,6 +1,6 @@
 """The folder in which a trainer's checkpoints lie: one trainer at a time, and old checkpoints that make room.
 
-In: a folder, and the folder of the newest checkpoint in it. Out: nothing; folders are gone. Knows nothing of: what is in
+In: a folder, and that of the newest checkpoint in it. Out: nothing; folders are gone. Knows nothing of: the contents of
 a checkpoint, and frameworks.
 
 A checkpoint that is to go is renamed first, in no time and as a whole, and removed later: no reader finds half of one.
@@ -16,7 +16,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from ..errors import RunTakenError
 from ..storage.disk import make_folder
@@ -52,7 +52,7 @@ class FolderHold:
         forget(self._fd)
 
     def _taken(self) -> RunTakenError:
-        facts = {"host": "?", "pid": -1, "since": 0.0}
+        facts: dict[str, Any] = {"host": "?", "pid": -1, "since": 0.0}
         with suppress(OSError, ValueError):  # it has just been deleted, or is being written
             facts |= json.loads(self._path.read_text())
         return RunTakenError(
@@ -78,20 +78,38 @@ def retire(newest: Path, limit: int | None, *, keep: str | None = None) -> None:
             os.rename(folder, folder.with_name(f".{folder.name}{_RETIRED}"))
 
 
+def take_archive(beside: Path, target: Path) -> None:
+    """Take an archive, which is durable, into the folder. That of several ranks stays: others may still look at it."""
+    if not beside.is_dir():
+        os.rename(beside, target)
+        return
+    target.mkdir()
+    for path in beside.iterdir():
+        if path.is_file():
+            try:
+                os.link(path, target / path.name)
+            except OSError:  # a file system without links
+                shutil.copyfile(path, target / path.name)
+
+
 def remove_retired(folder: Path) -> None:
     """Remove the checkpoints below a folder that were retired."""
     for hidden in folder.glob(f".checkpoint*{_RETIRED}"):
         shutil.rmtree(hidden, ignore_errors=True)
 
 
+def remove_archives(folder: Path) -> None:
+    """Remove archives that were, or were to be, taken into the folder of a checkpoint. No save may be under way."""
+    for hidden in folder.glob(".checkpoint*.tar"):
+        shutil.rmtree(hidden) if hidden.is_dir() else hidden.unlink()
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove what a killed trainer has left below a folder: files of unfinished saves, and retired checkpoints."""
     remove_retired(folder)
-    for hidden in folder.glob(".checkpoint*"):
-        if number := _NUMBER.match(hidden.name[1:]):
-            sweep(folder, number[0])
-            if hidden.suffix == ".tar":
-                shutil.rmtree(hidden) if hidden.is_dir() else hidden.unlink()
+    remove_archives(folder)
+    for name in {match[0] for path in folder.glob(".checkpoint*") if (match := _NUMBER.match(path.name[1:]))}:
+        sweep(folder, name)
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""`AsyncCheckpointing`: a base class for the `Trainer` of Transformers, whose checkpoints are written behind the training.
+"""`AsyncCheckpointing`: a base class for the `Trainer` of Transformers that writes its checkpoints behind the training.
 
 In: a trainer. Out: its folders `checkpoint-<step>`, each visible when all of it is durable; a training that resumes
 from them. Knows nothing of: the formats of the files, which the trainer itself writes.
@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 import math
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
-from torch import is_tensor
-from torch.utils._pytree import tree_leaves
 
 from ..around.wrap import wrap
 from ..files import local_read_dir
@@ -35,19 +31,26 @@ from ..oneoff import load, save, snapshot
 from ..report import SaveReport
 from ..saving.handle import SaveHandle
 from ..spans import monotonic
-from ..staging.guard import unwrapped
 from ..staging.held_snapshot import HeldSnapshot
-from ..storage.disk import free_bytes_at, full
 from ..storage.place import place_of
 from .dcp import restore
-from .folders import FolderHold, remove_leftovers, remove_retired, retire
+from .files import refuse_full, write_files, written_by
+from .folders import FolderHold, remove_archives, remove_leftovers, remove_retired, retire, take_archive
 from .frameworks import require, require_names
+from .step_guard import StepGuard
 
-try:
-    from transformers import Trainer, TrainerCallback
-    from transformers.trainer_callback import ExportableState
-except ImportError:  # said by `require`, when a trainer is made
-    Trainer = TrainerCallback = ExportableState = object
+if TYPE_CHECKING:  # whichever version is installed, if any
+    Trainer: Any
+    TrainerCallback: Any
+    ExportableState: Any
+    gather_object: Any
+else:
+    try:
+        from accelerate.utils import gather_object
+        from transformers import Trainer, TrainerCallback
+        from transformers.trainer_callback import ExportableState
+    except ImportError:  # said by `require`, when a trainer is made
+        Trainer = TrainerCallback = ExportableState = object
 
 Layout = Literal["transformers", "archive"]
 
@@ -65,11 +68,6 @@ _USED: Final = (
     "_get_output_dir", "_save_checkpoint", "_save", "_save_rng_state", "_push_from_checkpoint", "_load_from_checkpoint",
     "_load_best_model", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state", "store_flos", "log", "train",
 )  # fmt: skip
-# Where a few KiB are files for a moment, if there is such a place.
-_IN_MEMORY: Final = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-# Methods of optimizers that change parameters outside of `step`: schedule-free ones, and those that step in the backward
-# pass (LOMO, and the trainer's own for layer-wise optimizers).
-_CHANGING: Final = ("eval", "fused_backward", "optimizer_dict")
 
 
 def make_async(trainer: Any, layout: Layout = "transformers") -> Any:
@@ -85,17 +83,18 @@ def make_async(trainer: Any, layout: Layout = "transformers") -> Any:
     return trainer
 
 
-class AsyncCheckpointing(Trainer):
-    """A Trainer whose checkpoints are written in the background. Put it behind other subclasses of Trainer as a base.
+class AsyncCheckpointing(Trainer):  # type: ignore[misc]
+    """A Trainer whose checkpoints are written in the background. As a base, it comes after other subclasses of Trainer.
 
         class MyTrainer(AsyncCheckpointing, Trainer): ...
         class MySFTTrainer(SFTTrainer, AsyncCheckpointing): ...
 
-    `checkpoint-<step>` appears in `output_dir` when all of it is durable. One save is under way at a time: the next one,
-    the end of `train`, an exception in it, and the interpreter's exit wait for it, and the first two raise its error.
+    `checkpoint-<step>` appears in `output_dir` when all of it is durable. One save is under way at a time: the next
+    one, the end of `train`, an exception in it, and the interpreter's exit wait for it. The first two raise its error.
 
-    `layout = "transformers"` writes the files of the plain Trainer, which resumes from them. `layout = "archive"` writes
-    one verified archive in place of the optimizer, the scheduler, the scaler and the random states. Both are read.
+    `layout = "transformers"` writes the files of the plain Trainer, which resumes from them. `layout = "archive"`
+    writes one verified archive in place of the optimizer, the scheduler, the scaler and the random states. Both are
+    read.
     """
 
     layout: Layout = "transformers"
@@ -121,12 +120,14 @@ class AsyncCheckpointing(Trainer):
         if self.layout not in ("transformers", "archive"):
             raise ValueError(f'layout must be "transformers" or "archive", got {self.layout!r}')
         if self.is_deepspeed_enabled or self.is_fsdp_xla_enabled:
-            raise NotImplementedError("AsyncCheckpointing does not serve DeepSpeed and XLA; use the plain Trainer there")
+            raise NotImplementedError(
+                "AsyncCheckpointing does not serve DeepSpeed and XLA; use the plain Trainer there"
+            )
         if self.is_fsdp_enabled:
             self._refuse_fsdp()
         self._pending: _Pending | None = None
         self._run_dir: Path | None = None  # of the newest save
-        self._has_warned = False
+        self._guard = StepGuard()
         self.callback_handler.callbacks.insert(0, _AtEnd(self))  # before those that close loggers
 
     def _refuse_fsdp(self) -> None:
@@ -196,21 +197,25 @@ class AsyncCheckpointing(Trainer):
         best = self.state.best_model_checkpoint
         if self.args.should_save and self.args.save_total_limit == 1 and best is not None and os.path.isdir(best):
             retire(Path(best), 1)  # as the trainer has done with the folders that were there
-        if self.args.should_save and self._run_dir is not None:
-            remove_retired(self._run_dir)
+        if self._run_dir is not None:
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                remove_retired(self._run_dir)
+                remove_archives(self._run_dir)
 
     # --- saving -----------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002
         """Take the snapshot of a checkpoint, and have it written in the background."""
         began = monotonic()
         self.wait_for_checkpoint()
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         folder = self._enter(Path(self._get_output_dir(trial=trial))) / f"{_PREFIX}-{self.state.global_step}"
-        rng = self._rng_of_all_ranks()  # all ranks meet here
+        rng = self._rng_of_all_ranks()  # all ranks meet here, each with its part of the checkpoint before behind it
         self._note_best(folder)
         if self.args.should_save:
+            remove_archives(folder.parent)
             self._note_callbacks()
             _clear_jit_mark(folder)
         if self.args.should_save or self.is_fsdp_enabled:
@@ -228,7 +233,7 @@ class AsyncCheckpointing(Trainer):
 
     def _begin_save(self, folder: Path, parts: dict[str, Any], began: float) -> _Pending:
         files = {} if self.is_fsdp_enabled else self._files_of_subclass(parts)
-        with snapshot(parts, guard=self._guard()) as snap:
+        with snapshot(parts, guard=self._guard(self.optimizer)) as snap:
             in_archive = [name for name in parts if name != "model" or self.is_fsdp_enabled]
             handle, beside = None, folder.with_name(f".{folder.name}.{_ARCHIVE}")
             if self.layout == "archive" and in_archive:
@@ -239,8 +244,8 @@ class AsyncCheckpointing(Trainer):
             if self.args.should_save:
                 weights = {} if self.is_fsdp_enabled else snap.get("model")
                 in_files = {name: snap[name] for name in _FILES if name in parts and handle is None}
-                contents = _Contents(self._frozen(), files, None if handle is None else (handle, beside))
-                handle = _write(weights, in_files, contents, str(folder))
+                rest = _Rest(self._frozen(), files, None if handle is None else (handle, beside))
+                handle = _write(weights, in_files, rest, str(folder))
             assert handle is not None
             return _Pending(folder, handle, snap, snap.stall_seconds, self.state.global_step, monotonic() - began)
 
@@ -257,43 +262,24 @@ class AsyncCheckpointing(Trainer):
 
     def _rng_of_all_ranks(self) -> dict[str, bytes]:
         """The files of random states that all ranks would write, by name."""
-        from accelerate.utils import gather_object
-
-        own = {} if self.args.save_only_model else _written_by(self._save_rng_state, _IN_MEMORY)
+        own = {} if self.args.save_only_model else written_by(self._save_rng_state, in_memory=True)
         return {name: data for files in gather_object([own]) for name, data in files.items()}
-
-    def _guard(self) -> Any:
-        """The optimizer, if it changes its parameters in `step` alone; else None, and everything is copied at once."""
-        optimizer = self.optimizer
-        try:
-            changing = any(hasattr(inner, name) for inner in unwrapped(optimizer) for name in _CHANGING)
-        except TypeError:
-            changing = True
-        if changing and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} may change parameters outside of step(), so "
-                "training waits at each save until all is copied",
-                UserWarning,
-                stacklevel=2,
-            )
-        return None if changing else optimizer
 
     def _files_of_subclass(self, parts: dict[str, Any]) -> dict[str, bytes]:
         """The files of methods that a subclass has of its own, and that would read the live state: written now.
 
         Their parts are taken out of `parts`.
         """
-        files = {}
+        files: dict[str, bytes] = {}
         is_quantized = getattr(self.model, "hf_quantizer", None) is not None and _peft_config_of(self.model) is None
         if is_quantized or self._overrides("_save") or self._overrides("save_model"):
-            files |= _written_by(partial(self.save_model, _internal_call=True))
+            files |= written_by(partial(self.save_model, _internal_call=True))
             del parts["model"]
         if "optimizer" in parts and self._overrides("_save_optimizer_and_scheduler"):
-            files |= _written_by(self._save_optimizer_and_scheduler)
+            files |= written_by(self._save_optimizer_and_scheduler)
             del parts["optimizer"], parts["scheduler"]
         if "scaler" in parts and self._overrides("_save_scaler"):
-            files |= _written_by(self._save_scaler)
+            files |= written_by(self._save_scaler)
             del parts["scaler"]
         return files
 
@@ -303,12 +289,13 @@ class AsyncCheckpointing(Trainer):
     def _frozen(self) -> Any:
         """This trainer with the small values that are written later, as they are now."""
         frozen = copy.copy(self)
-        frozen.args, frozen.model, frozen.state = copy.copy(self.args), copy.copy(self.model), copy.copy(self.state)
+        frozen.args, frozen.state = copy.copy(self.args), copy.copy(self.state)
         frozen.state.log_history = list(self.state.log_history)
         frozen.state.stateful_callbacks = copy.deepcopy(self.state.stateful_callbacks)
-        for name in ("config", "generation_config"):
-            if name in vars(frozen.model):
-                vars(frozen.model)[name] = copy.deepcopy(vars(frozen.model)[name])
+        frozen.model = object.__new__(type(self.model))  # not copy.copy: FSDP2 has its modules made anew
+        frozen.model.__dict__.update(vars(self.model))
+        for name in {"config", "generation_config"} & {*vars(self.model)}:
+            frozen.model.__dict__[name] = copy.deepcopy(vars(self.model)[name])
         return frozen
 
     def _note_best(self, folder: Path) -> None:
@@ -370,11 +357,11 @@ class AsyncCheckpointing(Trainer):
             super()._load_rng_state(checkpoint)
             return
         with tempfile.TemporaryDirectory() as folder:
-            _write_files(load(archive, select="rng")["rng"], folder)
+            write_files(load(archive, select="rng")["rng"], folder)
             super()._load_rng_state(folder)
 
 
-class _AtEnd(TrainerCallback):
+class _AtEnd(TrainerCallback):  # type: ignore[misc]
     """Waits for the last checkpoint while loggers still take its figures."""
 
     def __init__(self, trainer: AsyncCheckpointing) -> None:
@@ -410,64 +397,41 @@ class _Pending:
         return whole.as_dict(_LOGGED_AS)
 
 
-class _Contents:
-    """The contents of a folder beside its tensors. `wrap` passes it on as it is: nothing in it changes any more."""
+class _Rest:
+    """The rest of a folder, beside its tensors. `wrap` passes it on as it is: nothing in it changes any more."""
 
     __slots__ = ("archive", "files", "trainer")
 
     def __init__(self, trainer: Any, files: Mapping[str, bytes], archive: tuple[SaveHandle, Path] | None) -> None:
         self.trainer, self.files, self.archive = trainer, files, archive
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Contents:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Rest:
         return self
 
 
-def _write_folder(weights: Any, in_files: dict[str, Any], contents: _Contents, folder: str) -> None:
+def _write_folder(weights: Any, in_files: dict[str, Any], rest: _Rest, folder: str) -> None:
     """Fill the folder of a checkpoint. Runs in the background."""
-    trainer = contents.trainer
+    trainer = rest.trainer
     remove_retired(trainer._run_dir)  # their room
     os.makedirs(folder, exist_ok=True)
-    _refuse_full(folder, [weights, in_files])
+    refuse_full(folder, [weights, in_files])
     if weights is not None:
         is_in_archive = not weights
         trainer._save(folder, state_dict=weights)
         if is_in_archive:
-            Path(folder, "model.safetensors").unlink()  # of no weights
+            Path(folder, "model.safetensors").unlink(missing_ok=True)  # of no weights
     for name, value in in_files.items():
         torch.save(value, os.path.join(folder, _FILES[name]))
-    _write_files(contents.files, folder)
-    if contents.archive is not None:
-        handle, beside = contents.archive
+    write_files(rest.files, folder)
+    if rest.archive is not None:
+        handle, beside = rest.archive
         wait([handle])  # its writers are other threads, which wait for nothing here
         handle.result()
-        os.rename(beside, os.path.join(folder, _ARCHIVE))
+        take_archive(beside, Path(folder, _ARCHIVE))
     trainer.state.save_to_json(os.path.join(folder, "trainer_state.json"))
 
 
-def _refuse_full(folder: str, parts: Any) -> None:
-    """Raise StorageFullError if the disk has no room for these tensors, each storage once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tree_leaves(parts) if is_tensor(t)}
-    free_bytes, needed_bytes = free_bytes_at(Path(folder)), sum(storages.values())
-    if free_bytes is not None and free_bytes < needed_bytes:
-        raise full(Path(folder), needed_bytes, free_bytes)
-
-
 _write: Callable[..., SaveHandle] = wrap(_write_folder, destination="folder", whole_folder=True)
-
-
-def _written_by(method: Callable[[str], object], beside: str | None = None) -> dict[str, bytes]:
-    """The files that a method of the trainer writes into a folder, by name."""
-    with tempfile.TemporaryDirectory(dir=beside) as folder:
-        method(folder)
-        paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
-def _write_files(files: Mapping[str, bytes], folder: str) -> None:
-    for name, data in files.items():
-        path = Path(folder, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
 
 
 def _written_weights(model: Any) -> dict[str, torch.Tensor]:

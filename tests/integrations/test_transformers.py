@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 from disks import mounted, needs_mount
-from racing import PATIENCE, Thrown
+from racing import Thrown
 from states import MIB
 
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
-from trainers import OURS, STEPS, Archives, At, Files, Kept, folders, losses, sequences, tiny_model, trainer_of
+from trainers import OURS, STEPS, Archives, At, Files, Kept, folders, losses, tiny_model, trainer_of
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
 import async_ckpt
-from async_ckpt import CheckpointError, StorageFullError, StorageUnavailableError
+from async_ckpt import CheckpointError, StorageFullError
 from async_ckpt.errors import RunTakenError
 from async_ckpt.integrations.transformers import AsyncCheckpointing, make_async
 
@@ -346,7 +346,11 @@ def test_the_guard_holds_the_optimizer_until_all_is_copied(tmp_path):
         kept.update({name: value.clone() for name, value in trainer.model.state_dict().items()})
 
     trainer = trainer_of(
-        Files, tmp_path, model=lambda: tiny_model(n_embd=64, vocab_size=2 * MIB // 256), callbacks=[At(2, keep)], max_steps=3
+        Files,
+        tmp_path,
+        model=lambda: tiny_model(n_embd=64, vocab_size=2 * MIB // 256),
+        callbacks=[At(2, keep)],
+        max_steps=3,
     )
     trainer.train()
     for name, value in load_file(tmp_path / saved(2) / "model.safetensors").items():

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from async_ckpt.integrations.transformers import AsyncCheckpointing
 
@@ -84,7 +92,7 @@ def trainer_of(
     with warnings.catch_warnings():  # of the framework about its own arguments
         warnings.simplefilter("ignore", FutureWarning)
         args = arguments(folder, **given)
-    return kind(
+    trainer = kind(
         model=model,
         args=args,
         train_dataset=sequences(),
@@ -92,6 +100,8 @@ def trainer_of(
         callbacks=list(callbacks),
         processing_class=processor,
     )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def losses(trainer: Any) -> dict[int, float]:
@@ -102,3 +112,30 @@ def folders(folder: object) -> list[str]:
     """The checkpoints in a folder, and what is hidden there; but scratch folders, which may go a moment later."""
     names = (path.name for path in Path(str(folder)).iterdir())
     return sorted(name for name in names if name.startswith(("checkpoint", ".")) and "async_ckpt-tmp" not in name)
+
+
+def sharded(kind: type[Any]) -> type[Any]:
+    """The trainer under FSDP2 on processors. accelerate sets that type on accelerators only, so that it is set by hand."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    class Sharded(kind):  # type: ignore[misc]
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.state.distributed_type = DistributedType.FSDP
+            self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                transformer_cls_names_to_wrap=["GPT2Block"],
+                state_dict_type="SHARDED_STATE_DICT",
+                cpu_ram_efficient_loading=False,
+                reshard_after_forward=True,
+            )
+            self.is_fsdp_enabled = True
+
+    return Sharded
+
+
+def untied() -> GPT2LMHeadModel:
+    """A model without dropout, whose losses do not depend on the number of ranks, but for the order of sums."""
+    return tiny_model(tie_word_embeddings=False, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
