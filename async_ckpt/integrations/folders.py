@@ -112,6 +112,12 @@ def remove_leftovers(folder: Path) -> None:
         sweep(folder, name)
 
 
+def newest_in(folder: Path) -> Path | None:
+    """The checkpoint with the largest number below a folder; None if there is none."""
+    found = _checkpoints_in(folder) if folder.is_dir() else []
+    return max(found, key=lambda path: int(path.name.rpartition("checkpoint")[2][1:]), default=None)
+
+
 def _checkpoints_in(folder: Path) -> list[Path]:
     return [path.absolute() for path in folder.iterdir() if _NUMBER.fullmatch(path.name) and path.is_dir()]
 

@@ -65,8 +65,9 @@ _FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scal
 _JIT_MARK: Final = "checkpoint-is-incomplete.txt"
 # The methods of Trainer that are called or replaced here.
 _USED: Final = (
-    "_get_output_dir", "_save_checkpoint", "_save", "_save_rng_state", "_push_from_checkpoint", "_load_from_checkpoint",
-    "_load_best_model", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state", "store_flos", "log", "train",
+    "_get_output_dir", "_save_checkpoint", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler",
+    "_save_rng_state", "_push_from_checkpoint", "_load_from_checkpoint", "_load_best_model",
+    "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state", "store_flos", "log", "train",
 )  # fmt: skip
 
 
