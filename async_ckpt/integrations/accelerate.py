@@ -26,7 +26,7 @@ from ..saving.handle import SaveHandle
 from ..staging.held_snapshot import HeldSnapshot
 from .dcp import restore
 from .files import refuse_full, write_files, written_by
-from .folders import newest_in, remove_leftovers, remove_retired, retire, take_archive
+from .folders import newest_in, number_of, remove_leftovers, remove_retired, retire, take_archive
 from .frameworks import require, require_names
 from .step_guard import StepGuard
 
@@ -205,13 +205,15 @@ class AsyncState:
     # --- loading ----------------------------------------------------------------------------------------------
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
-        """Fill everything from a folder, or from the newest one of the project. Every rank calls this.
+        """Fill everything from a folder, or from the newest one of the project, whose number the next save follows.
 
-        A folder of accelerate is left to `accelerator.load_state`, with these options. Raises FileNotFoundError if
-        there is no folder.
+        Every rank calls this. A folder of accelerate is left to `accelerator.load_state`, with these options. Raises
+        FileNotFoundError if there is no folder.
         """
         self.wait()
-        folder = newest_in(self._project) if input_dir is None and self._is_named else input_dir
+        folder: Any = input_dir
+        if input_dir is None and self._is_named and (folder := newest_in(self._project)) is not None:
+            self._accelerator.project_configuration.iteration = number_of(folder) + 1
         if folder is None or not Path(folder).is_dir():
             raise FileNotFoundError(f"there is no checkpoint to load at {folder or self._accelerator.project_dir}")
         archive = Path(folder, _ARCHIVE)

@@ -115,7 +115,15 @@ def remove_leftovers(folder: Path) -> None:
 def newest_in(folder: Path) -> Path | None:
     """The checkpoint with the largest number below a folder; None if there is none."""
     found = _checkpoints_in(folder) if folder.is_dir() else []
-    return max(found, key=lambda path: int(path.name.rpartition("checkpoint")[2][1:]), default=None)
+    return max(found, key=number_of, default=None)
+
+
+def number_of(folder: Path) -> int:
+    """The number in the name of a checkpoint's folder. Raises ValueError if there is none."""
+    found = _NUMBER.fullmatch(folder.name)
+    if found is None:
+        raise ValueError(f"{folder} is not named as a checkpoint")
+    return int(found[1])
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:
@@ -124,5 +132,4 @@ def _checkpoints_in(folder: Path) -> list[Path]:
 
 def _age(folder: Path) -> tuple[int, int]:
     """By the time of writing: a training that was taken back to an earlier step writes smaller numbers later."""
-    number = _NUMBER.fullmatch(folder.name)
-    return folder.stat().st_mtime_ns, int(number[1]) if number else -1
+    return folder.stat().st_mtime_ns, number_of(folder)

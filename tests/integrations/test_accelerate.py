@@ -81,6 +81,7 @@ def test_the_newest_checkpoint_of_the_project_is_loaded(whole, tmp_path, layout)
     training = Training(whole[1][layout])
     training.state(layout).load_state()
     assert training.counted.number == STEPS
+    assert training.accelerator.save_iteration == STEPS // 2  # which the next save is named by
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

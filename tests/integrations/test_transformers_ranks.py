@@ -136,3 +136,24 @@ def test_a_training_that_is_killed_at_any_moment_resumes_with_the_same_losses(nu
         if told["trained"]:  # and has swept
             assert folders(folder)[-1] == "checkpoint-8"
             assert not [name for name in folders(folder) if name.startswith(".")]
+
+
+def losses_in(out: str) -> dict[int, float]:
+    rows = [json.loads(line) for line in out.splitlines() if line.startswith('{"step"')]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.mark.parametrize("layout", ["transformers", "archive"])
+def test_the_example_goes_on_where_it_was_killed(nursery, tmp_path, layout):
+    options = ["--steps", "12", "--save-steps", "4", "--layout", layout]
+    whole = nursery.start_module("examples.train_trainer", tmp_path / "whole", *options).ended()
+    assert whole.status == 0, whole.err
+    killed = nursery.start_module("examples.train_trainer", tmp_path / "killed", *options)
+    killed.wait_for_line('"async_ckpt/step": 4.0')
+    killed.send(signal.SIGKILL)
+    killed.ended()
+    resumed = nursery.start_module("examples.train_trainer", tmp_path / "killed", *options).ended()
+    assert resumed.status == 0, resumed.err
+    again = losses_in(resumed.out)
+    assert 12 in again
+    assert again.items() <= losses_in(whole.out).items()
