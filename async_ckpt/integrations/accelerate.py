@@ -25,9 +25,9 @@ from ..oneoff import load, save, snapshot
 from ..saving.handle import SaveHandle
 from ..staging.held_snapshot import HeldSnapshot
 from .dcp import restore
-from .files import refuse_full, write_files, written_by
 from .folders import newest_in, number_of, remove_leftovers, remove_retired, retire, take_archive
 from .frameworks import require, require_names
+from .small_files import refuse_full, write_files, written_by
 from .step_guard import StepGuard
 
 if TYPE_CHECKING:  # whichever version is installed, if any

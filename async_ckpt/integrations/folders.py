@@ -13,12 +13,12 @@ import os
 import re
 import shutil
 import socket
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
 from ..errors import RunTakenError
+from ..spans import wall_time
 from ..storage.disk import make_folder
 from ..storage.locks import forget, hold_if_free
 from ..storage.scratch import sweep
@@ -42,7 +42,7 @@ class FolderHold:
         if fd is None:
             raise self._taken()
         self._fd = fd
-        since = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+        since = {"host": socket.gethostname(), "pid": os.getpid(), "since": wall_time()}
         os.pwrite(fd, json.dumps(since).encode().ljust(1024), 0)
         return self
 

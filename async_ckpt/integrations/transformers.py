@@ -34,9 +34,9 @@ from ..spans import monotonic
 from ..staging.held_snapshot import HeldSnapshot
 from ..storage.place import place_of
 from .dcp import restore
-from .files import refuse_full, write_files, written_by
 from .folders import FolderHold, remove_archives, remove_leftovers, remove_retired, retire, take_archive
 from .frameworks import require, require_names
+from .small_files import refuse_full, write_files, written_by
 from .step_guard import StepGuard
 
 if TYPE_CHECKING:  # whichever version is installed, if any
