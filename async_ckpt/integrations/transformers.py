@@ -227,9 +227,9 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
     def _enter(self, run_dir: Path) -> Path:
         """Before the first save below a folder: remove what a killed run has left there."""
-        if run_dir != self._run_dir and self.args.should_save and run_dir.is_dir():
+        if run_dir.absolute() != self._run_dir and self.args.should_save and run_dir.is_dir():
             remove_leftovers(run_dir)
-        self._run_dir = run_dir
+        self._run_dir = run_dir.absolute()
         return run_dir
 
     def _begin_save(self, folder: Path, parts: dict[str, Any], began: float) -> _Pending:
