@@ -155,7 +155,7 @@ def test_the_end_of_a_training_waits_for_its_last_checkpoint(tmp_path, gate):
     assert folders(tmp_path) == [saved(STEPS)]
 
 
-@pytest.mark.parametrize("error", [Thrown("in a callback"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [Thrown("in a callback"), KeyboardInterrupt(), SystemExit(3)])
 def test_an_exception_in_a_training_waits_for_the_checkpoint(tmp_path, gate, error):
     def fail() -> None:
         gate.open()
@@ -421,6 +421,50 @@ def test_a_base_that_would_be_hidden_is_refused():
 def test_an_unknown_layout_is_refused(tmp_path):
     with pytest.raises(ValueError, match="layout must be"):
         make_async(trainer_of(Trainer, tmp_path), "tar")
+
+
+def test_a_method_that_has_gone_is_told_of_when_the_trainer_is_made(tmp_path, monkeypatch):
+    trainer = trainer_of(Trainer, tmp_path)
+    monkeypatch.delattr(Trainer, "_save_scaler")
+    with pytest.raises(RuntimeError, match=r"transformers [\d.]+ has no Trainer._save_scaler"):
+        make_async(trainer)
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        ("transformers", "make_async(None)"),
+        ("transformers", "AsyncCheckpointing()"),
+        ("accelerate", "AsyncState(None)"),
+    ],
+)
+def test_without_the_framework_the_module_is_imported_and_says_what_is_missing(nursery, module, call):
+    ended = nursery.run(
+        f"""
+        import sys
+        sys.modules[{module!r}] = None
+        from async_ckpt.integrations.{module} import *
+        from async_ckpt.integrations import {module} as plugin
+        try:
+            plugin.{call}
+        except ImportError as error:
+            print(error)
+        """
+    )
+    assert f"this needs {module}, which is not installed: pip install" in ended.out, ended.err
+
+
+class OfTrials(Files):
+    """A trainer whose trainings have folders of their own, as those of a hyperparameter search have."""
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(Path(self.args.output_dir, "run-3"))
+
+
+def test_the_trials_of_a_search_have_checkpoints_of_their_own(tmp_path):
+    trainer_of(OfTrials, tmp_path, save_total_limit=2).train()
+    assert folders(tmp_path) == []
+    assert folders(tmp_path / "run-3") == [saved(6), saved(8)]
 
 
 class Pushing(Files):

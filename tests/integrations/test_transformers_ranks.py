@@ -80,6 +80,13 @@ def test_four_ranks_of_fsdp2_are_resumed_on_four_and_on_two(worlds, tmp_path):
     assert fewer == pytest.approx(whole, rel=1e-5)
 
 
+def test_what_the_plain_trainer_has_saved_under_fsdp2_is_resumed(worlds, tmp_path):
+    plain, _ = trained(worlds, 2, "sharded(Trainer)", tmp_path / "plain", model="untied")
+    folder = tmp_path / "plain" / "checkpoint-2"
+    ours, _ = trained(worlds, 2, "sharded(Archives)", tmp_path / "ours", folder, model="untied")
+    assert ours == plain
+
+
 def test_fsdp2_needs_archives(worlds, tmp_path):
     script = f"""
     from trainers import *
