@@ -41,7 +41,7 @@ else:
 
 Layout = Literal["archive", "accelerate"]
 
-_OLDEST, _NEWEST = "1.0", "1.15"
+_OLDEST, _NEWEST = "1.15", "1.15"
 _LOGGED_AS: Final = "async_ckpt/"
 _ARCHIVE: Final = "training.tar"
 _USED: Final = (
