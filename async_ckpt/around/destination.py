@@ -65,6 +65,7 @@ class WrapOptions(NamedTuple):
     streams: bool  # it writes to an open file
     suffix: str  # that it adds to a path
     scratch: str | os.PathLike[str] | None
+    whole_folder: bool  # an existing folder is replaced with all that is in it
 
 
 class BoundCall(NamedTuple):

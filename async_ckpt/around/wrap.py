@@ -88,6 +88,7 @@ def wrap(
     guard: Any = None,
     file_object: bool | None = None,
     scratch: str | os.PathLike[str] | None = None,
+    whole_folder: bool = False,
 ) -> Callable[P, SaveHandle]: ...
 
 
@@ -98,6 +99,7 @@ def wrap(
     guard: Any = None,
     file_object: bool | None = None,
     scratch: str | os.PathLike[str] | None = None,
+    whole_folder: bool = False,
 ) -> Callable[[Callable[P, Any]], Callable[P, SaveHandle]]: ...
 
 
@@ -109,6 +111,7 @@ def wrap(
     guard: Any = None,
     file_object: bool | None = None,
     scratch: str | os.PathLike[str] | None = None,
+    whole_folder: bool = False,
 ) -> Any:
     """Make a function that writes to a path run in the background. The result takes the same arguments and returns a
     SaveHandle.
@@ -139,6 +142,8 @@ def wrap(
         file_object: whether the function also accepts an open file. Its output is then streamed without a temporary
             file. `torch.save` and numpy's functions are known to do so.
         scratch: the folder for temporary files if the destination is a URL; by default the system's temp folder.
+        whole_folder: whether the new folder replaces an existing local one as a whole, with the files in it that were
+            not written again.
 
     Raises TypeError if `fn` is not a function, or one that reads, such as `torch.load`.
 
@@ -147,14 +152,21 @@ def wrap(
     over tensors, and the errors of `save` for a destination that cannot be written to.
     """
     if fn is _TO_DECORATE:
-        return functools.partial(wrap, destination=destination, guard=guard, file_object=file_object, scratch=scratch)
+        return functools.partial(
+            wrap,
+            destination=destination,
+            guard=guard,
+            file_object=file_object,
+            scratch=scratch,
+            whole_folder=whole_folder,
+        )
     _refuse_uncallable(fn)
     suffix = suffix_of(fn)
     streams = file_object if file_object is not None else suffix is not None
     if why := why_not_wrapped(fn, streams=streams):
         raise TypeError(why)
     folder = None if scratch is None else local_place(scratch)
-    options = WrapOptions(name_of(fn), streams, suffix or "", folder)
+    options = WrapOptions(name_of(fn), streams, suffix or "", folder, whole_folder)
     find = DestinationFinder(fn, destination)
     optimizers = unwrapped(guard)  # a wrong guard raises here rather than at the first save
 
@@ -378,7 +390,7 @@ class _Call(CopySave):
                 for path, target in targets.items():  # check all of them before the first is visible
                     refuse_misfit(path, target)
                 for path, target in targets.items():
-                    publish(path, target)
+                    publish(path, target, replaced=lambda _: self._options.whole_folder)
 
     async def _upload(self, off_loop: OffLoop) -> None:
         assert self._scratch is not None

@@ -133,6 +133,32 @@ def hold(path: Path) -> int | None:
     return fd
 
 
+def hold_if_free(path: Path) -> int | None:
+    """Create a file if need be, and lock it. Delete it, and unlock it by `forget` with the returned descriptor.
+
+    None if a living process has locked it, this one too. On a file system without locks, only this process counts.
+    """
+    for _ in range(_NUM_TRIES):
+        with _ours_lock:
+            with suppress(FileNotFoundError):
+                if identity(os.stat(path)) in _ours.values():
+                    return None
+            fd = os.open(path, os.O_CREAT | os.O_RDWR | O_CLOEXEC | O_BINARY, 0o666)
+            key = _ours[fd] = identity(os.fstat(fd))
+        try:
+            if fcntl is not None:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                forget(fd)
+                return None
+        with suppress(FileNotFoundError):
+            if identity(os.stat(path)) == key:
+                return fd
+        forget(fd)  # its holder has deleted it between open and lock
+    return None
+
+
 def is_held(path: Path) -> bool:
     """Whether another living process has locked a file, as far as that can be proved."""
     if fcntl is None:

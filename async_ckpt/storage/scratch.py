@@ -35,7 +35,7 @@ class Scratch:
     def __init__(self, parent: Path, name: str) -> None:
         with translated(parent):
             make_folder(parent)
-            _sweep(parent, name)
+            sweep(parent, name)
             self._lock, self._fd = create_locked(parent / name)
             self._outer, self._pid = _folder_of(self._lock), os.getpid()
             self.folder = self._outer / _INNER
@@ -193,7 +193,7 @@ def _folder_of(lock: Path) -> Path:
     return lock.with_name(lock.name + _FOLDER_SUFFIX)
 
 
-def _sweep(parent: Path, name: str) -> None:
+def sweep(parent: Path, name: str) -> None:
     """Remove the leftovers of dead writers of this name."""
     names = os.listdir(parent)
     for temp in temps_of(name, names):

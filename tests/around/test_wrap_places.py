@@ -109,6 +109,12 @@ def test_a_folder_in_a_folder_takes_the_place_of_a_file_there(tmp_path):
     assert tree_of(tmp_path / "x") == {"a/inner": "new", "b": "kept"}
 
 
+def test_a_whole_folder_replaces_what_is_there_with_all_its_files(tmp_path):
+    save_tree({"x/a": "old", "x/b": "old", "x/inner/c": "old"}, str(tmp_path))
+    wrap(save_tree, whole_folder=True)({"a": "new"}, str(tmp_path / "x")).result()
+    assert tree_of(tmp_path) == {"x/a": "new"}
+
+
 def test_the_folder_that_a_function_finds_is_there_when_there_was_one(tmp_path):
     def save(folder: str) -> None:
         Path(folder, "x").write_text("x")  # makes none

@@ -32,7 +32,10 @@ from async_ckpt.storage.local import LocalSink
 _NURSERY = """
 import ctypes, gc, json, os, select, signal, sys, weakref
 gc.disable()  # none of this goes
+import importlib
 import torch, async_ckpt, children, states
+for more in sys.argv[1:]:
+    importlib.import_module(more)
 import torch._inductor  # two seconds, which the first optimizer of every child would take otherwise
 children._know_stores()
 from async_ckpt.host import waits
@@ -72,7 +75,7 @@ if sys.platform == "linux" and not order["whole_exit"]:
 sys.argv = ["train.py", *order["arguments"]]
 code = compile(order["code"], "train.py", "exec")
 children._ends_whole = order["whole_exit"]
-for name in ("line", "order", "child", "number", "name", "flags", "opened", "libc", "of_torch"):
+for name in ("importlib", "more", "line", "order", "child", "number", "name", "flags", "opened", "libc", "of_torch"):
     globals().pop(name, None)
 exec(code)
 __import__("children")._end()
@@ -150,13 +153,13 @@ _ROOT = Path(async_ckpt.__file__).parents[1]
 
 
 class Nursery:
-    """Runs scripts in processes of their own, at the price of a fork each."""
+    """Runs scripts in processes of their own, at the price of a fork each. These have imported `modules`, too."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *modules: str) -> None:
         self._folder = folder
         self._numbers = itertools.count()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _NURSERY],
+            [sys.executable, "-c", _NURSERY, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,0 +1,307 @@
+"""`AsyncState`: the `save_state` and `load_state` of an Accelerator, with folders that are written behind the training.
+
+In: an Accelerator. Out: folders, each visible when all of it is durable; objects filled from them. Knows nothing
+of: the training loop.
+
+A save has two halves. In the call, everything that the Accelerator has prepared is copied: one snapshot. In the
+background, the folder is written from it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
+
+import torch
+
+from ..around.wrap import wrap
+from ..oneoff import load, save, snapshot
+from ..saving.handle import SaveHandle
+from ..staging.held_snapshot import HeldSnapshot
+from .dcp import restore
+from .folders import newest_in, number_of, remove_leftovers, remove_retired, retire, take_archive
+from .frameworks import require, require_names
+from .small_files import refuse_full, write_files, written_by
+from .step_guard import StepGuard
+
+if TYPE_CHECKING:  # whichever version is installed, if any
+    checkpointing: Any
+    utils: Any
+else:
+    try:
+        from accelerate import checkpointing, utils
+    except ImportError:  # said by `require`, when a state is made
+        checkpointing = utils = None
+
+Layout = Literal["archive", "accelerate"]
+
+_OLDEST, _NEWEST = "1.15", "1.15"
+_LOGGED_AS: Final = "async_ckpt/"
+_ARCHIVE: Final = "training.tar"
+_USED: Final = (
+    "_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "_save_model_state_pre_hook",
+    "_load_model_state_pre_hook", "get_state_dict", "project_configuration", "step",
+)  # fmt: skip
+
+
+class AsyncState:
+    """Saves and loads everything that an Accelerator has prepared, and what is registered with it.
+
+        checkpoints = AsyncState(accelerator)
+        checkpoints.save_state("out/step-100")  # in place of accelerator.save_state
+        checkpoints.load_state("out/step-100")
+
+    The folder appears when all of it is durable. One save is under way at a time: the next one waits for it, as `wait`
+    and the end of a `with` block do, and raises its error. The interpreter's exit waits, too.
+
+    With `automatic_checkpoint_naming`, folders get their names from the Accelerator. Those beyond its `total_limit` go
+    when a newer one is durable.
+
+    Args:
+        accelerator: it must have prepared everything before the first save.
+        layout: "archive" writes one verified archive that any number of ranks can load; "accelerate" writes the files
+            that `accelerator.load_state` reads. Both load both, and folders of accelerate.
+
+    Raises ImportError without accelerate, NotImplementedError for DeepSpeed, Megatron-LM, XLA and FSDP1, and
+    ValueError for FSDP2 with the layout "accelerate".
+    """
+
+    def __init__(self, accelerator: Any, layout: Layout = "archive") -> None:
+        require_names(require("accelerate", oldest=_OLDEST, newest=_NEWEST), accelerator, _USED)
+        if layout not in ("archive", "accelerate"):
+            raise ValueError(f'layout must be "archive" or "accelerate", got {layout!r}')
+        kind = accelerator.distributed_type
+        if kind in (utils.DistributedType.DEEPSPEED, utils.DistributedType.MEGATRON_LM, utils.DistributedType.XLA):
+            raise NotImplementedError(f"AsyncState does not serve {kind.value}; use accelerator.save_state")
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        self._is_sharded = plugin is not None
+        if plugin is not None and plugin.fsdp_version != 2:
+            raise NotImplementedError("AsyncState serves FSDP2 only; set fsdp_version=2")
+        if self._is_sharded and layout != "archive":
+            raise ValueError('under FSDP2 each rank writes its own archive; leave layout at "archive"')
+        self._accelerator, self._layout = accelerator, layout
+        self._guard = StepGuard()
+        self._pending: tuple[Path, SaveHandle, HeldSnapshot] | None = None
+        self._beside: Path | None = None  # where the archive of the newest save was written
+
+    # --- saving -----------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None) -> SaveHandle | None:
+        """Save to a folder, or to the next one of the project. Every rank calls this.
+
+        Returns when training may go on: a handle, or None on a rank that writes nothing. Raises the error of the save
+        before, and ValueError if the project's next folder exists.
+        """
+        self._settle()
+        accelerator = self._accelerator
+        folder = self._next_folder() if output_dir is None or self._is_named else Path(output_dir).absolute()
+        models = [accelerator.get_state_dict(model, unwrap=False) for model in self._plain_models]
+        files = self._small_files(models)  # all ranks meet here
+        accelerator.project_configuration.iteration += 1
+        if not self._writes and not self._is_sharded:
+            return None
+        self._begin_folder(folder)
+        if self._layout == "archive":
+            models = accelerator._models
+        parts = {"models": models, "optimizers": accelerator._optimizers, "custom": accelerator._custom_objects}
+        with snapshot({**parts, "files": files}, guard=self._guard(accelerator._optimizers)) as snap:
+            self._pending = folder, self._begin(snap, files, folder), snap
+        return self._pending[1]
+
+    def wait(self) -> None:
+        """Return when the save that is under way is durable. Raises its error if it failed."""
+        self._settle()
+        if self._writes and self._is_named:
+            remove_retired(self._project)
+
+    def _begin_folder(self, folder: Path) -> None:
+        """Behind a meeting of all ranks: remove what no rank looks at any more, and before the first save leftovers."""
+        if self._writes and self._is_named and self._beside is None:
+            remove_leftovers(self._project)
+        if self._writes and self._beside is not None:
+            shutil.rmtree(self._beside, ignore_errors=True)
+        self._beside = folder.with_name(f".{folder.name}.{_ARCHIVE}")
+
+    def _settle(self) -> None:
+        if self._pending is None:
+            return
+        folder, handle, snap = self._pending
+        error = handle.exception()
+        self._pending = None
+        if error is not None:
+            raise error
+        report = handle.result().as_dict(_LOGGED_AS)
+        report[f"{_LOGGED_AS}stall_seconds"] += snap.stall_seconds
+        self._accelerator.log({key: value for key, value in report.items() if math.isfinite(value)})
+        if self._writes and self._is_named:
+            retire(folder, self._accelerator.project_configuration.total_limit)
+
+    def _begin(self, snap: HeldSnapshot, files: dict[str, bytes], folder: Path) -> SaveHandle:
+        if self._layout == "accelerate":
+            return _write_files(snap["models"], snap["optimizers"], snap["custom"], files, str(folder))
+        assert self._beside is not None
+        archive = save(snap, self._beside)
+        if not self._writes:
+            return archive
+        archive.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
+        return _write_archive(_Passed(archive), self._beside, str(folder))
+
+    def _small_files(self, models: list[Any]) -> dict[str, bytes]:
+        """The files of schedulers, samplers, scaler and random states of all ranks, and of hooks, by name."""
+        accelerator = self._accelerator
+
+        def write(folder: str) -> None:
+            for hook in accelerator._save_model_state_pre_hook.values():
+                hook(accelerator._models, models, folder)
+            checkpointing.save_accelerator_state(
+                folder,
+                [],
+                [],
+                accelerator._schedulers,
+                accelerator._dataloaders,
+                accelerator.process_index,
+                accelerator.step,
+                accelerator.scaler,
+            )
+
+        # Of files that several ranks have under one name, the first rank's counts.
+        of_ranks = utils.gather_object([written_by(write, in_memory=True)])
+        return {name: data for files in reversed(of_ranks) for name, data in files.items()}
+
+    def _next_folder(self) -> Path:
+        if not self._is_named:
+            raise ValueError("give the folder to save to, or set automatic_checkpoint_naming")
+        folder = self._project / f"checkpoint_{self._accelerator.save_iteration}"
+        if folder.exists():
+            raise ValueError(f"{folder} exists; set the iteration of the project's configuration to the next number")
+        return folder
+
+    @property
+    def _is_named(self) -> bool:
+        return bool(self._accelerator.project_configuration.automatic_checkpoint_naming)
+
+    @property
+    def _project(self) -> Path:
+        return Path(self._accelerator.project_dir, "checkpoints").absolute()
+
+    @property
+    def _plain_models(self) -> list[Any]:
+        """The models whose weights this process has as a whole; under FSDP2 none."""
+        return [] if self._is_sharded else list(self._accelerator._models)
+
+    @property
+    def _writes(self) -> bool:
+        accelerator = self._accelerator
+        if accelerator.project_configuration.save_on_each_node:
+            return bool(accelerator.is_local_main_process)
+        return bool(accelerator.is_main_process)
+
+    # --- loading ----------------------------------------------------------------------------------------------
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        """Fill everything from a folder, or from the newest one of the project, whose number the next save follows.
+
+        Every rank calls this. A folder of accelerate is left to `accelerator.load_state`, with these options. Raises
+        FileNotFoundError if there is no folder.
+        """
+        self.wait()
+        folder: Any = input_dir
+        if input_dir is None and self._is_named and (folder := newest_in(self._project)) is not None:
+            self._accelerator.project_configuration.iteration = number_of(folder) + 1
+        if folder is None or not Path(folder).is_dir():
+            raise FileNotFoundError(f"there is no checkpoint to load at {folder or self._accelerator.project_dir}")
+        archive = Path(folder, _ARCHIVE)
+        if archive.exists():
+            self._load_archive(archive)
+        else:
+            self._accelerator.load_state(str(folder), **options)
+
+    def _load_archive(self, archive: Path) -> None:
+        accelerator = self._accelerator
+        optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
+        live = {"models": accelerator._models, "optimizers": optimizers, "custom": accelerator._custom_objects}
+        live = {name: objects for name, objects in live.items() if objects}
+        restore(live, archive, select=tuple(live))
+        with tempfile.TemporaryDirectory() as folder:
+            write_files(load(archive, select="files")["files"], folder)
+            for hook in accelerator._load_model_state_pre_hook.values():
+                hook([], folder)
+            overrides = checkpointing.load_accelerator_state(
+                folder,
+                [],
+                [],
+                accelerator._schedulers,
+                accelerator._dataloaders,
+                accelerator.process_index,
+                accelerator.scaler,
+            )
+        accelerator.step = overrides.get("step", accelerator.step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        try:
+            self.wait()
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"async_ckpt: a save failed, too: {type(failed).__name__}: {failed}")
+        if error is None and self._is_sharded:
+            self._accelerator.wait_for_everyone()
+            if self._writes and self._beside is not None:
+                shutil.rmtree(self._beside, ignore_errors=True)
+
+
+class _Passed:
+    """A handle that `wrap` passes on as it is."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: SaveHandle) -> None:
+        self.handle = handle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Passed:
+        return self
+
+
+def _write_folder(models: Any, optimizers: Any, custom: Any, files: dict[str, bytes], folder: str) -> None:
+    """Fill a folder with accelerate's files. Runs in the background."""
+    os.makedirs(folder, exist_ok=True)
+    _remove_retired_beside(folder)
+    refuse_full(folder, [models, optimizers, custom])
+    write_files(files, folder)
+    for number, weights in enumerate(models):
+        utils.save(weights, _numbered(folder, "model", number, "safetensors"), safe_serialization=True)
+    for number, state in enumerate(optimizers):
+        torch.save(state, _numbered(folder, "optimizer", number, "bin"))
+    for number, state in enumerate(custom):
+        torch.save(state, os.path.join(folder, f"custom_checkpoint_{number}.pkl"))
+
+
+def _remove_retired_beside(folder: str) -> None:
+    """`wrap` gives a path in a folder of a scratch folder, which lies beside the checkpoints."""
+    remove_retired(Path(folder).parents[2])
+
+
+def _numbered(folder: str, name: str, number: int, ending: str) -> str:
+    return os.path.join(folder, f"{name}_{number}.{ending}" if number else f"{name}.{ending}")
+
+
+def _write_archived(archive: _Passed, beside: Path, folder: str) -> None:
+    """Fill a folder with an archive, once that is durable. Runs in the background."""
+    _remove_retired_beside(folder)
+    wait([archive.handle])  # its writers are other threads, which wait for nothing here
+    archive.handle.result()
+    os.makedirs(folder, exist_ok=True)
+    take_archive(beside, Path(folder, _ARCHIVE))
+
+
+_write_files: Callable[..., SaveHandle] = wrap(_write_folder, destination="folder", whole_folder=True)
+_write_archive: Callable[..., SaveHandle] = wrap(_write_archived, destination="folder", whole_folder=True)

@@ -1,0 +1,135 @@
+"""The folder in which a trainer's checkpoints lie: one trainer at a time, and old checkpoints that make room.
+
+In: a folder, and that of the newest checkpoint in it. Out: nothing; folders are gone. Knows nothing of: the contents of
+a checkpoint, and frameworks.
+
+A checkpoint that is to go is renamed first, in no time and as a whole, and removed later: no reader finds half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Self
+
+from ..errors import RunTakenError
+from ..spans import wall_time
+from ..storage.disk import make_folder
+from ..storage.locks import forget, hold_if_free
+from ..storage.scratch import sweep
+
+_LOCK: Final = ".async_ckpt.lock"
+_RETIRED: Final = ".retired"
+# The number of a checkpoint in the names that trainers give: "checkpoint-100", "checkpoint_3".
+_NUMBER: Final = re.compile(r"checkpoint[-_](\d+)")
+
+
+class FolderHold:
+    """A folder that no other trainer may write to, in this process or another one, while the `with` block runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _LOCK
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        make_folder(self._path.parent)
+        fd = hold_if_free(self._path)
+        if fd is None:
+            raise self._taken()
+        self._fd = fd
+        since = {"host": socket.gethostname(), "pid": os.getpid(), "since": wall_time()}
+        os.pwrite(fd, json.dumps(since).encode().ljust(1024), 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # the folder may be gone
+            self._path.unlink()
+        forget(self._fd)
+
+    def _taken(self) -> RunTakenError:
+        facts: dict[str, Any] = {"host": "?", "pid": -1, "since": 0.0}
+        with suppress(OSError, ValueError):  # it has just been deleted, or is being written
+            facts |= json.loads(self._path.read_text())
+        return RunTakenError(
+            f"{self._path.parent}: another trainer (process {facts['pid']} on {facts['host']}) writes its checkpoints "
+            "there; wait for its end, or give another folder",
+            path=str(self._path.parent),
+            **facts,
+        )
+
+
+def retire(newest: Path, limit: int | None, *, keep: str | None = None) -> None:
+    """Hide the oldest checkpoints beside the newest one, which is durable, until `limit` are left.
+
+    The newest one stays, and so does that at the path `keep`. None, and less than 1, is no limit.
+    """
+    if limit is None or limit < 1:
+        return
+    kept = {newest.absolute()} | (set() if keep is None else {Path(keep).absolute()})
+    found = sorted(_checkpoints_in(newest.parent), key=_age)
+    num_surplus = len(found) - max(limit, len(kept.intersection(found)))
+    for folder in [folder for folder in found if folder not in kept][: max(0, num_surplus)]:
+        with suppress(FileNotFoundError):  # somebody else has removed it
+            os.rename(folder, folder.with_name(f".{folder.name}{_RETIRED}"))
+
+
+def take_archive(beside: Path, target: Path) -> None:
+    """Take an archive, which is durable, into the folder. That of several ranks stays: others may still look at it."""
+    if not beside.is_dir():
+        os.rename(beside, target)
+        return
+    target.mkdir()
+    for path in beside.iterdir():
+        if path.is_file():
+            try:
+                os.link(path, target / path.name)
+            except OSError:  # a file system without links
+                shutil.copyfile(path, target / path.name)
+
+
+def remove_retired(folder: Path) -> None:
+    """Remove the checkpoints below a folder that were retired."""
+    for hidden in folder.glob(f".checkpoint*{_RETIRED}"):
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_archives(folder: Path) -> None:
+    """Remove archives that were, or were to be, taken into the folder of a checkpoint. No save may be under way."""
+    for hidden in folder.glob(".checkpoint*.tar"):
+        shutil.rmtree(hidden) if hidden.is_dir() else hidden.unlink()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed trainer has left below a folder: files of unfinished saves, and retired checkpoints."""
+    remove_retired(folder)
+    remove_archives(folder)
+    for name in {match[0] for path in folder.glob(".checkpoint*") if (match := _NUMBER.match(path.name[1:]))}:
+        sweep(folder, name)
+
+
+def newest_in(folder: Path) -> Path | None:
+    """The checkpoint with the largest number below a folder; None if there is none."""
+    found = _checkpoints_in(folder) if folder.is_dir() else []
+    return max(found, key=number_of, default=None)
+
+
+def number_of(folder: Path) -> int:
+    """The number in the name of a checkpoint's folder. Raises ValueError if there is none."""
+    found = _NUMBER.fullmatch(folder.name)
+    if found is None:
+        raise ValueError(f"{folder} is not named as a checkpoint")
+    return int(found[1])
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    return [path.absolute() for path in folder.iterdir() if _NUMBER.fullmatch(path.name) and path.is_dir()]
+
+
+def _age(folder: Path) -> tuple[int, int]:
+    """By the time of writing: a training that was taken back to an earlier step writes smaller numbers later."""
+    return folder.stat().st_mtime_ns, number_of(folder)

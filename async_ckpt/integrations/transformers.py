@@ -1,0 +1,477 @@
+"""`AsyncCheckpointing`: a base class for the `Trainer` of Transformers that writes its checkpoints behind the training.
+
+In: a trainer. Out: its folders `checkpoint-<step>`, each visible when all of it is durable; a training that resumes
+from them. Knows nothing of: the formats of the files, which the trainer itself writes.
+
+A save has two halves. In the call, the weights, the optimizer and all small values are copied: one snapshot. In the
+background, the trainer's own methods write the folder from that snapshot.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+
+from ..around.wrap import wrap
+from ..files import local_read_dir
+from ..oneoff import load, save, snapshot
+from ..report import SaveReport
+from ..saving.handle import SaveHandle
+from ..spans import monotonic
+from ..staging.held_snapshot import HeldSnapshot
+from ..storage.place import place_of
+from .dcp import restore
+from .folders import FolderHold, remove_archives, remove_leftovers, remove_retired, retire, take_archive
+from .frameworks import require, require_names
+from .small_files import refuse_full, write_files, written_by
+from .step_guard import StepGuard
+
+if TYPE_CHECKING:  # whichever version is installed, if any
+    Trainer: Any
+    TrainerCallback: Any
+    ExportableState: Any
+    gather_object: Any
+else:
+    try:
+        from accelerate.utils import gather_object
+        from transformers import Trainer, TrainerCallback
+        from transformers.trainer_callback import ExportableState
+    except ImportError:  # said by `require`, when a trainer is made
+        Trainer = TrainerCallback = ExportableState = object
+
+Layout = Literal["transformers", "archive"]
+
+_OLDEST, _NEWEST = "4.57", "5.23"
+_PREFIX: Final = "checkpoint"
+_LOGGED_AS: Final = "async_ckpt/"
+# The archive in a folder of the layout "archive": a file, or a folder if several ranks have written it.
+_ARCHIVE: Final = "training.tar"
+# The parts that the layout "transformers" has in files of torch, by the trainer's names.
+_FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
+# The mark that the trainer puts into the folder of a checkpoint on SIGTERM, before it has it written.
+_JIT_MARK: Final = "checkpoint-is-incomplete.txt"
+# The methods of Trainer that are called or replaced here.
+_USED: Final = (
+    "_get_output_dir", "_save_checkpoint", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler",
+    "_save_rng_state", "_push_from_checkpoint", "_load_from_checkpoint", "_load_best_model",
+    "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state", "store_flos", "log", "train",
+)  # fmt: skip
+
+
+def make_async(trainer: Any, layout: Layout = "transformers") -> Any:
+    """Have an existing trainer, of any class, write its checkpoints in the background. Returns the same object.
+
+    trainer = make_async(SFTTrainer(model, args=args, train_dataset=dataset))
+    """
+    require("transformers", oldest=_OLDEST, newest=_NEWEST)
+    kind = type(trainer)
+    bases = (AsyncCheckpointing,) if kind is Trainer else (kind, AsyncCheckpointing)
+    trainer.__class__ = type(kind.__name__, bases, {"layout": layout, "__module__": kind.__module__})
+    trainer._begin_async()
+    return trainer
+
+
+class AsyncCheckpointing(Trainer):  # type: ignore[misc]
+    """A Trainer whose checkpoints are written in the background. As a base, it comes after other subclasses of Trainer.
+
+        class MyTrainer(AsyncCheckpointing, Trainer): ...
+        class MySFTTrainer(SFTTrainer, AsyncCheckpointing): ...
+
+    `checkpoint-<step>` appears in `output_dir` when all of it is durable. One save is under way at a time: the next
+    one, the end of `train`, an exception in it, and the interpreter's exit wait for it. The first two raise its error.
+
+    `layout = "transformers"` writes the files of the plain Trainer, which resumes from them. `layout = "archive"`
+    writes one verified archive in place of the optimizer, the scheduler, the scaler and the random states. Both are
+    read.
+    """
+
+    layout: Layout = "transformers"
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        mro = cls.__mro__
+        for base in mro[mro.index(AsyncCheckpointing) + 1 : mro.index(Trainer)]:
+            if "_save_checkpoint" in vars(base):
+                raise TypeError(
+                    f"AsyncCheckpointing would hide {base.__name__}._save_checkpoint; put it behind: "
+                    f"class {cls.__name__}({base.__name__}, AsyncCheckpointing)"
+                )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require("transformers", oldest=_OLDEST, newest=_NEWEST)
+        super().__init__(*args, **kwargs)
+        self._begin_async()
+
+    def _begin_async(self) -> None:
+        """The end of the constructor. Raises for what is not served, so that no training ends because of it."""
+        require_names(require("transformers", oldest=_OLDEST, newest=_NEWEST), Trainer, _USED)
+        if self.layout not in ("transformers", "archive"):
+            raise ValueError(f'layout must be "transformers" or "archive", got {self.layout!r}')
+        if self.is_deepspeed_enabled or self.is_fsdp_xla_enabled:
+            raise NotImplementedError(
+                "AsyncCheckpointing does not serve DeepSpeed and XLA; use the plain Trainer there"
+            )
+        if self.is_fsdp_enabled:
+            self._refuse_fsdp()
+        self._pending: _Pending | None = None
+        self._run_dir: Path | None = None  # of the newest save
+        self._guard = StepGuard()
+        self.callback_handler.callbacks.insert(0, _AtEnd(self))  # before those that close loggers
+
+    def _refuse_fsdp(self) -> None:
+        if getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+            raise NotImplementedError("AsyncCheckpointing serves FSDP2 only; set fsdp_config={'version': 2}")
+        if self.layout != "archive":
+            raise ValueError('under FSDP2 each rank writes its own archive; set layout = "archive"')
+
+    # --- training ---------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.train`, which also resumes from a URL. Returns when the last checkpoint is durable.
+
+        Raises RunTakenError while another trainer writes to `output_dir`, and the error of a save that failed.
+        """
+        with self._output_dir_of_its_own(), _local(resume_from_checkpoint) as folder:
+            try:
+                output = super().train(folder, *args, **kwargs)
+            except BaseException as error:
+                self._wait_beside(error)
+                raise
+            self.wait_for_checkpoint()
+            return output
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint that is under way is durable and in its folder. Raises the error if it failed.
+
+        trainer.wait_for_checkpoint()  # such as in a callback's `on_save`
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        error = pending.handle.exception()
+        self._pending = None
+        if error is not None:
+            raise error
+        self._settle(pending)
+
+    def _wait_beside(self, error: BaseException) -> None:
+        try:
+            self.wait_for_checkpoint()
+        except Exception as failed:
+            error.add_note(f"async_ckpt: a save failed, too: {type(failed).__name__}: {failed}")
+
+    @contextmanager
+    def _output_dir_of_its_own(self) -> Iterator[None]:
+        if not self.args.should_save:
+            yield
+            return
+        with FolderHold(Path(self.args.output_dir)):
+            yield
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        super().log(logs, *args, **kwargs)
+        if self._pending is not None and self._pending.handle.done() and self._pending.handle.exception() is None:
+            self.wait_for_checkpoint()
+
+    def _settle(self, pending: _Pending) -> None:
+        """A checkpoint is durable: tell the loggers, and retire older ones."""
+        super().log({key: value for key, value in pending.figures().items() if math.isfinite(value)})
+        if self.args.should_save and pending.folder.exists():
+            retire(pending.folder, self.args.save_total_limit, keep=self.state.best_model_checkpoint)
+
+    def _end(self) -> None:
+        """The end of a training, before any logger is closed."""
+        self.wait_for_checkpoint()
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and self.args.save_total_limit == 1 and best is not None and os.path.isdir(best):
+            retire(Path(best), 1)  # as the trainer has done with the folders that were there
+        if self._run_dir is not None:
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                remove_retired(self._run_dir)
+                remove_archives(self._run_dir)
+
+    # --- saving -----------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002
+        """Take the snapshot of a checkpoint, and have it written in the background."""
+        began = monotonic()
+        self.wait_for_checkpoint()
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        folder = self._enter(Path(self._get_output_dir(trial=trial))) / f"{_PREFIX}-{self.state.global_step}"
+        rng = self._rng_of_all_ranks()  # all ranks meet here, each with its part of the checkpoint before behind it
+        self._note_best(folder)
+        if self.args.should_save:
+            remove_archives(folder.parent)
+            self._note_callbacks()
+            _clear_jit_mark(folder)
+        if self.args.should_save or self.is_fsdp_enabled:
+            self._pending = self._begin_save(folder, self._parts(rng), began)
+        if self.args.push_to_hub:
+            self.wait_for_checkpoint()
+            self._push_from_checkpoint(str(folder))
+
+    def _enter(self, run_dir: Path) -> Path:
+        """Before the first save below a folder: remove what a killed run has left there."""
+        if run_dir.absolute() != self._run_dir and self.args.should_save and run_dir.is_dir():
+            remove_leftovers(run_dir)
+        self._run_dir = run_dir.absolute()
+        return run_dir
+
+    def _begin_save(self, folder: Path, parts: dict[str, Any], began: float) -> _Pending:
+        files = {} if self.is_fsdp_enabled else self._files_of_subclass(parts)
+        with snapshot(parts, guard=self._guard(self.optimizer)) as snap:
+            in_archive = [name for name in parts if name != "model" or self.is_fsdp_enabled]
+            handle, beside = None, folder.with_name(f".{folder.name}.{_ARCHIVE}")
+            if self.layout == "archive" and in_archive:
+                handle = save({name: snap[name] for name in in_archive}, beside)
+                handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
+            else:
+                files |= parts.get("rng", {})
+            if self.args.should_save:
+                weights = {} if self.is_fsdp_enabled else snap.get("model")
+                in_files = {name: snap[name] for name in _FILES if name in parts and handle is None}
+                rest = _Rest(self._frozen(), files, None if handle is None else (handle, beside))
+                handle = _write(weights, in_files, rest, str(folder))
+            assert handle is not None
+            return _Pending(folder, handle, snap, snap.stall_seconds, self.state.global_step, monotonic() - began)
+
+    def _parts(self, rng: dict[str, bytes]) -> dict[str, Any]:
+        """The state to copy, in the structure of an archive."""
+        parts: dict[str, Any] = {"model": _written_weights(self.model)}
+        if self.args.save_only_model:
+            return parts
+        parts |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler.state_dict(), "rng": rng}
+        scaler = getattr(self.accelerator, "scaler", None)
+        if scaler is not None:
+            parts["scaler"] = scaler.state_dict()
+        return parts
+
+    def _rng_of_all_ranks(self) -> dict[str, bytes]:
+        """The files of random states that all ranks would write, by name."""
+        own = {} if self.args.save_only_model else written_by(self._save_rng_state, in_memory=True)
+        return {name: data for files in gather_object([own]) for name, data in files.items()}
+
+    def _files_of_subclass(self, parts: dict[str, Any]) -> dict[str, bytes]:
+        """The files of methods that a subclass has of its own, and that would read the live state: written now.
+
+        Their parts are taken out of `parts`.
+        """
+        files: dict[str, bytes] = {}
+        is_quantized = getattr(self.model, "hf_quantizer", None) is not None and _peft_config_of(self.model) is None
+        if is_quantized or self._overrides("_save") or self._overrides("save_model"):
+            files |= written_by(partial(self.save_model, _internal_call=True))
+            del parts["model"]
+        if "optimizer" in parts and self._overrides("_save_optimizer_and_scheduler"):
+            files |= written_by(self._save_optimizer_and_scheduler)
+            del parts["optimizer"], parts["scheduler"]
+        if "scaler" in parts and self._overrides("_save_scaler"):
+            files |= written_by(self._save_scaler)
+            del parts["scaler"]
+        return files
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(Trainer, name)
+
+    def _frozen(self) -> Any:
+        """This trainer with the small values that are written later, as they are now."""
+        frozen = copy.copy(self)
+        frozen.args, frozen.state = copy.copy(self.args), copy.copy(self.state)
+        frozen.state.log_history = list(self.state.log_history)
+        frozen.state.stateful_callbacks = copy.deepcopy(self.state.stateful_callbacks)
+        frozen.model = object.__new__(type(self.model))  # not copy.copy: FSDP2 has its modules made anew
+        frozen.model.__dict__.update(vars(self.model))
+        for name in {"config", "generation_config"} & {*vars(self.model)}:
+            frozen.model.__dict__[name] = copy.deepcopy(vars(self.model)[name])
+        return frozen
+
+    def _note_best(self, folder: Path) -> None:
+        """Name the folder of the best step, if it was saved, or is just being saved."""
+        if step := getattr(self.state, "best_global_step", None):
+            best = folder.with_name(f"{_PREFIX}-{step}")
+            if best == folder or best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+
+    def _note_callbacks(self) -> None:
+        """Bring the states of callbacks in the trainer's state up to date."""
+        kept = self.state.stateful_callbacks
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name = type(callback).__name__
+                if isinstance(kept[name], list):
+                    kept[name].append(callback.state())
+                else:
+                    kept[name] = callback.state()
+
+    # --- loading ----------------------------------------------------------------------------------------------
+
+    def _load_best_model(self) -> None:
+        self.wait_for_checkpoint()
+        archive = _archive_in(self.state.best_model_checkpoint)
+        if not self._restore_model(archive, self.model):
+            super()._load_best_model()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._restore_model(_archive_in(resume_from_checkpoint), self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _restore_model(self, archive: Path | None, model: Any) -> bool:
+        """Fill the model from an archive; False if that has none."""
+        if archive is None or not archive.is_dir():  # only several ranks write the weights there
+            return False
+        restore({"model": model}, archive, select="model")
+        return True
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        archive = _archive_in(checkpoint)
+        if archive is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        live = {"optimizer": optimizer, "scheduler": self.lr_scheduler}
+        restore(live, archive, select=tuple(live))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        archive, scaler = _archive_in(checkpoint), getattr(self.accelerator, "scaler", None)
+        if archive is None:
+            super()._load_scaler(checkpoint)
+        elif scaler is not None:
+            restore({"scaler": scaler}, archive, select="scaler")
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        archive = _archive_in(checkpoint)
+        if archive is None:
+            super()._load_rng_state(checkpoint)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            write_files(load(archive, select="rng")["rng"], folder)
+            super()._load_rng_state(folder)
+
+
+class _AtEnd(TrainerCallback):  # type: ignore[misc]
+    """Waits for the last checkpoint while loggers still take its figures."""
+
+    def __init__(self, trainer: AsyncCheckpointing) -> None:
+        self._trainer = trainer
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._trainer._end()
+
+
+# --- one save ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """One save under way. The trainer has one at most, and its thread alone reads and drops it."""
+
+    folder: Path
+    handle: SaveHandle
+    snap: HeldSnapshot
+    stall_in_call: float  # of the snapshot
+    step: int
+    call_seconds: float
+
+    def figures(self) -> dict[str, float]:
+        """The report of a save that has ended, with what the snapshot cost, by the names for a logger."""
+        report: SaveReport = self.handle.result()
+        whole = dataclasses.replace(
+            report,
+            step=self.step,
+            stall_seconds=self.call_seconds + self.snap.stall_seconds - self.stall_in_call,
+            total_seconds=self.call_seconds + report.total_seconds,
+        )
+        return whole.as_dict(_LOGGED_AS)
+
+
+class _Rest:
+    """The rest of a folder, beside its tensors. `wrap` passes it on as it is: nothing in it changes any more."""
+
+    __slots__ = ("archive", "files", "trainer")
+
+    def __init__(self, trainer: Any, files: Mapping[str, bytes], archive: tuple[SaveHandle, Path] | None) -> None:
+        self.trainer, self.files, self.archive = trainer, files, archive
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Rest:
+        return self
+
+
+def _write_folder(weights: Any, in_files: dict[str, Any], rest: _Rest, folder: str) -> None:
+    """Fill the folder of a checkpoint. Runs in the background."""
+    trainer = rest.trainer
+    remove_retired(trainer._run_dir)  # their room
+    os.makedirs(folder, exist_ok=True)
+    refuse_full(folder, [weights, in_files])
+    if weights is not None:
+        is_in_archive = not weights
+        trainer._save(folder, state_dict=weights)
+        if is_in_archive:
+            Path(folder, "model.safetensors").unlink(missing_ok=True)  # of no weights
+    for name, value in in_files.items():
+        torch.save(value, os.path.join(folder, _FILES[name]))
+    write_files(rest.files, folder)
+    if rest.archive is not None:
+        handle, beside = rest.archive
+        wait([handle])  # its writers are other threads, which wait for nothing here
+        handle.result()
+        take_archive(beside, Path(folder, _ARCHIVE))
+    trainer.state.save_to_json(os.path.join(folder, "trainer_state.json"))
+
+
+_write: Callable[..., SaveHandle] = wrap(_write_folder, destination="folder", whole_folder=True)
+
+
+def _written_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The part of a model's state dict that its `save_pretrained` writes: of a PEFT model, the adapters' part."""
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    adapters = _peft_config_of(model)
+    if adapters is None:
+        return weights
+    from peft import get_peft_model_state_dict
+
+    written = {
+        tensor.data_ptr()
+        for adapter in adapters
+        for tensor in get_peft_model_state_dict(model, state_dict=weights, adapter_name=adapter).values()
+    }
+    return {name: tensor for name, tensor in weights.items() if tensor.data_ptr() in written}
+
+
+def _peft_config_of(model: Any) -> Mapping[str, Any] | None:
+    """The adapters of a model, if only these are written."""
+    return getattr(model, "peft_config", None) or None
+
+
+def _clear_jit_mark(folder: Path) -> None:
+    """Remove the folder that the trainer has made on SIGTERM, if it has nothing but the mark of that."""
+    if folder.is_dir() and [path.name for path in folder.iterdir()] == [_JIT_MARK]:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _local(resume: Any) -> Iterator[Any]:
+    """The argument of `train` that says what to resume, with a local folder in place of a URL."""
+    if isinstance(resume, str) and not place_of(resume).is_local:
+        with local_read_dir(resume) as folder:
+            yield str(folder)
+    else:
+        yield resume
+
+
+def _archive_in(checkpoint: str | None) -> Path | None:
+    archive = None if checkpoint is None else Path(checkpoint, _ARCHIVE)
+    return archive if archive is not None and archive.exists() else None

@@ -1,0 +1,330 @@
+"""`AsyncState`: folders of an Accelerator, written in the background, loaded by us, by accelerate, and by other ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from children import Nursery
+from racing import Thrown
+from rank_worlds import Worlds
+from slices import some
+
+pytest.importorskip("accelerate")
+
+from accelerate.tracking import GeneralTracker
+from accelerated import STEPS, Training
+
+import async_ckpt
+from async_ckpt.around import wrap as wrapping
+from async_ckpt.integrations.accelerate import AsyncState
+
+LAYOUTS = ["archive", "accelerate"]
+WAYS = [*LAYOUTS, "plain"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The losses of a training that saves nothing, and where trainings have saved in each way."""
+    losses = Training(tmp_path_factory.mktemp("none")).run()
+    saved = {}
+    for way in WAYS:
+        saved[way] = tmp_path_factory.mktemp(way)
+        training = Training(saved[way])
+        state = training.state(way)
+        assert training.run(save=state.save_state) == losses
+        if way != "plain":
+            state.wait()
+    return losses, saved
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if "async_ckpt-tmp" not in path.name}
+
+
+# --- what is written, and loaded ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reader", WAYS)
+@pytest.mark.parametrize("writer", WAYS)
+def test_a_loaded_training_goes_on_with_the_same_losses(whole, tmp_path, writer, reader):
+    if (writer, reader) == ("archive", "plain"):
+        pytest.skip("accelerate reads no archives")
+    losses, saved = whole
+    training = Training(tmp_path)
+    training.state(reader).load_state(str(saved[writer] / "checkpoints" / "checkpoint_1"))
+    assert training.counted.number == 4
+    assert training.run(STEPS - 4) == losses[4:]
+
+
+def test_the_files_are_those_of_accelerate(whole):
+    _, saved = whole
+    ours, plain = (saved[way] / "checkpoints" / "checkpoint_2" for way in ("accelerate", "plain"))
+    assert names(ours) == names(plain)
+    assert (ours / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
+    for name in names(plain) - {"model.safetensors"}:
+        loaded = [torch.load(folder / name, weights_only=False) for folder in (ours, plain)]
+        if not name.startswith("random_states"):  # which has numpy's arrays
+            torch.testing.assert_close(*loaded, rtol=0, atol=0)
+
+
+def test_an_archive_is_the_whole_folder_and_is_sound(whole):
+    _, saved = whole
+    folder = saved["archive"] / "checkpoints" / "checkpoint_2"
+    assert names(folder) == {"training.tar"}
+    assert async_ckpt.verify(folder / "training.tar").num_archives == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_newest_checkpoint_of_the_project_is_loaded(whole, tmp_path, layout):
+    training = Training(whole[1][layout])
+    training.state(layout).load_state()
+    assert training.counted.number == STEPS
+    assert training.accelerator.save_iteration == STEPS // 2  # which the next save is named by
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_folder_of_ones_own_name_is_saved_and_loaded(tmp_path, layout, whole):
+    training = Training(tmp_path)
+    training.accelerator.project_configuration.automatic_checkpoint_naming = False
+    with AsyncState(training.accelerator, layout) as state:
+        training.run(2)
+        state.save_state(tmp_path / "mine" / "one")
+    assert names(tmp_path / "mine") == {"one"}
+    again = Training(tmp_path)
+    again.state(layout).load_state(tmp_path / "mine" / "one")
+    assert again.run(2) == whole[0][2:4]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_hooks_write_is_saved_and_what_they_take_is_not(tmp_path, layout):
+    def hook(models: list[Any], weights: list[Any], folder: str) -> None:
+        weights.clear()
+        Path(folder, "adapter.txt").write_text("of the hook")
+
+    training = Training(tmp_path)
+    training.accelerator.register_save_state_pre_hook(hook)
+    with AsyncState(training.accelerator, layout) as state:
+        state.save_state()
+    folder = tmp_path / "checkpoints" / "checkpoint_0"
+    if layout == "accelerate":
+        assert (folder / "adapter.txt").read_text() == "of the hook"
+        assert "model.safetensors" not in names(folder)
+    else:
+        assert async_ckpt.load(folder / "training.tar", select="files")["files"]["adapter.txt"] == b"of the hook"
+
+
+def test_a_loader_with_workers_is_no_hindrance(tmp_path, whole):
+    training = Training(tmp_path, workers=1)
+    with AsyncState(training.accelerator) as state:
+        assert training.run(4, state.save_state) == whole[0][:4]
+
+
+# --- when a folder appears, and what is kept ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_folder_appears_when_it_is_durable(tmp_path, layout, gate, monkeypatch):
+    real = wrapping.sync_all
+    monkeypatch.setattr(wrapping, "sync_all", lambda path: (gate.passed(), real(path))[1])
+    training = Training(tmp_path)
+    state = training.state(layout)
+    training.run(1)
+    handle = state.save_state()
+    gate.wait_reached()
+    training.run(2)
+    assert not (tmp_path / "checkpoints" / "checkpoint_0").exists()
+    gate.open()
+    handle.result()
+    assert (tmp_path / "checkpoints" / "checkpoint_0").exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_oldest_goes_when_the_newest_is_durable(tmp_path, layout):
+    seen = []
+    training = Training(tmp_path, total_limit=2)
+    with AsyncState(training.accelerator, layout) as state:
+
+        def save() -> None:
+            state.save_state().result()
+            seen.append({name for name in names(tmp_path / "checkpoints") if not name.startswith(".")})
+
+        training.run(save=save)
+    assert seen[2] == {"checkpoint_0", "checkpoint_1", "checkpoint_2"}
+    assert names(tmp_path / "checkpoints") == {"checkpoint_2", "checkpoint_3"}
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_failed_save_is_raised_at_the_next_one_and_by_wait(tmp_path, layout):
+    training = Training(tmp_path)
+    training.accelerator.project_configuration.automatic_checkpoint_naming = False
+    state = AsyncState(training.accelerator, layout)
+    (tmp_path / "file").write_text("in the way")
+    for raising in (lambda: state.save_state(tmp_path / "two"), state.wait):
+        state.save_state(tmp_path / "file").exception()
+        with pytest.raises((OSError, async_ckpt.CheckpointError)):
+            raising()
+    state.save_state(tmp_path / "two").result()
+    assert names(tmp_path) >= {"file", "two"}
+
+
+def test_an_error_in_the_block_waits_for_the_save(tmp_path):
+    def fail(state: AsyncState) -> None:
+        with state:
+            state.save_state()
+            raise Thrown("in the block")
+
+    with pytest.raises(Thrown):
+        fail(AsyncState(Training(tmp_path).accelerator))
+    assert names(tmp_path / "checkpoints") == {"checkpoint_0"}
+
+
+def test_a_folder_of_the_project_that_exists_is_refused(tmp_path):
+    training = Training(tmp_path)
+    (tmp_path / "checkpoints" / "checkpoint_0").mkdir(parents=True)
+    with pytest.raises(ValueError, match="exists; set the iteration"):
+        AsyncState(training.accelerator).save_state()
+
+
+def test_nothing_to_load_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint to load"):
+        AsyncState(Training(tmp_path).accelerator).load_state()
+
+
+def test_an_unknown_layout_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="layout must be"):
+        AsyncState(Training(tmp_path).accelerator, "tar")
+
+
+# --- the caller's side --------------------------------------------------------------------------------------------
+
+
+class Rows(GeneralTracker):
+    name, requires_logging_directory = "rows", False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, Any]] = []
+
+    @property
+    def tracker(self) -> Any:
+        return self.rows
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.rows.append(values)
+
+
+def test_the_figures_of_each_save_go_to_the_trackers(tmp_path):
+    training, rows = Training(tmp_path), Rows()
+    training.accelerator.trackers = [rows]
+    with AsyncState(training.accelerator) as state:
+        training.run(save=state.save_state)
+    assert len(rows.rows) == 4
+    assert all(row["async_ckpt/num_bytes"] > 0 and row["async_ckpt/stall_seconds"] > 0 for row in rows.rows)
+
+
+# --- several ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with Nursery(tmp_path_factory.mktemp("children"), "accelerated") as started:
+        yield started
+
+
+@pytest.fixture
+def worlds(nursery: Nursery, tmp_path: Path) -> Worlds:
+    return Worlds(nursery, tmp_path)
+
+
+_RANKS = """
+import warnings
+warnings.simplefilter("ignore")
+from accelerated import *
+training = Training({folder!r}, sharded={sharded}, dropout={dropout})
+with AsyncState(training.accelerator, {layout!r}) as state:
+    if {load!r}:
+        state.load_state({load!r})
+        losses = training.run(4)
+    else:
+        losses = training.run(8, state.save_state)
+here.tell({{"losses": losses, "names": sorted(os.listdir({folder!r} + "/checkpoints")) if not {load!r} else []}})
+"""
+
+
+def ran(worlds: Worlds, size: int, folder: Path, load: Path | str = "", layout: str = "archive", **options: Any) -> Any:
+    values = {"sharded": False, "dropout": 0.1, **options}
+    ended = worlds.run(size, _RANKS.format(folder=str(folder), load=str(load), layout=layout, **values))
+    return [next(told for told in end.told if "losses" in told) for end in ended]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_of_ddp_go_on_with_the_same_losses(worlds, tmp_path, layout):
+    first = ran(worlds, 2, tmp_path / "one", layout=layout)
+    again = ran(worlds, 2, tmp_path / "two", tmp_path / "one" / "checkpoints" / "checkpoint_1", layout=layout)
+    assert [told["losses"] for told in again] == [told["losses"][4:] for told in first]
+
+
+def test_four_ranks_of_fsdp2_are_loaded_by_four_and_by_two(worlds, tmp_path):
+    first = ran(worlds, 4, tmp_path / "four", sharded=True, dropout=0.0)
+    folder = tmp_path / "four" / "checkpoints" / "checkpoint_1"
+    assert len([*(folder / "training.tar").glob("rank_*.tar")]) == 4
+    assert [name for name in first[0]["names"] if name.endswith(".training.tar")] == []
+    again = ran(worlds, 4, tmp_path / "again", folder, sharded=True, dropout=0.0)
+    assert [told["losses"] for told in again] == [told["losses"][4:] for told in first]
+    fewer = ran(worlds, 2, tmp_path / "two", folder, sharded=True, dropout=0.0)
+    assert len(fewer[0]["losses"]) == 4
+
+
+# --- killed -------------------------------------------------------------------------------------------------------
+
+_KILLED = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from children import die_at
+from accelerated import *
+layout, folder, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+count = die_at(number)
+training = Training(folder, total_limit=2)
+with AsyncState(training.accelerator, layout) as state:
+    try:
+        state.load_state()
+    except FileNotFoundError:
+        pass
+    losses = training.run(STEPS - training.counted.number, state.save_state)
+print(json.dumps({"count": count(), "losses": losses}))
+"""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_training_that_is_killed_at_any_moment_goes_on_with_the_same_losses(nursery, quick_path, layout):
+    def run(folder: Path, number: int) -> Any:
+        return nursery.run(_KILLED, layout, folder, number)
+
+    whole = run(quick_path / "whole", 10**9)
+    assert whole.status == 0, whole.err
+    expected = json.loads(whole.out.splitlines()[-1])
+    for number in some(range(20), 5):
+        draw, folder = random.Random(number), quick_path / f"killed-{number}"
+        for _ in range(2):
+            killed = run(folder, draw.randrange(1, expected["count"]))
+            assert killed.status in (0, -signal.SIGKILL), killed.err
+        last = run(folder, 10**9)
+        assert last.status == 0, last.err
+        losses = json.loads(last.out.splitlines()[-1])["losses"]
+        assert losses == expected["losses"][STEPS - len(losses) :]
+        assert (
+            {"checkpoint_3"}
+            <= names(folder / "checkpoints")
+            <= {f"checkpoint_{step}" for step in range(4)}
+            | {f".checkpoint_{step}.retired" for step in range(4)}
+            | {f".checkpoint_{step}.training.tar" for step in range(4)}
+        )

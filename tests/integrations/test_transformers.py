@@ -1,0 +1,545 @@
+"""The Trainer of Transformers with checkpoints in the background: the same folders, the same losses, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disks import mounted, needs_mount
+from racing import Thrown
+from states import MIB
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file
+from trainers import OURS, STEPS, Archives, At, Files, Kept, folders, losses, tiny_model, trainer_of
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
+
+import async_ckpt
+from async_ckpt import CheckpointError, StorageFullError
+from async_ckpt.errors import RunTakenError
+from async_ckpt.integrations.transformers import AsyncCheckpointing, make_async
+
+KINDS = [Trainer, *OURS]
+
+
+def saved(step: int) -> str:
+    return f"checkpoint-{step}"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The trainings from the beginning to the end, by the names of their classes, and where each has saved."""
+    found = {}
+    for kind in KINDS:
+        folder = tmp_path_factory.mktemp(kind.__name__)
+        trainer = trainer_of(kind, folder)
+        trainer.train()
+        found[kind.__name__] = (losses(trainer), folder)
+    return found
+
+
+# --- what is written, and resumed ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_saving_changes_no_loss(whole, kind):
+    assert whole[kind.__name__][0] == whole["Trainer"][0]
+    assert len(whole["Trainer"][0]) == STEPS
+
+
+@pytest.mark.parametrize("reader", KINDS)
+@pytest.mark.parametrize("writer", KINDS)
+def test_a_resumed_training_has_the_losses_of_one_that_was_never_stopped(whole, tmp_path, writer, reader):
+    if writer is Archives and reader is Trainer:
+        pytest.skip("the plain Trainer reads no archives")
+    expected, folder = whole[writer.__name__]
+    trainer = trainer_of(reader, tmp_path)
+    trainer.train(resume_from_checkpoint=str(folder / saved(4)))
+    assert losses(trainer) == expected
+
+
+def test_the_files_are_those_of_the_plain_trainer(whole):
+    plain, ours = whole["Trainer"][1] / saved(6), whole["Files"][1] / saved(6)
+    assert {path.name for path in ours.iterdir()} == {path.name for path in plain.iterdir()}
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (ours / name).read_bytes() == (plain / name).read_bytes()
+    for name in ("optimizer.pt", "scheduler.pt"):
+        theirs = torch.load(plain / name, weights_only=True)
+        torch.testing.assert_close(torch.load(ours / name, weights_only=True), theirs, rtol=0, atol=0)
+    logs = [json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (ours, plain)]
+    assert [row for row in logs[0] if "loss" in row] == [row for row in logs[1] if "loss" in row]
+
+
+def test_an_archive_stands_in_for_four_files(whole):
+    plain, ours = whole["Trainer"][1] / saved(6), whole["Archives"][1] / saved(6)
+    names = {path.name for path in plain.iterdir()} - {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert {path.name for path in ours.iterdir()} == names | {"training.tar"}
+    assert async_ckpt.verify(ours / "training.tar").num_archives == 1
+    assert {*async_ckpt.load(ours / "training.tar")} == {"optimizer", "scheduler", "rng"}
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_model_in_several_files_is_resumed(tmp_path, kind):
+    class Sharded(GPT2LMHeadModel):
+        def save_pretrained(self, *args: Any, **options: Any) -> None:
+            super().save_pretrained(*args, max_shard_size="20KB", **options)
+
+    def model() -> Any:
+        made = tiny_model()
+        made.__class__ = Sharded
+        return made
+
+    first = trainer_of(kind, tmp_path, model=model, max_steps=4)
+    first.train()
+    assert (tmp_path / saved(2) / "model.safetensors.index.json").exists()
+    again = trainer_of(kind, tmp_path / "again", model=model, max_steps=4)
+    again.train(resume_from_checkpoint=str(tmp_path / saved(2)))
+    assert losses(again) == losses(first)
+
+
+def test_only_the_model_is_saved_if_that_is_asked_for(tmp_path):
+    for kind in KINDS:
+        trainer_of(kind, tmp_path / kind.__name__, save_only_model=True, max_steps=2).train()
+    names = [{path.name for path in (tmp_path / kind.__name__ / saved(2)).iterdir()} for kind in KINDS]
+    assert names[1] == names[2] == names[0]
+
+
+def test_the_states_of_callbacks_are_those_of_the_save(whole):
+    states = []
+    for kind in KINDS:
+        kept = json.loads((whole[kind.__name__][1] / saved(6) / "trainer_state.json").read_text())
+        states.append(kept["stateful_callbacks"])
+    assert states[1] == states[2] == states[0]
+
+
+def test_a_checkpoint_at_a_url_is_resumed(whole, tmp_path):
+    expected, folder = whole["Files"]
+    url = f"memory://{tmp_path.name}/{saved(4)}"
+    async_ckpt.files.upload_directory(folder / saved(4), url)
+    trainer = trainer_of(Files, tmp_path)
+    trainer.train(resume_from_checkpoint=url)
+    assert losses(trainer) == expected
+
+
+# --- when a folder appears ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_training_goes_on_while_a_folder_is_written_which_appears_as_a_whole(tmp_path, gate, kind):
+    seen = []
+
+    def look() -> None:
+        gate.wait_reached()  # the writing has begun, two steps ago
+        seen.append([name for name in folders(tmp_path) if not name.startswith(".")])
+        gate.open()
+        trainer.wait_for_checkpoint()
+        seen.append([name for name in folders(tmp_path) if not name.startswith(".")])
+
+    trainer = trainer_of(kind, tmp_path, callbacks=[At(5, look)], processor=Kept(gate.passed), save_steps=4)
+    trainer.train()
+    assert seen == [[], [saved(4)]]
+    assert {"processor.json", "trainer_state.json"} <= {path.name for path in (tmp_path / saved(4)).iterdir()}
+
+
+def test_the_end_of_a_training_waits_for_its_last_checkpoint(tmp_path, gate):
+    trainer = trainer_of(Files, tmp_path, processor=Kept(gate.passed), save_steps=STEPS)
+    trainer.add_callback(type("Opening", (TrainerCallback,), {"on_save": lambda *_, **__: gate.open()}))
+    trainer.train()
+    assert folders(tmp_path) == [saved(STEPS)]
+
+
+@pytest.mark.parametrize("error", [Thrown("in a callback"), KeyboardInterrupt(), SystemExit(3)])
+def test_an_exception_in_a_training_waits_for_the_checkpoint(tmp_path, gate, error):
+    def fail() -> None:
+        gate.open()
+        if isinstance(error, KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise error
+
+    trainer = trainer_of(Files, tmp_path, callbacks=[At(3, fail)], processor=Kept(gate.passed))
+    with pytest.raises(type(error)):
+        trainer.train()
+    assert folders(tmp_path) == [saved(2)]
+
+
+def test_a_checkpoint_replaces_one_of_the_same_name_with_all_its_files(whole, tmp_path):
+    trainer_of(Files, tmp_path, max_steps=2).train()
+    trainer_of(Archives, tmp_path, max_steps=2).train()
+    names = {path.name for path in (tmp_path / saved(2)).iterdir()}
+    assert names == {path.name for path in (whole["Archives"][1] / saved(2)).iterdir()}
+
+
+# --- what is kept -------------------------------------------------------------------------------------------------
+
+_KEPT = {
+    "the newest": {"save_total_limit": 2},
+    "one": {"save_total_limit": 1},
+    "the best, too": {"save_total_limit": 1, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
+    "the best by a metric": {"save_total_limit": 2, "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2},
+    "only the best": {"save_strategy": "best", "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2},
+    "each epoch's": {"save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2, "save_total_limit": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", _KEPT.values(), ids=[*_KEPT])
+def test_the_folders_at_the_end_are_those_of_the_plain_trainer(tmp_path, options):
+    ends = []
+    for kind in (Trainer, Files):
+        trainer = trainer_of(kind, tmp_path / kind.__name__, **options)
+        trainer.train()
+        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        best = trainer.state.best_model_checkpoint
+        ends.append((folders(tmp_path / kind.__name__), None if best is None else Path(best).name, weights))
+    assert ends[1][:2] == ends[0][:2]
+    torch.testing.assert_close(ends[1][2], ends[0][2], rtol=0, atol=0)
+
+
+def test_an_old_checkpoint_goes_when_the_new_one_is_durable(tmp_path, gate):
+    seen = []
+    calls = iter([lambda: None, gate.passed, lambda: None])
+
+    def look() -> None:
+        gate.wait_reached()
+        seen.append(folders(tmp_path)[-1:])
+        gate.open()
+
+    trainer = trainer_of(
+        Files, tmp_path, callbacks=[At(5, look)], processor=Kept(lambda: next(calls)()), max_steps=5, save_total_limit=1
+    )
+    trainer.train()
+    assert seen == [[saved(2)]]
+    assert folders(tmp_path) == [saved(5)]
+
+
+def test_a_training_that_was_taken_back_keeps_its_newest_checkpoint(tmp_path):
+    trainer_of(Files, tmp_path).train()
+    trainer = trainer_of(Files, tmp_path, max_steps=5, save_total_limit=1)
+    trainer.train(resume_from_checkpoint=str(tmp_path / saved(2)))
+    assert folders(tmp_path) == [saved(5)]
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+def failing_at(number: int) -> Kept:
+    numbers = iter(range(1, 100))
+
+    def fail() -> None:
+        if next(numbers) == number:
+            raise Thrown("the processor cannot be written")
+
+    return Kept(fail)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_failed_save_is_raised_at_the_next_one(tmp_path, kind):
+    trainer = trainer_of(kind, tmp_path, processor=failing_at(2))
+    with pytest.raises(Thrown):
+        trainer.train()
+    assert trainer.state.global_step == 6
+    assert folders(tmp_path)[-1:] == [saved(2)]
+
+
+def test_a_failed_save_is_raised_at_the_end(tmp_path):
+    trainer = trainer_of(Files, tmp_path, processor=failing_at(4))
+    with pytest.raises(Thrown):
+        trainer.train()
+    assert trainer.state.global_step == STEPS
+    assert folders(tmp_path) == [saved(2), saved(4), saved(6)]
+
+
+def test_a_failed_save_is_told_beside_another_error(tmp_path):
+    def fail() -> None:
+        raise Thrown("in a callback")
+
+    trainer = trainer_of(Files, tmp_path, callbacks=[At(3, fail)], processor=failing_at(1))
+    with pytest.raises(Thrown, match="in a callback") as caught:
+        trainer.train()
+    assert "the processor cannot be written" in caught.value.__notes__[0]
+
+
+def test_a_failed_save_is_followed_by_one_that_is_whole(tmp_path, whole):
+    with pytest.raises(Thrown):
+        trainer_of(Files, tmp_path, processor=failing_at(2)).train()
+    trainer = trainer_of(Files, tmp_path)
+    trainer.train(resume_from_checkpoint=True)
+    assert losses(trainer) == whole["Files"][0]
+
+
+@needs_mount
+@pytest.mark.parametrize("kind", OURS)
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, kind):
+    with mounted(tmp_path / "disk", "size=4m") as disk:
+        trainer = trainer_of(kind, disk, model=lambda: tiny_model(n_embd=128, vocab_size=128))
+        with pytest.raises(StorageFullError):
+            trainer.train()
+        assert folders(disk) == [saved(2)]
+        again = trainer_of(kind, tmp_path, model=lambda: tiny_model(n_embd=128, vocab_size=128))
+        again.train(resume_from_checkpoint=str(disk / saved(2)))
+
+
+def test_a_file_in_the_place_of_a_checkpoint_fails_the_save(tmp_path):
+    (tmp_path / saved(4)).write_text("mine")
+    with pytest.raises((CheckpointError, OSError)):
+        trainer_of(Files, tmp_path).train()
+    assert (tmp_path / saved(4)).read_text() == "mine"
+
+
+def test_a_folder_that_is_deleted_while_a_save_runs_fails_that_save(tmp_path, gate):
+    import shutil
+
+    def delete() -> None:
+        gate.wait_reached()
+        shutil.rmtree(tmp_path / "run")
+        gate.open()
+
+    trainer = trainer_of(Files, tmp_path / "run", callbacks=[At(3, delete)], processor=Kept(gate.passed))
+    with pytest.raises((CheckpointError, OSError)):
+        trainer.train()
+
+
+def test_a_checkpoint_that_is_deleted_by_hand_is_no_error(tmp_path):
+    import shutil
+
+    trainer = trainer_of(
+        Files, tmp_path, callbacks=[At(5, lambda: shutil.rmtree(tmp_path / saved(2)))], save_total_limit=3
+    )
+    trainer.train()
+    assert folders(tmp_path) == [saved(4), saved(6), saved(8)]
+
+
+def test_two_trainers_on_one_folder_are_refused(tmp_path):
+    other = trainer_of(Files, tmp_path)
+    trainer = trainer_of(Files, tmp_path, callbacks=[At(1, other.train)])
+    with pytest.raises(RunTakenError, match="another trainer") as caught:
+        trainer.train()
+    assert caught.value.pid == os.getpid()
+    other.train()
+
+
+# --- the caller's side --------------------------------------------------------------------------------------------
+
+
+def test_the_figures_of_each_save_are_logged(whole, tmp_path):
+    trainer = trainer_of(Files, tmp_path)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "async_ckpt/step" in row]
+    assert [row["async_ckpt/step"] for row in rows] == [2, 4, 6, 8]
+    for row in rows:
+        assert row["async_ckpt/num_bytes"] >= (tmp_path / saved(2) / "model.safetensors").stat().st_size
+        assert 0 < row["async_ckpt/stall_seconds"] <= row["async_ckpt/total_seconds"]
+        assert row["async_ckpt/bandwidth"] > 0
+
+
+def test_the_guard_holds_the_optimizer_until_all_is_copied(tmp_path):
+    """Deferred copies of large tensors are of the instant of the save, though the optimizer steps behind it."""
+    kept = {}
+
+    def keep() -> None:
+        kept.update({name: value.clone() for name, value in trainer.model.state_dict().items()})
+
+    trainer = trainer_of(
+        Files,
+        tmp_path,
+        model=lambda: tiny_model(n_embd=64, vocab_size=2 * MIB // 256),
+        callbacks=[At(2, keep)],
+        max_steps=3,
+    )
+    trainer.train()
+    for name, value in load_file(tmp_path / saved(2) / "model.safetensors").items():
+        assert torch.equal(value, kept[name])
+
+
+class ScheduleFree(torch.optim.AdamW):
+    """Changes its parameters outside of `step`, as schedule-free optimizers do."""
+
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(1)
+
+    def train(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(1)
+
+
+def test_an_optimizer_that_changes_parameters_elsewhere_is_told_of_once_and_not_guarded(tmp_path):
+    trainer = trainer_of(Files, tmp_path, model=lambda: tiny_model(n_embd=64, vocab_size=2 * MIB // 256))
+    trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=1e-3)
+    with pytest.warns(UserWarning, match="ScheduleFree may change parameters") as caught:
+        trainer.train()
+    assert len(caught) == 1
+    assert len(folders(tmp_path)) == 4
+
+
+class WithCard(Trainer):
+    """A trainer of another package: it writes a file more, and the model in its own way."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.cards = getattr(self, "cards", 0) + 1
+        super()._save_checkpoint(model, trial)
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        super()._save(output_dir)  # the live weights, whatever was given
+        Path(output_dir, "README.md").write_text("a card")
+
+
+@pytest.mark.parametrize("layout", ["transformers", "archive"])
+def test_a_trainer_of_any_class_is_made_asynchronous(tmp_path, whole, layout):
+    trainer = trainer_of(WithCard, tmp_path)
+    assert make_async(trainer, layout) is trainer
+    trainer.train()
+    assert trainer.cards == 4
+    assert (tmp_path / saved(6) / "README.md").read_text() == "a card"
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / saved(6) / name).read_bytes() == (whole["Trainer"][1] / saved(6) / name).read_bytes()
+    again = make_async(trainer_of(WithCard, tmp_path), layout)
+    again.train(resume_from_checkpoint=str(tmp_path / saved(4)))
+    assert losses(again) == whole["Trainer"][0]
+
+
+def test_a_plain_trainer_is_made_asynchronous(tmp_path):
+    trainer = make_async(trainer_of(Trainer, tmp_path, max_steps=2))
+    trainer.train()
+    assert isinstance(trainer, AsyncCheckpointing)
+    assert folders(tmp_path) == [saved(2)]
+
+
+def test_a_base_that_would_be_hidden_is_refused():
+    with pytest.raises(TypeError, match=r"class Wrong\(WithCard, AsyncCheckpointing\)"):
+        type("Wrong", (AsyncCheckpointing, WithCard), {})
+
+
+def test_an_unknown_layout_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="layout must be"):
+        make_async(trainer_of(Trainer, tmp_path), "tar")
+
+
+def test_a_method_that_has_gone_is_told_of_when_the_trainer_is_made(tmp_path, monkeypatch):
+    trainer = trainer_of(Trainer, tmp_path)
+    monkeypatch.delattr(Trainer, "_save_scaler")
+    with pytest.raises(RuntimeError, match=r"transformers [\d.]+ has no Trainer._save_scaler"):
+        make_async(trainer)
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        ("transformers", "make_async(None)"),
+        ("transformers", "AsyncCheckpointing()"),
+        ("accelerate", "AsyncState(None)"),
+    ],
+)
+def test_without_the_framework_the_module_is_imported_and_says_what_is_missing(nursery, module, call):
+    ended = nursery.run(
+        f"""
+        import sys
+        sys.modules[{module!r}] = None
+        from async_ckpt.integrations.{module} import *
+        from async_ckpt.integrations import {module} as plugin
+        try:
+            plugin.{call}
+        except ImportError as error:
+            print(error)
+        """
+    )
+    assert f"this needs {module}, which is not installed: pip install" in ended.out, ended.err
+
+
+class OfTrials(Files):
+    """A trainer whose trainings have folders of their own, as those of a hyperparameter search have."""
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(Path(self.args.output_dir, "run-3"))
+
+
+def test_the_trials_of_a_search_have_checkpoints_of_their_own(tmp_path):
+    trainer_of(OfTrials, tmp_path, save_total_limit=2).train()
+    assert folders(tmp_path) == []
+    assert folders(tmp_path / "run-3") == [saved(6), saved(8)]
+
+
+class Pushing(Files):
+    """A trainer whose hub is on this machine."""
+
+    def init_hf_repo(self, token: Any = None) -> None:
+        self.hub_model_id = "nobody/nothing"
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self.pushed = [*getattr(self, "pushed", []), sorted(os.listdir(checkpoint_folder))]
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None: ...
+
+
+def test_a_push_to_the_hub_waits_for_the_folder(tmp_path, whole):
+    trainer = trainer_of(Pushing, tmp_path, push_to_hub=True, max_steps=4)
+    trainer.train()
+    expected = sorted(os.listdir(whole["Files"][1] / saved(2)))
+    assert trainer.pushed == [expected, expected]
+
+
+def test_sigterm_saves_a_whole_checkpoint_and_ends_the_training(tmp_path, whole):
+    def end() -> None:
+        jit = next(one for one in trainer.callback_handler.callbacks if hasattr(one, "jit_manager"))
+        jit.jit_manager._enable_checkpoint()  # its timer would do so seconds after the signal
+
+    trainer = trainer_of(Files, tmp_path, callbacks=[At(3, end)], enable_jit_checkpoint=True, save_steps=100)
+    trainer.train()
+    assert trainer.state.global_step < STEPS
+    assert folders(tmp_path) == [saved(3)]
+    again = trainer_of(Files, tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert losses(again).items() <= whole["Trainer"][0].items()
+    assert STEPS in losses(again)
+
+
+# --- the ways people train ----------------------------------------------------------------------------------------
+
+
+def adapted() -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
+    with warnings.catch_warnings():  # it asks the model by a name that is going
+        warnings.simplefilter("ignore", FutureWarning)
+        return peft.get_peft_model(tiny_model(), config)
+
+
+_WAYS = {
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "workers": {"dataloader_num_workers": 1},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+    "adapter": {"model": adapted},
+    "bf16": {"bf16": True},
+}
+
+
+# Dynamo looks at the gradients of all tensors, and silences the warning of that by a function that is not this filter.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(
+    ("way", "kind"), [(way, kind) for way in _WAYS for kind in OURS if (way, kind) != ("compiled", Archives)]
+)
+def test_a_training_of_this_kind_is_resumed_with_the_same_losses(tmp_path, way, kind):
+    options = _WAYS[way]
+    plain = trainer_of(Trainer, tmp_path / "plain", **options, save_strategy="no", max_steps=4)
+    plain.train()
+    trainer_of(kind, tmp_path / "ours", **options, max_steps=4).train()
+    resumed = trainer_of(kind, tmp_path / "resumed", **options, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / saved(2)))
+    assert losses(resumed) == losses(plain)
+
+
+def test_of_an_adapted_model_the_adapter_alone_is_copied_and_written(tmp_path):
+    for kind in (Trainer, Files):
+        trainer_of(kind, tmp_path / kind.__name__, model=adapted, max_steps=2).train()
+    ours, plain = (tmp_path / kind.__name__ / saved(2) for kind in (Files, Trainer))
+    assert {path.name for path in ours.iterdir()} == {path.name for path in plain.iterdir()}
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (ours / name).read_bytes() == (plain / name).read_bytes()

@@ -1,0 +1,166 @@
+"""The Trainer of Transformers on several ranks, and killed: the newest folder is whole, and resumes with the same losses."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import Nursery
+from rank_worlds import Worlds
+from slices import some
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from trainers import folders
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs scripts in processes that have imported the framework already."""
+    with Nursery(tmp_path_factory.mktemp("children"), "trainers", "accelerate") as started:
+        yield started
+
+
+@pytest.fixture
+def worlds(nursery: Nursery, tmp_path: Path) -> Worlds:
+    return Worlds(nursery, tmp_path)
+
+
+_TRAIN = """
+import warnings
+warnings.simplefilter("ignore")
+from trainers import *
+kind = {kind}
+trainer = trainer_of(kind, {folder!r}, model={model}, max_steps=6, per_device_train_batch_size=8 // here.size)
+trainer.train(resume_from_checkpoint={resume!r})
+here.tell({{"losses": losses(trainer), "folders": folders({folder!r})}})
+"""
+
+
+def trained(worlds: Worlds, size: int, kind: str, folder: Path, resume: Path | None = None, model: str = "None") -> Any:
+    """The losses that rank 0 has seen, and the folders that are there at the end."""
+    script = _TRAIN.format(kind=kind, folder=str(folder), resume=resume and str(resume), model=model)
+    ended = worlds.run(size, script)
+    told = next(told for told in ended[0].told if "losses" in told)
+    return {int(step): loss for step, loss in told["losses"].items()}, told["folders"]
+
+
+# --- several ranks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Files", "Archives"])
+def test_two_ranks_of_ddp_are_resumed_with_the_same_losses(worlds, tmp_path, kind):
+    plain, _ = trained(worlds, 2, "Trainer", tmp_path / "plain")
+    ours, there = trained(worlds, 2, kind, tmp_path / "ours")
+    assert ours == plain
+    assert there == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    resumed, _ = trained(worlds, 2, kind, tmp_path / "resumed", tmp_path / "ours" / "checkpoint-2")
+    assert resumed == plain
+    if kind == "Files":
+        names = [{path.name for path in (tmp_path / run / "checkpoint-2").iterdir()} for run in ("plain", "ours")]
+        assert names[0] == names[1]
+        resumed, _ = trained(worlds, 2, "Trainer", tmp_path / "again", tmp_path / "ours" / "checkpoint-2")
+        assert resumed == plain
+
+
+def test_four_ranks_of_fsdp2_are_resumed_on_four_and_on_two(worlds, tmp_path):
+    kind = "sharded(Archives)"
+    whole, there = trained(worlds, 4, kind, tmp_path / "four", model="untied")
+    assert there == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    folder = tmp_path / "four" / "checkpoint-2"
+    assert len([*(folder / "training.tar").glob("rank_*.tar")]) == 4
+    same, _ = trained(worlds, 4, kind, tmp_path / "same", folder, model="untied")
+    assert same == whole
+    fewer, _ = trained(worlds, 2, kind, tmp_path / "fewer", folder, model="untied")
+    assert fewer == pytest.approx(whole, rel=1e-5)
+
+
+def test_what_the_plain_trainer_has_saved_under_fsdp2_is_resumed(worlds, tmp_path):
+    plain, _ = trained(worlds, 2, "sharded(Trainer)", tmp_path / "plain", model="untied")
+    folder = tmp_path / "plain" / "checkpoint-2"
+    ours, _ = trained(worlds, 2, "sharded(Archives)", tmp_path / "ours", folder, model="untied")
+    assert ours == plain
+
+
+def test_fsdp2_needs_archives(worlds, tmp_path):
+    script = f"""
+    from trainers import *
+    try:
+        trainer_of(sharded(Files), {str(tmp_path)!r})
+    except ValueError as error:
+        here.tell({{"told": str(error)}})
+    """
+    told = worlds.run(2, script)[0].told
+    assert 'layout = "archive"' in told[0]["told"]
+
+
+# --- killed -------------------------------------------------------------------------------------------------------
+
+# Killed by the number of the call that changes the disk: at any moment of a save.
+_KILLED = """
+import json, os, sys, warnings
+warnings.simplefilter("ignore")
+from children import die_at
+from trainers import *
+kind, folder, number = {"Files": Files, "Archives": Archives}[sys.argv[1]], sys.argv[2], int(sys.argv[3])
+os.makedirs(folder, exist_ok=True)
+count = die_at(number)
+found = [name for name in folders(folder) if name.startswith("checkpoint")]
+if "checkpoint-8" not in found:
+    trainer_of(kind, folder, save_total_limit=2).train(resume_from_checkpoint=bool(found))
+state = json.load(open(f"{folder}/checkpoint-8/trainer_state.json"))
+print(json.dumps({"trained": "checkpoint-8" not in found, "count": count(), "losses": [row["loss"] for row in state["log_history"] if "loss" in row]}))
+"""
+_NEVER = 10**9
+
+
+@pytest.mark.parametrize("kind", ["Files", "Archives"])
+def test_a_training_that_is_killed_at_any_moment_resumes_with_the_same_losses(nursery, quick_path, kind):
+    """Each killed run is resumed by one that is killed, too, and then by one that runs to its end."""
+
+    def run(folder: Path, number: int) -> Any:
+        return nursery.run(_KILLED, kind, folder, number)
+
+    whole = run(quick_path / "whole", _NEVER)
+    assert whole.status == 0, whole.err
+    expected = json.loads(whole.out.splitlines()[-1])
+    assert len(expected["losses"]) == 8
+    for number in some(range(20), 7):
+        draw = random.Random(number)
+        folder = quick_path / f"killed-{number}"
+        for _ in range(2):
+            killed = run(folder, draw.randrange(1, expected["count"]))
+            assert killed.status in (0, -signal.SIGKILL), killed.err
+        last = run(folder, _NEVER)
+        assert last.status == 0, last.err
+        told = json.loads(last.out.splitlines()[-1])
+        assert told["losses"] == expected["losses"]
+        if told["trained"]:  # and has swept
+            assert folders(folder)[-1] == "checkpoint-8"
+            assert not [name for name in folders(folder) if name.startswith(".")]
+
+
+def losses_in(out: str) -> dict[int, float]:
+    rows = [json.loads(line) for line in out.splitlines() if line.startswith('{"step"')]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.mark.parametrize("layout", ["transformers", "archive"])
+def test_the_example_goes_on_where_it_was_killed(nursery, tmp_path, layout):
+    options = ["--steps", "12", "--save-steps", "4", "--layout", layout]
+    whole = nursery.start_module("examples.train_trainer", tmp_path / "whole", *options).ended()
+    assert whole.status == 0, whole.err
+    killed = nursery.start_module("examples.train_trainer", tmp_path / "killed", *options)
+    killed.wait_for_line('"async_ckpt/step": 4.0')
+    killed.send(signal.SIGKILL)
+    killed.ended()
+    resumed = nursery.start_module("examples.train_trainer", tmp_path / "killed", *options).ended()
+    assert resumed.status == 0, resumed.err
+    again = losses_in(resumed.out)
+    assert 12 in again
+    assert again.items() <= losses_in(whole.out).items()

@@ -1,0 +1,84 @@
+"""A tiny training by accelerate, of equal losses wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, ProjectConfiguration, set_seed
+
+from async_ckpt.integrations.accelerate import AsyncState
+
+STEPS = 8
+
+
+class Counted:
+    """An object of the user's that is registered."""
+
+    def __init__(self) -> None:
+        self.number, self.mean = 0, torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number, self.mean = state["number"], state["mean"].clone()
+
+
+class Training:
+    """An Accelerator with all that it prepares. `dropout=0` has no draws, so that losses depend on no rank's numbers."""
+
+    def __init__(
+        self,
+        folder: object,
+        *,
+        sharded: bool = False,
+        total_limit: int | None = None,
+        dropout: float = 0.1,
+        workers: int = 0,
+    ) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        set_seed(0)
+        project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=total_limit)
+        self.accelerator = Accelerator(cpu=True, project_config=project)
+        if sharded:  # accelerate sets that type on accelerators only
+            self.accelerator.state.distributed_type = DistributedType.FSDP
+            self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True, cpu_ram_efficient_loading=False
+            )
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(dropout), torch.nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        draw = torch.Generator().manual_seed(0)
+        data = torch.utils.data.TensorDataset(torch.randn(64, 8, generator=draw))
+        alone = self.accelerator.num_processes == 1  # accelerate does not restore the order of several ranks' data
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=alone, num_workers=workers)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            model, optimizer, scheduler, loader
+        )
+        self.counted = Counted()
+        self.accelerator.register_for_checkpointing(self.counted)
+
+    def run(self, num_steps: int = STEPS, save: Callable[[], Any] | None = None) -> list[float]:
+        """The losses of steps, with a save after every second one."""
+        losses = []
+        for step in range(num_steps):
+            (batch,) = next(iter(self.loader))
+            loss = self.model(batch).square().mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.counted.number += 1
+            self.counted.mean += 1
+            losses.append(loss.item())
+            if save is not None and step % 2 == 1:
+                save()
+        return losses
+
+    def state(self, layout: str) -> Any:
+        """What saves and loads: ours in one of its layouts, or accelerate itself."""
+        return self.accelerator if layout == "plain" else AsyncState(self.accelerator, layout)  # type: ignore[arg-type]
