@@ -34,6 +34,8 @@ import ctypes, gc, json, os, select, signal, sys, weakref
 gc.disable()  # none of this goes
 import torch, async_ckpt, children, states
 import torch._inductor  # two seconds, which the first optimizer of every child would take otherwise
+for name in sys.argv[1:]:
+    __import__(name)
 children._know_stores()
 from async_ckpt.host import waits
 for of_torch in list(weakref.finalize._registry):
@@ -150,13 +152,13 @@ _ROOT = Path(async_ckpt.__file__).parents[1]
 
 
 class Nursery:
-    """Runs scripts in processes of their own, at the price of a fork each."""
+    """Runs scripts in processes of their own, at the price of a fork each. `imports` is what else they need."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *imports: str) -> None:
         self._folder = folder
         self._numbers = itertools.count()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _NURSERY],
+            [sys.executable, "-c", _NURSERY, *imports],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -164,7 +166,9 @@ class Nursery:
             cwd=_ROOT,  # that of the test which happens to be the first may go with it
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(_ROOT)]),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(__file__).parent), str(_ROOT), os.environ.get("PYTHONPATH", "")]
+                ),
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
             },

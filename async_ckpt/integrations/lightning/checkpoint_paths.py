@@ -1,0 +1,172 @@
+"""The paths of checkpoints: hidden ones beside them, the moments when they get and lose their names, links, a lock.
+
+In: paths. Out: files and folders that have a name only while they are whole. Knows nothing of: what is in them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import RunTakenError
+from ...runs.manifest import NAME as MANIFEST
+from ...spans import monotonic
+from ...storage.disk import sync_folder
+from ...storage.locks import TEMP_SUFFIX, is_dead
+from ...storage.scratch import publish
+
+try:
+    import fcntl
+except ImportError:  # Windows has no record locks: nobody is refused there
+    fcntl = None  # type: ignore[assignment]
+
+_HIDDEN_SUFFIX: Final = ".async_ckpt-saving"
+_LOCK: Final = ".async_ckpt.lock"
+# For how long rank 0 waits until all ranks know of a commit, and how often it looks. A rank that is killed never knows.
+_HEARD_SECONDS: Final = 60.0
+_LOOK_SECONDS: Final = 0.02
+
+
+def path_key(path: Any) -> str:
+    """One key for every spelling of a local path, and a URL as it is."""
+    text = str(path)
+    return text if "://" in text else os.path.abspath(text)
+
+
+def is_link(path: Any) -> bool:
+    return "://" not in str(path) and os.path.islink(path)
+
+
+def hidden_beside(path: Any) -> Path:
+    """The file or folder beside a checkpoint that gets its name later, or has just lost it."""
+    folder, name = os.path.split(path)
+    return Path(folder, f".{name}{_HIDDEN_SUFFIX}")
+
+
+def has_archives(path: Path) -> bool:
+    """Whether a folder is one of ours, and not one that Lightning wrote."""
+    return (path / MANIFEST).is_file()
+
+
+def rename(hidden: Path, path: Path) -> None:
+    """Give a complete file its name, in place of a link."""
+    os.replace(hidden, path)
+    sync_folder(path.parent)
+
+
+def heard_mark(hidden: Path, rank: int) -> Path:
+    """The file by which a rank says that it has heard of the commit, and does not look into the hidden folder again."""
+    return hidden / f"heard-{rank}"
+
+
+def publish_when_heard(hidden: Path, path: Path, marks: Sequence[Path]) -> None:
+    """Give a complete folder its name, in place of an older one, when all ranks have heard of the commit."""
+    deadline, pause = monotonic() + _HEARD_SECONDS, threading.Event()
+    while not all(mark.exists() for mark in marks) and monotonic() < deadline:
+        pause.wait(_LOOK_SECONDS)
+    for mark in marks:
+        mark.unlink(missing_ok=True)
+    sync_folder(hidden)
+    if path.is_symlink():  # one that ModelCheckpoint has made; what it leads to stays
+        path.unlink()
+    publish(hidden, path, replaced=lambda _: True)
+    shutil.rmtree(hidden, ignore_errors=True)  # the older one, which has been exchanged for it
+
+
+def remove(path: str, remove_file: Callable[[str], None]) -> None:
+    """Remove a checkpoint. A folder loses its name first, so that no part of it is taken for the whole."""
+    if is_link(path):
+        os.unlink(path)
+    elif os.path.isdir(path):
+        hidden = hidden_beside(path)
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)
+    else:
+        remove_file(path)
+
+
+def move_link(link: str, target: str) -> None:
+    """Make a link lead to a durable checkpoint. There is always one, the old or the new."""
+    folder, name = os.path.split(link)
+    temp = os.path.join(folder, f".{name}{_HIDDEN_SUFFIX}")
+    with suppress(FileNotFoundError):
+        os.unlink(temp)
+    os.symlink(os.path.relpath(target, folder), temp)
+    if os.path.isdir(link) and not os.path.islink(link):
+        shutil.rmtree(link)
+    os.replace(temp, link)
+    sync_folder(Path(folder))
+
+
+@contextmanager
+def locked(folder: str) -> Iterator[None]:
+    """A folder that no other process may lock meanwhile, freed of what killed processes have left there.
+
+    Raises RunTakenError if another process has locked it. Without locks, as in some network file systems, nobody is
+    refused.
+    """
+    os.makedirs(folder, exist_ok=True)
+    path = Path(folder, _LOCK)
+    fd = _lock(path)
+    try:
+        if fd is not None:
+            _sweep(Path(folder))
+        yield
+    finally:
+        if fd is not None:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+
+
+def _lock(path: Path) -> int | None:
+    while fcntl is not None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.read(fd, 1000).decode(errors="replace").split()
+            os.close(fd)
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise _taken(path, owner) from None
+            return None
+        with suppress(FileNotFoundError):  # its owner has deleted it, and another process may have made it again
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                os.ftruncate(fd, 0)
+                os.write(fd, f"{socket.gethostname()} {os.getpid()}".encode())
+                return fd
+        os.close(fd)
+    return None
+
+
+def _taken(path: Path, owner: list[str]) -> RunTakenError:
+    host, pid = owner if len(owner) == 2 else ("", "0")
+    since = 0.0
+    with suppress(FileNotFoundError):
+        since = path.stat().st_mtime
+    return RunTakenError(
+        f"{path.parent}: process {pid} on {host or 'an unknown host'} saves its checkpoints there; end it, or give "
+        "this training another dirpath",
+        path=str(path.parent),
+        host=host,
+        pid=int(pid),
+        since=since,
+    )
+
+
+def _sweep(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name.endswith(TEMP_SUFFIX):
+            is_dead(path, delete=True)
+        elif path.name.startswith(".") and path.name.endswith(_HIDDEN_SUFFIX):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
