@@ -22,7 +22,7 @@ NOISE = (
     ".*LeafSpec.* is deprecated", "GPU available but not used", ".*isinstance.treespec", "You're resuming from a checkpoint",
     ".*is set, but there is no last checkpoint", "The `srun` command", "Starting from v1.9.0", ".*weights_only",
     "`TensorBoard`", "Using ModelCheckpoint with manual optimization", ".*pkg_resources", "Deprecated call to", "Detected call of",
-    "Be aware that when using", ".*barrier", "Experiment logs directory", "The dirpath has changed", ".*`torch.distributed",
+    "Be aware that when using", "You defined a `validation_step`", "The `LightningModule.configure_gradient", "The number of training batches", ".*barrier", "Experiment logs directory", "The dirpath has changed", ".*`torch.distributed",
 )  # fmt: skip
 
 
