@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -178,23 +179,23 @@ def test_views_and_tied_tensors_are_stored_once(checkpoints, tmp_path):
 
 
 def test_the_figures_of_every_save_go_to_the_logger(kit, checkpoints, tmp_path):
-    class Logger(kit.CSVLogger):
-        rows: list[tuple[Any, dict[str, float]]] = []
+    rows_seen: list[tuple[Any, dict[str, float]]] = []
 
+    class Logger(kit.CSVLogger):
         def log_metrics(self, metrics: Any, step: Any = None) -> None:
-            self.rows.append((step, dict(metrics)))
+            rows_seen.append((step, dict(metrics)))
 
     logger = Logger(tmp_path)
     run_of(kit, tmp_path / "run", checkpoints, logger=logger)
-    rows = {step: row for step, row in logger.rows if "async_ckpt/stall_seconds" in row}
+    rows = {step: row for step, row in rows_seen if "async_ckpt/stall_seconds" in row}
     assert [*rows] == [2, 4, 6, 8, 10, 12]
     for step, row in rows.items():
         assert row["async_ckpt/step"] == step
         assert row["async_ckpt/committed"] == 1
         assert row["async_ckpt/num_bytes"] == next((tmp_path / "run").glob(f"*step={step}.ckpt")).stat().st_size
         assert row["async_ckpt/bandwidth"] > 0
-        assert 0 < row["async_ckpt/stall_seconds"]
-        assert 0 < row["async_ckpt/total_seconds"]
+        assert row["async_ckpt/stall_seconds"] > 0
+        assert row["async_ckpt/total_seconds"] > 0
 
 
 def test_the_optimizers_are_guarded_while_the_training_runs_and_no_longer(kit, checkpoints, tmp_path):
@@ -230,20 +231,18 @@ def test_an_optimizer_that_cannot_be_guarded_is_told_of_once_and_its_files_are_r
     kit, checkpoints, tmp_path, made_by
 ):
     for name, plugin in (("plain", None), ("ours", checkpoints)):
-        for _ in range(2):
+        for number in range(2):
             model = kit.Model(MIB // 8, made_by)
             saved = kit.ModelCheckpoint(
                 tmp_path / name, every_n_train_steps=1, save_top_k=-1, enable_version_counter=False
             )
-            with pytest.warns() as told, quiet():
-                import warnings
-
+            with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 trainer_of(kit, tmp_path, plugin, saved, max_steps=3).fit(model, batches())
             if plugin is not None:
                 assert checkpoints.guard == ()
                 count = sum("cannot be guarded" in str(one.message) for one in told)
-                assert count == (1 if _ == 0 else 0)
+                assert count == (number == 0)
     plain, ours = contents(tmp_path / "plain"), contents(tmp_path / "ours")
     for name, checkpoint in ours.items():
         assert difference(checkpoint["state_dict"], plain[name]["state_dict"]) is None
@@ -398,7 +397,7 @@ def test_no_more_saves_are_under_way_than_allowed(kit, tmp_path, held_writes):
 def test_a_failed_save_is_raised_by_the_next_one_and_the_one_after_that_is_saved(checkpoints, tmp_path, broken_writes):
     broken_writes.append("1.ckpt")
     checkpoints.save_checkpoint({"step": 1}, tmp_path / "1.ckpt")
-    with pytest.raises(CheckpointError, match=r"1\.ckpt.*no space left"):
+    with pytest.raises(CheckpointError, match=r"1\.ckpt.*no space left"):  # noqa: PT012
         for _ in range(3):  # the error is known when the save before has ended
             checkpoints.save_checkpoint({"step": 2}, tmp_path / "2.ckpt")
     checkpoints.save_checkpoint({"step": 2}, tmp_path / "2.ckpt")
@@ -488,7 +487,9 @@ def test_without_the_callback_the_files_are_the_same(kit, checkpoints, tmp_path)
         assert difference(checkpoint["state_dict"], loaded(tmp_path / "plain" / name)["state_dict"]) is None
 
 
-@pytest.mark.parametrize("owner, name", [("callbacks.ModelCheckpoint", "_link_checkpoint"), ("core.saving", "pl_load")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [("callbacks.ModelCheckpoint", "_link_checkpoint"), ("core.saving", "pl_load")]
+)
 def test_a_method_that_is_gone_is_an_error_when_the_callback_is_made(kit, checkpoints, monkeypatch, owner, name):
     found = kit.pytorch
     for part in owner.split("."):

@@ -77,7 +77,8 @@ def batches(num: int = 4) -> Any:
 def trainer_of(kit: Any, folder: Any, checkpoints: AsyncTarCheckpointIO | None, *callbacks: Any, **options: Any) -> Any:
     """A Trainer with the plugin and its callback, or without both."""
     ours = [] if checkpoints is None else [checkpoints.callback()]
-    plugins = {} if checkpoints is None or "strategy" in options else {"plugins": [checkpoints]}
+    saves_itself = not isinstance(options.get("strategy", ""), str)
+    plugins = {} if checkpoints is None or saves_itself else {"plugins": [checkpoints]}
     defaults = {
         "accelerator": "cpu",
         "logger": False,
