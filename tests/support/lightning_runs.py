@@ -38,6 +38,11 @@ def kit_of(name: str) -> SimpleNamespace:
     return kit
 
 
+def version_of(kit: Any) -> tuple[int, int]:
+    major, minor = kit.pytorch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def _model_of(pytorch: Any) -> type:
     class Model(pytorch.LightningModule):  # type: ignore[misc, name-defined]
         """Its data depend on the step alone, so that a training that goes on in an epoch sees what it would have seen."""
