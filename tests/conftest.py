@@ -49,6 +49,13 @@ with suppress(ModuleNotFoundError):  # a machine with a GPU may have torch, xxha
 gc.disable()  # while tests are collected, a third of which it would take: none of the million objects goes
 
 
+# In every training, those in the docs too.
+_ADVICE_OF_LIGHTNING = (
+    ".*isinstance.treespec, LeafSpec.*is deprecated", "Checkpoint directory .* exists and is not empty",
+    ".*does not have many workers",
+)  # fmt: skip
+
+
 def pytest_report_header() -> str:
     return shown()
 
@@ -101,6 +108,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for message in _ADVICE_OF_LIGHTNING:
+        config.addinivalue_line("filterwarnings", f"ignore:{message}")
     if config.option.write_durations and not hasattr(config, "workerinput"):
         config.pluginmanager.register(durations.Recorder())
     if config.option.markexpr == "gpu":

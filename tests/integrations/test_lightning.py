@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import shutil
 import threading
 import warnings
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from disks import mounted, needs_mount
 from lightning_runs import NAMES, batches, contents, files_in, kit_of, loaded, quiet, run_of, trainer_of, version_of
 from racing import Call, Gate
 from states import difference
 
-from async_ckpt import CheckpointError, StorageFullError
+from async_ckpt import CheckpointError, StorageFullError, files
 from async_ckpt.integrations.lightning import AsyncTarCheckpointIO
 from async_ckpt.storage.local import LocalSink
 
@@ -178,6 +181,37 @@ def test_views_and_tied_tensors_are_stored_once(checkpoints, tmp_path):
     found = loaded(tmp_path / "x.ckpt")
     assert found["a"].data_ptr() == found["b"].data_ptr() == found["c"].data_ptr() - 40
     assert (tmp_path / "x.ckpt").stat().st_size < 6000
+
+
+def test_the_checkpoint_for_a_job_that_is_requeued_is_durable_when_the_call_returns(kit, checkpoints, tmp_path):
+    """Lightning has SLURM kill the job next."""
+    model, seen, path = kit.Model(), [], tmp_path / "hpc_ckpt_1.ckpt"
+    with quiet():
+        trainer = trainer_of(kit, tmp_path, checkpoints, enable_checkpointing=False)
+        model.at_step = {3: lambda: (trainer.save_checkpoint(path), seen.append(loaded(path)["global_step"]))}
+        trainer.fit(model, batches())
+    assert seen == [3]
+
+
+def test_the_plugin_and_its_callback_can_be_pickled_for_processes_that_lightning_spawns(kit, checkpoints, tmp_path):
+    plugin, callback = pickle.loads(pickle.dumps((checkpoints, checkpoints.callback())))
+    with quiet():
+        trainer = kit.Trainer(plugins=[plugin], callbacks=[callback], max_steps=2, logger=False, accelerator="cpu")
+        assert trainer.strategy.checkpoint_io is plugin
+    assert isinstance(callback, kit.pytorch.Callback)
+
+
+@pytest.mark.skipif(find_spec("s3fs") is None, reason="Lightning reads s3:// by s3fs")
+def test_a_dirpath_may_be_a_url(kit, checkpoints, s3, bucket, monkeypatch):
+    for name in ("region", "access_key_id", "secret_access_key"):
+        monkeypatch.setenv(f"AWS_{name.upper()}", s3.options[name])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    whole = run_of(kit, f"s3://{bucket}/whole", checkpoints, default_root_dir=".").losses
+    folder, saved = f"s3://{bucket}/run", {"save_top_k": 1, "save_last": True}
+    begun = run_of(kit, folder, checkpoints, saved=saved, max_steps=6, default_root_dir=".").losses
+    assert sorted(name.rpartition("/")[2] for name in files.list_dir(folder)) == ["epoch=1-step=6.ckpt", "last.ckpt"]
+    resumed = run_of(kit, folder, checkpoints, saved=saved, ckpt_path="last", default_root_dir=".").losses
+    assert begun | resumed == whole
 
 
 # --- what the callback brings -------------------------------------------------------------------------------------
@@ -470,6 +504,16 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_once_or_by_the_next_sa
     with pytest.raises((OSError, CheckpointError), match="file"):  # noqa: PT012
         checkpoints.save_checkpoint({"step": 1}, tmp_path / "file" / "1.ckpt")
         checkpoints.wait()
+
+
+@needs_mount
+def test_on_a_full_disk_the_files_that_fit_stay_whole(kit, checkpoints, tmp_path):
+    with mounted(tmp_path / "small", "size=4m") as small, pytest.raises(StorageFullError):
+        run_of(kit, small, checkpoints, width=2**15)  # 2.3 MB each
+    with mounted(tmp_path / "smaller", "size=4m") as small:
+        with pytest.raises(StorageFullError):
+            run_of(kit, small, checkpoints, width=2**15, saved={"save_top_k": 1})
+        assert [checkpoint["global_step"] for checkpoint in contents(small).values()] == [2]
 
 
 def test_options_for_the_storage_are_refused(checkpoints, tmp_path):

@@ -10,6 +10,7 @@ one of them fails: so there is always a whole checkpoint, under the old name or 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +73,7 @@ class BackgroundSaves:
             then = partial(rename, written, Path(path))
         handle = wrap(torch.save, guard=self._guard or None)(checkpoint, written)
         self._queue.add(path, [handle], step=_step_in(checkpoint), waited_seconds=waited_seconds, then=then)
-        self._wait_if_ended()
+        self._wait_if_last(path)
 
     def save_shards(self, strategy: Any, path: Any, parts: dict[str, Any], rest: dict[str, Any]) -> None:
         """Copy sharded state dicts, on all ranks, and write a folder of archives. Raises the error of an earlier save
@@ -99,7 +100,7 @@ class BackgroundSaves:
             marks = [heard_mark(hidden, other) for other in range(1, strategy.world_size)]
             then = partial(publish_when_heard, hidden, Path(path), marks)
         self._queue.add(path, handles, step=_step_in(rest), waited_seconds=waited_seconds, then=then)
-        self._wait_if_ended()
+        self._wait_if_last(path)
 
     def _begin(self, path: Any) -> float:
         """Wait until a save to this path may begin. Returns for how long. Raises the error of an earlier save."""
@@ -108,8 +109,9 @@ class BackgroundSaves:
         self.raise_error()
         return waited_seconds
 
-    def _wait_if_ended(self) -> None:
-        if self._has_ended:
+    def _wait_if_last(self, path: Any) -> None:
+        """Wait if no one else will: after a training, and before Lightning has SLURM kill and requeue the job."""
+        if self._has_ended or os.path.basename(path).startswith("hpc_ckpt_"):
             self.finish()
             self.raise_error()
 

@@ -52,7 +52,7 @@ class SaveQueue:
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
         self._queued: deque[_Queued] = deque()
-        self._thread = Crew("lightning", 1)
+        self._thread: Crew | None = None  # made on use: before that, Lightning may pickle the plugin, or fork
         self._errors: list[BaseException] = []
         self._reports: list[SaveReport] = []
 
@@ -122,6 +122,8 @@ class SaveQueue:
             else:
                 ended.set_result(None)
 
+        if self._thread is None:
+            self._thread = Crew("lightning", 1)
         self._thread.submit(run, ended.set_exception)
         return ended
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import methodcaller
 from typing import Any, Final
 
 from ..frameworks import require_names
@@ -31,6 +32,10 @@ class TrainerHooks:
         require_names(pytorch, pytorch.core.saving, ["pl_load"])
         self._plugin, self._saves = plugin, saves
         self._undo = ExitStack()
+
+    def __reduce__(self) -> Any:
+        """Lightning pickles callbacks for processes that it spawns; the class of this one has no name to find it by."""
+        return methodcaller("callback"), (self._plugin,)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Have ModelCheckpoint and `load_from_checkpoint` wait for what they look at, until the training ends."""
