@@ -236,6 +236,12 @@ def test_fsdp2_of_four_goes_on_on_two_as_with_lightnings_own_folders(ranks, tmp_
     assert resumed[0] == resumed[1] == resumed[2]
 
 
+def test_fsdp2_of_one_rank_goes_on_on_two(ranks, tmp_path):
+    train = f"train(Sharded(16), {str(tmp_path / 'run')!r}, {{!r}}, steps={{}}, strategy=model_parallel())"
+    losses_of(ranks, 1, train.format(None, 4))
+    assert [*losses_of(ranks, 2, train.format(str(tmp_path / "run" / "step=4.ckpt"), 6))] == ["4", "5"]
+
+
 def test_fabric_saves_shards_and_loads_them_on_another_mesh(ranks, tmp_path):
     script = """
 import torch
@@ -282,6 +288,63 @@ else:
     restored = ranks.run(2, RANKS + script, **ELASTIC)
     assert restored[0].told[0] == [saved[0].told[0][0], 2, ["a"], {}]
     assert [entry.name for entry in tmp_path.iterdir() if "ckpt" in entry.name] == ["x.ckpt"]
+
+
+@pytest.mark.parametrize("package", ["fabric", "pytorch"])
+def test_the_methods_of_fsdp_strategy_save_shards_and_load_them_on_another_number_of_ranks(ranks, tmp_path, package):
+    """Called by hand, since Lightning takes that strategy on GPUs only."""
+    script = """
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+strategy = kit.PACKAGE.strategies.FSDPStrategy(state_dict_type="sharded")
+strategy.parallel_devices = [torch.device("cpu")] * here.size
+strategy.cluster_environment = kit.fabric.plugins.environments.TorchElasticEnvironment()
+checkpoints.sharded(strategy)
+torch.manual_seed(here.size)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+def step():
+    loss = model(torch.ones(2, 6)).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item().hex()
+
+if "PACKAGE" == "fabric":
+    state = {"model": model, "optimizer": optimizer, "step": 2}
+
+    def save():
+        strategy.save_checkpoint(PATH, state)
+
+    def load():
+        return strategy.load_checkpoint(PATH, state)
+else:
+    strategy.model, strategy._lightning_module, strategy.optimizers = model, kit.Model(), [optimizer]
+
+    def save():
+        states = {"state_dict": strategy.lightning_module_state_dict(), "optimizer_states": [strategy.optimizer_state(optimizer)]}
+        strategy.save_checkpoint({**states, "global_step": 2}, PATH)
+
+    def load():
+        return strategy.load_checkpoint(PATH)
+
+if here.size == 4:
+    for _ in range(3):
+        step()
+    save()
+    next_loss = step()
+    checkpoints.wait()
+    here.tell(next_loss)
+else:
+    here.tell([load(), step()])
+"""
+    script = script.replace("PACKAGE", package).replace("PATH", repr(str(tmp_path / "x.ckpt")))
+    saved = ranks.run(4, RANKS + script, **ELASTIC)
+    restored = ranks.run(2, RANKS + script, **ELASTIC)
+    assert restored[0].told == [[{} if package == "fabric" else {"global_step": 2}, saved[0].told[0]]]
 
 
 def test_a_folder_of_shards_has_no_name_before_it_is_whole(ranks, tmp_path):

@@ -27,6 +27,7 @@ from ...oneoff import save
 from ...report import SaveReport
 from ...staging.guard import unwrapped
 from .checkpoint_paths import (
+    archive_path,
     heard_mark,
     hidden_beside,
     is_link,
@@ -93,7 +94,7 @@ class BackgroundSaves:
         if failed is not None or why is not None:
             raise failed or PeerFailedError(f"{path}: rank 0: {why}", rank=0)
         hidden = hidden_beside(path)
-        handles = [save(parts, hidden, guard=self._guard or None)]
+        handles = [save(parts, archive_path(hidden, strategy.world_size), guard=self._guard or None)]
         then: Action = heard_mark(hidden, rank).touch
         if rank == 0:
             handles.append(wrap(torch.save)(rest, hidden / REST))

@@ -27,6 +27,7 @@ try:
 except ImportError:  # Windows has no record locks: nobody is refused there
     fcntl = None  # type: ignore[assignment]
 
+_ONE_ARCHIVE: Final = "rank_00000.tar"
 _HIDDEN_SUFFIX: Final = ".async_ckpt-saving"
 _LOCK: Final = ".async_ckpt.lock"
 # For how long rank 0 waits until all ranks know of a commit, and how often it looks. A rank that is killed never knows.
@@ -50,9 +51,16 @@ def hidden_beside(path: Any) -> Path:
     return Path(folder, f".{name}{_HIDDEN_SUFFIX}")
 
 
-def has_archives(path: Path) -> bool:
-    """Whether a folder is one of ours, and not one that Lightning wrote."""
-    return (path / MANIFEST).is_file()
+def archive_path(folder: Path, world_size: int) -> Path:
+    """The path to save shards to: the folder itself, where each rank writes an archive; of one rank, a file in it."""
+    return folder / _ONE_ARCHIVE if world_size == 1 else folder
+
+
+def archives_in(folder: Path) -> Path | None:
+    """The path to load shards from; None if the folder is not one of ours."""
+    if (folder / MANIFEST).is_file():
+        return folder
+    return folder / _ONE_ARCHIVE if (folder / _ONE_ARCHIVE).is_file() else None
 
 
 def rename(hidden: Path, path: Path) -> None:

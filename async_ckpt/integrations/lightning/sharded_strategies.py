@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from ...state.state_dict_cache import StateDictCache
 from ..dcp import TarStorageReader
 from .background_saves import REST, BackgroundSaves
-from .checkpoint_paths import has_archives
+from .checkpoint_paths import archives_in
 
 
 class StrategyShards:
@@ -76,15 +77,18 @@ class TrainerShards(StrategyShards):
         rest = dict(checkpoint)
         parts = {"state_dict": rest.pop("state_dict")}
         parts |= {f"optimizer_{i}": part for i, part in enumerate(rest.pop("optimizer_states", ()))}
+        if not StateDictCache().is_spread(parts):  # `configure_model` has not parallelized anything
+            self.plain.save_checkpoint(checkpoint, filepath)
+            return
         self.saves.save_shards(self.strategy, filepath, parts, rest)
 
     def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> Any:
         """Fill model and optimizers, on any mesh, from our folder or from Lightning's. Returns the rest."""
         path, strategy = self.path_to_load(checkpoint_path), self.strategy
-        if not has_archives(path):
+        if (archives := archives_in(path)) is None:
             return self.plain.load_checkpoint(path, **options)
         optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(strategy.optimizers)}
-        _fill(path, "state_dict", strategy.model, optimizers, strict=strategy.lightning_module.strict_loading)
+        _fill(archives, "state_dict", strategy.model, optimizers, strict=strategy.lightning_module.strict_loading)
         return torch.load(path / REST, map_location="cpu", **options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -122,12 +126,12 @@ class FabricShards(StrategyShards):
         """Fill the objects in `state`, on any mesh, from our folder or from Lightning's. Returns the rest."""
         path = self.path_to_load(path)
         model = _sharded_model(state) if isinstance(state, dict) else None
-        if not has_archives(path) or model is None:
+        if (archives := archives_in(path)) is None or model is None:
             return self.plain.load_checkpoint(path, state, strict, **options)
         models = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
         optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
         for key, value in models.items():
-            _fill(path, key, value, optimizers if value is model else {}, strict=strict)
+            _fill(archives, key, value, optimizers if value is model else {}, strict=strict)
         rest = torch.load(path / REST, map_location="cpu", **options)
         wanted = state.keys() - models.keys() - optimizers.keys()
         if strict and (missing := sorted(wanted - rest.keys())):
