@@ -526,6 +526,28 @@ def test_the_callback_without_the_plugin_is_refused(kit, checkpoints, tmp_path):
         trainer_of(kit, tmp_path, None, checkpoints.callback()).fit(kit.Model(), batches())
 
 
+def test_a_strategy_that_writes_shards_by_itself_is_refused_until_it_is_made_ours(kit, checkpoints, tmp_path):
+    callback, model = checkpoints.callback(), kit.Model()
+    strategy = kit.pytorch.strategies.ModelParallelStrategy()
+    trainer = trainer_of(kit, tmp_path, None, plugins=[checkpoints], strategy=strategy, devices=1)
+    with pytest.raises(
+        ValueError, match=r"ModelParallelStrategy writes its checkpoints by itself; .*sharded\(strategy\)"
+    ):
+        callback.setup(trainer, model, "fit")
+    assert checkpoints.sharded(strategy) is strategy
+    callback.setup(trainer, model, "fit")
+    checkpoints.teardown()
+
+
+def test_a_strategy_that_lacks_what_is_called_is_an_error_when_it_is_made_ours(kit, checkpoints, monkeypatch):
+    strategy = kit.fabric.strategies.ModelParallelStrategy(lambda model, mesh: model)
+    monkeypatch.delattr(strategy, "_save_distributed_checkpoint")
+    with pytest.raises(
+        RuntimeError, match=r"has no ModelParallelStrategy\._save_distributed_checkpoint, which async_ckpt"
+    ):
+        checkpoints.sharded(strategy)
+
+
 def test_without_the_callback_the_files_are_the_same(kit, checkpoints, tmp_path):
     for name, plugins in (("plain", []), ("ours", [checkpoints])):
         saved = kit.ModelCheckpoint(

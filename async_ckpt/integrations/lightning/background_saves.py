@@ -28,13 +28,13 @@ from ...report import SaveReport
 from ...staging.guard import unwrapped
 from .checkpoint_paths import (
     archive_path,
-    heard_mark,
     hidden_beside,
     is_link,
     path_key,
     publish_when_heard,
     remove,
     rename,
+    tell_heard,
 )
 from .save_queue import Action, SaveQueue
 
@@ -68,7 +68,8 @@ class BackgroundSaves:
         saves nothing; and what `wrap` raises.
         """
         waited_seconds = self._begin(path)
-        written, then = path, _nothing
+        written = path
+        then: Action = _nothing
         if is_link(path):  # the link is replaced, and not the checkpoint that it leads to
             written = hidden_beside(path)
             then = partial(rename, written, Path(path))
@@ -95,11 +96,10 @@ class BackgroundSaves:
             raise failed or PeerFailedError(f"{path}: rank 0: {why}", rank=0)
         hidden = hidden_beside(path)
         handles = [save(parts, archive_path(hidden, strategy.world_size), guard=self._guard or None)]
-        then: Action = heard_mark(hidden, rank).touch
+        then = partial(tell_heard, hidden, rank)
         if rank == 0:
             handles.append(wrap(torch.save)(rest, hidden / REST))
-            marks = [heard_mark(hidden, other) for other in range(1, strategy.world_size)]
-            then = partial(publish_when_heard, hidden, Path(path), marks)
+            then = partial(publish_when_heard, hidden, Path(path), strategy.world_size)
         self._queue.add(path, handles, step=_step_in(rest), waited_seconds=waited_seconds, then=then)
         self._wait_if_last(path)
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -69,13 +69,19 @@ def rename(hidden: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
-def heard_mark(hidden: Path, rank: int) -> Path:
-    """The file by which a rank says that it has heard of the commit, and does not look into the hidden folder again."""
+def tell_heard(hidden: Path, rank: int) -> None:
+    """Say that this rank has heard of the commit, and does not look into the hidden folder again."""
+    with suppress(FileNotFoundError):  # rank 0 has waited for it in vain
+        _heard_mark(hidden, rank).touch()
+
+
+def _heard_mark(hidden: Path, rank: int) -> Path:
     return hidden / f"heard-{rank}"
 
 
-def publish_when_heard(hidden: Path, path: Path, marks: Sequence[Path]) -> None:
-    """Give a complete folder its name, in place of an older one, when all ranks have heard of the commit."""
+def publish_when_heard(hidden: Path, path: Path, world_size: int) -> None:
+    """On rank 0, give a complete folder its name, in place of an older one, when all ranks have heard of the commit."""
+    marks = [_heard_mark(hidden, rank) for rank in range(1, world_size)]
     deadline, pause = monotonic() + _HEARD_SECONDS, threading.Event()
     while not all(mark.exists() for mark in marks) and monotonic() < deadline:
         pause.wait(_LOOK_SECONDS)

@@ -132,7 +132,7 @@ class SaveQueue:
 
 
 def _wait_for(one: _Queued) -> None:
-    wait = Wait("for a checkpoint", ENDS_THE_WAIT)
+    wait = Wait("in the Trainer", ENDS_THE_WAIT)
     wait_for(one.ended, None, lambda: wait.goes_on(lambda: progress_of(one.handles)))
 
 

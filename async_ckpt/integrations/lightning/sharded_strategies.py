@@ -20,6 +20,12 @@ from .background_saves import REST, BackgroundSaves
 from .checkpoint_paths import archives_in
 
 
+def saves_shards(strategy: Any) -> bool:
+    """Whether a strategy saves shards by itself; False for one that gathers full state dicts, or has no shards."""
+    state_dict_type = getattr(strategy, "_state_dict_type", None)  # that of an FSDPStrategy
+    return bool(getattr(strategy, "_save_distributed_checkpoint", state_dict_type == "sharded"))
+
+
 class StrategyShards:
     """The methods that take the place of a strategy's own, so that its ranks save shards in the background.
 
@@ -36,9 +42,7 @@ class StrategyShards:
 
     @property
     def is_on(self) -> bool:
-        """False for a strategy that gathers full state dicts."""
-        state_dict_type = getattr(self.strategy, "_state_dict_type", None)  # that of an FSDPStrategy
-        return bool(getattr(self.strategy, "_save_distributed_checkpoint", state_dict_type == "sharded"))
+        return saves_shards(self.strategy)
 
     def teardown(self) -> None:
         """Wait for the saves under way first; their error is raised last."""

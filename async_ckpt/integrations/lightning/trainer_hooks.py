@@ -17,7 +17,7 @@ from ..frameworks import require_names
 from .background_saves import BackgroundSaves
 from .checkpoint_paths import locked, move_link
 from .packages import imported_packages
-from .sharded_strategies import StrategyShards
+from .sharded_strategies import StrategyShards, saves_shards
 
 PREFIX: Final = "async_ckpt/"
 _MISSING: Final = object()
@@ -87,8 +87,8 @@ class TrainerHooks:
                 "this callback belongs to an AsyncTarCheckpointIO that the Trainer does not have; pass both: "
                 "Trainer(plugins=[checkpoints], callbacks=[checkpoints.callback()])"
             )
-        bypasses = getattr(type(strategy).save_checkpoint, "__qualname__", "") != "Strategy.save_checkpoint"
-        if bypasses:
+        kinds = {kind.__name__ for kind in type(strategy).mro()}
+        if saves_shards(strategy) or "DeepSpeedStrategy" in kinds:
             raise ValueError(
                 f"{type(strategy).__name__} writes its checkpoints by itself; if it is a ModelParallelStrategy or an "
                 "FSDPStrategy, pass strategy=checkpoints.sharded(strategy); others are not served"
