@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from ...errors import RunTakenError
 from ...runs.manifest import NAME as MANIFEST
+from ...runs.manifest import parse
 from ...spans import monotonic
 from ...storage.disk import sync_folder
 from ...storage.locks import TEMP_SUFFIX, is_dead
@@ -61,6 +62,14 @@ def archives_in(folder: Path) -> Path | None:
     if (folder / MANIFEST).is_file():
         return folder
     return folder / _ONE_ARCHIVE if (folder / _ONE_ARCHIVE).is_file() else None
+
+
+def saved_world_size(archives: Path) -> int:
+    """The number of ranks that have saved."""
+    if archives.is_file():
+        return 1
+    manifest = archives / MANIFEST
+    return parse(manifest.read_bytes(), path=str(manifest)).world_size
 
 
 def rename(hidden: Path, path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from ...state.state_dict_cache import StateDictCache
 from ..dcp import TarStorageReader
 from .background_saves import REST, BackgroundSaves
-from .checkpoint_paths import archives_in
+from .checkpoint_paths import archives_in, saved_world_size
 
 
 def saves_shards(strategy: Any) -> bool:
@@ -162,13 +162,17 @@ def _state_dicts() -> ModuleType:
     return import_module("torch.distributed.checkpoint.state_dict")
 
 
-def _fill(path: Path, key: str, model: Any, optimizers: Mapping[str, Any], *, strict: bool) -> None:
+def _fill(archives: Path, key: str, model: Any, optimizers: Mapping[str, Any], *, strict: bool) -> None:
     """Fill a model, and its optimizers, from the archives of all ranks. Every rank calls it."""
     dcp, torch_ = import_module("torch.distributed.checkpoint"), _state_dicts()
+    # Running statistics may differ by rank. Each rank gets its own back, or on another number of ranks those of rank 0.
+    is_same_world = saved_world_size(archives) == torch.distributed.get_world_size()
+    from_ranks = None if is_same_world else {key: 0, **dict.fromkeys(optimizers, 0)}
+    reader = TarStorageReader(archives, from_ranks=from_ranks)
     weights = torch_.get_model_state_dict(model)
-    dcp.load({key: weights}, storage_reader=TarStorageReader(path))
+    dcp.load({key: weights}, storage_reader=reader)
     torch_.set_model_state_dict(model, weights, options=torch_.StateDictOptions(strict=strict))
     for name, optimizer in optimizers.items():
         state = torch_.get_optimizer_state_dict(model, optimizer)
-        dcp.load({name: state}, storage_reader=TarStorageReader(path))
+        dcp.load({name: state}, storage_reader=reader)
         torch_.set_optimizer_state_dict(model, optimizer, state)
