@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("pytorch_lightning", reason="Lightning is not installed")
-
 from lightning_runs import batches, kit_of, quiet, trainer_of
 
 from async_ckpt.integrations.lightning import AsyncTarCheckpointIO
@@ -42,6 +39,7 @@ def model_of(kit: Any, strategy: str) -> Any:
 
 @pytest.mark.parametrize("strategy", ["auto", "model parallel", "fsdp"])
 def test_a_training_on_a_gpu_goes_on_bit_for_bit(tmp_path: Path, strategy: str) -> None:
+    pytest.importorskip("pytorch_lightning", reason="Lightning is not installed")
     kit = kit_of("pytorch_lightning")
 
     def losses(folder: str, *, steps: int, ckpt_path: Path | None = None) -> dict[int, str]:
