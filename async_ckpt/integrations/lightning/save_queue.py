@@ -68,9 +68,7 @@ class SaveQueue:
         self, path: Any, handles: Sequence[SaveHandle], *, step: int | None, waited_seconds: float, then: Action
     ) -> None:
         """Add a save that has begun. It has ended when all of its handles are done, and then `then` is."""
-        # Not the handles: a save that is committed may still clean up in its folder.
-        saves = [one.finished for one in all_saves() if one.handle in handles]
-        ended = self._submit(partial(_finish, saves, tuple(handles), then))
+        ended = self._submit(partial(_finish, tuple(handles), then))
         self._queued.append(_Queued(path_key(path), ended, tuple(handles), step, waited_seconds))
 
     def follow(self, path: Any, action: Action) -> None:
@@ -136,9 +134,11 @@ def _wait_for(one: _Queued) -> None:
     wait_for(one.ended, None, lambda: wait.goes_on(lambda: progress_of(one.handles)))
 
 
-def _finish(saves: list[Future[None]], handles: tuple[SaveHandle, ...], then: Action) -> None:
+def _finish(handles: tuple[SaveHandle, ...], then: Action) -> None:
     """Wait for the parts of a save, and do the rest of it. Raises its error, without looking at it for the user."""
-    wait_for_all([*saves, *handles])
+    wait_for_all(handles)
+    # A save that is committed may still clean up in its folder, which is about to be renamed.
+    wait_for_all([one.finished for one in all_saves() if one.handle in handles])
     for handle in handles:
         if (error := Future.exception(handle)) is not None:
             raise error
