@@ -6,6 +6,7 @@ import inspect
 import os
 import pickle
 import shutil
+import sys
 import threading
 import warnings
 from datetime import timedelta
@@ -21,6 +22,7 @@ from racing import Call, Gate
 from states import difference
 
 from async_ckpt import CheckpointError, StorageFullError, files
+from async_ckpt.integrations.frameworks import require
 from async_ckpt.integrations.lightning import AsyncTarCheckpointIO
 from async_ckpt.storage.local import LocalSink
 
@@ -570,6 +572,16 @@ def test_a_method_that_is_gone_is_an_error_when_the_callback_is_made(kit, checkp
     monkeypatch.delattr(found, name)
     with pytest.raises(RuntimeError, match=rf"{kit.pytorch.__name__} \S+ has no .*{name}, which async_ckpt needs"):
         checkpoints.callback()
+
+
+def test_without_lightning_the_error_says_what_to_install(monkeypatch):
+    for name in ("lightning", "lightning.fabric", "lightning_fabric", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    require.cache_clear()
+    with pytest.raises(
+        ImportError, match=r"this needs lightning, which is not installed: pip install 'lightning>=2\.4'"
+    ):
+        AsyncTarCheckpointIO()
 
 
 def test_accumulated_gradients_and_two_workers_of_the_loader_do_no_harm(kit, checkpoints, tmp_path):

@@ -27,12 +27,12 @@ def imported_packages() -> list[tuple[Any, Any]]:
 
     In place of the Trainer's package is None if it is not there. Raises ImportError without any.
     """
-    rows = [row for row in _PACKAGES if row[0] in sys.modules] or [row for row in _PACKAGES if find_spec(row[1])]
+    rows = [row for row in _PACKAGES if sys.modules.get(row[0])] or [row for row in _PACKAGES if find_spec(row[1])]
     if not rows:
         require("lightning", oldest=_OLDEST, newest=_NEWEST)
     packages = []
     for fabric, versioned, pytorch in rows:
         require(versioned, oldest=_OLDEST, newest=_NEWEST)
-        trainer = import_module(pytorch) if pytorch in sys.modules or find_spec(pytorch) else None
+        trainer = import_module(pytorch) if find_spec(pytorch) else None
         packages.append((import_module(fabric), trainer))
     return packages
