@@ -52,6 +52,7 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "ranks": _ranks,
         "publish": _publish,
         "command": _command,
+        "trainers": _trainers,
         "dcp": _dcp,
         "gpu": _gpu,
     }
@@ -123,6 +124,12 @@ def _command() -> Table:
     from . import command
 
     return Table(command.MEASURES, ("typer", "rich", "obstore"))
+
+
+def _trainers() -> Table:
+    from . import trainers
+
+    return Table(trainers.MEASURES, trainers.PACKAGES)
 
 
 def _dcp() -> Table:

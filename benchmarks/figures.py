@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from statistics import median
 from time import perf_counter, thread_time
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -354,7 +354,7 @@ def training(setting: Setting) -> dict[str, Figure]:
         subject = Training(setting.training_bytes, batch=32)
         saves = Saves(setting.folder / "training", subject.state, guard=subject.optimizer)
         with saves.checkpointer:
-            windows = [_slowed(subject, saves) for _ in range(setting.rounds)]
+            windows = [slowed(subject, saves) for _ in range(setting.rounds)]
     pairs = [(window.lost, window.save) for window in windows]
     title = "training seconds lost to one guarded save"
     return {"training": Figure(title, "s", "seconds of the save", Target("≤", 0.05), pairs, _told(windows))}
@@ -369,7 +369,7 @@ def wrapped(setting: Setting) -> dict[str, Figure]:
         by_pickle = Calls(wrap(torch.save, guard=subject.optimizer), subject.state_dict, folder / "x.pt")
         by_save = Calls(partial(save, guard=subject.optimizer), subject.state_dict, folder / "x.tar")
         rounds = range(setting.few_rounds)
-        windows = [(_slowed(subject, by_pickle), _slowed(subject, by_save)) for _ in rounds]
+        windows = [(slowed(subject, by_pickle), slowed(subject, by_save)) for _ in rounds]
         plain = [torch_save_seconds(subject.state_dict(), folder / "plain.pt") for _ in windows]
     pairs = [(ours.lost, seconds) for (ours, _), seconds in zip(windows, plain, strict=True)]
     other = median(archive.lost for _, archive in windows) * 1e3
@@ -422,7 +422,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _told(windows: Sequence[_Window]) -> str:
+def _told(windows: Sequence[Window]) -> str:
     lost, own, noise = (median(values) * 1e3 for values in zip(*(w[:3] for w in windows), strict=True))
     return (
         f"{lost:+.0f} ms, of which the training thread itself is busy {own:+.0f} ms; "
@@ -430,7 +430,13 @@ def _told(windows: Sequence[_Window]) -> str:
     )
 
 
-class _Window(NamedTuple):
+class Trains(Protocol):
+    """What trains by one step after the other."""
+
+    def step(self) -> None: ...
+
+
+class Window(NamedTuple):
     """One save and the steps that it overlaps, in seconds."""
 
     lost: float
@@ -442,9 +448,9 @@ class _Window(NamedTuple):
     save: float
 
 
-def _slowed(subject: Training, saves: Saves | Calls) -> _Window:
+def slowed(subject: Trains, saves: Any) -> Window:
     undisturbed = [clocked(subject.step) for _ in range(_UNDISTURBED_STEPS)]
-    handles: list[SaveHandle] = []
+    handles: list[Any] = []
 
     def saving_step() -> None:
         handles.append(saves.begin())
@@ -457,7 +463,7 @@ def _slowed(subject: Training, saves: Saves | Calls) -> _Window:
     undisturbed += [clocked(subject.step) for _ in range(_UNDISTURBED_STEPS)]
     usual_wall, usual_own = (median(values) for values in zip(*undisturbed, strict=True))
     others = undisturbed[-len(during) :]
-    return _Window(
+    return Window(
         lost=sum(wall - usual_wall for wall, _ in during),
         own=sum(own - usual_own for _, own in during),
         noise=abs(sum(wall - usual_wall for wall, _ in others)),

@@ -9,6 +9,7 @@ reads as they are needed. A destination appears whole, when it is durable.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -252,7 +253,9 @@ def _write_dcp(request: ConversionRequest) -> int:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
                 writer = torch_dcp.FileSystemWriter(written)  # type: ignore[attr-defined]
-                torch_dcp.save(state, storage_writer=writer, no_dist=True)  # type: ignore[attr-defined]
+                # Torch 2.6 has no such argument: there a process without a group is alone anyway.
+                alone = {"no_dist": True} if "no_dist" in inspect.signature(torch_dcp.save).parameters else {}  # type: ignore[attr-defined]
+                torch_dcp.save(state, storage_writer=writer, **alone)  # type: ignore[attr-defined]
             return sum(path.stat().st_size for path in written.iterdir())
 
     return _with_state(request, write)

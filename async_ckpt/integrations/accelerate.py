@@ -110,7 +110,7 @@ class AsyncState:
         if self._layout == "archive":
             models = accelerator._models
         parts = {"models": models, "optimizers": accelerator._optimizers, "custom": accelerator._custom_objects}
-        with snapshot({**parts, "files": files}, guard=self._guard(accelerator._optimizers)) as snap:
+        with snapshot({**parts, "files": files}, guard=self._guard(accelerator._optimizers) or None) as snap:
             self._pending = folder, self._begin(snap, files, folder), snap
         return self._pending[1]
 

@@ -234,7 +234,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
     def _begin_save(self, folder: Path, parts: dict[str, Any], began: float) -> _Pending:
         files = {} if self.is_fsdp_enabled else self._files_of_subclass(parts)
-        with snapshot(parts, guard=self._guard(self.optimizer)) as snap:
+        with snapshot(parts, guard=self._guard([self.optimizer]) or None) as snap:
             in_archive = [name for name in parts if name != "model" or self.is_fsdp_enabled]
             handle, beside = None, folder.with_name(f".{folder.name}.{_ARCHIVE}")
             if self.layout == "archive" and in_archive:

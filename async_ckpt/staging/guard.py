@@ -64,8 +64,28 @@ class Gate:
             snapshot.hold()
 
 
-def _before_step(gate: Gate, *_: Any) -> None:
-    gate.hold()
+def _before_step(gate: Gate, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hold a step: at its beginning or, if it begins with a closure, after that.
+
+    A closure computes the forward and backward pass, which the copies may overlap. A save that is begun in it is
+    waited for, too. Returns other arguments for the step, or None.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure) or not _calls_closure_first(optimizer):
+        gate.hold()
+        return None
+
+    def closure_then_hold() -> Any:
+        result = closure()
+        gate.hold()
+        return result
+
+    return (optimizer,), {**kwargs, "closure": closure_then_hold}
+
+
+def _calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step is one of torch's own: these change nothing before they have called the closure."""
+    return str(getattr(type(optimizer).step, "__module__", "")).startswith("torch.optim.")
 
 
 @cache

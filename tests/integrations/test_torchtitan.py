@@ -153,7 +153,7 @@ def test_a_folder_that_the_manager_of_torchtitan_has_written_is_restored(tmp_pat
 
 
 def of_the_docs() -> Any:
-    text = (Path(async_ckpt.__file__).parents[1] / "docs" / "trainers.md").read_text()
+    text = (Path(async_ckpt.__file__).parents[1] / "docs" / "torchtitan.md").read_text()
     (code,) = re.findall(r"```\n(from dataclasses.*?class TarCheckpointManager.*?)```", text, flags=re.DOTALL)
     names: dict[str, Any] = {"__name__": "manager"}
     exec(code, names)

@@ -14,7 +14,7 @@ from states import MIB, leftovers, open_run
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, TornSnapshotError
-from async_ckpt.staging.guard import deferrable, unwrapped
+from async_ckpt.staging.guard import deferrable, gate_of, unwrapped
 from async_ckpt.state.capture import capture
 
 # Several times the budget of host memory, so that a copy cannot end before the disk has taken some of it.
@@ -78,6 +78,72 @@ def test_the_step_waits_until_the_copy_has_ended_and_the_old_values_are_saved(tr
     assert training.order == ["released", "stepped"]
     assert bool((p == 0).all())
     assert bool((training.ckpt.load(1)["p"] == 1).all())
+
+
+@pytest.mark.parametrize("as_keyword", [True, False])
+def test_a_step_that_begins_with_a_closure_waits_after_the_closure(training, as_keyword):
+    """Forward and backward are in the closure, as in Lightning, and overlap the copy."""
+    p = parameter()
+    optimizer = sgd(p)
+    handle = training.ckpt.save({"p": p}, step=1, guard=optimizer)
+
+    def closure() -> float:
+        training.order.append("closure")
+        return 0.5
+
+    losses = []
+    step = (lambda: optimizer.step(closure=closure)) if as_keyword else (lambda: optimizer.step(closure))
+    stepping = Call(lambda: losses.append(step()))
+    stepping.wait_until_inside("hold")
+    assert training.order == ["closure"]
+    assert stepping.is_alive()
+    assert bool((p == 1).all())
+    training.release()
+    stepping.outcome()
+    handle.result()
+
+    assert losses == [0.5]
+    assert bool((p == 0).all())
+    assert bool((training.ckpt.load(1)["p"] == 1).all())
+
+
+def test_a_save_that_is_begun_in_a_closure_holds_the_step_around_it(training):
+    p = parameter()
+    optimizer = sgd(p)
+    gate_of(optimizer)  # as an earlier save has done
+    handles = []
+    stepping = Call(lambda: optimizer.step(lambda: handles.append(training.ckpt.save({"p": p}, 1, guard=optimizer))))
+    stepping.wait_until_inside("hold")
+    assert bool((p == 1).all())
+    training.release()
+    stepping.outcome()
+
+    assert handles[0].result().status == "committed"
+    assert bool((training.ckpt.load(1)["p"] == 1).all())
+
+
+class Perturbing(torch.optim.SGD):
+    """Changes the parameters before it calls the closure, as sharpness-aware minimisation does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["params"][0].add_(1)
+        return closure()
+
+
+def test_a_step_that_may_change_something_before_its_closure_waits_before_it(training):
+    p = parameter()
+    p.grad = torch.ones_like(p)
+    optimizer = Perturbing([p], lr=1.0)
+    handle = training.ckpt.save({"p": p}, step=1, guard=optimizer)
+    stepping = Call(lambda: optimizer.step(lambda: training.order.append("closure")))
+    stepping.wait_until_inside("hold")
+    assert training.order == []
+    training.release()
+    stepping.outcome()
+
+    assert handle.result().status == "committed"
+    assert training.order == ["released", "closure"]
 
 
 def test_the_time_that_the_guard_holds_is_reported_as_stall(training):

@@ -37,6 +37,8 @@ import torch, async_ckpt, children, states
 for more in sys.argv[1:]:
     importlib.import_module(more)
 import torch._inductor  # two seconds, which the first optimizer of every child would take otherwise
+for name in sys.argv[1:]:
+    __import__(name)
 children._know_stores()
 from async_ckpt.host import waits
 for of_torch in list(weakref.finalize._registry):
@@ -167,7 +169,9 @@ class Nursery:
             cwd=_ROOT,  # that of the test which happens to be the first may go with it
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(_ROOT)]),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(__file__).parent), str(_ROOT), os.environ.get("PYTHONPATH", "")]
+                ),
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
             },

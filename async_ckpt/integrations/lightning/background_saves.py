@@ -1,0 +1,204 @@
+"""The saves, links and removals of one plugin, in the order of their calls.
+
+In: checkpoints and paths, on the training thread. Out: files and folders, reports, errors.
+Knows nothing of: Lightning, except how its ranks broadcast.
+
+A save copies its state once, during the call. A link or a removal waits for the saves before it, and is left undone if
+one of them fails: so there is always a whole checkpoint, under the old name or the new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ...around.wrap import wrap
+from ...errors import PeerFailedError
+from ...oneoff import save
+from ...report import SaveReport
+from ..step_guard import StepGuard
+from .checkpoint_paths import (
+    archive_path,
+    hidden_beside,
+    is_link,
+    path_key,
+    publish_when_heard,
+    remove,
+    rename,
+    tell_heard,
+)
+from .save_queue import Action, SaveQueue
+
+# The file with everything but the shards in a folder: its name in the folders that Lightning writes.
+REST: Final = "meta.pt"
+
+_log = logging.getLogger("async_ckpt")
+
+
+class BackgroundSaves:
+    """All that one plugin has asked for. The training thread owns it; see `SaveQueue` for the other thread.
+
+    Between `begin_run` and `end_run` a training runs, which waits at its end. After `end_run` no one would wait any
+    more, so each save waits for itself. Before the first of them, as with Fabric, the exit of the interpreter waits.
+    """
+
+    def __init__(self, max_in_flight: int, remove_file: Callable[[Any], None]) -> None:
+        self._queue = SaveQueue(max_in_flight)
+        self._remove_file = remove_file
+        self._removals: list[str] = []  # asked for, and not in the queue yet
+        self._guard: list[Any] = []
+        self._choose_guard = StepGuard()
+        self._has_ended = False
+        self._ended_by: BaseException | None = None
+        self._undo = ExitStack()
+
+    # --- saves ----------------------------------------------------------------------------------------------------
+
+    def save_file(self, checkpoint: Mapping[str, Any], path: Any) -> None:
+        """Copy a checkpoint, and write the file that `torch.save` writes. Raises the error of an earlier save, and then
+        saves nothing; and what `wrap` raises.
+        """
+        waited_seconds = self._begin(path)
+        written = path
+        then: Action = _nothing
+        if is_link(path):  # the link is replaced, and not the checkpoint that it leads to
+            written = hidden_beside(path)
+            then = partial(rename, written, Path(path))
+        handle = wrap(torch.save, guard=self._guard or None)(checkpoint, written)
+        self._queue.add(path, [handle], step=_step_in(checkpoint), waited_seconds=waited_seconds, then=then)
+        self._wait_if_last(path)
+
+    def save_shards(self, strategy: Any, path: Any, parts: dict[str, Any], rest: dict[str, Any]) -> None:
+        """Copy sharded state dicts, on all ranks, and write a folder of archives. Raises the error of an earlier save
+        of any rank, on all of them.
+
+        The folder is written under a hidden name. Rank 0 renames it when all of it is durable.
+        """
+        rank, waited_seconds = strategy.global_rank, 0.0
+        failed: Exception | None = None
+        try:
+            waited_seconds = self._begin(path)
+        except Exception as error:
+            failed = error
+        if rank == 0 and failed is None:
+            shutil.rmtree(hidden_beside(path), ignore_errors=True)  # a process was killed while it wrote there
+        path, why = strategy.broadcast((str(path), None if failed is None else str(failed)))
+        if failed is not None or why is not None:
+            raise failed or PeerFailedError(f"{path}: rank 0: {why}", rank=0)
+        hidden = hidden_beside(path)
+        handles = [save(parts, archive_path(hidden, strategy.world_size), guard=self._guard or None)]
+        then = partial(tell_heard, hidden, rank)
+        if rank == 0:
+            handles.append(wrap(torch.save)(rest, hidden / REST))
+            then = partial(publish_when_heard, hidden, Path(path), strategy.world_size)
+        self._queue.add(path, handles, step=_step_in(rest), waited_seconds=waited_seconds, then=then)
+        self._wait_if_last(path)
+
+    def _begin(self, path: Any) -> float:
+        """Wait until a save to this path may begin. Returns for how long. Raises the error of an earlier save."""
+        self._queue_removals()
+        waited_seconds = self._queue.admit(path)
+        self.raise_error()
+        return waited_seconds
+
+    def _wait_if_last(self, path: Any) -> None:
+        """Wait if no one else will: after a training, and before Lightning has SLURM kill and requeue the job."""
+        if self._has_ended or os.path.basename(path).startswith("hpc_ckpt_"):
+            self.finish()
+            self.raise_error()
+
+    # --- what follows saves ---------------------------------------------------------------------------------------
+
+    def follow(self, path: Any, action: Action) -> None:
+        """Do something to a path after the saves so far, unless one of them fails."""
+        self._queue.follow(path, action)
+
+    def remove(self, path: Any) -> None:
+        """Remove a checkpoint after the saves so far, unless one of them fails.
+
+        ModelCheckpoint moves its link after it has asked for the removal of the file that the link names. So the
+        removal joins the queue at the end of the batch, or with the next save.
+        """
+        self._removals.append(path_key(path))
+
+    def _queue_removals(self) -> None:
+        removals, self._removals = self._removals, []
+        for path in removals:
+            self.follow(path, partial(remove, path, self._remove_file))
+
+    # --- waits, and what has come of the saves --------------------------------------------------------------------
+
+    def finish(self, path: Any = None) -> None:
+        """Wait for everything that was asked for, or for all that concerns one path. Raises no error of a save."""
+        if path is None or path_key(path) in self._removals:
+            self._queue_removals()
+        self._queue.wait(path)
+
+    def take_reports(self) -> list[SaveReport]:
+        """The reports of the saves that have ended well since the last call. What is to be removed joins the queue."""
+        self._queue_removals()
+        return self._queue.take_reports()
+
+    def raise_error(self) -> None:
+        """Raise the first error since the last call.
+
+        Behind an exception that ends the training, which no other is to hide, all errors are logged and noted instead.
+        """
+        errors = self._queue.take_errors()
+        if errors and self._ended_by is None:
+            raise errors[0]
+        for error in errors:
+            _log.error("a checkpoint was not saved: %s: %s", type(error).__name__, error)
+            assert self._ended_by is not None
+            self._ended_by.add_note(f"async_ckpt: a checkpoint was not saved: {type(error).__name__}: {error}")
+
+    # --- a training -----------------------------------------------------------------------------------------------
+
+    def begin_run(self) -> ExitStack:
+        """Begin a training. Returns the stack for what is to be undone at its end."""
+        self._has_ended, self._ended_by = False, None
+        return self._undo
+
+    def end_run_by(self, exception: BaseException) -> None:
+        """Note the exception that ends the training."""
+        self._ended_by = exception
+
+    def end_run(self) -> None:
+        """Wait for everything, undo what the stack has, and raise the first error. May be called again."""
+        self.finish()
+        self._undo.close()
+        self._guard, self._has_ended = [], True
+        try:
+            self.raise_error()
+        finally:
+            self._ended_by = None
+
+    @property
+    def guard(self) -> Sequence[Any]:
+        """The optimizers that alone change their parameters and state, in `step()`."""
+        return tuple(self._guard)
+
+    def set_guard(self, optimizers: Sequence[Any]) -> None:
+        """Guard these optimizers, except those that change something at other times. Of these a warning tells once."""
+        self._guard = self._choose_guard(optimizers)
+
+    def __repr__(self) -> str:
+        return f"<BackgroundSaves {self._queue!r}>"
+
+
+def _nothing() -> None:
+    pass
+
+
+def _step_in(checkpoint: Mapping[str, Any]) -> int | None:
+    """The step of a checkpoint of the Trainer, or one that a user of Fabric calls a step."""
+    step = checkpoint.get("global_step", checkpoint.get("step"))
+    return step if isinstance(step, int) else None

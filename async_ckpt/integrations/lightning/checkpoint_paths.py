@@ -1,0 +1,144 @@
+"""The paths of checkpoints: hidden ones beside them, the moments when they get and lose their names, links, a lock.
+
+In: paths. Out: files and folders that have a name only while they are whole. Knows nothing of: what is in them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from ...runs.manifest import NAME as MANIFEST
+from ...runs.manifest import parse
+from ...spans import monotonic
+from ...storage.disk import sync_folder
+from ...storage.locks import TEMP_SUFFIX, is_dead
+from ...storage.scratch import publish
+from ..folders import FolderHold
+
+_ONE_ARCHIVE: Final = "rank_00000.tar"
+_HIDDEN_SUFFIX: Final = ".async_ckpt-saving"
+# For how long rank 0 waits until all ranks know of a commit, and how often it looks. A rank that is killed never knows.
+_HEARD_SECONDS: Final = 60.0
+_LOOK_SECONDS: Final = 0.02
+
+
+def path_key(path: Any) -> str:
+    """One key for every spelling of a local path, and a URL as it is."""
+    text = str(path)
+    return text if "://" in text else os.path.abspath(text)
+
+
+def is_link(path: Any) -> bool:
+    return "://" not in str(path) and os.path.islink(path)
+
+
+def hidden_beside(path: Any) -> Path:
+    """The file or folder beside a checkpoint that gets its name later, or has just lost it."""
+    folder, name = os.path.split(path)
+    return Path(folder, f".{name}{_HIDDEN_SUFFIX}")
+
+
+def archive_path(folder: Path, world_size: int) -> Path:
+    """The path to save shards to: the folder itself, where each rank writes an archive; of one rank, a file in it."""
+    return folder / _ONE_ARCHIVE if world_size == 1 else folder
+
+
+def archives_in(folder: Path) -> Path | None:
+    """The path to load shards from; None if the folder is not one of ours."""
+    if (folder / MANIFEST).is_file():
+        return folder
+    return folder / _ONE_ARCHIVE if (folder / _ONE_ARCHIVE).is_file() else None
+
+
+def saved_world_size(archives: Path) -> int:
+    """The number of ranks that have saved."""
+    if archives.is_file():
+        return 1
+    manifest = archives / MANIFEST
+    return parse(manifest.read_bytes(), path=str(manifest)).world_size
+
+
+def rename(hidden: Path, path: Path) -> None:
+    """Give a complete file its name, in place of a link."""
+    os.replace(hidden, path)
+    sync_folder(path.parent)
+
+
+def tell_heard(hidden: Path, rank: int) -> None:
+    """Say that this rank has heard of the commit, and does not look into the hidden folder again."""
+    with suppress(FileNotFoundError):  # rank 0 has waited for it in vain
+        _heard_mark(hidden, rank).touch()
+
+
+def _heard_mark(hidden: Path, rank: int) -> Path:
+    return hidden / f"heard-{rank}"
+
+
+def publish_when_heard(hidden: Path, path: Path, world_size: int) -> None:
+    """On rank 0, give a complete folder its name, in place of an older one, when all ranks have heard of the commit."""
+    marks = [_heard_mark(hidden, rank) for rank in range(1, world_size)]
+    deadline, pause = monotonic() + _HEARD_SECONDS, threading.Event()
+    while not all(mark.exists() for mark in marks) and monotonic() < deadline:
+        pause.wait(_LOOK_SECONDS)
+    for mark in marks:
+        mark.unlink(missing_ok=True)
+    sync_folder(hidden)
+    if path.is_symlink():  # one that ModelCheckpoint has made; what it leads to stays
+        path.unlink()
+    publish(hidden, path, replaced=lambda _: True)
+    shutil.rmtree(hidden, ignore_errors=True)  # the older one, which has been exchanged for it
+
+
+def remove(path: str, remove_file: Callable[[str], None]) -> None:
+    """Remove a checkpoint. A folder loses its name first, so that no part of it is taken for the whole."""
+    if is_link(path):
+        os.unlink(path)
+    elif os.path.isdir(path):
+        hidden = hidden_beside(path)
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)
+    else:
+        remove_file(path)
+
+
+def move_link(link: str, target: str) -> None:
+    """Make a link lead to a durable checkpoint. There is always one, the old or the new."""
+    folder, name = os.path.split(link)
+    temp = os.path.join(folder, f".{name}{_HIDDEN_SUFFIX}")
+    with suppress(FileNotFoundError):
+        os.unlink(temp)
+    os.symlink(os.path.relpath(target, folder), temp)
+    if os.path.isdir(link) and not os.path.islink(link):
+        shutil.rmtree(link)
+    os.replace(temp, link)
+    sync_folder(Path(folder))
+
+
+@contextmanager
+def locked(folder: str) -> Iterator[None]:
+    """A folder that no other process may lock meanwhile, freed of what killed processes have left there.
+
+    Raises RunTakenError if another trainer has locked it. Without locks, as in some network file systems, no other
+    process is refused.
+    """
+    with FolderHold(Path(folder)):
+        _sweep(Path(folder))
+        yield
+
+
+def _sweep(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name.endswith(TEMP_SUFFIX):
+            is_dead(path, delete=True)
+        elif path.name.startswith(".") and path.name.endswith(_HIDDEN_SUFFIX):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,38 @@
+"""Lightning's packages, which exist under two names.
+
+In: nothing. Out: the modules that the program has imported, with their version checked. Knows nothing of: checkpoints.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final
+
+from ..frameworks import require
+
+# The versions that the tests have run with.
+_OLDEST: Final = "2.4"
+_NEWEST: Final = "2.6"
+# The same code under two names, of which a program may have either: Fabric, the package with its version, the Trainer.
+_PACKAGES: Final = (
+    ("lightning.fabric", "lightning", "lightning.pytorch"),
+    ("lightning_fabric", "lightning_fabric", "pytorch_lightning"),
+)
+
+
+def imported_packages() -> list[tuple[Any, Any]]:
+    """Fabric and the Trainer's package, under each name that the program has imported, or else that is installed.
+
+    In place of the Trainer's package is None if it is not there. Raises ImportError without any.
+    """
+    rows = [row for row in _PACKAGES if sys.modules.get(row[0])] or [row for row in _PACKAGES if find_spec(row[1])]
+    if not rows:
+        require("lightning", oldest=_OLDEST, newest=_NEWEST)
+    packages = []
+    for fabric, versioned, pytorch in rows:
+        require(versioned, oldest=_OLDEST, newest=_NEWEST)
+        trainer = import_module(pytorch) if find_spec(pytorch) else None
+        packages.append((import_module(fabric), trainer))
+    return packages

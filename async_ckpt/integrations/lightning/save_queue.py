@@ -1,0 +1,153 @@
+"""The queue of saves, and of what follows them.
+
+In: handles, and functions to call when their saves are durable. Out: reports and errors. Knows nothing of: Lightning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ...host.threads import Crew, running_future
+from ...host.waits import ENDS_THE_WAIT, Wait, wait_for, wait_for_all
+from ...report import SaveReport
+from ...saving.handle import SaveHandle, progress_of
+from ...saving.ledger import all_saves
+from ...spans import monotonic
+from .checkpoint_paths import path_key
+
+_log = logging.getLogger("async_ckpt")
+
+Action = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A save, or what follows saves at one path. `ended` is its outcome. Only a save has handles."""
+
+    path: str
+    ended: Future[None]
+    handles: tuple[SaveHandle, ...] = ()
+    step: int | None = None
+    waited_seconds: float = 0.0
+
+    def report(self) -> SaveReport:
+        """The report of the first part; the stall is that of all parts, and of the wait before them."""
+        reports = [handle.result() for handle in self.handles]
+        stall_seconds = self.waited_seconds + sum(report.stall_seconds for report in reports)
+        return replace(reports[0], path=self.path, step=self.step, stall_seconds=stall_seconds)
+
+
+class SaveQueue:
+    """The saves under way, and what follows them, in their order. Used by the training thread alone.
+
+    One more thread waits for each save, and then does what follows. It owns nothing: each task is all that it needs.
+    """
+
+    def __init__(self, max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._queued: deque[_Queued] = deque()
+        self._thread: Crew | None = None  # made on use: before that, Lightning may pickle the plugin, or fork
+        self._errors: list[BaseException] = []
+        self._reports: list[SaveReport] = []
+
+    def admit(self, path: Any) -> float:
+        """Wait until nothing concerns this path, and few enough saves are under way. Returns for how many seconds."""
+        begin = monotonic()
+        self.wait(path)
+        while len(saves := self._saves_under_way()) >= self._max_in_flight:
+            _wait_for(saves[0])
+        return monotonic() - begin
+
+    def add(
+        self, path: Any, handles: Sequence[SaveHandle], *, step: int | None, waited_seconds: float, then: Action
+    ) -> None:
+        """Add a save that has begun. It has ended when all of its handles are done, and then `then` is."""
+        ended = self._submit(partial(_finish, tuple(handles), then))
+        self._queued.append(_Queued(path_key(path), ended, tuple(handles), step, waited_seconds))
+
+    def follow(self, path: Any, action: Action) -> None:
+        """Add an action behind the saves in the queue, which is left undone if one of them fails."""
+        saves = [one.ended for one in self._queued if one.handles]
+        ended = self._submit(partial(_act, path_key(path), saves, action))
+        self._queued.append(_Queued(path_key(path), ended))
+
+    def wait(self, path: Any = None) -> None:
+        """Wait for everything, or for all that concerns one path. Raises no error of a save."""
+        for one in [*self._queued]:
+            if path is None or one.path == path_key(path):
+                _wait_for(one)
+
+    def take_reports(self) -> list[SaveReport]:
+        """The reports of the saves that have ended well since the last call."""
+        self._collect()
+        reports, self._reports = self._reports, []
+        return reports
+
+    def take_errors(self) -> list[BaseException]:
+        """The errors since the last call."""
+        self._collect()
+        errors, self._errors = self._errors, []
+        return errors
+
+    def _saves_under_way(self) -> list[_Queued]:
+        return [one for one in self._queued if one.handles and not one.ended.done()]
+
+    def _collect(self) -> None:
+        while self._queued and self._queued[0].ended.done():
+            one = self._queued.popleft()
+            for handle in one.handles:
+                handle.exception()  # is passed on from here; the exit of the interpreter need not tell of it
+            error = one.ended.exception()
+            if error is not None:
+                self._errors.append(error)
+            elif one.handles:
+                self._reports.append(one.report())
+
+    def _submit(self, task: Action) -> Future[None]:
+        ended: Future[None] = running_future()
+
+        def run() -> None:
+            try:
+                task()
+            except BaseException as error:
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+
+        if self._thread is None:
+            self._thread = Crew("lightning", 1)
+        self._thread.submit(run, ended.set_exception)
+        return ended
+
+    def __repr__(self) -> str:
+        return f"<SaveQueue, {sum(not one.ended.done() for one in self._queued)} under way>"
+
+
+def _wait_for(one: _Queued) -> None:
+    wait = Wait("in the Trainer", ENDS_THE_WAIT)
+    wait_for(one.ended, None, lambda: wait.goes_on(lambda: progress_of(one.handles)))
+
+
+def _finish(handles: tuple[SaveHandle, ...], then: Action) -> None:
+    """Wait for the parts of a save, and do the rest of it. Raises its error, without looking at it for the user."""
+    wait_for_all(handles)
+    # A save that is committed may still clean up in its folder, which is about to be renamed.
+    wait_for_all([one.finished for one in all_saves() if one.handle in handles])
+    for handle in handles:
+        if (error := Future.exception(handle)) is not None:
+            raise error
+    then()
+
+
+def _act(path: str, saves: list[Future[None]], action: Action) -> None:
+    """Do what follows saves, which have all ended, since one thread does everything in order."""
+    if any(ended.exception() is not None for ended in saves):
+        _log.warning("%s is left as it is, since a save before it has failed", path)
+    else:
+        action()

@@ -1,0 +1,178 @@
+"""Strategies whose ranks save shards: methods that take the place of their own.
+
+In: the checkpoints of a ModelParallelStrategy or an FSDPStrategy. Out: folders of archives, and models and optimizers
+filled from them on any mesh. Knows nothing of: the order of saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from ...state.state_dict_cache import StateDictCache
+from ..dcp import TarStorageReader
+from .background_saves import REST, BackgroundSaves
+from .checkpoint_paths import archives_in, saved_world_size
+
+
+def saves_shards(strategy: Any) -> bool:
+    """Whether a strategy saves shards by itself; False for one that gathers full state dicts, or has no shards."""
+    state_dict_type = getattr(strategy, "_state_dict_type", None)  # that of an FSDPStrategy
+    return bool(getattr(strategy, "_save_distributed_checkpoint", state_dict_type == "sharded"))
+
+
+class StrategyShards:
+    """The methods that take the place of a strategy's own, so that its ranks save shards in the background.
+
+    They are set on the one object, not on its class. `plain` has the methods that were there.
+    """
+
+    names: tuple[str, ...] = ("save_checkpoint", "load_checkpoint", "teardown")
+
+    def __init__(self, saves: BackgroundSaves, strategy: Any) -> None:
+        self.saves, self.strategy = saves, strategy
+        self.plain = SimpleNamespace(**{name: getattr(strategy, name) for name in self.names})
+        for name in self.names:
+            setattr(strategy, name, getattr(self, name))
+
+    @property
+    def is_on(self) -> bool:
+        return saves_shards(self.strategy)
+
+    def teardown(self) -> None:
+        """Wait for the saves under way first; their error is raised last."""
+        try:
+            self.saves.end_run()
+        finally:
+            self.plain.teardown()
+
+    def path_to_load(self, path: Any) -> Path:
+        """The path that rank 0 loads from, after the saves under way."""
+        self.saves.finish()
+        return Path(self.strategy.broadcast(path))
+
+
+class TrainerShards(StrategyShards):
+    """The shards of a strategy of the Trainer. The tensors stay on their devices until they are copied."""
+
+    names = (*StrategyShards.names, "remove_checkpoint", "lightning_module_state_dict", "optimizer_state")
+
+    def lightning_module_state_dict(self) -> Any:
+        if not self.is_on:
+            return self.plain.lightning_module_state_dict()
+        return _state_dicts().get_model_state_dict(self.strategy.model)
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        if not self.is_on:
+            return self.plain.optimizer_state(optimizer)
+        optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper
+        return _state_dicts().get_optimizer_state_dict(self.strategy.model, optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save on all ranks: the shards as archives, and everything else on rank 0."""
+        if not self.is_on or storage_options is not None:
+            self.plain.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        rest = dict(checkpoint)
+        parts = {"state_dict": rest.pop("state_dict")}
+        parts |= {f"optimizer_{i}": part for i, part in enumerate(rest.pop("optimizer_states", ()))}
+        if not StateDictCache().is_spread(parts):  # `configure_model` has not parallelized anything
+            self.plain.save_checkpoint(checkpoint, filepath)
+            return
+        self.saves.save_shards(self.strategy, filepath, parts, rest)
+
+    def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> Any:
+        """Fill model and optimizers, on any mesh, from our folder or from Lightning's. Returns the rest."""
+        path, strategy = self.path_to_load(checkpoint_path), self.strategy
+        if (archives := archives_in(path)) is None:
+            return self.plain.load_checkpoint(path, **options)
+        optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(strategy.optimizers)}
+        _fill(archives, "state_dict", strategy.model, optimizers, strict=strategy.lightning_module.strict_loading)
+        return torch.load(path / REST, map_location="cpu", **options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint behind the saves under way."""
+        if self.strategy.is_global_zero:
+            self.saves.remove(filepath)
+
+
+class FabricShards(StrategyShards):
+    """The shards of a strategy of Fabric."""
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,  # noqa: A002
+    ) -> None:
+        """Save on all ranks: models and optimizers as archives, and everything else on rank 0."""
+        model = _sharded_model(state)
+        if not self.is_on or model is None or storage_options is not None or filter is not None:
+            self.plain.save_checkpoint(path, state, storage_options, filter)
+            return
+        parts, rest = {}, {}
+        for key, value in state.items():
+            if isinstance(value, torch.nn.Module):
+                parts[key] = _state_dicts().get_model_state_dict(value)
+            elif isinstance(value, torch.optim.Optimizer):
+                parts[key] = _state_dicts().get_optimizer_state_dict(model, value)
+            else:
+                rest[key] = value.state_dict() if hasattr(value, "state_dict") else value
+        self.saves.save_shards(self.strategy, path, parts, rest)
+
+    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **options: Any) -> Any:
+        """Fill the objects in `state`, on any mesh, from our folder or from Lightning's. Returns the rest."""
+        path = self.path_to_load(path)
+        model = _sharded_model(state) if isinstance(state, dict) else None
+        if (archives := archives_in(path)) is None or model is None:
+            return self.plain.load_checkpoint(path, state, strict, **options)
+        models = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
+        optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
+        for key, value in models.items():
+            _fill(archives, key, value, optimizers if value is model else {}, strict=strict)
+        rest = torch.load(path / REST, map_location="cpu", **options)
+        wanted = state.keys() - models.keys() - optimizers.keys()
+        if strict and (missing := sorted(wanted - rest.keys())):
+            raise KeyError(f"{path} has no {missing[0]!r}; leave it out of the state, or pass strict=False")
+        state.update({key: rest.pop(key) for key in wanted if key in rest})
+        return rest
+
+
+def _sharded_model(state: Mapping[str, Any]) -> torch.nn.Module | None:
+    """The model whose parameters are spread over ranks."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    for value in state.values():
+        if isinstance(value, torch.nn.Module) and (
+            any(isinstance(parameter, DTensor) for parameter in value.parameters())
+            or any(isinstance(module, FullyShardedDataParallel) for module in value.modules())
+        ):
+            return value
+    return None
+
+
+def _state_dicts() -> ModuleType:
+    return import_module("torch.distributed.checkpoint.state_dict")
+
+
+def _fill(archives: Path, key: str, model: Any, optimizers: Mapping[str, Any], *, strict: bool) -> None:
+    """Fill a model, and its optimizers, from the archives of all ranks. Every rank calls it."""
+    dcp, torch_ = import_module("torch.distributed.checkpoint"), _state_dicts()
+    # Running statistics may differ by rank. Each rank gets its own back, or on another number of ranks those of rank 0.
+    is_same_world = saved_world_size(archives) == torch.distributed.get_world_size()
+    from_ranks = None if is_same_world else {key: 0, **dict.fromkeys(optimizers, 0)}
+    reader = TarStorageReader(archives, from_ranks=from_ranks)
+    weights = torch_.get_model_state_dict(model)
+    dcp.load({key: weights}, storage_reader=reader)
+    torch_.set_model_state_dict(model, weights, options=torch_.StateDictOptions(strict=strict))
+    for name, optimizer in optimizers.items():
+        state = torch_.get_optimizer_state_dict(model, optimizer)
+        dcp.load({name: state}, storage_reader=reader)
+        torch_.set_optimizer_state_dict(model, optimizer, state)

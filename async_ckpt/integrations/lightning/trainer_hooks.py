@@ -1,0 +1,134 @@
+"""The callback of the plugin: hooks of the Trainer, and the few methods of ModelCheckpoint that must wait for saves.
+
+In: the Trainer. Out: optimizers for the guard, figures for the loggers, links in their order; all undone at the end.
+Knows nothing of: how to save.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import methodcaller
+from typing import Any, Final
+
+from ..frameworks import require_names
+from .background_saves import BackgroundSaves
+from .checkpoint_paths import locked, move_link
+from .packages import imported_packages
+from .sharded_strategies import StrategyShards, saves_shards
+
+PREFIX: Final = "async_ckpt/"
+_MISSING: Final = object()
+
+
+class TrainerHooks:
+    """The hooks of the callback of an AsyncTarCheckpointIO, which makes a class of them and of Lightning's Callback."""
+
+    def __init__(self, plugin: Any, saves: BackgroundSaves) -> None:
+        _, pytorch = imported_packages()[0]
+        require_names(pytorch, pytorch.callbacks.ModelCheckpoint, ["file_exists", "_link_checkpoint", "setup"])
+        require_names(pytorch, pytorch.core.saving, ["pl_load"])
+        self._plugin, self._saves = plugin, saves
+        self._undo = ExitStack()
+
+    def __reduce__(self) -> Any:
+        """Lightning pickles callbacks for processes that it spawns; the class of this one has no name to find it by."""
+        return methodcaller("callback"), (self._plugin,)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Have ModelCheckpoint and `load_from_checkpoint` wait for what they look at, until the training ends."""
+        if stage != "fit":
+            return
+        self._refuse_other_plugin(trainer)
+        undo = self._undo = self._saves.begin_run()
+        for callback in trainer.checkpoint_callbacks:
+            if hasattr(callback, "_link_checkpoint"):
+                undo.enter_context(_replaced(callback, "file_exists", self._after_saves_to(callback.file_exists)))
+                undo.enter_context(_replaced(callback, "_link_checkpoint", self._link))
+        for saving in [pytorch.core.saving for _, pytorch in imported_packages() if pytorch is not None]:
+            undo.enter_context(_replaced(saving, "pl_load", self._after_saves_to(saving.pl_load)))
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Lock the folders of checkpoints. Raises RunTakenError if another process saves there."""
+        if trainer.is_global_zero:
+            folders = {
+                os.path.realpath(callback.dirpath) for callback in trainer.checkpoint_callbacks if _is_local(callback)
+            }
+            for folder in sorted(folders):
+                self._undo.enter_context(locked(folder))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Hand the optimizers to the guard."""
+        self._saves.set_guard(list(trainer.optimizers))
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Log the saves that have ended; what is to be removed joins the queue."""
+        self._log_reports(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Wait for the saves under way, ahead of the checkpoint that others may save now, and log them."""
+        self._saves.end_run_by(exception)
+        self._saves.finish()
+        self._log_reports(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Log the last saves, which the strategy's teardown has waited for."""
+        self._log_reports(trainer)
+
+    def _refuse_other_plugin(self, trainer: Any) -> None:
+        strategy = trainer.strategy
+        shards = getattr(strategy.save_checkpoint, "__self__", None)
+        if isinstance(shards, StrategyShards) and shards.saves is self._saves:
+            return
+        if strategy.checkpoint_io is not self._plugin:
+            raise ValueError(
+                "this callback belongs to an AsyncTarCheckpointIO that the Trainer does not have; pass both: "
+                "Trainer(plugins=[checkpoints], callbacks=[checkpoints.callback()])"
+            )
+        kinds = {kind.__name__ for kind in type(strategy).mro()}
+        if saves_shards(strategy) or "DeepSpeedStrategy" in kinds:
+            raise ValueError(
+                f"{type(strategy).__name__} writes its checkpoints by itself; if it is a ModelParallelStrategy or an "
+                "FSDPStrategy, pass strategy=checkpoints.sharded(strategy); others are not served"
+            )
+
+    def _after_saves_to(self, look: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of a path that looks at it only after the saves to it."""
+
+        def look_later(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(path, str | os.PathLike):
+                self._saves.finish(path)
+            return look(path, *args, **kwargs)
+
+        return look_later
+
+    def _link(self, trainer: Any, filepath: str, linkpath: str) -> None:
+        """Stand in for `ModelCheckpoint._link_checkpoint`: move the link when the file is durable."""
+        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            self._saves.follow(linkpath, partial(move_link, linkpath, filepath))
+        trainer.strategy.barrier()
+
+    def _log_reports(self, trainer: Any) -> None:
+        for report in self._saves.take_reports():
+            for logger in trainer.loggers:
+                logger.log_metrics(report.as_dict(PREFIX), step=report.step)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of an object or module, replaced while the block lasts."""
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _is_local(callback: Any) -> bool:
+    return getattr(callback, "dirpath", None) is not None and "://" not in str(callback.dirpath)

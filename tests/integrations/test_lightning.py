@@ -1,0 +1,651 @@
+"""Lightning's Trainer with our plugin: the files are its own, whole and durable, and links and removals keep their order."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import shutil
+import sys
+import threading
+import warnings
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disks import mounted, needs_mount
+from lightning_runs import NAMES, batches, contents, files_in, kit_of, loaded, quiet, run_of, trainer_of, version_of
+from racing import Call, Gate
+from states import difference
+
+from async_ckpt import CheckpointError, StorageFullError, files
+from async_ckpt.integrations.frameworks import require
+from async_ckpt.integrations.lightning import AsyncTarCheckpointIO
+from async_ckpt.storage.local import LocalSink
+
+if not NAMES:
+    pytest.skip("Lightning is not installed", allow_module_level=True)
+# Both names are one code: the tests run with each that is installed.
+MIB = 2**20
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def kit(request: pytest.FixtureRequest) -> Any:
+    return kit_of(request.param)
+
+
+@pytest.fixture
+def checkpoints(kit: Any) -> AsyncTarCheckpointIO:
+    return AsyncTarCheckpointIO()
+
+
+@pytest.fixture
+def held_writes(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> Gate:
+    """Nothing is written to the disk before the gate is open."""
+    finish = LocalSink.finish
+
+    def held(self: LocalSink, *args: Any) -> Any:
+        gate.passed()
+        return finish(self, *args)
+
+    monkeypatch.setattr(LocalSink, "finish", held)
+    return gate
+
+
+@pytest.fixture
+def broken_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Parts of the names of files that cannot be written."""
+    names: list[str] = []
+    finish = LocalSink.finish
+
+    def failing(self: LocalSink, *args: Any) -> Any:
+        if any(name in str(self._target) for name in names):
+            raise StorageFullError(f"{self._target}: no space left")
+        return finish(self, *args)
+
+    monkeypatch.setattr(LocalSink, "finish", failing)
+    return names
+
+
+# --- the main path ------------------------------------------------------------------------------------------------
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "every step, all kept": {"save_top_k": -1, "every_n_train_steps": 1},
+    "the newest": {"save_top_k": 1, "every_n_train_steps": 2},
+    "the best two and the last": {"monitor": "loss", "save_top_k": 2, "every_n_train_steps": 2, "save_last": True},
+    "the best two and a link": {"monitor": "loss", "save_top_k": 2, "every_n_train_steps": 2, "save_last": "link"},
+    "the worst one and a link": {"monitor": "loss", "mode": "max", "every_n_train_steps": 1, "save_last": "link"},
+    "at any time": {"train_time_interval": timedelta(microseconds=1), "save_top_k": -1},
+    "by validation": {"monitor": "val_loss", "save_top_k": 2, "save_last": True},
+    "weights alone": {"save_weights_only": True, "every_n_train_steps": 3, "save_top_k": -1},
+    "one name, by version": {"filename": "model", "every_n_train_steps": 2, "save_top_k": -1},
+    "one name, replaced": {"filename": "model", "every_n_train_steps": 2, "save_top_k": -1, "enable_version_counter": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_files_are_those_that_lightning_writes_itself(kit, checkpoints, tmp_path, config):
+    """By name and by content, so that `torch.load` and Lightning without the plugin read them."""
+    left = {}
+    for name, plugin in (("plain", None), ("ours", checkpoints)):
+        saved = kit.ModelCheckpoint(tmp_path / "run", **CONFIGS[config])
+        model = kit.Model()
+        with quiet():
+            trainer = trainer_of(kit, tmp_path, plugin, saved, max_epochs=3, max_steps=-1)
+            trainer.fit(model, batches(), batches())
+        left[name] = contents(tmp_path / "run")
+        links = {path.name: os.readlink(path) for path in (tmp_path / "run").iterdir() if path.is_symlink()}
+        left[name]["links"] = links
+        left[name]["best"] = saved.best_model_path, saved.last_model_path
+        shutil.rmtree(tmp_path / "run")
+
+    assert [*left["ours"]] == [*left["plain"]]
+    assert len(left["ours"]) > 2
+    assert difference(left["ours"], left["plain"]) is None
+
+
+def test_a_training_goes_on_from_ours_and_from_lightnings_own_with_the_same_losses(kit, checkpoints, tmp_path):
+    saved = {"save_last": "link"}
+    whole = run_of(kit, tmp_path / "whole", None).losses
+    if version_of(kit) < (2, 5):  # its own resumed trainings differ, since it steps the scheduler once less
+        run_of(kit, tmp_path / "plain", None, max_steps=6)
+        whole |= run_of(kit, tmp_path / "plain", None, ckpt_path=tmp_path / "plain" / "epoch=1-step=6.ckpt").losses
+    for name, first, second in (
+        ("ours", checkpoints, checkpoints),
+        ("back", checkpoints, None),
+        ("there", None, checkpoints),
+    ):
+        folder = tmp_path / name
+        begun = run_of(kit, folder, first, max_steps=6, saved=saved).losses
+        for ckpt_path in ("last", folder / "epoch=1-step=6.ckpt"):
+            resumed = run_of(kit, folder, second, ckpt_path=ckpt_path, saved=saved).losses
+            assert [*resumed] == [6, 7, 8, 9, 10, 11]
+            assert begun | resumed == whole
+
+
+def test_the_best_checkpoint_is_found_after_the_training(kit, checkpoints, tmp_path):
+    saved = kit.ModelCheckpoint(tmp_path, monitor="loss", every_n_train_steps=1)
+    model = kit.Model()
+    with quiet():
+        trainer = trainer_of(kit, tmp_path, checkpoints, saved)
+        trainer.fit(model, batches())
+        trainer.validate(kit.Model(), batches(), ckpt_path="best", verbose=False)
+        again = kit.Model.load_from_checkpoint(saved.best_model_path)
+    assert difference(again.state_dict(), loaded(saved.best_model_path)["state_dict"]) is None
+    assert again.hparams.width == 4
+
+
+def test_a_save_after_the_training_is_durable_when_it_returns(kit, checkpoints, tmp_path, held_writes):
+    held_writes.open()
+    with quiet():
+        trainer = trainer_of(kit, tmp_path, checkpoints, enable_checkpointing=False)
+        trainer.fit(kit.Model(), batches())
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert loaded(tmp_path / "x.ckpt")["global_step"] == 12
+
+
+def test_every_file_has_the_state_of_its_own_step_though_the_copies_overlap_the_training(kit, checkpoints, tmp_path):
+    """The tensors are larger than 1 MiB, so their copies are left to the guard."""
+    width = MIB // 8
+    run_of(kit, tmp_path / "plain", None, saved={"every_n_train_steps": 1}, width=width, max_steps=5)
+    run_of(kit, tmp_path / "ours", checkpoints, saved={"every_n_train_steps": 1}, width=width, max_steps=5)
+    plain, ours = contents(tmp_path / "plain"), contents(tmp_path / "ours")
+    assert [*ours] == [*plain]
+    for name, checkpoint in ours.items():
+        for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
+            assert difference(checkpoint[part], plain[name][part]) is None
+
+
+def test_the_state_may_change_while_it_is_written(kit, checkpoints, tmp_path, held_writes):
+    state = {"state_dict": {"w": torch.ones(4)}, "global_step": 3, "loops": {"a": [1]}}
+    checkpoints.save_checkpoint(state, tmp_path / "x.ckpt")
+    state["state_dict"]["w"].zero_()
+    state["loops"]["a"].append(2)
+    held_writes.wait_reached()
+    assert files_in(tmp_path) == []
+    held_writes.open()
+    checkpoints.wait()
+    assert (
+        difference(
+            loaded(tmp_path / "x.ckpt"), {"state_dict": {"w": torch.ones(4)}, "global_step": 3, "loops": {"a": [1]}}
+        )
+        is None
+    )
+
+
+def test_views_and_tied_tensors_are_stored_once(checkpoints, tmp_path):
+    base = torch.arange(1000.0)
+    checkpoints.save_checkpoint({"a": base, "b": base, "c": base[10:20]}, tmp_path / "x.ckpt")
+    checkpoints.wait()
+    found = loaded(tmp_path / "x.ckpt")
+    assert found["a"].data_ptr() == found["b"].data_ptr() == found["c"].data_ptr() - 40
+    assert (tmp_path / "x.ckpt").stat().st_size < 6000
+
+
+def test_the_checkpoint_for_a_job_that_is_requeued_is_durable_when_the_call_returns(kit, checkpoints, tmp_path):
+    """Lightning has SLURM kill the job next."""
+    model, seen, path = kit.Model(), [], tmp_path / "hpc_ckpt_1.ckpt"
+    with quiet():
+        trainer = trainer_of(kit, tmp_path, checkpoints, enable_checkpointing=False)
+        model.at_step = {3: lambda: (trainer.save_checkpoint(path), seen.append(loaded(path)["global_step"]))}
+        trainer.fit(model, batches())
+    assert seen == [3]
+
+
+def test_the_plugin_and_its_callback_can_be_pickled_for_processes_that_lightning_spawns(kit, checkpoints, tmp_path):
+    plugin, callback = pickle.loads(pickle.dumps((checkpoints, checkpoints.callback())))
+    with quiet():
+        trainer = kit.Trainer(plugins=[plugin], callbacks=[callback], max_steps=2, logger=False, accelerator="cpu")
+        assert trainer.strategy.checkpoint_io is plugin
+    assert isinstance(callback, kit.pytorch.Callback)
+
+
+@pytest.mark.skipif(find_spec("s3fs") is None, reason="Lightning reads s3:// by s3fs")
+def test_a_dirpath_may_be_a_url(kit, checkpoints, s3, bucket, monkeypatch):
+    for name in ("region", "access_key_id", "secret_access_key"):
+        monkeypatch.setenv(f"AWS_{name.upper()}", s3.options[name])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    whole = run_of(kit, f"s3://{bucket}/whole", checkpoints, default_root_dir=".").losses
+    folder, saved = f"s3://{bucket}/run", {"save_top_k": 1, "save_last": True}
+    begun = run_of(kit, folder, checkpoints, saved=saved, max_steps=6, default_root_dir=".").losses
+    assert sorted(name.rpartition("/")[2] for name in files.list_dir(folder)) == ["epoch=1-step=6.ckpt", "last.ckpt"]
+    resumed = run_of(kit, folder, checkpoints, saved=saved, ckpt_path="last", default_root_dir=".").losses
+    assert begun | resumed == whole
+
+
+# --- what the callback brings -------------------------------------------------------------------------------------
+
+
+def test_the_figures_of_every_save_go_to_the_logger(kit, checkpoints, tmp_path):
+    rows_seen: list[tuple[Any, dict[str, float]]] = []
+
+    class Logger(kit.CSVLogger):
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            rows_seen.append((step, dict(metrics)))
+
+    logger = Logger(tmp_path)
+    run_of(kit, tmp_path / "run", checkpoints, logger=logger)
+    rows = {step: row for step, row in rows_seen if "async_ckpt/stall_seconds" in row}
+    assert [*rows] == [2, 4, 6, 8, 10, 12]
+    for step, row in rows.items():
+        assert row["async_ckpt/step"] == step
+        assert row["async_ckpt/committed"] == 1
+        assert row["async_ckpt/num_bytes"] == next((tmp_path / "run").glob(f"*step={step}.ckpt")).stat().st_size
+        assert row["async_ckpt/bandwidth"] > 0
+        assert row["async_ckpt/stall_seconds"] > 0
+        assert row["async_ckpt/total_seconds"] > 0
+
+
+def test_the_optimizers_are_guarded_while_the_training_runs_and_no_longer(kit, checkpoints, tmp_path):
+    model, seen = kit.Model(), []
+    with quiet():
+        trainer = trainer_of(kit, tmp_path, checkpoints, enable_checkpointing=False)
+        model.at_step = {3: lambda: seen.append((checkpoints.guard, trainer.optimizers))}
+        trainer.fit(model, batches())
+    (guard, optimizers), *_ = seen
+    assert [*guard] == optimizers
+    assert checkpoints.guard == ()
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Changes the weights in `train` and `eval`, as schedule-free optimizers do."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def in_backward(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Steps each parameter as soon as it has its gradient."""
+    kept = [*parameters]
+    for parameter in kept:
+        one = torch.optim.SGD([parameter], lr=lr)
+        parameter.register_post_accumulate_grad_hook(lambda _, one=one: one.step())
+    return torch.optim.SGD(kept, lr=0.0)
+
+
+@pytest.mark.parametrize("made_by", [ScheduleFree, in_backward], ids=["schedule-free", "fused in backward"])
+def test_an_optimizer_that_cannot_be_guarded_is_told_of_once_and_its_files_are_right(
+    kit, checkpoints, tmp_path, made_by
+):
+    for name, plugin in (("plain", None), ("ours", checkpoints)):
+        for number in range(2):
+            model = kit.Model(MIB // 8, made_by)
+            saved = kit.ModelCheckpoint(
+                tmp_path / name, every_n_train_steps=1, save_top_k=-1, enable_version_counter=False
+            )
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                trainer_of(kit, tmp_path, plugin, saved, max_steps=3).fit(model, batches())
+            if plugin is not None:
+                assert checkpoints.guard == ()
+                count = sum("cannot be guarded" in str(one.message) for one in told)
+                assert count == (number == 0)
+    plain, ours = contents(tmp_path / "plain"), contents(tmp_path / "ours")
+    for name, checkpoint in ours.items():
+        assert difference(checkpoint["state_dict"], plain[name]["state_dict"]) is None
+
+
+def test_the_changes_to_lightning_are_undone_at_the_end(kit, checkpoints, tmp_path):
+    saved = kit.ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    saving = kit.pytorch.core.saving
+    before, loader, found = {*vars(saved)}, saving.pl_load, []
+    model = kit.Model()
+    with quiet():
+        model.at_step = {1: lambda: found.append(({*vars(saved)} - before, saving.pl_load is loader))}
+        trainer_of(kit, tmp_path, checkpoints, saved).fit(model, batches())
+    assert {"file_exists", "_link_checkpoint"} <= found[0][0]
+    assert found[0][1] is False
+    assert saving.pl_load is loader
+    assert not {"file_exists", "_link_checkpoint"} & {*vars(saved)}
+    assert not (tmp_path / ".async_ckpt.lock").exists()
+
+
+# --- order --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_replaced_is_removed_only_when_its_successor_is_durable(checkpoints, tmp_path, held_writes):
+    (tmp_path / "old.ckpt").write_text("old")
+    checkpoints.save_checkpoint({"global_step": 1}, tmp_path / "new.ckpt")
+    checkpoints.remove_checkpoint(tmp_path / "old.ckpt")
+    assert checkpoints.reports() == []  # as at the end of a batch
+    held_writes.wait_reached()
+    assert files_in(tmp_path) == ["old.ckpt"]
+    held_writes.open()
+    checkpoints.wait()
+    assert files_in(tmp_path) == ["new.ckpt"]
+
+
+def test_what_a_failed_save_was_to_replace_is_kept(checkpoints, tmp_path, broken_writes, caplog):
+    (tmp_path / "old.ckpt").write_text("old")
+    broken_writes.append("new.ckpt")
+    checkpoints.save_checkpoint({"global_step": 1}, tmp_path / "new.ckpt")
+    checkpoints.remove_checkpoint(tmp_path / "old.ckpt")
+    with pytest.raises(CheckpointError, match="no space left"):
+        checkpoints.wait()
+    assert files_in(tmp_path) == ["old.ckpt"]
+    assert "old.ckpt is left as it is, since a save before it has failed" in caplog.text
+    checkpoints.wait()  # it is told once
+
+
+def test_a_name_that_is_still_to_be_removed_is_removed_before_it_is_written_again(checkpoints, tmp_path):
+    for step in range(5):
+        checkpoints.save_checkpoint({"global_step": step}, tmp_path / "a.ckpt")
+        checkpoints.remove_checkpoint(tmp_path / "a.ckpt")
+    checkpoints.save_checkpoint({"global_step": 5}, tmp_path / "a.ckpt")
+    checkpoints.wait()
+    assert loaded(tmp_path / "a.ckpt") == {"global_step": 5}
+
+
+def test_the_link_leads_to_the_old_file_until_the_new_one_is_durable(kit, checkpoints, tmp_path, held_writes):
+    """And the file that it leads to is not removed before it has moved."""
+    link, seen = tmp_path / "last.ckpt", []
+    saved = kit.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1, save_last="link", filename="{step}")
+    model, opened = kit.Model(), threading.Event()
+
+    def look() -> None:
+        held_writes.wait_reached()
+        seen.append((os.path.lexists(link), files_in(tmp_path)))
+        held_writes.open()
+        opened.set()
+
+    with quiet():
+        model.at_step = {1: look, 6: lambda: seen.append(link.exists())}
+        trainer_of(kit, tmp_path, checkpoints, saved).fit(model, batches())
+    assert seen == [(False, []), True]
+    assert os.readlink(link) == "step=12.ckpt"
+    assert files_in(tmp_path) == ["last.ckpt", "step=12.ckpt"]
+
+
+def test_every_moment_of_a_training_has_a_last_checkpoint_that_loads(kit, checkpoints, tmp_path, monkeypatch):
+    """Looked at ahead of every removal, renaming and link."""
+    link, states = tmp_path / "last.ckpt", []
+
+    def watched(real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if os.path.lexists(link):
+                states.append(loaded(link)["global_step"])
+            return real(*args, **options)
+
+        return call
+
+    for name in ("unlink", "remove", "replace", "rename", "symlink"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    saved = {"save_top_k": 1, "every_n_train_steps": 1, "save_last": "link"}
+    run_of(kit, tmp_path, checkpoints, saved=saved)
+    assert {*states} >= {*range(1, 12)}
+
+
+def test_a_link_that_is_saved_over_leaves_the_file_that_it_leads_to(checkpoints, tmp_path):
+    checkpoints.save_checkpoint({"step": 1}, tmp_path / "one.ckpt")
+    checkpoints.wait()
+    os.symlink("one.ckpt", tmp_path / "last.ckpt")
+    checkpoints.save_checkpoint({"step": 2}, tmp_path / "last.ckpt")
+    checkpoints.wait()
+    assert loaded(tmp_path / "one.ckpt") == {"step": 1}
+    assert loaded(tmp_path / "last.ckpt") == {"step": 2}
+    assert not (tmp_path / "last.ckpt").is_symlink()
+
+
+def test_loading_waits_for_the_saves_under_way(kit, checkpoints, tmp_path, held_writes):
+    path = tmp_path / "x.ckpt"
+    checkpoints.save_checkpoint({"global_step": 7}, path)
+    loading = Call(lambda: checkpoints.load_checkpoint(path))
+    loading.wait_until_inside("wait_for")
+    assert loading.is_alive()
+    held_writes.open()
+    assert loading.outcome() == {"global_step": 7}
+
+
+def test_load_from_checkpoint_waits_in_the_middle_of_a_training(kit, checkpoints, tmp_path, held_writes):
+    model, seen = kit.Model(), []
+
+    def look() -> None:
+        loading = Call(lambda: kit.Model.load_from_checkpoint(tmp_path / "step=2.ckpt"))
+        loading.wait_until_inside("wait_for")
+        held_writes.open()
+        seen.append(loading.outcome())
+
+    saved = kit.ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}", save_top_k=-1)
+    with quiet():
+        model.at_step = {2: look}
+        trainer_of(kit, tmp_path, checkpoints, saved).fit(model, batches())
+    assert difference(seen[0].state_dict(), loaded(tmp_path / "step=2.ckpt")["state_dict"]) is None
+
+
+def test_no_more_saves_are_under_way_than_allowed(kit, tmp_path, held_writes):
+    checkpoints = AsyncTarCheckpointIO(max_in_flight=2)
+    for step in (1, 2):
+        checkpoints.save_checkpoint({"step": step}, tmp_path / f"{step}.ckpt")
+    third = Call(lambda: checkpoints.save_checkpoint({"step": 3}, tmp_path / "3.ckpt"))
+    third.wait_until_inside("wait_for")
+    assert "2 under way" in repr(checkpoints)
+    held_writes.open()
+    third.outcome()
+    checkpoints.wait()
+    assert files_in(tmp_path) == ["1.ckpt", "2.ckpt", "3.ckpt"]
+    with pytest.raises(ValueError, match="max_in_flight must be a whole number, at least 1"):
+        AsyncTarCheckpointIO(max_in_flight=0)
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_is_raised_by_the_next_one_and_the_one_after_that_is_saved(checkpoints, tmp_path, broken_writes):
+    broken_writes.append("1.ckpt")
+    checkpoints.save_checkpoint({"step": 1}, tmp_path / "1.ckpt")
+    with pytest.raises(CheckpointError, match=r"1\.ckpt.*no space left"):  # noqa: PT012
+        for _ in range(3):  # the error is known when the save before has ended
+            checkpoints.save_checkpoint({"step": 2}, tmp_path / "2.ckpt")
+    checkpoints.save_checkpoint({"step": 2}, tmp_path / "2.ckpt")
+    checkpoints.wait()
+    assert loaded(tmp_path / "2.ckpt") == {"step": 2}
+
+
+def test_the_error_of_the_last_save_ends_the_training(kit, checkpoints, tmp_path, broken_writes):
+    broken_writes.append("step=12.ckpt")
+    with pytest.raises(CheckpointError, match=r"step=12\.ckpt.*no space left"):
+        run_of(kit, tmp_path, checkpoints)
+    assert files_in(tmp_path) == [f"epoch={e}-step={s}.ckpt" for e, s in ((0, 2), (0, 4), (1, 6), (1, 8), (2, 10))][::1]
+    assert not (tmp_path / ".async_ckpt.lock").exists()
+    run_of(kit, tmp_path, checkpoints, max_steps=2, saved={"enable_version_counter": False})  # the plugin still works
+
+
+def test_an_exception_in_the_training_is_not_hidden_by_that_of_a_save(
+    kit, checkpoints, tmp_path, broken_writes, caplog
+):
+    broken_writes.append("step=4.ckpt")
+    model = kit.Model()
+
+    def fail() -> None:
+        raise RuntimeError("out of luck")
+
+    model.at_step = {4: fail}
+    saved = kit.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    with quiet(), pytest.raises(RuntimeError, match="out of luck") as caught:
+        trainer_of(kit, tmp_path, checkpoints, saved).fit(model, batches())
+    assert files_in(tmp_path) == ["epoch=0-step=2.ckpt"]
+    assert any("a checkpoint was not saved" in note for note in caught.value.__notes__)
+    assert "a checkpoint was not saved" in caplog.text
+
+
+def test_an_exception_waits_for_what_is_under_way_and_for_the_checkpoint_that_it_causes(kit, checkpoints, tmp_path):
+    if "save_on_exception" not in inspect.signature(kit.ModelCheckpoint).parameters:
+        pytest.skip("ModelCheckpoint(save_on_exception=True) is newer")
+    model = kit.Model()
+
+    def fail() -> None:
+        raise RuntimeError("out of luck")
+
+    model.at_step = {5: fail}
+    saved = kit.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, save_on_exception=True)
+    with quiet(), pytest.raises(RuntimeError, match="out of luck"):
+        trainer_of(kit, tmp_path, checkpoints, saved).fit(model, batches())
+    assert [checkpoint["global_step"] for checkpoint in contents(tmp_path).values()][:3] == [2, 4, 5]
+
+
+def test_a_folder_that_is_deleted_while_a_save_runs_costs_that_save_only(kit, checkpoints, tmp_path, held_writes):
+    folder = tmp_path / "run"
+    checkpoints.save_checkpoint({"step": 1}, folder / "1.ckpt")
+    held_writes.wait_reached()
+    shutil.rmtree(folder)
+    held_writes.open()
+    with pytest.raises(CheckpointError):
+        checkpoints.wait()
+    checkpoints.save_checkpoint({"step": 2}, folder / "2.ckpt")
+    checkpoints.wait()
+    assert contents(folder) == {"2.ckpt": {"step": 2}}
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_at_once_or_by_the_next_save(checkpoints, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises((OSError, CheckpointError), match="file"):  # noqa: PT012
+        checkpoints.save_checkpoint({"step": 1}, tmp_path / "file" / "1.ckpt")
+        checkpoints.wait()
+
+
+@needs_mount
+def test_on_a_full_disk_the_files_that_fit_stay_whole(kit, checkpoints, tmp_path):
+    with mounted(tmp_path / "small", "size=4m") as small, pytest.raises(StorageFullError):
+        run_of(kit, small, checkpoints, width=2**15)  # 2.3 MB each
+    with mounted(tmp_path / "smaller", "size=4m") as small:
+        with pytest.raises(StorageFullError):
+            run_of(kit, small, checkpoints, width=2**15, saved={"save_top_k": 1})
+        assert [checkpoint["global_step"] for checkpoint in contents(small).values()] == [2]
+
+
+def test_options_for_the_storage_are_refused(checkpoints, tmp_path):
+    with pytest.raises(TypeError, match="storage_options is not supported here"):
+        checkpoints.save_checkpoint({}, tmp_path / "x.ckpt", storage_options={})
+
+
+def test_the_callback_without_the_plugin_is_refused(kit, checkpoints, tmp_path):
+    with quiet(), pytest.raises(ValueError, match="belongs to an AsyncTarCheckpointIO that the Trainer does not have"):
+        trainer_of(kit, tmp_path, None, checkpoints.callback()).fit(kit.Model(), batches())
+
+
+def test_a_strategy_that_writes_shards_by_itself_is_refused_until_it_is_made_ours(kit, checkpoints, tmp_path):
+    callback, model = checkpoints.callback(), kit.Model()
+    strategy = kit.pytorch.strategies.ModelParallelStrategy()
+    trainer = trainer_of(kit, tmp_path, None, plugins=[checkpoints], strategy=strategy, devices=1)
+    with pytest.raises(
+        ValueError, match=r"ModelParallelStrategy writes its checkpoints by itself; .*sharded\(strategy\)"
+    ):
+        callback.setup(trainer, model, "fit")
+    assert checkpoints.sharded(strategy) is strategy
+    callback.setup(trainer, model, "fit")
+    checkpoints.teardown()
+
+
+def test_a_strategy_that_lacks_what_is_called_is_an_error_when_it_is_made_ours(kit, checkpoints, monkeypatch):
+    strategy = kit.fabric.strategies.ModelParallelStrategy(lambda model, mesh: model)
+    monkeypatch.delattr(strategy, "_save_distributed_checkpoint")
+    with pytest.raises(
+        RuntimeError, match=r"has no ModelParallelStrategy\._save_distributed_checkpoint, which async_ckpt"
+    ):
+        checkpoints.sharded(strategy)
+
+
+def test_without_the_callback_the_files_are_the_same(kit, checkpoints, tmp_path):
+    for name, plugins in (("plain", []), ("ours", [checkpoints])):
+        saved = kit.ModelCheckpoint(
+            tmp_path / name, monitor="loss", every_n_train_steps=2, save_top_k=2, save_last=True
+        )
+        with quiet():
+            trainer_of(kit, tmp_path, None, saved, plugins=plugins).fit(kit.Model(), batches())
+    assert files_in(tmp_path / "ours") == files_in(tmp_path / "plain")
+    for name, checkpoint in contents(tmp_path / "ours").items():
+        assert difference(checkpoint["state_dict"], loaded(tmp_path / "plain" / name)["state_dict"]) is None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [("callbacks.ModelCheckpoint", "_link_checkpoint"), ("core.saving", "pl_load")]
+)
+def test_a_method_that_is_gone_is_an_error_when_the_callback_is_made(kit, checkpoints, monkeypatch, owner, name):
+    found = kit.pytorch
+    for part in owner.split("."):
+        found = getattr(found, part)
+    monkeypatch.delattr(found, name)
+    with pytest.raises(RuntimeError, match=rf"{kit.pytorch.__name__} \S+ has no .*{name}, which async_ckpt needs"):
+        checkpoints.callback()
+
+
+def test_without_lightning_the_error_says_what_to_install(monkeypatch):
+    for name in ("lightning", "lightning.fabric", "lightning_fabric", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    require.cache_clear()
+    with pytest.raises(
+        ImportError, match=r"this needs lightning, which is not installed: pip install 'lightning>=2\.4'"
+    ):
+        AsyncTarCheckpointIO()
+
+
+def test_accumulated_gradients_and_two_workers_of_the_loader_do_no_harm(kit, checkpoints, tmp_path):
+    """The workers are forked when our threads are there."""
+    for name, plugin in (("plain", None), ("ours", checkpoints)):
+        saved = kit.ModelCheckpoint(tmp_path / name, every_n_train_steps=1, save_top_k=-1)
+        loader = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2, num_workers=2)
+        with quiet():
+            trainer = trainer_of(kit, tmp_path, plugin, saved, max_steps=4, accumulate_grad_batches=2)
+            trainer.fit(kit.Model(), loader)
+    plain, ours = contents(tmp_path / "plain"), contents(tmp_path / "ours")
+    assert [*ours] == [*plain]
+    assert difference([c["state_dict"] for c in ours.values()], [c["state_dict"] for c in plain.values()]) is None
+
+
+def test_manual_optimization_and_a_compiled_model_are_saved_as_by_lightning(kit, checkpoints, tmp_path):
+    class Manual(kit.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    for name, plugin in (("plain", None), ("ours", checkpoints)):
+        saved = kit.ModelCheckpoint(tmp_path / name, every_n_train_steps=2, save_top_k=-1)
+        with quiet():
+            model = Manual()
+            model.layers = torch.compile(model.layers, backend="eager")
+            trainer_of(kit, tmp_path, plugin, saved, max_steps=4).fit(model, batches())
+    assert (
+        difference(
+            contents(tmp_path / "ours")["epoch=0-step=4.ckpt"]["state_dict"],
+            contents(tmp_path / "plain")["epoch=0-step=4.ckpt"]["state_dict"],
+        )
+        is None
+    )
+
+
+def test_fabric_saves_in_the_background_too(kit, checkpoints, tmp_path, held_writes):
+    with quiet():
+        fabric = kit.Fabric(accelerator="cpu", devices=1, plugins=[checkpoints])
+        model, optimizer = fabric.setup(torch.nn.Linear(4, 4), torch.optim.AdamW(torch.nn.Linear(4, 4).parameters()))
+        checkpoints.guard = optimizer
+        assert [*checkpoints.guard] == [optimizer]
+        state = {"model": model, "optimizer": optimizer, "step": 3}
+        fabric.save(tmp_path / "x.ckpt", state)
+        held_writes.wait_reached()
+        assert files_in(tmp_path) == []
+        held_writes.open()
+        other, _ = fabric.setup(torch.nn.Linear(4, 4), torch.optim.AdamW(torch.nn.Linear(4, 4).parameters()))
+        rest = fabric.load(tmp_path / "x.ckpt", {"model": other})
+    assert rest["step"] == 3
+    assert difference(other.state_dict(), model.state_dict()) is None
+    checkpoints.wait()
+    assert [report.step for report in checkpoints.reports()] == [3]
+
+
+def test_what_a_killed_process_has_left_is_swept_when_the_next_one_begins(kit, checkpoints, tmp_path):
+    left = [".epoch=7.ckpt.1234abcd.async_ckpt-tmp", ".last.ckpt.async_ckpt-saving"]
+    for name in left:
+        (tmp_path / name).write_text("half")
+    (tmp_path / ".a.ckpt.async_ckpt-saving").mkdir()
+    run_of(kit, tmp_path, checkpoints, max_steps=2)
+    assert [path.name for path in Path(tmp_path).iterdir()] == ["epoch=0-step=2.ckpt"]

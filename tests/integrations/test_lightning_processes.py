@@ -1,0 +1,371 @@
+"""Trainings with Lightning in processes of their own: killed, interrupted, ended in the middle of a save, and on ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import Nursery
+from lightning_runs import NAMES, loaded
+from rank_worlds import Worlds
+from slices import some
+
+import async_ckpt
+
+if not NAMES:
+    pytest.skip("Lightning is not installed", allow_module_level=True)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+
+
+@pytest.fixture(scope="module")
+def lightning_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Its children have imported Lightning already."""
+    with Nursery(tmp_path_factory.mktemp("children"), NAMES[0]) as started:
+        yield started
+
+
+@pytest.fixture
+def ranks(lightning_nursery: Nursery, tmp_path: Path) -> Worlds:
+    return Worlds(lightning_nursery, tmp_path)
+
+
+BEGIN = """
+import json, os, signal, sys, threading
+from lightning_runs import *
+from async_ckpt.storage.local import LocalSink
+kit, checkpoints, folder = kit_of(NAMES[0]), AsyncTarCheckpointIO(), Path(sys.argv[1])
+"""
+
+# --- killed -------------------------------------------------------------------------------------------------------
+
+TRAIN = (
+    BEGIN
+    + """
+from children import die_at
+count = die_at(int(sys.argv[2]))
+saved = {"save_top_k": 1, "every_n_train_steps": 1, "save_last": "link", "filename": "{step}"}
+whole = {name: loaded(folder / name)["global_step"] for name in files_in(folder)} if folder.is_dir() else {}
+model = run_of(kit, folder, checkpoints, ckpt_path="last", saved=saved)
+print(json.dumps([whole, model.losses, count()]))
+"""
+)
+NEVER = 10**9
+
+
+def trained(nursery: Nursery, folder: Path, number: int = NEVER) -> tuple[dict[str, int], dict[str, str], int]:
+    """The files that were there with their steps, the losses, and the calls that changed the disk."""
+    ended = nursery.run(TRAIN, folder, number)
+    assert ended.status == 0, ended.err
+    return tuple(json.loads(ended.out.splitlines()[-1]))
+
+
+def test_whenever_a_training_is_killed_its_newest_checkpoint_is_whole_and_it_goes_on_bit_for_bit(
+    lightning_nursery, quick_path
+):
+    """Killed at calls that change the disk, a write half done."""
+    _, losses, num_calls = trained(lightning_nursery, quick_path / "whole")
+    assert len(losses) == 12
+    for number in some([*range(1, num_calls, max(1, num_calls // 20))], 6):
+        folder = quick_path / f"killed-{number}"
+        killed = lightning_nursery.run(TRAIN, folder, number)
+        assert killed.status in (-signal.SIGKILL, 0), killed.err
+        whole, resumed, _ = trained(lightning_nursery, folder)
+        last = whole.get("last.ckpt", 0)
+        # The link may not have moved yet to the newest file, nor the oldest be removed; each is whole.
+        assert {*whole.values()} <= {last - 1, last, last + 1}
+        assert resumed == {step: losses[step] for step in map(str, range(last, 12))}
+        assert loaded(folder / "last.ckpt")["global_step"] == 12
+        assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+# --- interrupted, and ended in the middle of a save ---------------------------------------------------------------
+
+HOLD = """
+from children import hold_writes
+from racing import Call, until, _functions_of
+go, main = hold_writes(), threading.main_thread().ident
+
+def let_go_when_waited_for(name):
+    def let_go():
+        until(lambda: name in _functions_of(main))
+        go.set()
+    return Call(let_go)
+"""
+
+
+def test_ctrl_c_waits_for_the_save_under_way(lightning_nursery, tmp_path):
+    script = """
+model = kit.Model()
+
+def interrupt():
+    let_go_when_waited_for("finish")
+    os.kill(os.getpid(), signal.SIGINT)
+
+model.at_step = {2: interrupt}
+saved = kit.ModelCheckpoint(folder, every_n_train_steps=2, filename="{step}")
+with quiet():
+    trainer_of(kit, folder, checkpoints, saved).fit(model, batches())
+"""
+    ended = lightning_nursery.run(BEGIN + HOLD + script, tmp_path)
+    assert ended.status == 1  # Lightning's own
+    assert [path.name for path in tmp_path.iterdir()] == ["step=2.ckpt"]
+    assert loaded(tmp_path / "step=2.ckpt")["global_step"] == 2
+
+
+def test_the_exit_of_the_interpreter_waits_for_saves_and_for_what_follows_them(lightning_nursery, tmp_path):
+    """As with Fabric, which has no end of its own."""
+    (tmp_path / "old.ckpt").touch()
+    script = """
+checkpoints.save_checkpoint({"step": 1}, folder / "1.ckpt")
+checkpoints.remove_checkpoint(folder / "old.ckpt")
+checkpoints.save_checkpoint({"step": 2}, folder / "2.ckpt")
+let_go_when_waited_for("drain_at_exit")
+"""
+    ended = lightning_nursery.run(BEGIN + HOLD + script, tmp_path)
+    assert ended.status == 0, ended.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.ckpt", "2.ckpt"]
+    assert loaded(tmp_path / "2.ckpt") == {"step": 2}
+
+
+def test_a_save_that_fails_at_the_exit_is_told_of_and_is_the_exit_status(lightning_nursery, tmp_path):
+    script = """
+from async_ckpt import StorageFullError
+
+def full(self, *args):
+    raise StorageFullError("no space left")
+
+LocalSink.finish = full
+checkpoints.save_checkpoint({"step": 1}, folder / "1.ckpt")
+"""
+    ended = lightning_nursery.run(BEGIN + script, tmp_path)
+    assert ended.status == 75
+    assert "1.ckpt was not saved: StorageFullError: no space left" in ended.err
+
+
+def test_a_second_training_in_the_same_folder_is_refused_while_the_first_lives(lightning_nursery, tmp_path):
+    script = """
+model = kit.Model()
+model.at_step = {2: lambda: (print("training", flush=True), sys.stdin.read())}
+saved = kit.ModelCheckpoint(folder, every_n_train_steps=2)
+with quiet():
+    trainer_of(kit, folder, checkpoints, saved).fit(model, batches())
+"""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    first = lightning_nursery.start(BEGIN + script, tmp_path / "run", stdin=str(pipe))
+    with pipe.open("w"):
+        first.wait_for_line("training")
+        second = lightning_nursery.run(BEGIN + script, tmp_path / "run")
+    assert second.status == 1
+    assert f"RunTakenError: {tmp_path / 'run'}: another trainer (process {first.pid} on " in second.err
+    assert first.ended().status == 0
+    third = lightning_nursery.run(BEGIN + script, tmp_path / "run")
+    assert third.status == 0, third.err
+
+
+# --- ranks --------------------------------------------------------------------------------------------------------
+
+RANKS = """
+from lightning_runs import *
+from torch.distributed.fsdp import fully_shard
+kit = kit_of(NAMES[0])
+checkpoints = AsyncTarCheckpointIO()
+
+class Sharded(kit.Model):
+    def configure_model(self):
+        mesh = self.device_mesh["data_parallel"]
+        for layer in (self.layers[0], self.layers[2], self.layers):
+            fully_shard(layer, mesh=mesh)
+
+def model_parallel(ours=True):
+    strategy = kit.pytorch.strategies.ModelParallelStrategy(data_parallel_size=here.size, tensor_parallel_size=1)
+    return checkpoints.sharded(strategy) if ours else strategy
+
+def train(model, folder, ckpt_path=None, *, steps=12, ours=True, **options):
+    saved = kit.ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, filename="{step}")
+    with quiet():
+        trainer = trainer_of(kit, folder, checkpoints if ours else None, saved, max_steps=steps, devices=here.size, **options)
+        trainer.fit(model, batches(16), ckpt_path=ckpt_path)
+    here.tell(model.losses)
+"""
+ELASTIC = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": 0}
+
+
+def losses_of(ranks: Worlds, size: int, script: str, **options: Any) -> dict[str, str]:
+    return ranks.run(size, RANKS + script, **ELASTIC, **options)[0].told[-1]
+
+
+def test_ddp_of_two_goes_on_bit_for_bit(ranks, tmp_path):
+    train = "train(kit.Model(), {!r}, {!r}, steps={}, ours={}, strategy='ddp')"
+    plain = losses_of(ranks, 2, train.format(str(tmp_path / "plain"), None, 8, False))
+    begun = losses_of(ranks, 2, train.format(str(tmp_path / "ours"), None, 4, True))
+    path = tmp_path / "ours" / "step=4.ckpt"
+    assert loaded(path)["global_step"] == 4
+    resumed = losses_of(ranks, 2, train.format(str(tmp_path / "ours"), str(path), 8, True))
+    assert begun | resumed == plain
+
+
+def test_fsdp2_of_four_goes_on_on_two_as_with_lightnings_own_folders(ranks, tmp_path):
+    """Ours and Lightning's, and a training that begins with one and goes on with the other."""
+    train = "train(Sharded(16), {!r}, {!r}, steps={}, ours={}, strategy=model_parallel({}))"
+    for ours in (True, False):
+        folder = str(tmp_path / f"{ours}")
+        losses_of(ranks, 4, train.format(folder, None, 4, ours, ours))
+    assert sorted(path.name for path in (tmp_path / "True").iterdir()) == ["step=4.ckpt"]
+    names = sorted(path.name for path in (tmp_path / "True" / "step=4.ckpt").iterdir())
+    assert [name.partition(".")[0] for name in names] == [
+        "archives",
+        "layout",
+        "manifest",
+        "meta",
+        *(f"rank_0000{i}" for i in range(4)),
+    ]
+    resumed = [
+        losses_of(
+            ranks,
+            2,
+            train.format(str(tmp_path / f"new-{i}"), str(tmp_path / f"{begun}" / "step=4.ckpt"), 8, ours, ours),
+        )
+        for i, (begun, ours) in enumerate([(True, True), (False, False), (False, True)])
+    ]
+    assert [*resumed[0]] == ["4", "5", "6", "7"]
+    assert resumed[0] == resumed[1] == resumed[2]
+    async_ckpt.verify(tmp_path / "True" / "step=4.ckpt")
+    weights = async_ckpt.load(tmp_path / "True" / "step=4.ckpt")["state_dict"]
+    assert {name: tuple(weight.shape) for name, weight in weights.items()}["layers.0.weight"] == (16, 4)
+
+
+def test_fsdp2_of_one_rank_goes_on_on_two(ranks, tmp_path):
+    train = f"train(Sharded(16), {str(tmp_path / 'run')!r}, {{!r}}, steps={{}}, strategy=model_parallel())"
+    losses_of(ranks, 1, train.format(None, 4))
+    assert [*losses_of(ranks, 2, train.format(str(tmp_path / "run" / "step=4.ckpt"), 6))] == ["4", "5"]
+
+
+def test_fabric_saves_shards_and_loads_them_on_another_mesh(ranks, tmp_path):
+    script = """
+import torch
+from async_ckpt import load
+
+def parallelize(model, mesh):
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    return model
+
+strategy = checkpoints.sharded(kit.fabric.strategies.ModelParallelStrategy(parallelize, here.size, 1))
+fabric = kit.Fabric(accelerator="cpu", devices=here.size, strategy=strategy)
+fabric.launch()
+torch.manual_seed(here.size)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+model.register_buffer("statistics", torch.tensor([10.0 + here.rank]))  # of each rank, as batch norm has them
+model = fabric.setup_module(model)
+optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.1))
+checkpoints.guard = optimizer
+
+def step():
+    loss = model(torch.ones(2, 6)).square().sum()
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item().hex()
+
+state = {"model": model, "optimizer": optimizer, "step": 0, "words": ["a"]}
+path = PATH
+if here.size == 4:
+    for number in range(3):
+        step()
+        state["step"] = number
+        fabric.save(path, state)
+    next_loss = step()
+    checkpoints.wait()
+    here.tell([next_loss, [report.step for report in checkpoints.reports()]])
+else:
+    rest = fabric.load(path, state)
+    here.tell([step(), state["step"], state["words"], rest, model.statistics.item()])
+"""
+    path = tmp_path / "x.ckpt"
+    script = script.replace("PATH", repr(str(path)))
+    saved = ranks.run(4, RANKS + script, **ELASTIC)
+    assert saved[0].told[0][1] == [0, 1, 2]
+    restored = ranks.run(2, RANKS + script, **ELASTIC)
+    for rank in restored:  # on another number of ranks, each gets the statistics of rank 0
+        assert rank.told[0] == [saved[0].told[0][0], 2, ["a"], {}, 10.0]
+    assert [entry.name for entry in tmp_path.iterdir() if "ckpt" in entry.name] == ["x.ckpt"]
+
+
+@pytest.mark.parametrize("package", ["fabric", "pytorch"])
+def test_the_methods_of_fsdp_strategy_save_shards_and_load_them_on_another_number_of_ranks(ranks, tmp_path, package):
+    """Called by hand, since Lightning takes that strategy on GPUs only."""
+    script = """
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+strategy = kit.PACKAGE.strategies.FSDPStrategy(state_dict_type="sharded")
+strategy.parallel_devices = [torch.device("cpu")] * here.size
+strategy.cluster_environment = kit.fabric.plugins.environments.TorchElasticEnvironment()
+checkpoints.sharded(strategy)
+torch.manual_seed(here.size)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+def step():
+    loss = model(torch.ones(2, 6)).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item().hex()
+
+if "PACKAGE" == "fabric":
+    state = {"model": model, "optimizer": optimizer, "step": 2}
+
+    def save():
+        strategy.save_checkpoint(PATH, state)
+
+    def load():
+        return strategy.load_checkpoint(PATH, state)
+else:
+    strategy.model, strategy._lightning_module, strategy.optimizers = model, kit.Model(), [optimizer]
+
+    def save():
+        states = {"state_dict": strategy.lightning_module_state_dict(), "optimizer_states": [strategy.optimizer_state(optimizer)]}
+        strategy.save_checkpoint({**states, "global_step": 2}, PATH)
+
+    def load():
+        return strategy.load_checkpoint(PATH)
+
+if here.size == 4:
+    for _ in range(3):
+        step()
+    save()
+    next_loss = step()
+    checkpoints.wait()
+    here.tell(next_loss)
+else:
+    here.tell([load(), step()])
+"""
+    script = script.replace("PACKAGE", package).replace("PATH", repr(str(tmp_path / "x.ckpt")))
+    saved = ranks.run(4, RANKS + script, **ELASTIC)
+    restored = ranks.run(2, RANKS + script, **ELASTIC)
+    assert restored[0].told == [[{} if package == "fabric" else {"global_step": 2}, saved[0].told[0]]]
+
+
+def test_a_folder_of_shards_has_no_name_before_it_is_whole(ranks, tmp_path):
+    script = """
+here.at("manifest", here.die) if here.rank == 0 else None
+train(Sharded(16), FOLDER, steps=4, strategy=model_parallel())
+"""
+    script = RANKS + script.replace("FOLDER", repr(str(tmp_path / "run")))
+    world = ranks.start(2, script, **ELASTIC)
+    world.wait_for("dead0")
+    world.kill(1)
+    world.ended(killed={0, 1})
+    assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == []
+    assert [path.name for path in (tmp_path / "run").glob(".*saving")] == [".step=2.ckpt.async_ckpt-saving"]
+    losses_of(ranks, 2, f"train(Sharded(16), {str(tmp_path / 'run')!r}, steps=4, strategy=model_parallel())")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step=4.ckpt"]
