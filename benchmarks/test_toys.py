@@ -86,6 +86,14 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
             "command_memory_0",
         }
     },
+    "trainers": {
+        "figures": {
+            "transformers_transformers_beside_plain",
+            "transformers_archive_beside_own",
+            "lightning_file_durable",
+            "accelerate_accelerate_durable",
+        }
+    },
     "groups": {"figures": {"group_digests_2", "group_digests_100", "group_saves", "group_saves_cpu"}},
     "gpu": {"figures": {"gpu_pending", "gpu_copy_16", "gpu_inflation_guarded", "gpu_traps"}},
     "trace": {"spans": {"step_of_the_training", "stage", "write", "digest", "finish", "commit"}},

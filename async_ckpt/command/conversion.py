@@ -254,7 +254,8 @@ def _write_dcp(request: ConversionRequest) -> int:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
                 writer = torch_dcp.FileSystemWriter(written)  # type: ignore[attr-defined]
                 # Torch 2.6 has no such argument: there a process without a group is alone anyway.
-                alone = {"no_dist": True} if "no_dist" in inspect.signature(torch_dcp.save).parameters else {}  # type: ignore[attr-defined]
+                arguments = inspect.signature(torch_dcp.save).parameters  # type: ignore[attr-defined]
+                alone = {"no_dist": True} if "no_dist" in arguments else {}
                 torch_dcp.save(state, storage_writer=writer, **alone)  # type: ignore[attr-defined]
             return sum(path.stat().st_size for path in written.iterdir())
 
