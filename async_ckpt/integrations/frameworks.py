@@ -44,7 +44,7 @@ def require_names(package: ModuleType, owner: Any, names: Iterable[str]) -> None
         where = getattr(owner, "__name__", None) or type(owner).__name__
         raise RuntimeError(
             f"{package.__name__} {version_of(package)} has no {where}.{missing[0]}, which async_ckpt needs; install a "
-            "version that was tested with it: see docs/trainers.md"
+            "version that was tested with it, which its page in docs/ names"
         )
 
 
