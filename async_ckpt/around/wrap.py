@@ -124,8 +124,8 @@ def wrap(
     copied. The function runs on a separate thread, one call after the other, and its tensors are on the CPU. It is
     given a path in an empty folder beside the destination. The file or folder that it writes there is made durable
     and then moved to the destination. If the destination is an existing folder, files that were not written again are
-    kept. If the function raises an exception, the handle raises it, and nothing becomes visible. At a URL, files
-    appear one by one; those that end in ".json" come last.
+    kept, unless `whole_folder` is given. If the function raises an exception, the handle raises it, and nothing becomes
+    visible. At a URL, files appear one by one; those that end in ".json" come last.
 
     A snapshot (`async_ckpt.snapshot`) among the arguments is not copied again: the function is given the plain state in
     it, and must not write to its tensors.

@@ -14,21 +14,21 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import torch
 
 from ..around.wrap import wrap
-from ..oneoff import load, save, snapshot
+from ..oneoff import load, snapshot
 from ..saving.handle import SaveHandle
 from ..staging.held_snapshot import HeldSnapshot
 from .dcp import restore
-from .folders import newest_in, number_of, remove_leftovers, remove_retired, retire, take_archive
-from .frameworks import require, require_names
+from .folders import newest_in, number_of, remove_leftovers, remove_retired, retire
+from .frameworks import LOGGED_AS, require, require_names
 from .small_files import refuse_full, write_files, written_by
 from .step_guard import StepGuard
+from .training_archive import TrainingArchive, archive_in, path_beside
 
 if TYPE_CHECKING:  # whichever version is installed, if any
     checkpointing: Any
@@ -42,8 +42,6 @@ else:
 Layout = Literal["archive", "accelerate"]
 
 _OLDEST, _NEWEST = "1.15", "1.15"
-_LOGGED_AS: Final = "async_ckpt/"
-_ARCHIVE: Final = "training.tar"
 _USED: Final = (
     "_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "_save_model_state_pre_hook",
     "_load_model_state_pre_hook", "get_state_dict", "project_configuration", "step",
@@ -126,7 +124,7 @@ class AsyncState:
             remove_leftovers(self._project)
         if self._writes and self._beside is not None:
             shutil.rmtree(self._beside, ignore_errors=True)
-        self._beside = folder.with_name(f".{folder.name}.{_ARCHIVE}")
+        self._beside = path_beside(folder)
 
     def _settle(self) -> None:
         if self._pending is None:
@@ -136,8 +134,8 @@ class AsyncState:
         self._pending = None
         if error is not None:
             raise error
-        report = handle.result().as_dict(_LOGGED_AS)
-        report[f"{_LOGGED_AS}stall_seconds"] += snap.stall_seconds
+        report = handle.result().as_dict(LOGGED_AS)
+        report[f"{LOGGED_AS}stall_seconds"] += snap.stall_seconds
         self._accelerator.log({key: value for key, value in report.items() if math.isfinite(value)})
         if self._writes and self._is_named:
             retire(folder, self._accelerator.project_configuration.total_limit)
@@ -145,12 +143,11 @@ class AsyncState:
     def _begin(self, snap: HeldSnapshot, files: dict[str, bytes], folder: Path) -> SaveHandle:
         if self._layout == "accelerate":
             return _write_files(snap["models"], snap["optimizers"], snap["custom"], files, str(folder))
-        assert self._beside is not None
-        archive = save(snap, self._beside)
+        archive = TrainingArchive(snap, folder)
         if not self._writes:
-            return archive
-        archive.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
-        return _write_archive(_Passed(archive), self._beside, str(folder))
+            return archive.handle
+        archive.handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
+        return _write_archive(archive, str(folder))
 
     def _small_files(self, models: list[Any]) -> dict[str, bytes]:
         """The files of schedulers, samplers, scaler and random states of all ranks, and of hooks, by name."""
@@ -216,8 +213,8 @@ class AsyncState:
             self._accelerator.project_configuration.iteration = number_of(folder) + 1
         if folder is None or not Path(folder).is_dir():
             raise FileNotFoundError(f"there is no checkpoint to load at {folder or self._accelerator.project_dir}")
-        archive = Path(folder, _ARCHIVE)
-        if archive.exists():
+        archive = archive_in(folder)
+        if archive is not None:
             self._load_archive(archive)
         else:
             self._accelerator.load_state(str(folder), **options)
@@ -259,18 +256,6 @@ class AsyncState:
                 shutil.rmtree(self._beside, ignore_errors=True)
 
 
-class _Passed:
-    """A handle that `wrap` passes on as it is."""
-
-    __slots__ = ("handle",)
-
-    def __init__(self, handle: SaveHandle) -> None:
-        self.handle = handle
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Passed:
-        return self
-
-
 def _write_folder(models: Any, optimizers: Any, custom: Any, files: dict[str, bytes], folder: str) -> None:
     """Fill a folder with accelerate's files. Runs in the background."""
     os.makedirs(folder, exist_ok=True)
@@ -294,13 +279,11 @@ def _numbered(folder: str, name: str, number: int, ending: str) -> str:
     return os.path.join(folder, f"{name}_{number}.{ending}" if number else f"{name}.{ending}")
 
 
-def _write_archived(archive: _Passed, beside: Path, folder: str) -> None:
+def _write_archived(archive: TrainingArchive, folder: str) -> None:
     """Fill a folder with an archive, once that is durable. Runs in the background."""
     _remove_retired_beside(folder)
-    wait([archive.handle])  # its writers are other threads, which wait for nothing here
-    archive.handle.result()
     os.makedirs(folder, exist_ok=True)
-    take_archive(beside, Path(folder, _ARCHIVE))
+    archive.take_into(folder)
 
 
 _write_files: Callable[..., SaveHandle] = wrap(_write_folder, destination="folder", whole_folder=True)

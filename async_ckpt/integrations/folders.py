@@ -78,20 +78,6 @@ def retire(newest: Path, limit: int | None, *, keep: str | None = None) -> None:
             os.rename(folder, folder.with_name(f".{folder.name}{_RETIRED}"))
 
 
-def take_archive(beside: Path, target: Path) -> None:
-    """Take an archive, which is durable, into the folder. That of several ranks stays: others may still look at it."""
-    if not beside.is_dir():
-        os.rename(beside, target)
-        return
-    target.mkdir()
-    for path in beside.iterdir():
-        if path.is_file():
-            try:
-                os.link(path, target / path.name)
-            except OSError:  # a file system without links
-                shutil.copyfile(path, target / path.name)
-
-
 def remove_retired(folder: Path) -> None:
     """Remove the checkpoints below a folder that were retired."""
     for hidden in folder.glob(f".checkpoint*{_RETIRED}"):

@@ -10,7 +10,10 @@ import warnings
 from collections.abc import Iterable
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
+
+LOGGED_AS: Final = "async_ckpt/"
+"""The prefix of the figures of saves in the loggers of frameworks."""
 
 
 @cache

@@ -16,7 +16,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,17 +26,18 @@ import torch
 
 from ..around.wrap import wrap
 from ..files import local_read_dir
-from ..oneoff import load, save, snapshot
+from ..oneoff import load, snapshot
 from ..report import SaveReport
 from ..saving.handle import SaveHandle
 from ..spans import monotonic
 from ..staging.held_snapshot import HeldSnapshot
 from ..storage.place import place_of
 from .dcp import restore
-from .folders import FolderHold, remove_archives, remove_leftovers, remove_retired, retire, take_archive
-from .frameworks import require, require_names
+from .folders import FolderHold, remove_archives, remove_leftovers, remove_retired, retire
+from .frameworks import LOGGED_AS, require, require_names
 from .small_files import refuse_full, write_files, written_by
 from .step_guard import StepGuard
+from .training_archive import TrainingArchive, archive_in
 
 if TYPE_CHECKING:  # whichever version is installed, if any
     Trainer: Any
@@ -56,9 +56,6 @@ Layout = Literal["transformers", "archive"]
 
 _OLDEST, _NEWEST = "4.57", "5.23"
 _PREFIX: Final = "checkpoint"
-_LOGGED_AS: Final = "async_ckpt/"
-# The archive in a folder of the layout "archive": a file, or a folder if several ranks have written it.
-_ARCHIVE: Final = "training.tar"
 # The parts that the layout "transformers" has in files of torch, by the trainer's names.
 _FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 # The mark that the trainer puts into the folder of a checkpoint on SIGTERM, before it has it written.
@@ -74,7 +71,9 @@ _USED: Final = (
 def make_async(trainer: Any, layout: Layout = "transformers") -> Any:
     """Have an existing trainer, of any class, write its checkpoints in the background. Returns the same object.
 
-    trainer = make_async(SFTTrainer(model, args=args, train_dataset=dataset))
+        trainer = make_async(SFTTrainer(model, args=args, train_dataset=dataset))
+
+    Raises what the constructor of `AsyncCheckpointing` raises.
     """
     require("transformers", oldest=_OLDEST, newest=_NEWEST)
     kind = type(trainer)
@@ -96,6 +95,10 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     `layout = "transformers"` writes the files of the plain Trainer, which resumes from them. `layout = "archive"`
     writes one verified archive in place of the optimizer, the scheduler, the scaler and the random states. Both are
     read.
+
+    The constructor raises ImportError without Transformers, RuntimeError for a version of it that lacks what is used
+    here, NotImplementedError for DeepSpeed, XLA and FSDP1, and ValueError for another layout, or for FSDP2 without the
+    layout "archive".
     """
 
     layout: Layout = "transformers"
@@ -236,17 +239,17 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         files = {} if self.is_fsdp_enabled else self._files_of_subclass(parts)
         with snapshot(parts, guard=self._guard([self.optimizer]) or None) as snap:
             in_archive = [name for name in parts if name != "model" or self.is_fsdp_enabled]
-            handle, beside = None, folder.with_name(f".{folder.name}.{_ARCHIVE}")
+            archive = handle = None
             if self.layout == "archive" and in_archive:
-                handle = save({name: snap[name] for name in in_archive}, beside)
+                archive = TrainingArchive({name: snap[name] for name in in_archive}, folder)
+                handle = archive.handle
                 handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
             else:
                 files |= parts.get("rng", {})
             if self.args.should_save:
                 weights = {} if self.is_fsdp_enabled else snap.get("model")
-                in_files = {name: snap[name] for name in _FILES if name in parts and handle is None}
-                rest = _Rest(self._frozen(), files, None if handle is None else (handle, beside))
-                handle = _write(weights, in_files, rest, str(folder))
+                in_files = {name: snap[name] for name in _FILES if name in parts and archive is None}
+                handle = _write(weights, in_files, _Rest(self._frozen(), files), archive, str(folder))
             assert handle is not None
             return _Pending(folder, handle, snap, snap.stall_seconds, self.state.global_step, monotonic() - began)
 
@@ -321,12 +324,12 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         self.wait_for_checkpoint()
-        archive = _archive_in(self.state.best_model_checkpoint)
+        archive = archive_in(self.state.best_model_checkpoint)
         if not self._restore_model(archive, self.model):
             super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self._restore_model(_archive_in(resume_from_checkpoint), self.model if model is None else model):
+        if not self._restore_model(archive_in(resume_from_checkpoint), self.model if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _restore_model(self, archive: Path | None, model: Any) -> bool:
@@ -337,7 +340,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        archive = _archive_in(checkpoint)
+        archive = archive_in(checkpoint)
         if archive is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -346,14 +349,14 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         restore(live, archive, select=tuple(live))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        archive, scaler = _archive_in(checkpoint), getattr(self.accelerator, "scaler", None)
+        archive, scaler = archive_in(checkpoint), getattr(self.accelerator, "scaler", None)
         if archive is None:
             super()._load_scaler(checkpoint)
         elif scaler is not None:
             restore({"scaler": scaler}, archive, select="scaler")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        archive = _archive_in(checkpoint)
+        archive = archive_in(checkpoint)
         if archive is None:
             super()._load_rng_state(checkpoint)
             return
@@ -395,22 +398,24 @@ class _Pending:
             stall_seconds=self.call_seconds + self.snap.stall_seconds - self.stall_in_call,
             total_seconds=self.call_seconds + report.total_seconds,
         )
-        return whole.as_dict(_LOGGED_AS)
+        return whole.as_dict(LOGGED_AS)
 
 
 class _Rest:
     """The rest of a folder, beside its tensors. `wrap` passes it on as it is: nothing in it changes any more."""
 
-    __slots__ = ("archive", "files", "trainer")
+    __slots__ = ("files", "trainer")
 
-    def __init__(self, trainer: Any, files: Mapping[str, bytes], archive: tuple[SaveHandle, Path] | None) -> None:
-        self.trainer, self.files, self.archive = trainer, files, archive
+    def __init__(self, trainer: Any, files: Mapping[str, bytes]) -> None:
+        self.trainer, self.files = trainer, files
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Rest:
         return self
 
 
-def _write_folder(weights: Any, in_files: dict[str, Any], rest: _Rest, folder: str) -> None:
+def _write_folder(
+    weights: Any, in_files: dict[str, Any], rest: _Rest, archive: TrainingArchive | None, folder: str
+) -> None:
     """Fill the folder of a checkpoint. Runs in the background."""
     trainer = rest.trainer
     remove_retired(trainer._run_dir)  # their room
@@ -424,11 +429,8 @@ def _write_folder(weights: Any, in_files: dict[str, Any], rest: _Rest, folder: s
     for name, value in in_files.items():
         torch.save(value, os.path.join(folder, _FILES[name]))
     write_files(rest.files, folder)
-    if rest.archive is not None:
-        handle, beside = rest.archive
-        wait([handle])  # its writers are other threads, which wait for nothing here
-        handle.result()
-        take_archive(beside, Path(folder, _ARCHIVE))
+    if archive is not None:
+        archive.take_into(folder)
     trainer.state.save_to_json(os.path.join(folder, "trainer_state.json"))
 
 
@@ -470,8 +472,3 @@ def _local(resume: Any) -> Iterator[Any]:
             yield str(folder)
     else:
         yield resume
-
-
-def _archive_in(checkpoint: str | None) -> Path | None:
-    archive = None if checkpoint is None else Path(checkpoint, _ARCHIVE)
-    return archive if archive is not None and archive.exists() else None

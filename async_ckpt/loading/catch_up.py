@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 
 from ..errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StepExistsError
-from ..runs import layouts
 from ..runs.manifest import Archive, Manifest, missing_error
-from ..runs.receipts import archives_of, read_beside
+from ..runs.receipts import archives_of, layout_name, read_beside
 from ..runs.roots import Roots
 from ..runs.run import Run
 from ..storage.bulk import Parcel, copy
@@ -112,7 +111,7 @@ def copy_step(
             data = read_beside(source.storage, folder, entry, step)
             target.storage.replace(f"{target.folder(step)}/{entry.name}", data)
         if manifest.ranks is None and len(manifest.archives) > 1:  # a layout is advice, which may be missing
-            name = layouts.layout_name(manifest.attempt)
+            name = layout_name(manifest.attempt)
             with contextlib.suppress(FileNotFoundError):
                 target.storage.replace(f"{target.folder(step)}/{name}", source.storage.read(f"{folder}/{name}")[0])
         target.adopt(manifest, replaces=replaced)

@@ -20,7 +20,7 @@ from ..slicing.shares import VERSION as SHARES_VERSION
 from ..slicing.slices import Mesh
 from ..storage.interface import Storage
 from .manifest import seal, unseal
-from .receipts import Table
+from .receipts import Table, layout_name
 
 
 def dump(layout: StepLayout, table: Table) -> bytes:
@@ -59,10 +59,6 @@ def read(storage: Storage, folder: str, attempt: str, *, rebuilt: bool = False) 
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return parse(storage.read(f"{folder}/{name}" if folder else name)[0])
     return None
-
-
-def layout_name(attempt: str) -> str:
-    return f"layout.{attempt}.json"
 
 
 def rebuilt_name(attempt: str) -> str:

@@ -237,8 +237,8 @@ def archive_name(rank: int, attempt: str) -> str:
 
 
 def attempt_of(name: str) -> str:
-    """The attempt in the name of an archive."""
-    return name.split(".")[-2]
+    """The attempt in the name of an object or temp file of this library; any text for other names."""
+    return (*name.lstrip(".").split("."), "")[1]
 
 
 def missing_error(shown: str, named_by: int) -> CorruptCheckpointError:

@@ -83,6 +83,10 @@ _BESIDE: Final = re.compile(
 )
 
 
+def layout_name(attempt: str) -> str:
+    return f"layout.{attempt}.json"
+
+
 def attempt_of_all(name: str) -> str | None:
     """The attempt, if this is the name of a list of the archives of all ranks."""
     match = _ALL.fullmatch(name)
@@ -254,7 +258,7 @@ class Exchange:
 
     def put_layout(self, text: bytes) -> Archive:
         """Put the layout, which `layouts` describes."""
-        return self._put(f"layout.{self.attempt}.json", text)
+        return self._put(layout_name(self.attempt), text)
 
     def _put(self, name: str, data: bytes) -> Archive:
         self.storage.replace(f"{self.folder}/{name}", data)

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from ..errors import CheckpointError
 from ..storage.interface import Storage
 from .manifest import NAME as MANIFEST
-from .manifest import Manifest, intent_name, is_retired_name
+from .manifest import Manifest, attempt_of, intent_name, is_retired_name
 from .manifest import parse as parse_manifest
 from .receipts import attempt_of_all, is_beside, is_receipt_folder
 from .root import Root
@@ -38,17 +38,12 @@ def is_claim(name: str) -> bool:
     return _CLAIM.fullmatch(name) is not None
 
 
-def _attempt_of(name: str) -> str:
-    """The attempt in the name of an object or temp file of this library; any text for other names."""
-    return (*name.lstrip(".").split("."), "")[1]
-
-
 def _of_ranks(names: Iterable[str]) -> set[str]:
     """The attempts of several ranks that have objects of these names."""
     attempts = set()
     for name in names:
         if is_beside(name) or is_receipt_folder(name) or _OF_OTHER_RANK.match(name):
-            attempts.add(_attempt_of(name))
+            attempts.add(attempt_of(name))
     return attempts
 
 
@@ -99,7 +94,7 @@ class Sweeper:
         # The list of the archives of all ranks stands for all of these.
         attempts = {attempt for name in lent if (attempt := attempt_of_all(name))}
         names = self._storage.names(self._root.folder(step)) if attempts else []
-        return lent | {name for name in names if _attempt_of(name) in attempts}
+        return lent | {name for name in names if attempt_of(name) in attempts}
 
     def retired_attempts(self, step: int) -> set[str]:
         """The attempts at a step whose manifests a rollback has renamed."""
@@ -145,7 +140,7 @@ class Sweeper:
                     self._storage.delete_all(f"{folder}/{name}")
                 self._storage.remove_if_empty(folder)
                 continue
-            earlier = [name for name in unnamed if name.startswith(own) and _attempt_of(name) != attempt]
+            earlier = [name for name in unnamed if name.startswith(own) and attempt_of(name) != attempt]
             self._storage.delete_many([f"{folder}/{name}" for name in earlier])
 
     def sweep(self, *, delete: bool = True) -> list[str]:
@@ -217,7 +212,7 @@ class Sweeper:
 
         def dead_of(candidates: Iterable[str], *, delete: bool) -> list[str]:
             """The files of dead writers. Other ranks may run on other machines, whose locks are not visible here."""
-            of_ranks = {n for n in candidates if self._has_ranks or _attempt_of(n) in attempts}
+            of_ranks = {n for n in candidates if self._has_ranks or attempt_of(n) in attempts}
             sweep = partial(self._storage.sweep, folder, delete=delete, decided=decided)
             alone = [n for n in candidates if n not in of_ranks]
             return [*sweep(alone), *sweep(sorted(of_ranks), of_ranks=True)]
@@ -247,16 +242,16 @@ class Sweeper:
 
     def _sweep_beside(self, folder: str, names: Iterable[str], dead: set[str], *, delete: bool) -> list[str]:
         """Sweep the other objects of attempts of several ranks that have no archives here any more."""
-        living = {_attempt_of(n) for n in names if _ARCHIVE.fullmatch(n) and n not in dead}
-        orphans = [n for n in names if is_beside(n) and _attempt_of(n) not in living]
+        living = {attempt_of(n) for n in names if _ARCHIVE.fullmatch(n) and n not in dead}
+        orphans = [n for n in names if is_beside(n) and attempt_of(n) not in living]
         swept = self._storage.sweep(folder, orphans, delete=delete, decided=True, of_ranks=True)
-        attempts = {_attempt_of(n) for n in (*swept, *dead)} - living
+        attempts = {attempt_of(n) for n in (*swept, *dead)} - living
         for name in filter(is_receipt_folder, names):
             path = f"{folder}/{name}"
-            if _attempt_of(name) in attempts:
+            if attempt_of(name) in attempts:
                 if delete:
                     self._storage.delete_all(path)
-            elif _attempt_of(name) not in living:  # its ranks were killed before any had begun an archive
+            elif attempt_of(name) not in living:  # its ranks were killed before any had begun an archive
                 receipts = self._storage.names(path)
                 old = self._storage.sweep(path, receipts, delete=delete, decided=True, of_ranks=True)
                 swept += [f"{name}/{receipt}" for receipt in old]

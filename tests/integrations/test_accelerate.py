@@ -240,11 +240,6 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield started
 
 
-@pytest.fixture
-def worlds(nursery: Nursery, tmp_path: Path) -> Worlds:
-    return Worlds(nursery, tmp_path)
-
-
 _RANKS = """
 import warnings
 warnings.simplefilter("ignore")

@@ -31,7 +31,7 @@ from ...runs.foreign_entries import OF_DCP
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import Archive, Manifest, archive_name, attempt_of, parse
 from ...runs.naming import parse_step_name, pattern_of
-from ...runs.receipts import Table
+from ...runs.receipts import Table, layout_name
 from ...runs.record import DCP_RECORD
 from ...runs.root import Root
 from ...runs.sweep import Sweeper
@@ -266,13 +266,13 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         storage = save.place.storage()
         attempt = attempt_of(archives[0].name)
         if layout is not None:
-            storage.replace(layouts.layout_name(attempt), layout)
+            storage.replace(layout_name(attempt), layout)
         try:
             self._put_manifest(save, attempt, archives, record)
         except BaseException:
             if layout is not None:
                 with suppress(CheckpointError):
-                    storage.delete(layouts.layout_name(attempt))
+                    storage.delete(layout_name(attempt))
             raise
 
     def _put_manifest(
@@ -308,7 +308,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
                         step=save.step,
                     ) from error
                 if number > save.number:  # a later save was faster, and would have replaced this one
-                    storage.delete_many([*(archive.name for archive in archives), layouts.layout_name(attempt)])
+                    storage.delete_many([*(archive.name for archive in archives), layout_name(attempt)])
                     return
         if before is not None:
             _delete_replaced(save, before[0])
@@ -325,7 +325,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
 def _delete_replaced(save: _WriterSave, replaced: Manifest) -> None:
     """Delete the archives of an overwritten step, except those that later steps of the run borrow; and its layout."""
     if replaced.attempt:  # the damaged manifest has none
-        save.place.storage().delete(layouts.layout_name(replaced.attempt))
+        save.place.storage().delete(layout_name(replaced.attempt))
     root, folder = save.place.inside()
     numbering = parse_step_name(folder)
     if numbering is None or pattern_of(numbering.step_format) is None:  # not a step of a run

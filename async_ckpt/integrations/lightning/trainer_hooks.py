@@ -13,13 +13,12 @@ from functools import partial
 from operator import methodcaller
 from typing import Any, Final
 
-from ..frameworks import require_names
+from ..frameworks import LOGGED_AS, require_names
 from .background_saves import BackgroundSaves
 from .checkpoint_paths import locked, move_link
 from .packages import imported_packages
 from .sharded_strategies import StrategyShards, saves_shards
 
-PREFIX: Final = "async_ckpt/"
 _MISSING: Final = object()
 
 
@@ -113,7 +112,7 @@ class TrainerHooks:
     def _log_reports(self, trainer: Any) -> None:
         for report in self._saves.take_reports():
             for logger in trainer.loggers:
-                logger.log_metrics(report.as_dict(PREFIX), step=report.step)
+                logger.log_metrics(report.as_dict(LOGGED_AS), step=report.step)
 
 
 @contextmanager

@@ -1,0 +1,58 @@
+"""The archive of a training: written beside the folder of a checkpoint, and taken into it when it is durable.
+
+In: a state, and the folder of a checkpoint. Out: the archive in that folder. Knows nothing of: frameworks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any, Final
+
+from ..oneoff import save
+
+# The name of the archive in the folder: of a file, or of a folder if several ranks have written it.
+_NAME: Final = "training.tar"
+
+
+class TrainingArchive:
+    """An archive that is being written. `wrap` passes it on as it is to the function that fills the folder."""
+
+    def __init__(self, state: Any, folder: Path) -> None:
+        self._path = path_beside(folder)
+        self.handle = save(state, self._path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingArchive:
+        return self
+
+    def take_into(self, folder: str) -> None:
+        """Wait until the archive is durable, and take it into a folder. Raises the error of its save.
+
+        The archive of several ranks stays beside the folder as well, since other ranks may still look at it.
+        """
+        wait([self.handle])  # its writers are other threads, which wait for nothing here
+        self.handle.result()
+        target = Path(folder, _NAME)
+        if not self._path.is_dir():
+            os.rename(self._path, target)
+            return
+        target.mkdir()
+        for path in self._path.iterdir():
+            if path.is_file():
+                try:
+                    os.link(path, target / path.name)
+                except OSError:  # a file system without links
+                    shutil.copyfile(path, target / path.name)
+
+
+def path_beside(folder: Path) -> Path:
+    """The path at which the archive for a folder is written."""
+    return folder.with_name(f".{folder.name}.{_NAME}")
+
+
+def archive_in(folder: str | os.PathLike[str] | None) -> Path | None:
+    """The archive in the folder of a checkpoint; None if there is none."""
+    archive = None if folder is None else Path(folder, _NAME)
+    return archive if archive is not None and archive.exists() else None
