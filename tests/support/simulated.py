@@ -126,6 +126,7 @@ class Memory:
             return
         if block.used_by:
             self._waiting.append((block, [self._scheduler.mark(queue) for queue in block.used_by]))
+            self._scheduler.num_operations -= len(block.used_by)  # destructors run when they like
         else:
             self._lend_again(block)
 
