@@ -46,6 +46,13 @@ def all_saves() -> list[Save]:
     return [save for _, save in _saves]
 
 
+def leave_warning(handle: SaveHandle) -> None:
+    """Have no later save warn that this one has failed: the caller raises its error. At the exit it is told still."""
+    for ledger, save in _saves:
+        if save.handle is handle:
+            ledger._warned = [*ledger._warned[-8:], handle]
+
+
 @in_forked_child
 def _forget_saves() -> None:
     global _saves

@@ -18,12 +18,13 @@ import pytest
 import torch
 from disks import mounted, needs_mount
 from lightning_runs import NAMES, batches, contents, files_in, kit_of, loaded, quiet, run_of, trainer_of, version_of
-from racing import Call, Gate
+from racing import Call, Gate, until
 from states import difference
 
 from async_ckpt import CheckpointError, StorageFullError, files
 from async_ckpt.integrations.frameworks import require
 from async_ckpt.integrations.lightning import AsyncTarCheckpointIO
+from async_ckpt.saving.ledger import all_saves
 from async_ckpt.storage.local import LocalSink
 
 if not NAMES:
@@ -485,6 +486,22 @@ def test_an_exception_waits_for_what_is_under_way_and_for_the_checkpoint_that_it
     with quiet(), pytest.raises(RuntimeError, match="out of luck"):
         trainer_of(kit, tmp_path, checkpoints, saved).fit(model, batches())
     assert [checkpoint["global_step"] for checkpoint in contents(tmp_path).values()][:3] == [2, 4, 5]
+
+
+def test_a_save_that_fails_just_before_the_next_one_is_raised_and_not_warned_of(checkpoints, tmp_path, held_writes):
+    """The queue's thread is still busy with what follows an earlier save, and has not seen the failure."""
+    busy = Gate()
+    checkpoints._saves.follow(tmp_path / "0.ckpt", busy.passed)
+    checkpoints.save_checkpoint({"step": 1}, tmp_path / "gone" / "1.ckpt")
+    held_writes.wait_reached()
+    shutil.rmtree(tmp_path / "gone")
+    held_writes.open()
+    until(lambda: any(save.is_unseen for save in all_saves()))
+    checkpoints.save_checkpoint({"step": 2}, tmp_path / "2.ckpt")
+    busy.open()
+    with pytest.raises(CheckpointError):
+        checkpoints.wait()
+    assert contents(tmp_path) == {"2.ckpt": {"step": 2}}
 
 
 def test_a_folder_that_is_deleted_while_a_save_runs_costs_that_save_only(kit, checkpoints, tmp_path, held_writes):

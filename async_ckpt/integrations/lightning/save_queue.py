@@ -17,7 +17,7 @@ from ...host.threads import Crew, running_future
 from ...host.waits import ENDS_THE_WAIT, Wait, wait_for, wait_for_all
 from ...report import SaveReport
 from ...saving.handle import SaveHandle, progress_of
-from ...saving.ledger import all_saves
+from ...saving.ledger import all_saves, leave_warning
 from ...spans import monotonic
 from .checkpoint_paths import path_key
 
@@ -68,6 +68,8 @@ class SaveQueue:
         self, path: Any, handles: Sequence[SaveHandle], *, step: int | None, waited_seconds: float, then: Action
     ) -> None:
         """Add a save that has begun. It has ended when all of its handles are done, and then `then` is."""
+        for handle in handles:
+            leave_warning(handle)  # one that fails just before the next save begins is raised by the one after that
         ended = self._submit(partial(_finish, tuple(handles), then))
         self._queued.append(_Queued(path_key(path), ended, tuple(handles), step, waited_seconds))
 
