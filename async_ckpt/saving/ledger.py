@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from math import nan
 from typing import Final
+from weakref import WeakSet
 
 from ..errors import ClosedError, SaveAbandonedError
 from ..host import deadlines
@@ -39,6 +40,8 @@ _log = logging.getLogger("async_ckpt")
 # Saves that have not finished, or have failed and are unseen, the oldest first. Replaced as a whole on the loop's
 # thread, which no signal interrupts; any thread reads it.
 _saves: list[tuple[Ledger, Save]] = []
+# Handles of which no save warns, since their callers raise the errors.
+_raised_by_callers: WeakSet[SaveHandle] = WeakSet()
 
 
 def all_saves() -> list[Save]:
@@ -48,9 +51,7 @@ def all_saves() -> list[Save]:
 
 def leave_warning(handle: SaveHandle) -> None:
     """Have no later save warn that this one has failed: the caller raises its error. At the exit it is told still."""
-    for ledger, save in _saves:
-        if save.handle is handle:
-            ledger._warned = [*ledger._warned[-8:], handle]
+    _raised_by_callers.add(handle)
 
 
 @in_forked_child
@@ -167,7 +168,7 @@ class Ledger:
         if self._strict:
             self.raise_unseen()
         for handle in self._unseen():
-            if handle not in self._warned:
+            if handle not in self._warned and handle not in _raised_by_callers:
                 self._warn(handle, f"{handle.path} was", stacklevel + 1)
 
     def _warn(self, handle: SaveHandle, subject: str, stacklevel: int) -> None:

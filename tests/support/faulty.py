@@ -64,6 +64,7 @@ class Far:
         yield
         self.proxy.clear()
         no_memory_is_lent(ckpt)
+        # The object by which a thread asks for the store's clock may go late.
         until(lambda: not any(".async_ckpt-probe-" in key for key in self.bucket.keys()))  # noqa: SIM118
         assert self.direct.names() == before
         assert_is_state(self.direct.load(), 1)
