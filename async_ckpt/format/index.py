@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NamedTuple
 
 from ..errors import CorruptCheckpointError, FormatVersionError
-from ..spec import DTYPES, PAGE_BYTES, Extent, Json, MeshFacts, RankFacts, Spread, align_up
+from ..spec import DTYPES, KIB, PAGE_BYTES, Extent, Json, MeshFacts, RankFacts, Spread, align_up
 from . import digests, safetensors, tar
 
 MEMBER: Final = "index.json"
@@ -26,6 +27,9 @@ VERSION: Final = 1
 # A limit that no real run reaches. An index with more ranks is damaged or forged.
 MAX_RANKS: Final = 1 << 24
 _MAX_DIMS: Final = 64
+# What `dump` writes around the rows, of which about so many bytes are parsed at a time.
+_BEFORE_ROWS, _BETWEEN_ROWS, _AFTER_ROWS = b'"tensors":[\n', b",\n", b"\n]"
+_PIECE_BYTES: Final = 256 * KIB
 # The offsets of a whole tensor, by its number of dimensions.
 _AT_BEGIN: Final = [(0,) * num_dims for num_dims in range(_MAX_DIMS + 1)]
 
@@ -146,7 +150,7 @@ def parse(text: bytes, *, path: str) -> Index:
     damaged byte may look like a later version, so the caller compares the digest first.
     """
     try:
-        raw = json.loads(text)
+        raw, rows = _rows_apart(text)
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise _InconsistentError("it is not an async_ckpt index")
         version = _count(raw["version"])
@@ -162,7 +166,7 @@ def parse(text: bytes, *, path: str) -> Index:
             _count(step)
         members = _members(raw["members"], begin=tar.BLOCK + len(text))
         ranks = _ranks(raw["ranks"]) if "ranks" in raw else None
-        tensors = _tensors(raw["tensors"], members, ranks)
+        tensors = _tensors(rows or raw["tensors"], members, ranks)
         last_end = members[-1].data.end if members else tar.BLOCK + len(text)
         digest, file_bytes = digests_member(align_up(last_end, tar.BLOCK))
         stored: list[list[IndexedTensor]] = [[] for _ in members]
@@ -175,6 +179,29 @@ def parse(text: bytes, *, path: str) -> Index:
     except (_InconsistentError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         reason = error if isinstance(error, _InconsistentError) else f"it is malformed ({error!r:.200})"
         raise CorruptCheckpointError(f"{path}: the index cannot be trusted: {reason}", path=path) from error
+
+
+def _rows_apart(text: bytes) -> tuple[Json, Iterator[Json] | None]:
+    """The index without its rows, and the rows, which are parsed as they are taken: all of them at once would need
+    many times the memory of their text. If they are not one on each line, as `dump` writes them, the whole index is
+    parsed at once, and the rows are None.
+    """
+    begin = text.find(_BEFORE_ROWS) + len(_BEFORE_ROWS)
+    end = text.find(_AFTER_ROWS, begin)
+    if len(_BEFORE_ROWS) <= begin < end:
+        with suppress(ValueError):
+            rest = json.loads(text[:begin] + text[end:])
+            if isinstance(rest, dict) and rest.get("tensors") == []:
+                return rest, _rows(text, begin, end)
+    return json.loads(text), None
+
+
+def _rows(text: bytes, begin: int, end: int) -> Iterator[Json]:
+    while begin < end:
+        cut = text.find(_BETWEEN_ROWS, begin + _PIECE_BYTES, end)
+        cut = cut if cut >= 0 else end
+        yield from json.loads(b"[%b]" % text[begin:cut])
+        begin = cut + len(_BETWEEN_ROWS)
 
 
 def of_safetensors(
@@ -264,12 +291,11 @@ def _counts(raw: Json) -> tuple[int, ...]:
     return tuple(raw)
 
 
-def _tensors(raw: Json, members: list[Member], ranks: RankFacts | None = None) -> list[IndexedTensor]:
+def _tensors(raw: Iterable[Json], members: list[Member], ranks: RankFacts | None = None) -> list[IndexedTensor]:
     tensors: list[IndexedTensor] = []
     names: set[tuple[int, str]] = set()
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each once, since there may be many tensors, and few shapes
-    for number, row in enumerate(raw):
-        raw[number] = None  # a row takes more memory than the tensor that is made of it
+    for row in raw:
         path = tuple(row["path"])
         if not all(isinstance(key, int | str) for key in path):
             raise _InconsistentError(f"a tensor has the path {path!r:.200}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import tracemalloc
 from math import prod
 from typing import Any
 
@@ -403,6 +404,29 @@ def test_an_index_is_padded_to_a_page_and_reads_back(tensors: list[TensorSpec], 
     assert raw["version"] == 1
     for spec, row in zip(tensors, told.tensors, strict=True):
         assert row.path == tuple(k if isinstance(k, int | str) else str(k) for k in spec.path)
+
+
+@given(specs())
+def test_an_index_that_is_laid_out_in_another_way_says_the_same(tensors: list[TensorSpec]) -> None:
+    text = laid_out(tensors).literals[0][1][tar.BLOCK :].rstrip(b" ")
+    raw = json.loads(text)
+    for indent, separators in ((None, (",", ":")), (1, (",", ":")), (0, (", ", ": "))):
+        other = json.dumps(raw, indent=indent, separators=separators).encode()
+        padded = other.ljust(len(text) + tar.BLOCK)
+        assert index.parse(padded, path="x").tensors == index.parse(text.ljust(len(padded)), path="x").tensors
+
+
+def test_an_index_is_parsed_in_little_more_memory_than_its_text_and_result_take() -> None:
+    tensors = [TensorSpec(("model", f"layers.{number}"), "int8", (3,)) for number in range(20_000)]
+    text = laid_out(tensors).literals[0][1][tar.BLOCK :]
+    tracemalloc.start()
+    try:
+        told = index.parse(text, path="x")
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [tensor.path for tensor in told.tensors] == [tensor.path for tensor in tensors]
+    assert peak < kept + 2 * len(text)
 
 
 @given(specs())
