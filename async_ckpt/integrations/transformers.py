@@ -35,6 +35,7 @@ from ..storage.place import place_of
 from .dcp import restore
 from .folders import FolderHold, remove_archives, remove_leftovers, remove_retired, retire
 from .frameworks import LOGGED_AS, require, require_names
+from .joint_errors import meet
 from .small_files import refuse_full, write_files, written_by
 from .step_guard import StepGuard
 from .training_archive import TrainingArchive, archive_in
@@ -90,7 +91,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         class MySFTTrainer(SFTTrainer, AsyncCheckpointing): ...
 
     `checkpoint-<step>` appears in `output_dir` when all of it is durable. One save is under way at a time: the next
-    one, the end of `train`, an exception in it, and the interpreter's exit wait for it. The first two raise its error.
+    one, the end of `train`, an exception in it, and the interpreter's exit wait for it. The first two raise its error;
+    on ranks where it has not failed this is a PeerFailedError.
 
     `layout = "transformers"` writes the files of the plain Trainer, which resumes from them. `layout = "archive"`
     writes one verified archive in place of the optimizer, the scheduler, the scaler and the random states. Both are
@@ -159,6 +161,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def wait_for_checkpoint(self) -> None:
         """Return when the checkpoint that is under way is durable and in its folder. Raises the error if it failed.
 
+        Ranks that write nothing return at once.
+
         trainer.wait_for_checkpoint()  # such as in a callback's `on_save`
         """
         pending = self._pending
@@ -169,6 +173,10 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if error is not None:
             raise error
         self._settle(pending)
+
+    def _wait_on_all_ranks(self) -> None:
+        """Wait for the checkpoint where all ranks do: each of them raises an error if it failed on any."""
+        meet(self.wait_for_checkpoint, gather_object)
 
     def _wait_beside(self, error: BaseException) -> None:
         try:
@@ -197,26 +205,23 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
     def _end(self) -> None:
         """The end of a training, before any logger is closed."""
-        self.wait_for_checkpoint()
+        self._wait_on_all_ranks()
         best = self.state.best_model_checkpoint
         if self.args.should_save and self.args.save_total_limit == 1 and best is not None and os.path.isdir(best):
             retire(Path(best), 1)  # as the trainer has done with the folders that were there
-        if self._run_dir is not None:
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                remove_retired(self._run_dir)
-                remove_archives(self._run_dir)
+        if self._run_dir is not None and self.args.should_save:
+            remove_retired(self._run_dir)
+            remove_archives(self._run_dir)
 
     # --- saving -----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002
         """Take the snapshot of a checkpoint, and have it written in the background."""
         began = monotonic()
-        self.wait_for_checkpoint()
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        folder = self._enter(Path(self._get_output_dir(trial=trial))) / f"{_PREFIX}-{self.state.global_step}"
-        rng = self._rng_of_all_ranks()  # all ranks meet here, each with its part of the checkpoint before behind it
+        folder = Path(self._get_output_dir(trial=trial)) / f"{_PREFIX}-{self.state.global_step}"
+        rng = self._rng_of_all_ranks(folder.parent)
         self._note_best(folder)
         if self.args.should_save:
             remove_archives(folder.parent)
@@ -225,15 +230,14 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if self.args.should_save or self.is_fsdp_enabled:
             self._pending = self._begin_save(folder, self._parts(rng), began)
         if self.args.push_to_hub:
-            self.wait_for_checkpoint()
+            self._wait_on_all_ranks()
             self._push_from_checkpoint(str(folder))
 
-    def _enter(self, run_dir: Path) -> Path:
+    def _enter(self, run_dir: Path) -> None:
         """Before the first save below a folder: remove what a killed run has left there."""
         if run_dir.absolute() != self._run_dir and self.args.should_save and run_dir.is_dir():
             remove_leftovers(run_dir)
         self._run_dir = run_dir.absolute()
-        return run_dir
 
     def _begin_save(self, folder: Path, parts: dict[str, Any], began: float) -> _Pending:
         files = {} if self.is_fsdp_enabled else self._files_of_subclass(parts)
@@ -264,10 +268,17 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             parts["scaler"] = scaler.state_dict()
         return parts
 
-    def _rng_of_all_ranks(self) -> dict[str, bytes]:
-        """The files of random states that all ranks would write, by name."""
-        own = {} if self.args.save_only_model else written_by(self._save_rng_state, in_memory=True)
-        return {name: data for files in gather_object([own]) for name, data in files.items()}
+    def _rng_of_all_ranks(self, run_dir: Path) -> dict[str, bytes]:
+        """The files of random states that all ranks would write, by name. All ranks meet here, each with its part of
+        the checkpoint before behind it.
+        """
+
+        def own() -> dict[str, bytes]:
+            self.wait_for_checkpoint()
+            self._enter(run_dir)
+            return {} if self.args.save_only_model else written_by(self._save_rng_state, in_memory=True)
+
+        return {name: data for files in meet(own, gather_object) for name, data in files.items()}
 
     def _files_of_subclass(self, parts: dict[str, Any]) -> dict[str, bytes]:
         """The files of methods that a subclass has of its own, and that would read the live state: written now.
@@ -323,7 +334,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     # --- loading ----------------------------------------------------------------------------------------------
 
     def _load_best_model(self) -> None:
-        self.wait_for_checkpoint()
+        self._wait_on_all_ranks()
         archive = archive_in(self.state.best_model_checkpoint)
         if not self._restore_model(archive, self.model):
             super()._load_best_model()

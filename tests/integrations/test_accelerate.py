@@ -268,6 +268,36 @@ def test_two_ranks_of_ddp_go_on_with_the_same_losses(worlds, tmp_path, layout):
     assert [told["losses"] for told in again] == [told["losses"][4:] for told in first]
 
 
+_FAILING = """
+import warnings
+warnings.simplefilter("ignore")
+from accelerated import *
+training = Training({folder!r}, sharded={sharded})
+training.accelerator.project_configuration.automatic_checkpoint_naming = False
+errors = []
+state = AsyncState(training.accelerator, {layout!r})
+for end in (lambda: state.save_state({folder!r} + "/two"), state.wait):
+    state.save_state({folder!r} + "/file")
+    try:
+        end()
+    except Exception as error:
+        errors.append(type(error).__name__)
+state.save_state({folder!r} + "/two")
+state.wait()
+here.tell({{"errors": errors}})
+"""
+
+
+@pytest.mark.parametrize(("layout", "sharded"), [("archive", False), ("accelerate", False), ("archive", True)])
+def test_a_save_that_fails_on_one_rank_is_raised_on_all(worlds, tmp_path, layout, sharded):
+    (tmp_path / "file").write_text("in the way")
+    ended = worlds.run(2, _FAILING.format(folder=str(tmp_path), layout=layout, sharded=sharded))
+    told = [next(told for told in end.told if "errors" in told)["errors"] for end in ended]
+    assert told[1] == ["PeerFailedError"] * 2
+    assert len(told[0]) == 2
+    assert names(tmp_path) >= {"file", "two"}
+
+
 def test_four_ranks_of_fsdp2_are_loaded_by_four_and_by_two(worlds, tmp_path):
     first = ran(worlds, 4, tmp_path / "four", sharded=True, dropout=0.0)
     folder = tmp_path / "four" / "checkpoints" / "checkpoint_1"

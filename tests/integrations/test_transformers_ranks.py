@@ -63,6 +63,42 @@ def test_two_ranks_of_ddp_are_resumed_with_the_same_losses(worlds, tmp_path, kin
         assert resumed == plain
 
 
+_FAILING = """
+import warnings
+warnings.simplefilter("ignore")
+from trainers import *
+numbers = iter(range(1, 10))
+def fail():
+    if next(numbers) == {number}:
+        raise OSError("no room")
+trainer = trainer_of({kind}, {folder!r}, processor=Kept(fail), model={model}, max_steps=6, **{options})
+try:
+    trainer.train()
+except Exception as error:
+    here.tell({{"error": type(error).__name__, "text": str(error), "step": trainer.state.global_step}})
+"""
+_BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "step", "options"),
+    [
+        ("Files", 2, 6, {}),
+        ("Files", 3, 6, {}),
+        ("Archives", 1, 4, {}),
+        ("Files", 3, 6, _BEST),
+        ("sharded(Archives)", 1, 4, {}),
+    ],
+    ids=["next save", "end", "archive", "best model", "fsdp2"],
+)
+def test_a_save_that_fails_on_one_rank_is_raised_on_all(worlds, tmp_path, kind, number, step, options):
+    model = "untied" if kind.startswith("sharded") else "None"
+    script = _FAILING.format(number=number, kind=kind, folder=str(tmp_path), model=model, options=options)
+    told = [next(told for told in end.told if "error" in told) for end in worlds.run(2, script)]
+    assert told[0] == {"error": "OSError", "text": "no room", "step": step}
+    assert told[1] == {"error": "PeerFailedError", "text": "rank 0 has failed: OSError: no room", "step": step}
+
+
 def test_four_ranks_of_fsdp2_are_resumed_on_four_and_on_two(worlds, tmp_path):
     kind = "sharded(Archives)"
     whole, there = trained(worlds, 4, kind, tmp_path / "four", model="untied")
