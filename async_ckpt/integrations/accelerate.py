@@ -145,7 +145,7 @@ class AsyncState:
     def _begin(self, snap: HeldSnapshot, files: dict[str, bytes], folder: Path) -> SaveHandle:
         if self._layout == "accelerate":
             return _write_files(snap["models"], snap["optimizers"], snap["custom"], files, str(folder))
-        archive = TrainingArchive(snap, folder)
+        archive = TrainingArchive(snap, path_beside(folder))
         if not self._writes:
             return archive.handle
         archive.handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
