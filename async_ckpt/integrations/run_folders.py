@@ -1,10 +1,10 @@
 """The folder of a run with a trainer's checkpoints, on a disk or in a store.
 
-In: a path or URL, and the names of checkpoints. Out: where a checkpoint and its archive are written, and which are whole;
-old checkpoints are gone. Knows nothing of: the contents of a checkpoint, and frameworks.
+In: a path or URL, and the names of checkpoints. Out: where a checkpoint and its archive are written, and which are
+whole; old checkpoints are gone. Knows nothing of: the contents of a checkpoint, and frameworks.
 
-On a disk, a checkpoint has its name when it is whole. A store has no folders, and puts objects one by one: there, one of
-them is put last and deleted first, the mark. A folder without a mark is none.
+On a disk, a checkpoint has its name when it is whole. A store has no folders, and puts objects one by one: there, one
+of them is put last and deleted first, the mark. A folder without a mark is none.
 """
 
 from __future__ import annotations

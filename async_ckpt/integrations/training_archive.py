@@ -31,7 +31,7 @@ class TrainingArchive:
         return self
 
     def take_into(self, folder: str) -> None:
-        """Wait until the archive is durable, and take it into a folder, if it is on a disk. Raises the error of its save.
+        """Wait until the archive is durable, and take it into a folder if it is on a disk. Raises its save's error.
 
         The archive of several ranks stays beside the folder as well, since other ranks may still look at it.
         """

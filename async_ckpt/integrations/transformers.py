@@ -148,7 +148,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         self.callback_handler.callbacks.insert(0, _AtEnd(self))  # before those that close loggers
 
     def _write_to(self, url: str) -> None:
-        """Have checkpoints, and the model at the end, written to a URL; what else the trainer writes, to its default."""
+        """Have checkpoints and the model written to a URL, and what else the trainer writes to its default folder."""
         if self.args.push_to_hub:
             raise ValueError("push_to_hub sends files of output_dir; give a local path")
         with suppress(OSError):

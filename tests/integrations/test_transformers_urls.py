@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_worlds import Worlds
 from racing import Thrown
+from rank_worlds import Worlds
 
 pytest.importorskip("transformers")
 
