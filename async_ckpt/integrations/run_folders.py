@@ -43,9 +43,9 @@ class LocalRun:
         """Before a save, when no other is under way."""
         remove_archives(self.path)
 
-    def archive(self, state: Any, name: str) -> TrainingArchive:
+    def archive(self, state: Any, name: str, kind: type[TrainingArchive] = TrainingArchive) -> TrainingArchive:
         """Begin to write the archive of a checkpoint."""
-        return TrainingArchive(state, path_beside(self.path / name))
+        return kind(state, path_beside(self.path / name))
 
     def retire(self, newest: str, limit: int | None, best: str | None) -> None:
         """Have the oldest checkpoints beside the newest one, which is durable, removed until `limit` are left."""
@@ -88,8 +88,8 @@ class StoredRun:
         if name in self._old:
             self._delete(name)
 
-    def archive(self, state: Any, name: str) -> TrainingArchive:
-        return TrainingArchive(state, self.place(name))
+    def archive(self, state: Any, name: str, kind: type[TrainingArchive] = TrainingArchive) -> TrainingArchive:
+        return kind(state, self.place(name))
 
     def retire(self, newest: str, limit: int | None, best: str | None) -> None:
         self._retired = None if limit is None or limit < 1 else (newest, limit, best)

@@ -24,27 +24,32 @@ class TrainingArchive:
 
     def __init__(self, state: Any, where: Path | str) -> None:
         """Begin to write at a path beside a folder, or in the folder at a URL."""
-        self._path = where if isinstance(where, Path) else None
-        self.handle = save(state, where if isinstance(where, Path) else f"{where}/{_NAME}")
+        self.parts = (*state,)
+        self._written = where if isinstance(where, Path) else f"{where}/{_NAME}"
+        self.handle = save(state, self._written)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingArchive:
         return self
+
+    def durable(self) -> Path | str:
+        """Wait until the archive is durable. Returns its path or URL. Raises the error of its save."""
+        wait([self.handle])  # its writers are other threads, which wait for nothing here
+        self.handle.result()
+        return self._written
 
     def take_into(self, folder: str) -> None:
         """Wait until the archive is durable, and take it into a folder if it is on a disk. Raises its save's error.
 
         The archive of several ranks stays beside the folder as well, since other ranks may still look at it.
         """
-        wait([self.handle])  # its writers are other threads, which wait for nothing here
-        self.handle.result()
-        target = Path(folder, _NAME)
-        if self._path is None:
+        source, target = self.durable(), Path(folder, _NAME)
+        if not isinstance(source, Path):
             return
-        if not self._path.is_dir():
-            os.rename(self._path, target)
+        if not source.is_dir():
+            os.rename(source, target)
             return
         target.mkdir()
-        for path in self._path.iterdir():
+        for path in source.iterdir():
             if path.is_file():
                 try:
                     os.link(path, target / path.name)

@@ -34,6 +34,7 @@ from ..staging.held_snapshot import HeldSnapshot
 from .dcp import restore
 from .folders import FolderHold
 from .frameworks import LOGGED_AS, require, require_names
+from .fsdp_files import FsdpFolders, sharded_parts
 from .joint_errors import meet
 from .run_folders import LocalRun, StoredRun, is_url
 from .small_files import refuse_full, write_files, written_by
@@ -106,8 +107,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     deleted first. What the Trainer itself writes is then in the local folder `trainer_output`.
 
     The constructor raises ImportError without Transformers, RuntimeError for a version of it that lacks what is used
-    here, NotImplementedError for DeepSpeed, XLA and FSDP1, and ValueError for another layout, for FSDP2 without the
-    layout "archive", and for `push_to_hub` with a URL.
+    here, NotImplementedError for DeepSpeed, XLA and FSDP1, and ValueError for another layout, for FSDP2 with
+    adapters, whole state dicts or a URL without the layout "archive", and for `push_to_hub` with a URL.
     """
 
     layout: Layout = "transformers"
@@ -157,10 +158,17 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         self.args.output_dir = _OUTPUT_DIR
 
     def _refuse_fsdp(self) -> None:
+        """Raise for a kind of FSDP that is not served."""
         if getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
             raise NotImplementedError("AsyncCheckpointing serves FSDP2 only; set fsdp_config={'version': 2}")
-        if self.layout != "archive":
-            raise ValueError('under FSDP2 each rank writes its own archive; set layout = "archive"')
+        if self._makes_folders and (_peft_config_of(self.model) or is_url(self.args.output_dir)):
+            raise ValueError('under FSDP2, adapters and URLs need layout = "archive"')
+        form = str(getattr(self.accelerator.state.fsdp_plugin, "state_dict_type", None))
+        if self._makes_folders and "SHARDED_STATE_DICT" not in form:
+            raise ValueError(
+                'the layout "transformers" needs state_dict_type SHARDED_STATE_DICT under FSDP2; set it, or set '
+                'layout = "archive"'
+            )
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -279,17 +287,18 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def _begin_save(self, run: LocalRun | StoredRun, name: str, parts: dict[str, Any], began: float) -> _Pending:
         files = {} if self.is_fsdp_enabled else self._files_of_subclass(parts)
         with snapshot(parts, guard=self._guard([self.optimizer]) or None) as snap:
-            in_archive = [part for part in parts if part != "model" or self.is_fsdp_enabled]
+            in_archive = self._archived(parts)
             archive = handle = None
-            if self.layout == "archive" and in_archive:
-                archive = run.archive({part: snap[part] for part in in_archive}, name)
+            if in_archive:
+                kind = FsdpFolders if self._makes_folders else TrainingArchive
+                archive = run.archive({part: snap[part] for part in in_archive}, name, kind)
                 handle = archive.handle
                 handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
-            else:
+            if "rng" not in in_archive:
                 files |= parts.get("rng", {})
             if self.args.should_save:
-                weights = {} if self.is_fsdp_enabled else snap.get("model")
-                in_files = {part: snap[part] for part in _FILES if part in parts and archive is None}
+                weights = snap.get("model") if "model" not in in_archive else None if self._makes_folders else {}
+                in_files = {part: snap[part] for part in _FILES if part in parts and part not in in_archive}
                 rest = _Rest(self._frozen(), files)
                 if isinstance(run, LocalRun):
                     handle = _write(weights, in_files, rest, archive, run.place(name))
@@ -299,12 +308,25 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             assert handle is not None
             return _Pending(run, name, handle, snap, snap.stall_seconds, self.state.global_step, monotonic() - began)
 
+    def _archived(self, parts: Mapping[str, Any]) -> list[str]:
+        """The names of the parts that are in an archive: those of all ranks, and with that layout all but the model."""
+        of_ranks = {"model", "optimizer"} if self.is_fsdp_enabled else set()
+        rest = parts.keys() - {"model"} if self.layout == "archive" else set()
+        return [part for part in parts if part in of_ranks | rest]
+
+    @property
+    def _makes_folders(self) -> bool:
+        """Whether model and optimizer are to be in folders of torch.distributed.checkpoint."""
+        return bool(self.is_fsdp_enabled) and self.layout == "transformers"
+
     def _parts(self, rng: dict[str, bytes]) -> dict[str, Any]:
         """The state to copy, in the structure of an archive."""
-        parts: dict[str, Any] = {"model": _written_weights(self.model)}
+        parts: dict[str, Any] = {"model": _written_weights(self.model), "optimizer": self.optimizer}
+        if self._makes_folders:
+            parts = sharded_parts(self.model, self.optimizer)
         if self.args.save_only_model:
-            return parts
-        parts |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler.state_dict(), "rng": rng}
+            return {"model": parts["model"]}
+        parts |= {"scheduler": self.lr_scheduler.state_dict(), "rng": rng}
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None:
             parts["scaler"] = scaler.state_dict()

@@ -12,6 +12,7 @@ import pytest
 from children import Nursery
 from rank_worlds import Worlds
 from slices import some
+from torch.distributed.checkpoint import FileSystemReader
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -31,13 +32,21 @@ import warnings
 warnings.simplefilter("ignore")
 from trainers import *
 kind = {kind}
-trainer = trainer_of(kind, {folder!r}, model={model}, max_steps=6, per_device_train_batch_size=8 // here.size)
+trainer = trainer_of(kind, {folder!r}, model={model}, max_steps=6,
+    per_device_train_batch_size=8 // here.size)
 trainer.train(resume_from_checkpoint={resume!r})
 here.tell({{"losses": losses(trainer), "folders": folders({folder!r})}})
 """
 
 
-def trained(worlds: Worlds, size: int, kind: str, folder: Path, resume: Path | None = None, model: str = "None") -> Any:
+def trained(
+    worlds: Worlds,
+    size: int,
+    kind: str,
+    folder: Path,
+    resume: Path | None = None,
+    model: str = "None",
+) -> Any:
     """The losses that rank 0 has seen, and the folders that are there at the end."""
     script = _TRAIN.format(kind=kind, folder=str(folder), resume=resume and str(resume), model=model)
     ended = worlds.run(size, script)
@@ -118,16 +127,31 @@ def test_what_the_plain_trainer_has_saved_under_fsdp2_is_resumed(worlds, tmp_pat
     assert ours == plain
 
 
-def test_fsdp2_needs_archives(worlds, tmp_path):
+def test_the_files_under_fsdp2_are_those_of_the_plain_trainer_which_resumes_from_them(worlds, tmp_path):
+    losses = {}
+    for kind in ("Trainer", "Files"):
+        losses[kind], _ = trained(worlds, 2, f"sharded({kind})", tmp_path / kind, model="untied")
+    assert losses["Files"] == losses["Trainer"]
+    plain, ours = (tmp_path / kind / "checkpoint-2" for kind in losses)
+    assert {path.name for path in ours.iterdir()} == {path.name for path in plain.iterdir()}
+    for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
+        keys = [{*FileSystemReader(one / folder).read_metadata().state_dict_metadata} for one in (plain, ours)]
+        assert keys[0] == keys[1]
+    resumed, _ = trained(worlds, 2, "sharded(Trainer)", tmp_path / "resumed", ours, model="untied")
+    assert resumed == losses["Trainer"]
+    more, _ = trained(worlds, 4, "sharded(Files)", tmp_path / "more", ours, model="untied")
+    assert more == pytest.approx(losses["Trainer"], rel=1e-5)
+
+
+def test_whole_state_dicts_under_fsdp2_need_archives(worlds, tmp_path):
     script = f"""
     from trainers import *
     try:
-        trainer_of(sharded(Files), {str(tmp_path)!r})
+        trainer_of(sharded(Files, "FULL_STATE_DICT"), {str(tmp_path)!r})
     except ValueError as error:
         here.tell({{"told": str(error)}})
     """
-    told = worlds.run(2, script)[0].told
-    assert 'layout = "archive"' in told[0]["told"]
+    assert 'layout = "archive"' in worlds.run(2, script)[0].told[0]["told"]
 
 
 # --- killed -------------------------------------------------------------------------------------------------------

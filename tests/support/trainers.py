@@ -114,7 +114,7 @@ def folders(folder: object) -> list[str]:
     return sorted(name for name in names if name.startswith(("checkpoint", ".")) and "async_ckpt-tmp" not in name)
 
 
-def sharded(kind: type[Any]) -> type[Any]:
+def sharded(kind: type[Any], state_dict_type: str = "SHARDED_STATE_DICT") -> type[Any]:
     """The trainer under FSDP2 on processors. accelerate sets that type on accelerators only, so that it is set by hand."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
@@ -127,7 +127,7 @@ def sharded(kind: type[Any]) -> type[Any]:
                 fsdp_version=2,
                 auto_wrap_policy="transformer_based_wrap",
                 transformer_cls_names_to_wrap=["GPT2Block"],
-                state_dict_type="SHARDED_STATE_DICT",
+                state_dict_type=state_dict_type,
                 cpu_ram_efficient_loading=False,
                 reshard_after_forward=True,
             )
