@@ -34,7 +34,7 @@ from ..staging.held_snapshot import HeldSnapshot
 from .dcp import restore
 from .folders import FolderHold
 from .frameworks import LOGGED_AS, require, require_names
-from .fsdp_files import FsdpFolders, sharded_parts
+from .fsdp_files import FsdpFiles, FsdpFolders, sharded_parts
 from .joint_errors import meet
 from .run_folders import LocalRun, StoredRun, is_url
 from .small_files import refuse_full, write_files, written_by
@@ -108,7 +108,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
     The constructor raises ImportError without Transformers, RuntimeError for a version of it that lacks what is used
     here, NotImplementedError for DeepSpeed, XLA and FSDP1, and ValueError for another layout, for FSDP2 with
-    adapters, whole state dicts or a URL without the layout "archive", and for `push_to_hub` with a URL.
+    adapters or a URL without the layout "archive", and for `push_to_hub` with a URL.
     """
 
     layout: Layout = "transformers"
@@ -161,14 +161,10 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         """Raise for a kind of FSDP that is not served."""
         if getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
             raise NotImplementedError("AsyncCheckpointing serves FSDP2 only; set fsdp_config={'version': 2}")
-        if self._makes_folders and (_peft_config_of(self.model) or is_url(self.args.output_dir)):
+        if self._kind_of_archive is not TrainingArchive and (
+            _peft_config_of(self.model) or is_url(self.args.output_dir)
+        ):
             raise ValueError('under FSDP2, adapters and URLs need layout = "archive"')
-        form = str(getattr(self.accelerator.state.fsdp_plugin, "state_dict_type", None))
-        if self._makes_folders and "SHARDED_STATE_DICT" not in form:
-            raise ValueError(
-                'the layout "transformers" needs state_dict_type SHARDED_STATE_DICT under FSDP2; set it, or set '
-                'layout = "archive"'
-            )
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -290,16 +286,20 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             in_archive = self._archived(parts)
             archive = handle = None
             if in_archive:
-                kind = FsdpFolders if self._makes_folders else TrainingArchive
+                kind = self._kind_of_archive
                 archive = run.archive({part: snap[part] for part in in_archive}, name, kind)
                 handle = archive.handle
                 handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
             if "rng" not in in_archive:
                 files |= parts.get("rng", {})
             if self.args.should_save:
-                weights = snap.get("model") if "model" not in in_archive else None if self._makes_folders else {}
+                frozen, weights = self._frozen(), None
+                if isinstance(archive, FsdpFiles):
+                    archive.save_model = frozen._save
+                elif not isinstance(archive, FsdpFolders):
+                    weights = {} if "model" in in_archive else snap.get("model")
                 in_files = {part: snap[part] for part in _FILES if part in parts and part not in in_archive}
-                rest = _Rest(self._frozen(), files)
+                rest = _Rest(frozen, files)
                 if isinstance(run, LocalRun):
                     handle = _write(weights, in_files, rest, archive, run.place(name))
                 else:
@@ -315,14 +315,17 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         return [part for part in parts if part in of_ranks | rest]
 
     @property
-    def _makes_folders(self) -> bool:
-        """Whether model and optimizer are to be in folders of torch.distributed.checkpoint."""
-        return bool(self.is_fsdp_enabled) and self.layout == "transformers"
+    def _kind_of_archive(self) -> type[TrainingArchive]:
+        """The kind of archive: for itself, or under FSDP2 for what the plain Trainer writes."""
+        if not self.is_fsdp_enabled or self.layout == "archive":
+            return TrainingArchive
+        is_whole = "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+        return FsdpFiles if is_whole else FsdpFolders
 
     def _parts(self, rng: dict[str, bytes]) -> dict[str, Any]:
         """The state to copy, in the structure of an archive."""
         parts: dict[str, Any] = {"model": _written_weights(self.model), "optimizer": self.optimizer}
-        if self._makes_folders:
+        if self._kind_of_archive is not TrainingArchive:
             parts = sharded_parts(self.model, self.optimizer)
         if self.args.save_only_model:
             return {"model": parts["model"]}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from children import Nursery
 from rank_worlds import Worlds
 from slices import some
@@ -143,15 +144,21 @@ def test_the_files_under_fsdp2_are_those_of_the_plain_trainer_which_resumes_from
     assert more == pytest.approx(losses["Trainer"], rel=1e-5)
 
 
-def test_whole_state_dicts_under_fsdp2_need_archives(worlds, tmp_path):
-    script = f"""
-    from trainers import *
-    try:
-        trainer_of(sharded(Files, "FULL_STATE_DICT"), {str(tmp_path)!r})
-    except ValueError as error:
-        here.tell({{"told": str(error)}})
-    """
-    assert 'layout = "archive"' in worlds.run(2, script)[0].told[0]["told"]
+def test_whole_state_dicts_under_fsdp2_are_in_the_files_of_the_plain_trainer_which_resumes_from_them(worlds, tmp_path):
+    losses = {}
+    for kind in ("Trainer", "Files"):
+        script = f"sharded({kind}, 'FULL_STATE_DICT')"
+        losses[kind], _ = trained(worlds, 2, script, tmp_path / kind, model="untied")
+    assert losses["Files"] == losses["Trainer"]
+    plain, ours = (tmp_path / kind / "checkpoint-2" for kind in losses)
+    assert {path.name for path in ours.iterdir()} == {path.name for path in plain.iterdir()}
+    assert (ours / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
+    for name in ("pytorch_model_fsdp.bin", "optimizer.bin"):
+        theirs, loaded = (torch.load(one / name, weights_only=True) for one in (plain, ours))
+        assert loaded.pop("param_groups", None) == theirs.pop("param_groups", None)
+        torch.testing.assert_close(loaded, theirs, rtol=0, atol=0)
+    resumed, _ = trained(worlds, 2, "sharded(Trainer, 'FULL_STATE_DICT')", tmp_path / "resumed", ours, model="untied")
+    assert resumed == losses["Trainer"]
 
 
 # --- killed -------------------------------------------------------------------------------------------------------

@@ -117,11 +117,14 @@ def folders(folder: object) -> list[str]:
 def sharded(kind: type[Any], state_dict_type: str = "SHARDED_STATE_DICT") -> type[Any]:
     """The trainer under FSDP2 on processors. accelerate sets that type on accelerators only, so that it is set by hand."""
     from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     class Sharded(kind):  # type: ignore[misc]
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
+            # Each AcceleratorState() takes it from there anew.
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.accelerator.state.distributed_type = DistributedType.FSDP
             self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2,
