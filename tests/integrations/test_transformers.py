@@ -478,6 +478,36 @@ def test_the_trials_of_a_search_have_checkpoints_of_their_own(tmp_path):
     assert folders(tmp_path / "run-3") == [saved(6), saved(8)]
 
 
+def test_a_search_by_optuna_has_a_folder_of_each_trial(tmp_path):
+    pytest.importorskip("optuna", reason="optuna is not installed")
+    trainer = trainer_of(Files, tmp_path, max_steps=4, save_total_limit=1)
+    trainer.model_init = lambda: tiny_model()
+    trainer.hyperparameter_search(
+        backend="optuna",
+        n_trials=2,
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-3)},
+        compute_objective=lambda metrics: metrics.get("eval_loss", 0.0),
+    )
+    assert [folders(tmp_path / f"run-{number}") for number in range(2)] == [[saved(4)]] * 2
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_the_scaler_of_fp16_is_saved_and_loaded(tmp_path, kind):
+    def scaler(scale: float) -> torch.amp.GradScaler:
+        made = torch.amp.GradScaler("cpu", init_scale=scale)
+        made._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        return made
+
+    trainer = trainer_of(kind, tmp_path, max_steps=2)
+    trainer.accelerator.scaler = scaler(1024.0)
+    trainer.train()
+    again = trainer_of(kind, tmp_path / "again")
+    again.accelerator.scaler = scaler(2.0)
+    again._load_scaler(str(tmp_path / saved(2)))
+    assert again.accelerator.scaler.state_dict() == trainer.accelerator.scaler.state_dict()
+    assert again.accelerator.scaler.get_scale() == 1024.0
+
+
 class Pushing(Files):
     """A trainer whose hub is on this machine."""
 
