@@ -26,6 +26,7 @@ from ..staging.held_snapshot import HeldSnapshot
 from .dcp import restore
 from .folders import newest_in, number_of, remove_leftovers, remove_retired, retire
 from .frameworks import LOGGED_AS, require, require_names
+from .joint_errors import meet
 from .small_files import refuse_full, write_files, written_by
 from .step_guard import StepGuard
 from .training_archive import TrainingArchive, archive_in, path_beside
@@ -96,11 +97,10 @@ class AsyncState:
         Returns when training may go on: a handle, or None on a rank that writes nothing. Raises the error of the save
         before, and ValueError if the project's next folder exists.
         """
-        self._settle()
         accelerator = self._accelerator
         folder = self._next_folder() if output_dir is None or self._is_named else Path(output_dir).absolute()
         models = [accelerator.get_state_dict(model, unwrap=False) for model in self._plain_models]
-        files = self._small_files(models)  # all ranks meet here
+        files = self._small_files(models)  # all ranks meet here, with the save before behind them
         accelerator.project_configuration.iteration += 1
         if not self._writes and not self._is_sharded:
             return None
@@ -113,8 +113,10 @@ class AsyncState:
         return self._pending[1]
 
     def wait(self) -> None:
-        """Return when the save that is under way is durable. Raises its error if it failed."""
-        self._settle()
+        """Return when the save that is under way is durable. Every rank calls this. Raises its error if it failed, and
+        PeerFailedError if it failed on another rank. For one rank there is the handle.
+        """
+        meet(self._settle, utils.gather_object)
         if self._writes and self._is_named:
             remove_retired(self._project)
 
@@ -143,7 +145,7 @@ class AsyncState:
     def _begin(self, snap: HeldSnapshot, files: dict[str, bytes], folder: Path) -> SaveHandle:
         if self._layout == "accelerate":
             return _write_files(snap["models"], snap["optimizers"], snap["custom"], files, str(folder))
-        archive = TrainingArchive(snap, folder)
+        archive = TrainingArchive(snap, path_beside(folder))
         if not self._writes:
             return archive.handle
         archive.handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
@@ -167,8 +169,12 @@ class AsyncState:
                 accelerator.scaler,
             )
 
+        def own() -> dict[str, bytes]:
+            self._settle()
+            return written_by(write, in_memory=True)
+
         # Of files that several ranks have under one name, the first rank's counts.
-        of_ranks = utils.gather_object([written_by(write, in_memory=True)])
+        of_ranks = meet(own, utils.gather_object)
         return {name: data for files in reversed(of_ranks) for name, data in files.items()}
 
     def _next_folder(self) -> Path:
@@ -244,16 +250,15 @@ class AsyncState:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
-        try:
+        if error is None:
             self.wait()
+            if self._is_sharded and self._writes and self._beside is not None:
+                shutil.rmtree(self._beside, ignore_errors=True)  # all ranks have met, and none looks at it any more
+            return
+        try:
+            self._settle()
         except Exception as failed:
-            if error is None:
-                raise
             error.add_note(f"async_ckpt: a save failed, too: {type(failed).__name__}: {failed}")
-        if error is None and self._is_sharded:
-            self._accelerator.wait_for_everyone()
-            if self._writes and self._beside is not None:
-                shutil.rmtree(self._beside, ignore_errors=True)
 
 
 def _write_folder(models: Any, optimizers: Any, custom: Any, files: dict[str, bytes], folder: str) -> None:

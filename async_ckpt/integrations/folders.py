@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
@@ -110,6 +111,11 @@ def number_of(folder: Path) -> int:
     if found is None:
         raise ValueError(f"{folder} is not named as a checkpoint")
     return int(found[1])
+
+
+def names_in_order(names: Iterable[str]) -> list[str]:
+    """The names of checkpoints among these, by their numbers."""
+    return sorted((name for name in names if _NUMBER.fullmatch(name)), key=lambda name: number_of(Path(name)))
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:

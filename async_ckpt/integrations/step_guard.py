@@ -1,54 +1,148 @@
 """The guard of a trainer's optimizers, found by itself.
 
-In: the optimizers of a training. Out: those that a snapshot may be guarded by. Knows nothing of: frameworks.
+In: the optimizers of a training. Out: those that a snapshot may be guarded by; methods that wait for it.
+Knows nothing of: frameworks.
+
+The guard holds an optimizer by a hook of torch ahead of its `step()`. Where there is no such hook, or where other
+methods change the weights, too, these methods of the object are replaced by some that wait. What steps in the backward
+pass cannot be held, and is copied at once.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from ..staging.guard import unwrapped
+from torch.optim import Optimizer
+
+from ..staging.guard import gate_of, unwrapped
+from ..state.optimizers import all_of
 
 # Attributes of optimizers that step in the backward pass: LOMO, and the layer-wise ones of Transformers.
 _STEP_IN_BACKWARD: Final = ("fused_backward", "optimizer_dict")
+# Methods of schedule-free optimizers that change the weights, beside `step`.
+_MODES: Final = ("train", "eval")
 
 
 class StepGuard:
-    """The choice of a guard, for one trainer: it says once which optimizers it cannot take."""
+    """The choice of a guard, for one trainer: it says once of which optimizers a hook alone does not hold all."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()  # classes of optimizers
 
     def __call__(self, optimizers: Iterable[Any]) -> list[Any]:
-        """The optimizers that change their parameters in `step` alone. What others own is copied at once."""
-        guarded = []
+        """The guard of a snapshot, for these optimizers. What none of it owns is copied at once."""
+        guards = []
         for optimizer in optimizers:
-            name, reason = type(getattr(optimizer, "optimizer", optimizer)).__qualname__, _why_not(optimizer)
-            if reason is None:
-                guarded.append(optimizer)
-            elif name not in self._warned:
-                self._warned.add(name)
-                warnings.warn(
-                    f"{name} cannot be guarded, since {reason}: training waits at each save until all is copied",
-                    UserWarning,
-                    stacklevel=3,
-                )
-        return guarded
+            guard = self._guard_of(optimizer)
+            if guard is not None:
+                guards.append(guard)
+        return guards
+
+    def _guard_of(self, optimizer: Any) -> Any:
+        *wrappers, inner = _layers(optimizer)
+        parts = all_of(inner) if isinstance(inner, Optimizer) else [inner]
+        if any(map(_steps_in_backward, parts)):
+            self._warn(inner, "it may step in the backward pass", "training waits at each save until all is copied")
+            return None
+        has_hooks, has_modes = _has_hooks(inner), any(map(_has_modes, parts))
+        if has_hooks and not has_modes:
+            return optimizer
+        if not (hasattr(inner, "param_groups") and hasattr(inner, "state") and hasattr(inner, "step")):
+            self._warn(inner, "it is not like one of torch", "training waits at each save until all is copied")
+            return None
+        if has_modes:
+            waits = "these methods, and step(), wait instead until all is copied"
+            self._warn(inner, "its train() and eval() change the weights", waits)
+        else:
+            self._warn(inner, "its step() runs none", "its step() waits instead until all is copied")
+        return _held(inner, wrappers)
+
+    def _warn(self, optimizer: Any, reason: str, consequence: str) -> None:
+        name = type(optimizer).__qualname__
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(
+                f"{name} cannot be guarded by a hook alone, since {reason}: {consequence}", UserWarning, stacklevel=5
+            )
 
 
-def _why_not(optimizer: Any) -> str | None:
-    """The reason why an optimizer may change something outside of its `step()`, as far as that shows; or None."""
+def _layers(optimizer: Any) -> Iterator[Any]:
+    """An optimizer and, below wrappers such as accelerate's, the innermost one."""
+    yield optimizer
+    while hasattr(optimizer := getattr(optimizer, "optimizer", None), "step"):
+        yield optimizer
+
+
+def _steps_in_backward(optimizer: Any) -> bool:
+    groups = getattr(optimizer, "param_groups", ())
+    hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for group in groups for p in group["params"])
+    return hooked or any(hasattr(optimizer, name) for name in _STEP_IN_BACKWARD)
+
+
+def _has_modes(optimizer: Any) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in _MODES)
+
+
+def _has_hooks(optimizer: Any) -> bool:
     try:
-        stepped = unwrapped(optimizer)
+        return bool(unwrapped(optimizer))
     except TypeError:
-        return "its step() is not that of a torch optimizer"
-    for one in stepped:
-        if callable(getattr(one, "train", None)) and callable(getattr(one, "eval", None)):
-            return "its train() and eval() change the weights"
-        groups = getattr(one, "param_groups", ())
-        hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for group in groups for p in group["params"])
-        if hooked or any(hasattr(one, name) for name in _STEP_IN_BACKWARD):
-            return "it may step in the backward pass"
-    return None
+        return False
+
+
+# --- methods that wait ------------------------------------------------------------------------------------------------
+
+
+class _StandIn(Optimizer):
+    """An optimizer of torch for one that has other methods to hold: the guard finds parameters and state in it.
+
+    It never steps. The methods of the other one wait at its gate.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__([p for group in optimizer.param_groups for p in group["params"]], {})
+        self.follow(optimizer)
+
+    def follow(self, optimizer: Any) -> None:
+        """Take the groups and the state that the other one has now: loading may have replaced them."""
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+
+_stand_ins: weakref.WeakKeyDictionary[Any, _StandIn] = weakref.WeakKeyDictionary()
+
+
+def _held(optimizer: Any, wrappers: Sequence[Any]) -> _StandIn:
+    """The stand-in of an optimizer, whose methods, and the steps of its wrappers, wait for its guard from now on."""
+    stand_in = _stand_ins.get(optimizer)
+    if stand_in is None:
+        stand_in = _StandIn(optimizer)
+        for one in (*wrappers, optimizer):  # a wrapper may keep the step that the optimizer had
+            one.step = _waiting(one.step, stand_in)
+        for name in _MODES if _has_modes(optimizer) else ():
+            setattr(optimizer, name, _waiting(getattr(optimizer, name), stand_in, name == "train"))
+        _stand_ins[optimizer] = stand_in  # last: one that is known is held
+    stand_in.follow(optimizer)
+    return stand_in
+
+
+def _waiting(method: Callable[..., Any], stand_in: _StandIn, mode: bool | None = None) -> Callable[..., Any]:
+    """A method that waits at the gate first; if it sets a mode, only if it changes that."""
+    gate, owner = gate_of(stand_in), weakref.ref(getattr(method, "__self__", stand_in))
+
+    @functools.wraps(method)
+    def wait_first(*args: Any, **kwargs: Any) -> Any:
+        if mode is None or _modes_of(owner()) != {mode}:
+            gate.hold()
+        return method(*args, **kwargs)
+
+    return wait_first
+
+
+def _modes_of(optimizer: Any) -> set[Any]:
+    """The modes that a schedule-free optimizer, or its groups, note."""
+    own = getattr(optimizer, "train_mode", None)
+    return {group.get("train_mode", own) for group in getattr(optimizer, "param_groups", ())}

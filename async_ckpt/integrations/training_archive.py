@@ -1,6 +1,8 @@
 """The archive of a training: written beside the folder of a checkpoint, and taken into it when it is durable.
 
-In: a state, and the folder of a checkpoint. Out: the archive in that folder. Knows nothing of: frameworks.
+In: a state, and where to write. Out: the archive in the folder of a checkpoint. Knows nothing of: frameworks.
+
+In a store it is written in its place: nothing can be renamed there, and other objects make a folder a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,26 +22,34 @@ _NAME: Final = "training.tar"
 class TrainingArchive:
     """An archive that is being written. `wrap` passes it on as it is to the function that fills the folder."""
 
-    def __init__(self, state: Any, folder: Path) -> None:
-        self._path = path_beside(folder)
-        self.handle = save(state, self._path)
+    def __init__(self, state: Any, where: Path | str) -> None:
+        """Begin to write at a path beside a folder, or in the folder at a URL."""
+        self.parts = (*state,)
+        self._written = where if isinstance(where, Path) else f"{where}/{_NAME}"
+        self.handle = save(state, self._written)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingArchive:
         return self
 
+    def durable(self) -> Path | str:
+        """Wait until the archive is durable. Returns its path or URL. Raises the error of its save."""
+        wait([self.handle])  # its writers are other threads, which wait for nothing here
+        self.handle.result()
+        return self._written
+
     def take_into(self, folder: str) -> None:
-        """Wait until the archive is durable, and take it into a folder. Raises the error of its save.
+        """Wait until the archive is durable, and take it into a folder if it is on a disk. Raises its save's error.
 
         The archive of several ranks stays beside the folder as well, since other ranks may still look at it.
         """
-        wait([self.handle])  # its writers are other threads, which wait for nothing here
-        self.handle.result()
-        target = Path(folder, _NAME)
-        if not self._path.is_dir():
-            os.rename(self._path, target)
+        source, target = self.durable(), Path(folder, _NAME)
+        if not isinstance(source, Path):
+            return
+        if not source.is_dir():
+            os.rename(source, target)
             return
         target.mkdir()
-        for path in self._path.iterdir():
+        for path in source.iterdir():
             if path.is_file():
                 try:
                     os.link(path, target / path.name)

@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,16 +25,18 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from ..around.wrap import wrap
-from ..files import local_read_dir
+from ..files import local_read_dir, local_work_dir
 from ..oneoff import load, snapshot
 from ..report import SaveReport
 from ..saving.handle import SaveHandle
 from ..spans import monotonic
 from ..staging.held_snapshot import HeldSnapshot
-from ..storage.place import place_of
 from .dcp import restore
-from .folders import FolderHold, remove_archives, remove_leftovers, remove_retired, retire
+from .folders import FolderHold
 from .frameworks import LOGGED_AS, require, require_names
+from .fsdp_files import FsdpFiles, FsdpFolders, sharded_parts
+from .joint_errors import meet
+from .run_folders import LocalRun, StoredRun, is_url
 from .small_files import refuse_full, write_files, written_by
 from .step_guard import StepGuard
 from .training_archive import TrainingArchive, archive_in
@@ -60,6 +62,10 @@ _PREFIX: Final = "checkpoint"
 _FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 # The mark that the trainer puts into the folder of a checkpoint on SIGTERM, before it has it written.
 _JIT_MARK: Final = "checkpoint-is-incomplete.txt"
+# The file that the trainer writes last: in a store, the mark of a whole checkpoint.
+_STATE: Final = "trainer_state.json"
+# Where the trainer writes by default.
+_OUTPUT_DIR: Final = "trainer_output"
 # The methods of Trainer that are called or replaced here.
 _USED: Final = (
     "_get_output_dir", "_save_checkpoint", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler",
@@ -90,18 +96,23 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         class MySFTTrainer(SFTTrainer, AsyncCheckpointing): ...
 
     `checkpoint-<step>` appears in `output_dir` when all of it is durable. One save is under way at a time: the next
-    one, the end of `train`, an exception in it, and the interpreter's exit wait for it. The first two raise its error.
+    one, the end of `train`, an exception in it, and the interpreter's exit wait for it. The first two raise its error;
+    on ranks where it has not failed this is a PeerFailedError.
 
     `layout = "transformers"` writes the files of the plain Trainer, which resumes from them. `layout = "archive"`
     writes one verified archive in place of the optimizer, the scheduler, the scaler and the random states. Both are
     read.
 
+    `output_dir` may be a URL. There a checkpoint is whole when it has its `trainer_state.json`, which is put last and
+    deleted first. What the Trainer itself writes is then in the local folder `trainer_output`.
+
     The constructor raises ImportError without Transformers, RuntimeError for a version of it that lacks what is used
-    here, NotImplementedError for DeepSpeed, XLA and FSDP1, and ValueError for another layout, or for FSDP2 without the
-    layout "archive".
+    here, NotImplementedError for DeepSpeed, XLA and FSDP1, and ValueError for another layout, for FSDP2 with
+    adapters or a URL without the layout "archive", and for `push_to_hub` with a URL.
     """
 
     layout: Layout = "transformers"
+    args: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -130,15 +141,30 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if self.is_fsdp_enabled:
             self._refuse_fsdp()
         self._pending: _Pending | None = None
-        self._run_dir: Path | None = None  # of the newest save
+        self._run: LocalRun | StoredRun | None = None  # of the newest save
+        self._url: str | None = None
+        if is_url(self.args.output_dir):
+            self._write_to(self.args.output_dir)
         self._guard = StepGuard()
         self.callback_handler.callbacks.insert(0, _AtEnd(self))  # before those that close loggers
 
+    def _write_to(self, url: str) -> None:
+        """Have checkpoints and the model written to a URL, and what else the trainer writes to its default folder."""
+        if self.args.push_to_hub:
+            raise ValueError("push_to_hub sends files of output_dir; give a local path")
+        with suppress(OSError):
+            os.removedirs(url)  # the trainer has made a local folder of this name
+        self._url, self.args = url.rstrip("/"), copy.copy(self.args)
+        self.args.output_dir = _OUTPUT_DIR
+
     def _refuse_fsdp(self) -> None:
+        """Raise for a kind of FSDP that is not served."""
         if getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
             raise NotImplementedError("AsyncCheckpointing serves FSDP2 only; set fsdp_config={'version': 2}")
-        if self.layout != "archive":
-            raise ValueError('under FSDP2 each rank writes its own archive; set layout = "archive"')
+        if self._kind_of_archive is not TrainingArchive and (
+            _peft_config_of(self.model) or is_url(self.args.output_dir)
+        ):
+            raise ValueError('under FSDP2, adapters and URLs need layout = "archive"')
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -147,6 +173,10 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
         Raises RunTakenError while another trainer writes to `output_dir`, and the error of a save that failed.
         """
+        if resume_from_checkpoint is True and self._url is not None:
+            resume_from_checkpoint = StoredRun(self._url, _STATE).newest()
+            if resume_from_checkpoint is None:
+                raise ValueError(f"there is no whole checkpoint in {self._url}; leave out resume_from_checkpoint")
         with self._output_dir_of_its_own(), _local(resume_from_checkpoint) as folder:
             try:
                 output = super().train(folder, *args, **kwargs)
@@ -159,6 +189,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def wait_for_checkpoint(self) -> None:
         """Return when the checkpoint that is under way is durable and in its folder. Raises the error if it failed.
 
+        Ranks that write nothing return at once.
+
         trainer.wait_for_checkpoint()  # such as in a callback's `on_save`
         """
         pending = self._pending
@@ -170,6 +202,10 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             raise error
         self._settle(pending)
 
+    def _wait_on_all_ranks(self) -> None:
+        """Wait for the checkpoint where all ranks do: each of them raises an error if it failed on any."""
+        meet(self.wait_for_checkpoint, gather_object)
+
     def _wait_beside(self, error: BaseException) -> None:
         try:
             self.wait_for_checkpoint()
@@ -178,7 +214,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
     @contextmanager
     def _output_dir_of_its_own(self) -> Iterator[None]:
-        if not self.args.should_save:
+        if not self.args.should_save or self._url is not None:
             yield
             return
         with FolderHold(Path(self.args.output_dir)):
@@ -192,82 +228,125 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def _settle(self, pending: _Pending) -> None:
         """A checkpoint is durable: tell the loggers, and retire older ones."""
         super().log({key: value for key, value in pending.figures().items() if math.isfinite(value)})
-        if self.args.should_save and pending.folder.exists():
-            retire(pending.folder, self.args.save_total_limit, keep=self.state.best_model_checkpoint)
+        if self.args.should_save:
+            pending.run.retire(pending.name, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _end(self) -> None:
         """The end of a training, before any logger is closed."""
-        self.wait_for_checkpoint()
+        self._wait_on_all_ranks()
+        if self._run is None or not self.args.should_save:
+            return
         best = self.state.best_model_checkpoint
-        if self.args.should_save and self.args.save_total_limit == 1 and best is not None and os.path.isdir(best):
-            retire(Path(best), 1)  # as the trainer has done with the folders that were there
-        if self._run_dir is not None:
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                remove_retired(self._run_dir)
-                remove_archives(self._run_dir)
+        if self.args.save_total_limit == 1 and best is not None and self._run.has(os.path.basename(best)):
+            self._run.retire(
+                os.path.basename(best), 1, None
+            )  # as the trainer has done with the folders that were there
+        self._run.end()
 
     # --- saving -----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002
         """Take the snapshot of a checkpoint, and have it written in the background."""
         began = monotonic()
-        self.wait_for_checkpoint()
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        folder = self._enter(Path(self._get_output_dir(trial=trial))) / f"{_PREFIX}-{self.state.global_step}"
-        rng = self._rng_of_all_ranks()  # all ranks meet here, each with its part of the checkpoint before behind it
-        self._note_best(folder)
+        run_dir, name = self._get_output_dir(trial=trial), f"{_PREFIX}-{self.state.global_step}"
+        run, rng = self._meet_to_save(run_dir)
+        self._note_best(run, name)
         if self.args.should_save:
-            remove_archives(folder.parent)
             self._note_callbacks()
-            _clear_jit_mark(folder)
+            _clear_jit_mark(Path(run_dir, name))
+            run.begin(name)
         if self.args.should_save or self.is_fsdp_enabled:
-            self._pending = self._begin_save(folder, self._parts(rng), began)
+            self._pending = self._begin_save(run, name, self._parts(rng), began)
         if self.args.push_to_hub:
-            self.wait_for_checkpoint()
-            self._push_from_checkpoint(str(folder))
+            self._wait_on_all_ranks()
+            self._push_from_checkpoint(run.place(name))
 
-    def _enter(self, run_dir: Path) -> Path:
-        """Before the first save below a folder: remove what a killed run has left there."""
-        if run_dir.absolute() != self._run_dir and self.args.should_save and run_dir.is_dir():
-            remove_leftovers(run_dir)
-        self._run_dir = run_dir.absolute()
-        return run_dir
+    def _get_output_dir(self, trial: Any) -> str:
+        """The folder of the checkpoints of a training, which may be a URL."""
+        folder: str = super()._get_output_dir(trial=trial)
+        if self._url is None:
+            return folder
+        below = os.path.relpath(folder, self.args.output_dir)
+        return self._url if below == os.curdir else f"{self._url}/{Path(below).as_posix()}"
 
-    def _begin_save(self, folder: Path, parts: dict[str, Any], began: float) -> _Pending:
+    def _enter(self, run_dir: str) -> LocalRun | StoredRun:
+        """The run in a folder. Before the first save there, what a killed trainer has left is removed."""
+        run = StoredRun(run_dir, _STATE) if self._url is not None else LocalRun(run_dir)
+        if self._run is None or self._run.place("") != run.place(""):
+            if self.args.should_save:
+                run.clear()
+            self._run = run
+        return self._run
+
+    def _begin_save(self, run: LocalRun | StoredRun, name: str, parts: dict[str, Any], began: float) -> _Pending:
         files = {} if self.is_fsdp_enabled else self._files_of_subclass(parts)
         with snapshot(parts, guard=self._guard([self.optimizer]) or None) as snap:
-            in_archive = [name for name in parts if name != "model" or self.is_fsdp_enabled]
+            in_archive = self._archived(parts)
             archive = handle = None
-            if self.layout == "archive" and in_archive:
-                archive = TrainingArchive({name: snap[name] for name in in_archive}, folder)
+            if in_archive:
+                kind = self._kind_of_archive
+                archive = run.archive({part: snap[part] for part in in_archive}, name, kind)
                 handle = archive.handle
                 handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
-            else:
+            if "rng" not in in_archive:
                 files |= parts.get("rng", {})
             if self.args.should_save:
-                weights = {} if self.is_fsdp_enabled else snap.get("model")
-                in_files = {name: snap[name] for name in _FILES if name in parts and archive is None}
-                handle = _write(weights, in_files, _Rest(self._frozen(), files), archive, str(folder))
+                frozen, weights = self._frozen(), None
+                if isinstance(archive, FsdpFiles):
+                    archive.save_model = frozen._save
+                elif not isinstance(archive, FsdpFolders):
+                    weights = {} if "model" in in_archive else snap.get("model")
+                in_files = {part: snap[part] for part in _FILES if part in parts and part not in in_archive}
+                rest = _Rest(frozen, files)
+                if isinstance(run, LocalRun):
+                    handle = _write(weights, in_files, rest, archive, run.place(name))
+                else:
+                    place = run.place(name)
+                    handle = _upload(weights, in_files, rest, archive, place, f"{place}/{_STATE}")
             assert handle is not None
-            return _Pending(folder, handle, snap, snap.stall_seconds, self.state.global_step, monotonic() - began)
+            return _Pending(run, name, handle, snap, snap.stall_seconds, self.state.global_step, monotonic() - began)
+
+    def _archived(self, parts: Mapping[str, Any]) -> list[str]:
+        """The names of the parts that are in an archive: those of all ranks, and with that layout all but the model."""
+        of_ranks = {"model", "optimizer"} if self.is_fsdp_enabled else set()
+        rest = parts.keys() - {"model"} if self.layout == "archive" else set()
+        return [part for part in parts if part in of_ranks | rest]
+
+    @property
+    def _kind_of_archive(self) -> type[TrainingArchive]:
+        """The kind of archive: for itself, or under FSDP2 for what the plain Trainer writes."""
+        if not self.is_fsdp_enabled or self.layout == "archive":
+            return TrainingArchive
+        is_whole = "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+        return FsdpFiles if is_whole else FsdpFolders
 
     def _parts(self, rng: dict[str, bytes]) -> dict[str, Any]:
         """The state to copy, in the structure of an archive."""
-        parts: dict[str, Any] = {"model": _written_weights(self.model)}
+        parts: dict[str, Any] = {"model": _written_weights(self.model), "optimizer": self.optimizer}
+        if self._kind_of_archive is not TrainingArchive:
+            parts = sharded_parts(self.model, self.optimizer)
         if self.args.save_only_model:
-            return parts
-        parts |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler.state_dict(), "rng": rng}
+            return {"model": parts["model"]}
+        parts |= {"scheduler": self.lr_scheduler.state_dict(), "rng": rng}
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None:
             parts["scaler"] = scaler.state_dict()
         return parts
 
-    def _rng_of_all_ranks(self) -> dict[str, bytes]:
-        """The files of random states that all ranks would write, by name."""
-        own = {} if self.args.save_only_model else written_by(self._save_rng_state, in_memory=True)
-        return {name: data for files in gather_object([own]) for name, data in files.items()}
+    def _meet_to_save(self, run_dir: str) -> tuple[LocalRun | StoredRun, dict[str, bytes]]:
+        """The run, and the files of random states that all ranks would write, by name. All ranks meet here, each with
+        its part of the checkpoint before behind it.
+        """
+
+        def own() -> dict[str, bytes]:
+            self.wait_for_checkpoint()
+            self._enter(run_dir)
+            return {} if self.args.save_only_model else written_by(self._save_rng_state, in_memory=True)
+
+        files = {name: data for files in meet(own, gather_object) for name, data in files.items()}
+        return self._enter(run_dir), files
 
     def _files_of_subclass(self, parts: dict[str, Any]) -> dict[str, bytes]:
         """The files of methods that a subclass has of its own, and that would read the live state: written now.
@@ -288,7 +367,14 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         return files
 
     def _overrides(self, name: str) -> bool:
-        return getattr(type(self), name) is not getattr(Trainer, name)
+        mro = type(self).__mro__
+        return any(name in vars(kind) for kind in mro[: mro.index(Trainer)] if kind is not AsyncCheckpointing)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """`Trainer.save_model`, which also writes to a URL."""
+        url = self._url if output_dir is None else output_dir
+        with local_work_dir(url) if url is not None and is_url(url) else nullcontext(output_dir) as folder:
+            super().save_model(folder, _internal_call)
 
     def _frozen(self) -> Any:
         """This trainer with the small values that are written later, as they are now."""
@@ -302,12 +388,12 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             frozen.model.__dict__[name] = copy.deepcopy(vars(self.model)[name])
         return frozen
 
-    def _note_best(self, folder: Path) -> None:
+    def _note_best(self, run: LocalRun | StoredRun, name: str) -> None:
         """Name the folder of the best step, if it was saved, or is just being saved."""
         if step := getattr(self.state, "best_global_step", None):
-            best = folder.with_name(f"{_PREFIX}-{step}")
-            if best == folder or best.is_dir():
-                self.state.best_model_checkpoint = str(best)
+            best = f"{_PREFIX}-{step}"
+            if best == name or run.has(best):
+                self.state.best_model_checkpoint = run.place(best)
 
     def _note_callbacks(self) -> None:
         """Bring the states of callbacks in the trainer's state up to date."""
@@ -323,10 +409,13 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     # --- loading ----------------------------------------------------------------------------------------------
 
     def _load_best_model(self) -> None:
-        self.wait_for_checkpoint()
-        archive = archive_in(self.state.best_model_checkpoint)
-        if not self._restore_model(archive, self.model):
-            super()._load_best_model()
+        self._wait_on_all_ranks()
+        best = self.state.best_model_checkpoint
+        with _local(best) as folder:
+            if not self._restore_model(archive_in(folder), self.model):
+                self.state.best_model_checkpoint = folder
+                super()._load_best_model()
+        self.state.best_model_checkpoint = best
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self._restore_model(archive_in(resume_from_checkpoint), self.model if model is None else model):
@@ -382,7 +471,8 @@ class _AtEnd(TrainerCallback):  # type: ignore[misc]
 class _Pending:
     """One save under way. The trainer has one at most, and its thread alone reads and drops it."""
 
-    folder: Path
+    run: LocalRun | StoredRun
+    name: str  # of the folder
     handle: SaveHandle
     snap: HeldSnapshot
     stall_in_call: float  # of the snapshot
@@ -418,7 +508,7 @@ def _write_folder(
 ) -> None:
     """Fill the folder of a checkpoint. Runs in the background."""
     trainer = rest.trainer
-    remove_retired(trainer._run_dir)  # their room
+    trainer._run.make_room()
     os.makedirs(folder, exist_ok=True)
     refuse_full(folder, [weights, in_files])
     if weights is not None:
@@ -431,10 +521,20 @@ def _write_folder(
     write_files(rest.files, folder)
     if archive is not None:
         archive.take_into(folder)
-    trainer.state.save_to_json(os.path.join(folder, "trainer_state.json"))
+    trainer.state.save_to_json(os.path.join(folder, _STATE))
+
+
+def _upload_folder(
+    weights: Any, in_files: dict[str, Any], rest: _Rest, archive: TrainingArchive | None, url: str, mark: str
+) -> None:
+    """Fill the folder at a URL; its mark is uploaded when this has ended. Runs in the background."""
+    with local_work_dir(url) as folder:
+        _write_folder(weights, in_files, rest, archive, folder)
+        shutil.move(os.path.join(folder, _STATE), mark)
 
 
 _write: Callable[..., SaveHandle] = wrap(_write_folder, destination="folder", whole_folder=True)
+_upload: Callable[..., SaveHandle] = wrap(_upload_folder, destination="mark")
 
 
 def _written_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -467,7 +567,7 @@ def _clear_jit_mark(folder: Path) -> None:
 @contextmanager
 def _local(resume: Any) -> Iterator[Any]:
     """The argument of `train` that says what to resume, with a local folder in place of a URL."""
-    if isinstance(resume, str) and not place_of(resume).is_local:
+    if is_url(resume):
         with local_read_dir(resume) as folder:
             yield str(folder)
     else:

@@ -241,11 +241,12 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 _RANKS = """
-import warnings
+import contextlib, warnings
 warnings.simplefilter("ignore")
 from accelerated import *
 training = Training({folder!r}, sharded={sharded}, dropout={dropout})
-with AsyncState(training.accelerator, {layout!r}) as state:
+plain = contextlib.nullcontext(training.accelerator)
+with plain if {layout!r} == "plain" else AsyncState(training.accelerator, {layout!r}) as state:
     if {load!r}:
         state.load_state({load!r})
         losses = training.run(4)
@@ -268,6 +269,36 @@ def test_two_ranks_of_ddp_go_on_with_the_same_losses(worlds, tmp_path, layout):
     assert [told["losses"] for told in again] == [told["losses"][4:] for told in first]
 
 
+_FAILING = """
+import warnings
+warnings.simplefilter("ignore")
+from accelerated import *
+training = Training({folder!r}, sharded={sharded})
+training.accelerator.project_configuration.automatic_checkpoint_naming = False
+errors = []
+state = AsyncState(training.accelerator, {layout!r})
+for end in (lambda: state.save_state({folder!r} + "/two"), state.wait):
+    state.save_state({folder!r} + "/file")
+    try:
+        end()
+    except Exception as error:
+        errors.append(type(error).__name__)
+state.save_state({folder!r} + "/two")
+state.wait()
+here.tell({{"errors": errors}})
+"""
+
+
+@pytest.mark.parametrize(("layout", "sharded"), [("archive", False), ("accelerate", False), ("archive", True)])
+def test_a_save_that_fails_on_one_rank_is_raised_on_all(worlds, tmp_path, layout, sharded):
+    (tmp_path / "file").write_text("in the way")
+    ended = worlds.run(2, _FAILING.format(folder=str(tmp_path), layout=layout, sharded=sharded))
+    told = [next(told for told in end.told if "errors" in told)["errors"] for end in ended]
+    assert told[1] == ["PeerFailedError"] * 2
+    assert len(told[0]) == 2
+    assert names(tmp_path) >= {"file", "two"}
+
+
 def test_four_ranks_of_fsdp2_are_loaded_by_four_and_by_two(worlds, tmp_path):
     first = ran(worlds, 4, tmp_path / "four", sharded=True, dropout=0.0)
     folder = tmp_path / "four" / "checkpoints" / "checkpoint_1"
@@ -276,7 +307,10 @@ def test_four_ranks_of_fsdp2_are_loaded_by_four_and_by_two(worlds, tmp_path):
     again = ran(worlds, 4, tmp_path / "again", folder, sharded=True, dropout=0.0)
     assert [told["losses"] for told in again] == [told["losses"][4:] for told in first]
     fewer = ran(worlds, 2, tmp_path / "two", folder, sharded=True, dropout=0.0)
-    assert len(fewer[0]["losses"]) == 4
+    ran(worlds, 4, tmp_path / "plain", sharded=True, dropout=0.0, layout="plain")
+    folder = tmp_path / "plain" / "checkpoints" / "checkpoint_1"
+    plain = ran(worlds, 2, tmp_path / "plain-two", folder, sharded=True, dropout=0.0, layout="plain")
+    assert [told["losses"] for told in fewer] == [told["losses"] for told in plain]
 
 
 # --- killed -------------------------------------------------------------------------------------------------------

@@ -374,6 +374,17 @@ def test_a_step_becomes_a_folder_that_torch_loads(tmp_path, monkeypatch):
     assert difference(plain(async_ckpt.load(tmp_path / "x")), plain(state)) is None
 
 
+def test_a_part_of_a_step_becomes_a_folder(tmp_path):
+    state = training()
+    async_ckpt.save(state, tmp_path / "x.tar").result()
+    to_dcp(tmp_path / "x.tar", tmp_path / "x", select="model")
+    loaded = async_ckpt.load(tmp_path / "x")
+    assert [*loaded] == ["model"]
+    assert difference(plain(loaded["model"]), plain(state["model"])) is None
+    with pytest.raises(KeyError, match="matches nothing"):
+        to_dcp(tmp_path / "x.tar", tmp_path / "y", select="models")
+
+
 def test_torchs_converter_reads_that_folder(tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -371,13 +372,23 @@ class ScheduleFree(torch.optim.AdamW):
                 parameter.data.sub_(1)
 
 
-def test_an_optimizer_that_changes_parameters_elsewhere_is_told_of_once_and_not_guarded(tmp_path):
-    trainer = trainer_of(Files, tmp_path, model=lambda: tiny_model(n_embd=64, vocab_size=2 * MIB // 256))
+def test_an_optimizer_that_changes_parameters_elsewhere_is_told_of_once_and_held_by_all_its_methods(tmp_path):
+    kept = {}
+
+    class Keeping(Files):
+        def _save_checkpoint(self, *args: Any) -> None:
+            kept[self.state.global_step] = {name: value.clone() for name, value in self.model.state_dict().items()}
+            super()._save_checkpoint(*args)
+
+    model = partial(tiny_model, n_embd=64, vocab_size=2 * MIB // 256)
+    trainer = trainer_of(Keeping, tmp_path, model=model, eval_strategy="steps", eval_steps=1, max_steps=3)
     trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=1e-3)
-    with pytest.warns(UserWarning, match="ScheduleFree cannot be guarded") as caught:
+    with pytest.warns(UserWarning, match="ScheduleFree cannot be guarded by a hook alone") as caught:
         trainer.train()
     assert len(caught) == 1
-    assert len(folders(tmp_path)) == 4
+    for step, weights in kept.items():
+        for name, value in load_file(tmp_path / saved(step) / "model.safetensors").items():
+            assert torch.equal(value, weights[name])
 
 
 class WithCard(Trainer):
@@ -467,6 +478,36 @@ def test_the_trials_of_a_search_have_checkpoints_of_their_own(tmp_path):
     assert folders(tmp_path / "run-3") == [saved(6), saved(8)]
 
 
+def test_a_search_by_optuna_has_a_folder_of_each_trial(tmp_path):
+    pytest.importorskip("optuna", reason="optuna is not installed")
+    trainer = trainer_of(Files, tmp_path, max_steps=4, save_total_limit=1)
+    trainer.model_init = lambda: tiny_model()
+    trainer.hyperparameter_search(
+        backend="optuna",
+        n_trials=2,
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-3)},
+        compute_objective=lambda metrics: metrics.get("eval_loss", 0.0),
+    )
+    assert [folders(tmp_path / f"run-{number}") for number in range(2)] == [[saved(4)]] * 2
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_the_scaler_of_fp16_is_saved_and_loaded(tmp_path, kind):
+    def scaler(scale: float) -> torch.amp.GradScaler:
+        made = torch.amp.GradScaler("cpu", init_scale=scale)
+        made._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        return made
+
+    trainer = trainer_of(kind, tmp_path, max_steps=2)
+    trainer.accelerator.scaler = scaler(1024.0)
+    trainer.train()
+    again = trainer_of(kind, tmp_path / "again")
+    again.accelerator.scaler = scaler(2.0)
+    again._load_scaler(str(tmp_path / saved(2)))
+    assert again.accelerator.scaler.state_dict() == trainer.accelerator.scaler.state_dict()
+    assert again.accelerator.scaler.get_scale() == 1024.0
+
+
 class Pushing(Files):
     """A trainer whose hub is on this machine."""
 
@@ -518,16 +559,25 @@ _WAYS = {
     "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
     "adapter": {"model": adapted},
     "bf16": {"bf16": True},
+    "schedule-free": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"},
+    "8-bit": {"optim": "adamw_8bit"},
+    "step in backward": {"optim": "lomo"},
 }
 
 
+_OPTIMIZERS = {"schedule_free_adamw": "schedulefree", "adamw_8bit": "bitsandbytes", "lomo": "lomo_optim"}
+
+
 # Dynamo looks at the gradients of all tensors, and silences the warning of that by a function that is not this filter.
+@pytest.mark.filterwarnings("ignore:.* cannot be guarded by a hook alone:UserWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     ("way", "kind"), [(way, kind) for way in _WAYS for kind in OURS if (way, kind) != ("compiled", Archives)]
 )
 def test_a_training_of_this_kind_is_resumed_with_the_same_losses(tmp_path, way, kind):
     options = _WAYS[way]
+    if (package := _OPTIMIZERS.get(options.get("optim"))) is not None:
+        pytest.importorskip(package, reason=f"{package} is not installed")
     plain = trainer_of(Trainer, tmp_path / "plain", **options, save_strategy="no", max_steps=4)
     plain.train()
     trainer_of(kind, tmp_path / "ours", **options, max_steps=4).train()

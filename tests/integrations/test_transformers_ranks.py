@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from children import Nursery
 from rank_worlds import Worlds
 from slices import some
+from torch.distributed.checkpoint import FileSystemReader
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -31,13 +33,21 @@ import warnings
 warnings.simplefilter("ignore")
 from trainers import *
 kind = {kind}
-trainer = trainer_of(kind, {folder!r}, model={model}, max_steps=6, per_device_train_batch_size=8 // here.size)
+trainer = trainer_of(kind, {folder!r}, model={model}, max_steps=6,
+    per_device_train_batch_size=8 // here.size)
 trainer.train(resume_from_checkpoint={resume!r})
 here.tell({{"losses": losses(trainer), "folders": folders({folder!r})}})
 """
 
 
-def trained(worlds: Worlds, size: int, kind: str, folder: Path, resume: Path | None = None, model: str = "None") -> Any:
+def trained(
+    worlds: Worlds,
+    size: int,
+    kind: str,
+    folder: Path,
+    resume: Path | None = None,
+    model: str = "None",
+) -> Any:
     """The losses that rank 0 has seen, and the folders that are there at the end."""
     script = _TRAIN.format(kind=kind, folder=str(folder), resume=resume and str(resume), model=model)
     ended = worlds.run(size, script)
@@ -63,6 +73,42 @@ def test_two_ranks_of_ddp_are_resumed_with_the_same_losses(worlds, tmp_path, kin
         assert resumed == plain
 
 
+_FAILING = """
+import warnings
+warnings.simplefilter("ignore")
+from trainers import *
+numbers = iter(range(1, 10))
+def fail():
+    if next(numbers) == {number}:
+        raise OSError("no room")
+trainer = trainer_of({kind}, {folder!r}, processor=Kept(fail), model={model}, max_steps=6, **{options})
+try:
+    trainer.train()
+except Exception as error:
+    here.tell({{"error": type(error).__name__, "text": str(error), "step": trainer.state.global_step}})
+"""
+_BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "step", "options"),
+    [
+        ("Files", 2, 6, {}),
+        ("Files", 3, 6, {}),
+        ("Archives", 1, 4, {}),
+        ("Files", 3, 6, _BEST),
+        ("sharded(Archives)", 1, 4, {}),
+    ],
+    ids=["next save", "end", "archive", "best model", "fsdp2"],
+)
+def test_a_save_that_fails_on_one_rank_is_raised_on_all(worlds, tmp_path, kind, number, step, options):
+    model = "untied" if kind.startswith("sharded") else "None"
+    script = _FAILING.format(number=number, kind=kind, folder=str(tmp_path), model=model, options=options)
+    told = [next(told for told in end.told if "error" in told) for end in worlds.run(2, script)]
+    assert told[0] == {"error": "OSError", "text": "no room", "step": step}
+    assert told[1] == {"error": "PeerFailedError", "text": "rank 0 has failed: OSError: no room", "step": step}
+
+
 def test_four_ranks_of_fsdp2_are_resumed_on_four_and_on_two(worlds, tmp_path):
     kind = "sharded(Archives)"
     whole, there = trained(worlds, 4, kind, tmp_path / "four", model="untied")
@@ -82,16 +128,37 @@ def test_what_the_plain_trainer_has_saved_under_fsdp2_is_resumed(worlds, tmp_pat
     assert ours == plain
 
 
-def test_fsdp2_needs_archives(worlds, tmp_path):
-    script = f"""
-    from trainers import *
-    try:
-        trainer_of(sharded(Files), {str(tmp_path)!r})
-    except ValueError as error:
-        here.tell({{"told": str(error)}})
-    """
-    told = worlds.run(2, script)[0].told
-    assert 'layout = "archive"' in told[0]["told"]
+def test_the_files_under_fsdp2_are_those_of_the_plain_trainer_which_resumes_from_them(worlds, tmp_path):
+    losses = {}
+    for kind in ("Trainer", "Files"):
+        losses[kind], _ = trained(worlds, 2, f"sharded({kind})", tmp_path / kind, model="untied")
+    assert losses["Files"] == losses["Trainer"]
+    plain, ours = (tmp_path / kind / "checkpoint-2" for kind in losses)
+    assert {path.name for path in ours.iterdir()} == {path.name for path in plain.iterdir()}
+    for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
+        keys = [{*FileSystemReader(one / folder).read_metadata().state_dict_metadata} for one in (plain, ours)]
+        assert keys[0] == keys[1]
+    resumed, _ = trained(worlds, 2, "sharded(Trainer)", tmp_path / "resumed", ours, model="untied")
+    assert resumed == losses["Trainer"]
+    more, _ = trained(worlds, 4, "sharded(Files)", tmp_path / "more", ours, model="untied")
+    assert more == pytest.approx(losses["Trainer"], rel=1e-5)
+
+
+def test_whole_state_dicts_under_fsdp2_are_in_the_files_of_the_plain_trainer_which_resumes_from_them(worlds, tmp_path):
+    losses = {}
+    for kind in ("Trainer", "Files"):
+        script = f"sharded({kind}, 'FULL_STATE_DICT')"
+        losses[kind], _ = trained(worlds, 2, script, tmp_path / kind, model="untied")
+    assert losses["Files"] == losses["Trainer"]
+    plain, ours = (tmp_path / kind / "checkpoint-2" for kind in losses)
+    assert {path.name for path in ours.iterdir()} == {path.name for path in plain.iterdir()}
+    assert (ours / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
+    for name in ("pytorch_model_fsdp.bin", "optimizer.bin"):
+        theirs, loaded = (torch.load(one / name, weights_only=True) for one in (plain, ours))
+        assert loaded.pop("param_groups", None) == theirs.pop("param_groups", None)
+        torch.testing.assert_close(loaded, theirs, rtol=0, atol=0)
+    resumed, _ = trained(worlds, 2, "sharded(Trainer, 'FULL_STATE_DICT')", tmp_path / "resumed", ours, model="untied")
+    assert resumed == losses["Trainer"]
 
 
 # --- killed -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, ProjectConfiguration, set_seed
 
 from async_ckpt.integrations.accelerate import AsyncState
@@ -39,12 +39,16 @@ class Training:
         total_limit: int | None = None,
         dropout: float = 0.1,
         workers: int = 0,
+        on: dict[str, Any] | None = None,
     ) -> None:
+        """`on` has the arguments of an Accelerator on another device than the processor."""
         AcceleratorState._reset_state(reset_partial_state=True)
         set_seed(0)
         project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=total_limit)
-        self.accelerator = Accelerator(cpu=True, project_config=project)
+        self.accelerator = Accelerator(project_config=project, **({"cpu": True} if on is None else on))
         if sharded:  # accelerate sets that type on accelerators only
+            # Each AcceleratorState() takes it from there anew.
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.accelerator.state.distributed_type = DistributedType.FSDP
             self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True, cpu_ram_efficient_loading=False

@@ -114,20 +114,23 @@ def folders(folder: object) -> list[str]:
     return sorted(name for name in names if name.startswith(("checkpoint", ".")) and "async_ckpt-tmp" not in name)
 
 
-def sharded(kind: type[Any]) -> type[Any]:
+def sharded(kind: type[Any], state_dict_type: str = "SHARDED_STATE_DICT") -> type[Any]:
     """The trainer under FSDP2 on processors. accelerate sets that type on accelerators only, so that it is set by hand."""
     from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     class Sharded(kind):  # type: ignore[misc]
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
+            # Each AcceleratorState() takes it from there anew.
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.accelerator.state.distributed_type = DistributedType.FSDP
             self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2,
                 auto_wrap_policy="transformer_based_wrap",
                 transformer_cls_names_to_wrap=["GPT2Block"],
-                state_dict_type="SHARDED_STATE_DICT",
+                state_dict_type=state_dict_type,
                 cpu_ram_efficient_loading=False,
                 reshard_after_forward=True,
             )

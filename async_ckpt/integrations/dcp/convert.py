@@ -33,6 +33,7 @@ from .entries import (
     kept_metadata,
     metadata_of,
     readers_of_this_rank,
+    selected,
     value_of,
 )
 
@@ -84,6 +85,7 @@ def to_dcp(
     source: Anywhere,
     destination: Anywhere,
     *,
+    select: Select = None,
     verify: bool = True,
     trust: bool = False,
     from_ranks: Mapping[str, int] | None = None,
@@ -100,6 +102,7 @@ def to_dcp(
         source: anything that `async_ckpt.load` reads: a step, a run (its newest step), an archive; a path, a URL or a
             Place.
         destination: a folder that holds no checkpoint yet; a path, a URL or a Place.
+        select: write only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
         verify: compare the digest of every block that is read.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
         from_ranks: the rank whose value to take, by name, if each rank has saved its own, such as {"rng": 0}.
@@ -115,7 +118,7 @@ def to_dcp(
 
     def write(parts: Sequence[Part]) -> None:
         with _DcpFolder(storage) as folder:
-            entries = entries_of(parts)
+            entries = selected(entries_of(parts), select)
             metadata = metadata_of(entries, kept := kept_metadata(parts))
             _write_values(folder, entries, frozenset(kept.get("blobs", ())), trust=trust)
             _write_tensors(folder, entries, metadata)
@@ -212,6 +215,7 @@ class _DcpFolder:
     def _end_file(self) -> None:
         if self._out is not None:
             self._out.finish()
+            self._out.sink.close()
             self._files.append(_FILE.format(len(self._files)))
             self._out = None
 

@@ -19,7 +19,7 @@ from ...ranks.world import world_of
 from ...runs.record import DCP_RECORD
 from ...slicing.locator import StepItem
 from ...spec import with_article
-from ...state.names import Path, shown
+from ...state.names import Path, Select, selector, shown
 from ...state.tree import StoredLeaf, ValuesByRank, leaves, replaced
 from .fqn import flattened, planner_data_of
 from .step_layout import tensor_metadata
@@ -86,6 +86,17 @@ def entries_of(parts: Sequence[Part]) -> dict[str, SavedItem]:
         for name, (path, value) in flattened(tree).items():
             items[name] = SavedItem(path, value, part.archive)
     return items
+
+
+def selected(entries: dict[str, SavedItem], select: Select) -> dict[str, SavedItem]:
+    """The items that a user has selected. Raises KeyError if there is none."""
+    chosen = selector(select)
+    if chosen is None:
+        return entries
+    found = {name: entry for name, entry in entries.items() if chosen(entry.path)}
+    if not found:
+        raise KeyError(f"select={select!r} matches nothing; there are {', '.join(sorted(entries)[:5])}, …")
+    return found
 
 
 def metadata_of(entries: Mapping[str, SavedItem], kept: Mapping[str, Any]) -> Metadata:
