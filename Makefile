@@ -1,8 +1,8 @@
 # The words of CI: `.ci/run` is `make check test bench-check`.
 PYTHON ?= python3
 BIN := .venv/bin
-# A worker waits for the disk and for servers about a fifth of its time.
-WORKERS = $$($(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
+# Tests wait for disks, servers and other processes most of their time: with three workers per processor they end soonest.
+WORKERS = $$($(PYTHON) -c "import os; print(3 * (os.cpu_count() or 1))")
 export PYTHONDONTWRITEBYTECODE :=  # or each process of the tests would compile the library again
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 

@@ -23,13 +23,13 @@ from ..around.wrap import wrap
 from ..oneoff import load, snapshot
 from ..saving.handle import SaveHandle
 from ..staging.held_snapshot import HeldSnapshot
+from .common.folders import newest_in, number_of, remove_leftovers, remove_retired, retire
+from .common.frameworks import LOGGED_AS, require, require_names
+from .common.joint_errors import meet
+from .common.small_files import refuse_full, write_files, written_by
+from .common.step_guard import StepGuard
+from .common.training_archive import TrainingArchive, archive_in, path_beside
 from .dcp import restore
-from .folders import newest_in, number_of, remove_leftovers, remove_retired, retire
-from .frameworks import LOGGED_AS, require, require_names
-from .joint_errors import meet
-from .small_files import refuse_full, write_files, written_by
-from .step_guard import StepGuard
-from .training_archive import TrainingArchive, archive_in, path_beside
 
 if TYPE_CHECKING:  # whichever version is installed, if any
     checkpointing: Any

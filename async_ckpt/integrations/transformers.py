@@ -31,15 +31,15 @@ from ..report import SaveReport
 from ..saving.handle import SaveHandle
 from ..spans import monotonic
 from ..staging.held_snapshot import HeldSnapshot
+from .common.folders import FolderHold
+from .common.frameworks import LOGGED_AS, require, require_names
+from .common.fsdp_files import FsdpFiles, FsdpFolders, sharded_parts
+from .common.joint_errors import meet
+from .common.run_folders import LocalRun, StoredRun, is_url
+from .common.small_files import refuse_full, write_files, written_by
+from .common.step_guard import StepGuard
+from .common.training_archive import TrainingArchive, archive_in
 from .dcp import restore
-from .folders import FolderHold
-from .frameworks import LOGGED_AS, require, require_names
-from .fsdp_files import FsdpFiles, FsdpFolders, sharded_parts
-from .joint_errors import meet
-from .run_folders import LocalRun, StoredRun, is_url
-from .small_files import refuse_full, write_files, written_by
-from .step_guard import StepGuard
-from .training_archive import TrainingArchive, archive_in
 
 if TYPE_CHECKING:  # whichever version is installed, if any
     Trainer: Any

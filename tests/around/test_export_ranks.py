@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from racing import PATIENCE
 from rank_worlds import Worlds
 from states import difference
 
@@ -134,7 +133,7 @@ for number in range(2):
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_call_that_raises_on_one_rank_fails_the_others_at_once(worlds: Worlds, rank: int, which: int):
     """In the first export the others wait for rank 0's word; later rank 0 for the parts of the others."""
-    ended = worlds.run(2, RAISES.format(rank=rank, which=which), patience=PATIENCE)
+    ended = worlds.run(2, RAISES.format(rank=rank, which=which))
 
     for number, one in enumerate(ended):
         told = one.told[which]
@@ -248,7 +247,7 @@ for kind in ("Llama", "Mixtral"):
 
 def test_transformers_loads_what_ranks_have_exported_as_it_loads_the_whole_model(worlds: Worlds):
     """Tied embeddings are written once, and experts that are one tensor in memory are published each on its own."""
-    worlds.run(2, TRANSFORMERS, patience=PATIENCE)  # two of them import transformers
+    worlds.run(2, TRANSFORMERS)  # two of them import transformers
     import exported as hf
 
     for kind in ("Llama", "Mixtral"):

@@ -11,7 +11,7 @@ import torch
 from states import MIB
 
 import async_ckpt
-from async_ckpt.integrations.step_guard import StepGuard
+from async_ckpt.integrations.common.step_guard import StepGuard
 from async_ckpt.staging.guard import deferrable, gate_of, unwrapped
 
 

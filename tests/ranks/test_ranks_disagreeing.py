@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from racing import PATIENCE
 from rank_oracle import saved
 from rank_states import numbered
 from states import open_run
@@ -75,7 +74,7 @@ with open_run(here.root) as ckpt:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_saves_another_step_is_told_to_all_within_seconds(worlds, rank):
-    ended = worlds.run(3, OTHER_STEP.format(rank=rank), patience=PATIENCE)
+    ended = worlds.run(3, OTHER_STEP.format(rank=rank))
 
     for number, one in enumerate(ended):
         told = one.saves[1]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from racing import PATIENCE
 from rank_states import numbered
 from rank_worlds import Ended, Worlds
 from states import difference, open_run
@@ -109,7 +108,7 @@ save(small(5), here.root + "/x")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_does_otherwise_fails_all_and_what_was_saved_before_stays(worlds: Worlds, rank: int):
     """A state that cannot be saved, another path, another structure; and then they save alike again."""
-    ended = worlds.run(3, PRELUDE + FAILING.format(rank=rank), patience=PATIENCE)
+    ended = worlds.run(3, PRELUDE + FAILING.format(rank=rank))
 
     assert told(ended, 0) == ["committed"] * 3
     errors = ["PeerFailedError"] * 3

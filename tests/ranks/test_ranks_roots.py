@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from racing import PATIENCE, until
+from racing import until
 from rank_oracle import run_of, saved
 from rank_states import numbered
 from states import open_run
@@ -77,7 +77,7 @@ def test_ranks_do_not_wait_for_a_second_manifest_whose_put_has_failed(worlds, tm
     """All must have it, so the save has failed; it is committed at the first root, and the second is caught up."""
     roots = [tmp_path / "a", tmp_path / "b"]
     script = SECOND_AWAY.format(roots=[str(root) for root in roots], arrives=arrives)
-    ended = worlds.run(3, script, patience=PATIENCE)
+    ended = worlds.run(3, script)
 
     for one in ended:
         told, later = one.saves

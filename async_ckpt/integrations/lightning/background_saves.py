@@ -24,7 +24,7 @@ from ...around.wrap import wrap
 from ...errors import PeerFailedError
 from ...oneoff import save
 from ...report import SaveReport
-from ..step_guard import StepGuard
+from ..common.step_guard import StepGuard
 from .checkpoint_paths import (
     archive_path,
     hidden_beside,

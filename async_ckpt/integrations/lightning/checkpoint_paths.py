@@ -19,7 +19,7 @@ from ...spans import monotonic
 from ...storage.disk import sync_folder
 from ...storage.locks import TEMP_SUFFIX, is_dead
 from ...storage.scratch import publish
-from ..folders import FolderHold
+from ..common.folders import FolderHold
 
 _ONE_ARCHIVE: Final = "rank_00000.tar"
 _HIDDEN_SUFFIX: Final = ".async_ckpt-saving"

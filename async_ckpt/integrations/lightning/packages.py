@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final
 
-from ..frameworks import require
+from ..common.frameworks import require
 
 # The versions that the tests have run with.
 _OLDEST: Final = "2.4"

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...report import SaveReport
 from ...spec import whole_count
-from ..frameworks import require_names
+from ..common.frameworks import require_names
 from .background_saves import BackgroundSaves
 from .packages import imported_packages
 from .sharded_strategies import FabricShards, TrainerShards

@@ -13,7 +13,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any, Final
 
-from ..frameworks import LOGGED_AS, require_names
+from ..common.frameworks import LOGGED_AS, require_names
 from .background_saves import BackgroundSaves
 from .checkpoint_paths import locked, move_link
 from .packages import imported_packages

@@ -13,7 +13,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, Final
 
-from ..oneoff import save
+from ...oneoff import save
 
 # The name of the archive in the folder: of a file, or of a folder if several ranks have written it.
 _NAME: Final = "training.tar"

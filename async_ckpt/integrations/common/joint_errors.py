@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..errors import PeerFailedError
+from ...errors import PeerFailedError
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from ..oneoff import load
-from .dcp import to_dcp
+from ...oneoff import load
+from ..dcp import to_dcp
 from .training_archive import TrainingArchive
 
 # The folders and files of the parts, by accelerate's names.

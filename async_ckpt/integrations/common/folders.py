@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
-from ..errors import RunTakenError
-from ..spans import wall_time
-from ..storage.disk import make_folder
-from ..storage.locks import forget, hold_if_free
-from ..storage.scratch import sweep
+from ...errors import RunTakenError
+from ...spans import wall_time
+from ...storage.disk import make_folder
+from ...storage.locks import forget, hold_if_free
+from ...storage.scratch import sweep
 
 _LOCK: Final = ".async_ckpt.lock"
 _RETIRED: Final = ".retired"
