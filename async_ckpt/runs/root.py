@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Final, NamedTuple
 
-from ..errors import CheckpointError, NotCommittedError, StorageUnavailableError
+from ..errors import CheckpointError, FormatVersionError, NotCommittedError, StorageUnavailableError
 from ..host.threads import run_together
 from ..storage.interface import Storage
 from .foreign_entries import newest_of_other_namings
@@ -70,6 +70,8 @@ class Root:
         self.starts: list[Start] = []  # of the last listing
         # Attempts, by step, that do not count because of commits at other roots:
         self.outside: dict[int, str] = {}
+        # Steps in a format that only a newer version of the library reads, as they were looked up last:
+        self.newer_format: frozenset[int] = frozenset()
         # The last listing, with the commits and deletions of this object since:
         self.listing: Listing | None = None
 
@@ -201,8 +203,12 @@ class Root:
                     self.lines.pop(step, None)
 
     def look_up(self, steps: Sequence[int], *, tolerant: bool = False) -> dict[int, Manifest | None]:
-        """The manifests of the committed ones of these steps; None for a damaged one. A store is read in parallel."""
+        """The manifests of the committed ones of these steps, in parallel from a store.
+
+        None stands for one that is damaged or of a newer format.
+        """
         manifests: dict[int, Manifest | None] = {}
+        newer_format: set[int] = set()
 
         def look(step: int, content: tuple[bytes, str] | None) -> None:
             try:
@@ -212,8 +218,10 @@ class Root:
             except StorageUnavailableError:
                 if not tolerant:
                     raise
-            except CheckpointError:
+            except CheckpointError as error:
                 manifests[step] = None
+                if isinstance(error, FormatVersionError):
+                    newer_format.add(step)
 
         for first in range(0, len(steps), _READ_TOGETHER):
             paths = {step: self.manifest_path(step) for step in steps[first : first + _READ_TOGETHER]}
@@ -222,6 +230,8 @@ class Root:
                 if path in contents:
                     look(step, contents[path])
             self.do_all([partial(look, step, None) for step, path in paths.items() if path not in contents])
+        with self._lock:
+            self.newer_format = self.newer_format.difference(steps) | newer_format
         return manifests
 
     def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:

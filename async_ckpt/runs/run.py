@@ -386,11 +386,16 @@ class Run:
             self.sweeper.delete(old, inside[old], whole_folder=self.keep.whole_folder)
         view = view.without(doomed)
         self._announcer.rewrite(view)
-        self._warn_of_missing_metric(view)
+        self._warn_of_what_is_kept(view)
         return doomed
 
     def steps_to_delete(self, commits: Commits, *, protected: Collection[int] = ()) -> list[int]:
-        """The steps that retention does not keep now, except for those that kept steps have borrowed from."""
+        """The steps that retention does not keep now, except for those that kept steps have borrowed from.
+
+        A step in a newer format may have borrowed from any other, and may be the best: then all are kept.
+        """
+        if self._in_newer_format(commits):
+            return []
         going = deletable_steps(self.keep, commits, now=self._clock(), protected=protected)
         while going:
             gone_steps = set(going)
@@ -443,7 +448,16 @@ class Run:
         newer = takewhile(lambda later: later >= step, reversed(view))
         return {*in_flight, *newer, *self.protected()}
 
-    def _warn_of_missing_metric(self, view: Commits) -> None:
+    def _in_newer_format(self, commits: Commits) -> list[int]:
+        return sorted(step for step in self.root.newer_format if commits.get(step, self) is None)
+
+    def _warn_of_what_is_kept(self, view: Commits) -> None:
+        if newer := self._in_newer_format(view):
+            self.root.warn_once(
+                "newer format",
+                f"{self.storage.locate('')}: keep= deletes nothing, because a newer version of async_ckpt has saved "
+                f"step {newer[0]}, which may need any of the others; go on with that version, or delete the step",
+            )
         if self.root.has_warned("best"):
             return
         metric = unknown_metric(self.keep, view)

@@ -87,8 +87,13 @@ class Sweeper:
         return StepFolder(names, None, {name for name in names if _ARCHIVE.fullmatch(name)})
 
     def _borrowed_names(self, step: int) -> set[str]:
-        """The archives of a step that later steps borrow from, even if the step has been overwritten since."""
+        """The archives of a step that later steps borrow from, even if the step has been overwritten since.
+
+        A later step in a newer format may borrow from any of them.
+        """
         commits = self._root.view(self._root.relist())
+        if any(later > step and later in commits for later in self._root.newer_format):
+            return {name for name in self._storage.names(self._root.folder(step)) if _ARCHIVE.fullmatch(name)}
         borrowers = (manifest for later, manifest in commits.borrowers.items() if later > step)
         lent = {borrowed.archive.name for m in borrowers for borrowed in m.elsewhere if borrowed.step == step}
         # The list of the archives of all ranks stands for all of these.

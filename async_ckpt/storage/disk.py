@@ -31,6 +31,17 @@ O_NONBLOCK: Final = getattr(os, "O_NONBLOCK", 0)
 O_DIRECTORY: Final = getattr(os, "O_DIRECTORY", 0)
 _PIECE_BYTES: Final = 64 * 1024
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_RIGHTS: Final = "make sure that this user may read and write it, and enter the folders above it"
+_ADVICE: Final = {
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: "mount the file system for writing, or choose another folder",
+    errno.EIO: "the disk may be failing: look at the kernel's log, and choose another disk",
+    errno.ESTALE: "the file system of a server has gone: mount it again",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "this host has too many open files",
+}
 
 
 def sync_folder(folder: Path) -> None:
@@ -71,9 +82,8 @@ def translated(path: Path, *, needed_bytes: int = 0, passing: tuple[type[OSError
         if error.errno in NO_ROOM:
             raise full(path, needed_bytes, free_bytes_at(path.parent)) from error
         reason = error.strerror or str(error)
-        raise StorageUnavailableError(
-            f"{path}: {reason}; make sure that the folder exists, is writable and its disk is healthy", path=str(path)
-        ) from error
+        advice = _ADVICE.get(error.errno or 0, "make sure that the folder exists and its disk is healthy")
+        raise StorageUnavailableError(f"{path}: {reason}; {advice}", path=str(path)) from error
 
 
 def open_regular(path: Path, flags: int) -> int:

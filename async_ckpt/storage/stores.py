@@ -23,10 +23,14 @@ NO_BUCKET: Final = f"the bucket does not exist; {CREATE}"
 REGION: Final = 'the bucket is in another region; give it in Place(url, options={"region": …}), or set AWS_REGION'
 LOG_IN: Final = "the credentials have expired; log in again, or renew them where they are kept"
 KEYS: Final = "check the access key and its secret"
-NO_KEYS: Final = (
-    "give keys in Place(url, options=…), set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in (aws configure, "
-    "aws sso login)"
-)
+# By the scheme of the URL; Azure has several.
+NO_KEYS: Final = {
+    "s3": "give keys in Place(url, options=…), set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in (aws "
+    "configure, aws sso login)",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account, or log in (gcloud auth "
+    "application-default login)",
+    "az": "give an account key or a token in Place(url, options=…), or log in (az login)",
+}
 CLOCK: Final = "this host's clock is wrong; set it, by NTP for instance"
 RIGHTS: Final = "let these credentials get, put, delete and list there, or use others"
 AWAY: Final = "see that the store is up and can be reached from this host, then try again"

@@ -125,7 +125,7 @@ def test_a_step_without_permission_is_named(call: tuple[str, ...]) -> None:
         with as_somebody_else():
             ended = run_command(*arguments_of(call, root, root, tmp), "--json")
         os.chmod(root / "step_00000002", 0o755)
-    assert_is_one_line(ended, 74, "step_00000002", "Permission denied")
+    assert_is_one_line(ended, 74, "step_00000002", "Permission denied", "this user may read")
 
 
 @pytest.mark.parametrize(("method", "file"), [("read", "manifest.json"), ("open", ".tar")])

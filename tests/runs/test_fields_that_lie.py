@@ -232,5 +232,5 @@ def test_a_link_that_leads_to_itself_is_refused_by_name_or_passed_over(sound: Pa
 
 def test_a_folder_that_nothing_can_be_written_to_has_no_clock_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageUnavailableError, match="is writable"):
+    with pytest.raises(StorageUnavailableError, match="make sure that the folder exists"):
         LocalStorage(tmp_path).sweep("file", ["rank_00000.0123abcd.tar"], decided=True, of_ranks=True)

@@ -426,6 +426,32 @@ def test_a_lender_that_the_next_save_may_borrow_from_is_not_deleted(tmp_path):
         assert torch.equal(ckpt.load(4)["base"]["weight"], frozen["weight"])
 
 
+def test_nothing_that_a_step_of_a_newer_version_may_need_is_deleted_and_that_is_said_once(tmp_path, caplog):
+    """What that step has borrowed, and whether it is the best, only the newer version can tell."""
+    frozen = {"weight": torch.ones(8)}
+    with open_run(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save({"base": frozen, "step": step}, step=step, unchanged="base").result()
+    manifest = tmp_path / "step_00000002/manifest.json"
+    version = json.loads(manifest.read_bytes())["version"]
+    forge_manifest(manifest, version=version + 1)
+    with open_run(tmp_path, keep=1) as ckpt:
+        for step in (3, 4):
+            save(ckpt, step)
+        save(ckpt, 1, overwrite=True)
+        assert ckpt.steps() == [1, 2, 3, 4]
+        assert journaled_steps(ckpt) == [1, 3, 4]
+    said = [record.message for record in caplog.records if "a newer version of async_ckpt has saved" in record.message]
+    assert len(said) == 1
+    assert "step 2" in said[0]
+    forge_manifest(manifest, version=version)  # as the newer version reads it
+    with open_run(tmp_path) as ckpt:
+        assert torch.equal(ckpt.load(2)["base"]["weight"], frozen["weight"])
+    with open_run(tmp_path, keep=1) as ckpt:
+        save(ckpt, 5)
+        assert ckpt.steps() == [5]
+
+
 # --- several roots -----------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,8 @@ from states import MIB, open_run, state_at
 from async_ckpt import Place, StorageUnavailableError
 from async_ckpt.storage import stores
 from async_ckpt.storage.s3 import aws
+from async_ckpt.storage.s3.refusals import translate
+from async_ckpt.storage.s3.settings import BucketSettings
 from async_ckpt.storage.s3.store import ObjectStorage
 
 
@@ -519,3 +521,12 @@ def test_over_plain_http_to_another_host_the_payload_is_signed(bare):
     assert unsigned("https://store.example") is True
     assert unsigned("http://127.0.0.1:9000") is True
     assert unsigned("http://store.example") is False
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [("s3://b", "aws sso login"), ("gcs://b", "gcloud auth"), ("az://b", "az login"), ("abfs://b", "az login")],
+)
+def test_who_has_no_credentials_is_told_how_that_store_s_are_given(url: str, said: str) -> None:
+    error = OSError("Generic error: no answer from http://169.254.169.254/computeMetadata/v1/instance")
+    assert said in str(translate(error, "run", BucketSettings(url, None)))

@@ -29,7 +29,7 @@ NO_SUCH_CALL: Final = frozenset({"NotImplemented", "501", "InvalidArgument", "In
 _ADVICE: Final = {
     "NoBucketError": stores.CREATE,
     "InheritedError": "make it in this process, or give a URL and options= instead of fs=",
-    "NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound": stores.NO_KEYS,
+    "NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound": stores.NO_KEYS["s3"],
     "ExpiredToken ExpiredTokenException TokenRefreshRequired": stores.LOG_IN,
     "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken AuthenticationException": stores.KEYS,
     "RequestTimeTooSkewed": stores.CLOCK,

@@ -116,7 +116,7 @@ def translate(error: Exception, path: str, settings: BucketSettings, num_bytes: 
     if response.region:
         advice = f"{advice}; it is in {response.region}"
     if response.lacks_keys:
-        advice = NO_KEYS
+        advice = NO_KEYS.get(settings.scheme, NO_KEYS["az"])
     reason = settings.scrub(response.reason)
     message = f"{shown}: {reason}; {advice}"
     refusal: StorageUnavailableError
