@@ -303,7 +303,7 @@ def test_a_completion_whose_answer_is_lost_is_known_by_its_e_tag(through, proxy)
 
 
 def test_a_store_that_never_answers_ends_at_the_deadline(s3, bucket, proxy):
-    storage = FsspecStorage(f"s3://{bucket}/run", {**s3.options, "endpoint": proxy.endpoint, "deadline_seconds": 1})
+    storage = FsspecStorage(f"s3://{bucket}/run", {**s3.options, "endpoint": proxy.endpoint, "deadline_seconds": 4})
     proxy.black_hole(kind="upload_part")
     piece, *_ = cut(os.urandom(2 * SEGMENT))
     sink = storage.create("x", num_bytes=2 * SEGMENT, segment_bytes=SEGMENT)

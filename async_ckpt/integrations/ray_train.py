@@ -1,0 +1,181 @@
+"""`RayCheckpointer`: the checkpoints of a Ray Train run, written behind the training, and known to Ray when durable.
+
+In: the state on each worker. Out: one step below the run's storage path for all of them, as a `ray.train.Checkpoint`.
+Knows nothing of: how Ray keeps its list of checkpoints, and deletes from it.
+
+The folder of a step is the checkpoint itself, so nothing is uploaded a second time. Ray hears of it from a thread of its
+own, which waits for the save.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+
+from ..checkpointer import AsyncCheckpointer
+from ..saving.handle import SaveHandle
+from ..storage.place import Place
+from .common.frameworks import LOGGED_AS, require, require_names
+
+if TYPE_CHECKING:
+    Checkpoint = Any
+
+_OLDEST, _NEWEST = "2.60", "2.60"
+# The names of ray.train that are used here.
+_USED: Final = (
+    "report", "get_context", "get_all_reported_checkpoints", "collective", "Checkpoint", "CheckpointUploadMode",
+    "CheckpointConsistencyMode",
+)  # fmt: skip
+# Ray broadcasts a kilobyte at most.
+_MOST_LATE: Final = 64
+# URL schemes, by the names that pyarrow has for its file systems.
+_SCHEMES: Final = {"s3": "s3://", "gcs": "gs://", "abfs": "az://"}
+
+
+class RayCheckpointer(AsyncCheckpointer):
+    """An AsyncCheckpointer whose root is the storage path of this Ray Train run. Every worker makes one.
+
+        def train_loop(config):
+            with RayCheckpointer() as ckpt:
+                start = ckpt.restore(state)
+                for step in range(0 if start is None else start + 1, config["steps"]):
+                    ...
+                    handle = ckpt.save(state, step, record={"loss": loss})
+                    ckpt.report({"loss": loss}, handle)
+
+    The ranks are those of the process group, or else of Ray's context. Ray lists and deletes the checkpoints by the
+    rules of its `CheckpointConfig`. So `keep=` is refused, and so is `unchanged=`: a step must not need others.
+
+    Args:
+        options: of the client of the store, where the storage path is a URL; as for `Place`.
+        others: as for `AsyncCheckpointer`.
+
+    Raises ImportError without Ray, RuntimeError outside of a worker of Ray Train, TypeError for arguments that Ray's
+    context or its `CheckpointConfig` decides, and ValueError for a storage file system whose URL is not known.
+    """
+
+    def __init__(self, *, options: Mapping[str, Any] | None = None, **others: Any) -> None:
+        ray = require("ray", oldest=_OLDEST, newest=_NEWEST)
+        self._train = train = importlib.import_module("ray.train")
+        importlib.import_module("ray.train.collective")
+        require_names(ray, train, _USED)
+        for name, where in _DECIDED.items():
+            if name in others:
+                raise TypeError(f"{name}= is not taken here: {where}")
+        context = train.get_context()
+        storage = context.get_storage()
+        require_names(ray, storage, ("storage_filesystem", "experiment_fs_path"))
+        self._filesystem, self._folder = storage.storage_filesystem, storage.experiment_fs_path
+        if not dist.is_initialized():
+            others["ranks"] = context.get_world_rank(), context.get_world_size()
+            others["run_id"] = train.collective.broadcast_from_rank_zero(os.urandom(8).hex())
+        super().__init__(_root_of(self._filesystem.type_name, self._folder, options), **others)
+
+    def save(self, state: Any, step: int, *, unchanged: Collection[str] = (), **others: Any) -> SaveHandle:
+        """`AsyncCheckpointer.save`. Raises ValueError for `unchanged`."""
+        if unchanged:
+            raise ValueError(
+                "unchanged= would let a step need the archives of earlier steps, and Ray deletes steps one by one; leave "
+                "it out"
+            )
+        return super().save(state, step, **others)
+
+    def restore(self, state: Any, step: int | None = None, **others: Any) -> int | None:
+        """`AsyncCheckpointer.restore`. All workers call it, at the same time.
+
+        Steps that became durable just before all workers were killed are not in Ray's list yet. Up to the one that is
+        restored, they are reported now, with their records as the metrics.
+        """
+        restored = super().restore(state, step, **others)
+        if restored is not None:
+            self._report_late(restored)
+        return restored
+
+    def _report_late(self, restored: int) -> None:
+        train, late = self._train, list[int]()
+        if train.get_context().get_world_rank() == 0:
+            consistency = train.CheckpointConsistencyMode.COMMITTED
+            listed = {one.checkpoint.path for one in train.get_all_reported_checkpoints(consistency)}
+            steps = [step for step in self.steps() if step <= restored and self._checkpoint(step).path not in listed]
+            late = steps[-_MOST_LATE:]
+        for step in train.collective.broadcast_from_rank_zero(late):
+            train.report(
+                dict(self.records().get(step, {})),
+                checkpoint=self._checkpoint(step),
+                checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD,
+                delete_local_checkpoint_after_upload=False,
+            )
+
+    def report(self, metrics: Mapping[str, Any], handle: SaveHandle | None = None, **others: Any) -> None:
+        """`ray.train.report`, of a save that is under way. All workers call it, and it does not wait for the save.
+
+        The checkpoint is in Ray's list as soon as it is durable. If the save fails, the training does. Without `handle`,
+        or with that of a skipped save, only the metrics are reported. They get the figures of the last durable save, under
+        names that begin with `async_ckpt/`.
+
+        Args:
+            metrics: as for `ray.train.report`.
+            handle: of a save of this checkpointer.
+            others: `validation`, as for `ray.train.report`.
+        """
+        figures = {key: value for key, value in self.metrics(LOGGED_AS).items() if math.isfinite(value)}
+        told = {**figures, **metrics}
+        if handle is None or _is_skipped(handle):
+            self._train.report(told)
+            return
+        assert handle.step is not None
+        self._train.report(
+            told,
+            checkpoint=self._checkpoint(handle.step),
+            checkpoint_upload_mode=self._train.CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=False,
+            checkpoint_upload_fn=self.upload_fn(handle),
+            **others,
+        )
+
+    def upload_fn(self, handle: SaveHandle) -> Callable[[Checkpoint, str], Checkpoint]:
+        """The `checkpoint_upload_fn` of a save, for code that calls `ray.train.report` itself.
+
+        It waits until the save is durable, and returns its folder. Raises the error of the save. Pass
+        `delete_local_checkpoint_after_upload=False` with it: the folder is the checkpoint.
+        """
+        return partial(self._uploaded, handle)
+
+    def _uploaded(self, handle: SaveHandle, *_: Any) -> Checkpoint:
+        assert handle.step is not None
+        handle.result()
+        return self._checkpoint(handle.step)
+
+    def _checkpoint(self, step: int) -> Checkpoint:
+        folder = self._roots.runs[0].folder(step)
+        return self._train.Checkpoint(f"{self._folder}/{folder}", filesystem=self._filesystem)
+
+
+_DECIDED: Final = {
+    "root": "the root is the run's storage path, which RunConfig(storage_path=…, name=…) gives",
+    "keep": "give RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=…, checkpoint_score_attribute=…))",
+    "ranks": "the ranks are those of the workers",
+    "run_id": "the ranks are those of the workers",
+}
+
+
+def _root_of(kind: str, folder: str, options: Mapping[str, Any] | None) -> Place | str:
+    """The root at a folder of a file system of pyarrow's, by the name of its kind."""
+    if kind == "local":
+        return folder
+    if kind not in _SCHEMES:
+        raise ValueError(
+            f"the storage path is on a file system of the kind {kind!r}, whose URL is not known here; known are local "
+            f"disks and {', '.join(sorted(_SCHEMES))}"
+        )
+    return Place(_SCHEMES[kind] + folder, options=dict(options or {}))
+
+
+def _is_skipped(handle: SaveHandle) -> bool:
+    return handle.done() and handle.exception() is None and handle.result().status == "skipped"

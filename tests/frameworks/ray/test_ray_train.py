@@ -1,0 +1,160 @@
+"""Ray Train: real workers, whose steps Ray knows as soon as they are durable, and from which a killed training goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ray", reason="ray is not installed: make test-frameworks")
+pytest.importorskip("pyarrow", reason="pyarrow, which Ray Train needs, is not installed: make test-frameworks")
+
+import ray
+import ray.train
+from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+import async_ckpt
+from async_ckpt.integrations.ray_train import RayCheckpointer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    here = Path(__file__).parent
+    path = os.pathsep.join((str(here), str(here.parents[2]), os.environ.get("PYTHONPATH", "")))
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": path}},
+    )
+    yield
+    ray.shutdown()
+
+
+def loop(config: dict[str, Any]) -> None:
+    """A training whose data follow the step and the rank; each worker appends its losses to a file of its own."""
+    rank, world = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trained: Any = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    state = {"model": model, "optimizer": optimizer}
+    with RayCheckpointer(guard=optimizer) as ckpt:
+        start = ckpt.restore(state)
+        for step in range(0 if start is None else start + 1, config["steps"]):
+            data = torch.Generator().manual_seed(step)
+            batch = torch.randn(12, 8, generator=data)[rank :: max(1, world)]
+            optimizer.zero_grad()
+            loss = trained(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            with open(Path(config["losses"], f"{world}-{rank}.jsonl"), "a") as file:
+                file.write(json.dumps([step, loss.item().hex()]) + "\n")
+            if config.get("dies_at") == step and rank == world - 1 and not Path(config["losses"], "died").exists():
+                ckpt.wait()
+                Path(config["losses"], "died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            handle = ckpt.save(state, step, record={"score": -abs(step - 2)})
+            if config.get("is_silent_at") == step and start is None:
+                ckpt.wait()  # durable, but Ray has not heard of it
+                os.kill(os.getpid(), signal.SIGKILL)
+            ckpt.report({"score": -abs(step - 2)}, handle)
+    Path(config["losses"], f"ended-{world}-{rank}").touch()
+
+
+def fit(
+    tmp_path: Path, *, workers: int = 2, max_failures: int = 0, keep: CheckpointConfig | None = None, **config: Any
+) -> Result:
+    losses = tmp_path / "losses"
+    losses.mkdir(exist_ok=True)
+    return TorchTrainer(
+        loop,
+        train_loop_config={"losses": str(losses), "steps": 5, **config},
+        scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(
+            name="run",
+            storage_path=str(tmp_path / "storage"),
+            checkpoint_config=keep or CheckpointConfig(),
+            failure_config=FailureConfig(max_failures=max_failures),
+        ),
+    ).fit()
+
+
+def losses_of(tmp_path: Path, name: str) -> dict[int, str]:
+    """The loss of each step, the last where it was trained twice."""
+    return dict(json.loads(line) for line in (tmp_path / "losses" / name).read_text().splitlines())
+
+
+def steps_in(result: Result) -> list[str]:
+    return [Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints]
+
+
+def test_ray_has_each_step_once_it_is_durable_and_deletes_by_its_own_rules(tmp_path: Path) -> None:
+    keep = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="score")
+    result = fit(tmp_path, keep=keep)
+    assert Path(result.checkpoint.path) == tmp_path / "storage/run/step_00000004"
+    left = {path.name for path in (tmp_path / "storage/run").glob("step_*")}
+    assert left == {*steps_in(result), "step_00000004"}  # the newest is kept beside the best two
+    assert len(steps_in(result)) == 2
+    assert "step_00000002" in steps_in(result)
+    assert result.metrics["async_ckpt/saves_committed"] >= 1
+    for checkpoint, _ in result.best_checkpoints:
+        assert async_ckpt.verify(checkpoint.path).num_archives
+    state = async_ckpt.load(result.checkpoint.path)
+    assert set(state) == {"model", "optimizer"}
+
+
+def test_a_training_whose_worker_is_killed_goes_on_with_the_same_losses_and_then_on_fewer(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    fit(whole)
+    fit(killed, max_failures=1, dies_at=3)
+    assert (killed / "losses/died").exists()
+    for rank in range(2):
+        assert losses_of(killed, f"2-{rank}.jsonl") == losses_of(whole, f"2-{rank}.jsonl")
+    result = fit(killed, workers=1, steps=7)
+    assert Path(result.checkpoint.path).name == "step_00000006"
+    assert list(losses_of(killed, "1-0.jsonl")) == [5, 6]
+
+
+def test_steps_that_ray_has_not_heard_of_are_reported_when_one_is_restored(tmp_path: Path) -> None:
+    result = fit(tmp_path, max_failures=1, is_silent_at=2)
+    assert sorted(steps_in(result)) == [f"step_{step:08d}" for step in range(5)]
+    scores = {Path(checkpoint.path).name: metrics["score"] for checkpoint, metrics in result.best_checkpoints}
+    assert scores["step_00000002"] == 0
+
+
+def failing(config: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="CheckpointConfig"):
+        RayCheckpointer(keep=3)
+    with RayCheckpointer() as ckpt:
+        with pytest.raises(ValueError, match="one by one"):
+            ckpt.save({"a": {"w": torch.zeros(3)}}, 0, unchanged={"a"})
+        handle = ckpt.save({"w": torch.zeros(3)}, 0)
+        ckpt.report({}, handle)
+        ckpt.wait()
+        (Path(config["storage"]) / "run/step_00000001").write_text("a file where the folder would be")
+        ckpt.report({}, ckpt.save({"w": torch.zeros(3)}, 1))
+        ckpt.wait()
+
+
+def test_a_save_that_fails_fails_the_training(tmp_path: Path) -> None:
+    trainer = TorchTrainer(
+        failing,
+        train_loop_config={"storage": str(tmp_path)},
+        scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+    )
+    with pytest.raises(ray.train.TrainingFailedError, match="step_00000001"):
+        trainer.fit()
+    assert async_ckpt.verify(tmp_path / "run").steps == (0,)
