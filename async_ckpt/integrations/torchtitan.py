@@ -25,6 +25,7 @@ from ..runs.foreign_entries import OF_DCP
 from ..runs.naming import Naming
 from ..saving.handle import SaveHandle
 from ..slicing.sharded import is_sharded
+from ..state.per_rank import PerRank
 from ..storage.place import storage_at
 from .common.frameworks import require, require_names
 from .common.joint_errors import meet
