@@ -175,7 +175,7 @@ class Trainer:
         self.optimizers.step()
         self.lr_schedulers.step()
         self.ntokens_seen += batch.numel()
-        self.losses[self.step] = float(loss).hex()
+        self.losses[self.step] = loss.item().hex()  # type: ignore[union-attr]
 
     def all(self) -> dict[str, Any]:
         """The state with full tensors, as a copy. Every rank calls it."""

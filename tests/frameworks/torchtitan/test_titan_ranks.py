@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from children import Nursery
 from rank_worlds import Worlds
+from safetensors.torch import load_file
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
@@ -71,5 +73,48 @@ def test_fewer_ranks_get_the_state_that_four_have_saved(worlds, tmp_path, layout
     excluded = [] if layout == "tp" else ["dataloader"]
     ends = loaded(worlds, size, tmp_path, other, exclude_from_loading=excluded)
     assert [end["step"] for end in ends] == [6] * size
-    digests = {end["digest"] for end in whole}
-    assert {end["digest"] for end in ends} <= digests or layout == "pp"
+    assert {end["digest"] for end in ends} == {end["digest"] for end in whole}
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "pp"])
+def test_ranks_go_on_from_the_folder_that_the_manager_of_torchtitan_has_written(worlds, tmp_path, layout):
+    whole = trained(worlds, 4, tmp_path / "whole", layout, kind="theirs", keep_latest_k=0)
+    trained(worlds, 4, tmp_path / "cut", layout, kind="theirs", until=5, keep_latest_k=0)
+    resumed = trained(worlds, 4, tmp_path / "cut", layout, seed=5)
+    assert [end["digest"] for end in resumed] == [end["digest"] for end in whole]
+    assert [*resumed[0]["losses"]] == ["5", "6"]
+
+
+FAIL = """
+from titan_trainers import *
+from async_ckpt.storage.local import LocalSink
+write = LocalSink.write
+def fail(sink, *arguments):
+    if here.rank == 1 and "step-4" in str(sink._target):
+        raise OSError("this disk is broken")
+    return write(sink, *arguments)
+LocalSink.write = fail
+trainer = Trainer({folder!r}, "fsdp")
+try:
+    trainer.train(8)
+except Exception as error:
+    here.tell({{"error": type(error).__name__, "step": trainer.step}})
+"""
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_of_them_at_the_next(worlds, tmp_path):
+    ends = worlds.run(2, FAIL.format(folder=str(tmp_path)))
+    assert [end.told[0]["step"] for end in ends] == [6, 6]
+    assert {end.told[0]["error"] for end in ends} == {"PeerFailedError", "StorageUnavailableError"}
+    assert loaded(worlds, 2, tmp_path)[0]["step"] == 2
+
+
+def test_the_last_step_of_ranks_is_written_for_hugging_face(worlds, tmp_path):
+    trained(worlds, 2, tmp_path, last_save_model_only=True, last_save_in_hf=True, export_dtype="bfloat16")
+    (file,) = (tmp_path / "checkpoint" / "step-6").glob("*.safetensors")
+    weights = load_file(file)
+    assert len(weights) == 16
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert all(name.startswith("model.layers.") for name in weights)
+    (end, _) = loaded(worlds, 2, tmp_path / "next", initial_load_path=str(file.parent), initial_load_in_hf=True)
+    assert end["loaded"] is True
