@@ -1,7 +1,7 @@
 """`CheckpointManager`: the trainer of torchtitan writes its checkpoints behind the training.
 
-In: what the trainer hands to its checkpoint manager. Out: a run with the steps `step-<N>`; containers filled from it, or
-from what torchtitan's own manager has written. Knows nothing of: how a step is written and read.
+In: what the trainer hands to its checkpoint manager. Out: a run with the steps `step-<N>`; containers filled from it,
+or from what torchtitan's own manager has written. Knows nothing of: how a step is written and read.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
 
         config.checkpoint = CheckpointManager.Config(enable=True, interval=500)
 
-    The checkpoints are the steps of a run at `folder`, which may be a URL. `save` copies the state and returns. One save
-    is under way at a time: the next one, the last step, `close` and the interpreter's exit wait for it. All but the
-    last of these raise its error, on every rank. `load` also reads what torchtitan's own manager has written.
+    The checkpoints are the steps of a run at `folder`, which may be a URL. `save` copies the state and returns. One
+    save is under way at a time: the next one, the last step, `close` and the interpreter's exit wait for it. The first
+    three raise its error, on every rank. `load` also reads what torchtitan's own manager has written.
 
     `checkpointer` is the `AsyncCheckpointer` of the run; None unless the manager is enabled.
 
@@ -194,7 +194,9 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         path = self._path(newest)
         if is_own:
             try:
-                self._fill(states, partial(self.checkpointer.restore, step=newest), partial(self.checkpointer.load, newest))
+                self._fill(
+                    states, partial(self.checkpointer.restore, step=newest), partial(self.checkpointer.load, newest)
+                )
             except StateMismatchError as error:
                 _explain(error, newest)
                 raise
@@ -224,9 +226,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         return sorted(steps[path] for path in storage.existing([*steps]))
 
     def _to_load(self) -> dict[str, Any]:
-        return {
-            name: state for name, state in self._present().items() if name not in self._config.exclude_from_loading
-        }
+        return {name: state for name, state in self._present().items() if name not in self._config.exclude_from_loading}
 
     def _load_initially(self) -> bool:
         """Load what `initial_load_path` names, or the model's own assets. Returns False if there is neither."""
@@ -253,7 +253,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         *,
         is_flat: bool = False,
     ) -> None:
-        """Fill these states by a function that restores, and one that loads. `is_flat`: the weights lie beside the rest."""
+        """Fill these states by a function that restores, and one that loads. With `is_flat`, weights lie at the top."""
         own = {name: state for name, state in states.items() if name in _OF_EACH_RANK}
         live = {name: state for name, state in states.items() if name not in own}
         weights = self._model.state_dict() if live.pop(_base.MODEL, None) is not None else None

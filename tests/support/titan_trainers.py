@@ -126,7 +126,14 @@ class Trainer:
     """What torchtitan's trainer has of a run, and its loop. `kind` is the module of a manager, `ours` or `theirs`."""
 
     def __init__(
-        self, folder: object, layout: str = "one", *, kind: Any = ours, seed: int = 0, hf: str | None = None, **options: Any
+        self,
+        folder: object,
+        layout: str = "one",
+        *,
+        kind: Any = ours,
+        seed: int = 0,
+        hf: str | None = None,
+        **options: Any,
     ) -> None:
         at = Layout(layout)
         self.parts, self.step, self.ntokens_seen, self.losses = at.parts(seed), 0, 0, {}
@@ -136,7 +143,9 @@ class Trainer:
         schedules = LRSchedulersContainer.Config(warmup_steps=3)
         self.lr_schedulers = schedules.build(optimizers=self.optimizers, training_steps=20)
         self.dataloader = ParallelAwareDataloader(Batches(at.dp_rank), at.dp_rank, at.dp_size, batch_size=4)
-        self.config = kind.CheckpointManager.Config(**{"enable": True, "interval": 2, "last_save_model_only": False, **options})
+        self.config = kind.CheckpointManager.Config(
+            **{"enable": True, "interval": 2, "last_save_model_only": False, **options}
+        )
         self.checkpointer = self.config.build(
             dataloader=self.dataloader,
             model_parts=self.parts,

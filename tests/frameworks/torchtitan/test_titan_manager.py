@@ -146,8 +146,8 @@ def test_the_last_step_may_have_the_model_alone_in_another_dtype(tmp_path):
 
 def test_a_training_that_was_told_to_go_back_retires_the_steps_after_that(tmp_path):
     whole = Trainer(tmp_path).train(6)
+    other = Trainer(tmp_path).checkpointer
     with pytest.raises(StepBehindError):
-        other = Trainer(tmp_path).checkpointer
         other.save(3, last_step=True)
     live = Trainer(tmp_path, seed=5, load_step=2)
     live.train(8, until=5)

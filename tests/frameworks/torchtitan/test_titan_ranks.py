@@ -10,6 +10,10 @@ import torch
 from children import Nursery
 from rank_worlds import Worlds
 from safetensors.torch import load_file
+from slices import some
+
+import async_ckpt
+from async_ckpt import AsyncCheckpointer, Naming
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
@@ -118,3 +122,35 @@ def test_the_last_step_of_ranks_is_written_for_hugging_face(worlds, tmp_path):
     assert all(name.startswith("model.layers.") for name in weights)
     (end, _) = loaded(worlds, 2, tmp_path / "next", initial_load_path=str(file.parent), initial_load_in_hf=True)
     assert end["loaded"] is True
+
+
+# --- killed -------------------------------------------------------------------------------------------------------
+
+KILLED = """
+from titan_trainers import *
+from children import die_at
+count = die_at({number} if here.rank == {rank} else 10**9)
+trainer = Trainer({folder!r}, "fsdp", seed={seed})
+losses = trainer.train(6)
+here.tell({{"losses": losses, "calls": count()}})
+"""
+NUM_KILLS = 20
+
+
+def test_whenever_a_rank_is_killed_the_newest_step_is_whole_and_training_goes_on_bit_for_bit(worlds, quick_path):
+    """Killed at calls that change the disk, a write half done."""
+    script = KILLED.format(number=10**9, rank=0, folder=str(quick_path / "whole"), seed=0)
+    whole = [end.told[0] for end in worlds.run(2, script)]
+    moments = [
+        (rank, 1 + whole[rank]["calls"] * n // (NUM_KILLS // 2)) for rank in (0, 1) for n in range(NUM_KILLS // 2)
+    ]
+    for rank, number in some(moments, NUM_KILLS // 2):
+        folder = quick_path / f"killed-{rank}-{number}"
+        script = KILLED.format(number=number, rank=rank, folder=str(folder), seed=0)
+        worlds.start(2, script).ended(killed={rank}, failed={0, 1})
+        durable = max(AsyncCheckpointer(folder / "checkpoint", naming=Naming("step-{}")).steps(), default=0)
+        if durable:
+            async_ckpt.verify(folder / "checkpoint")
+        resumed = trained(worlds, 2, folder, steps=6, seed=5 if durable else 0)
+        for before, after in zip(whole, resumed, strict=True):
+            assert after["losses"] == {step: loss for step, loss in before["losses"].items() if int(step) > durable}
