@@ -147,7 +147,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         """The states of the training; the data loader may be None."""
         return {name: state for name, state in self.states.items() if state is not None}
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def _exported(self) -> dict[str, Any]:
         """The weights alone, of the dtype that `export_dtype` names."""
         dtype = _DTYPES[self._config.export_dtype]
@@ -243,7 +243,8 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
     def _fill_from(self, path: str, states: dict[str, Any]) -> None:
         """Fill these states from a checkpoint that this manager or torchtitan's own has written."""
         of_torchtitan = storage_at(path).exists(OF_DCP)
-        self._fill(states, partial(restore, path=path), partial(load, path), is_flat=of_torchtitan)
+        restore_from = partial(_restore_known if of_torchtitan else restore, path=path)
+        self._fill(states, restore_from, partial(load, path), is_flat=of_torchtitan)
 
     def _fill(
         self,
@@ -282,6 +283,19 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
 
     def _path(self, step: int) -> str:
         return str(_filesystem.join(self.folder, _STEP.format(step)))
+
+
+def _restore_known(live: dict[str, Any], path: str) -> None:
+    """Fill these states from a folder of torchtitan's own manager.
+
+    Entries that they lack are ignored, as that manager does: they may be of other stages of a pipeline.
+    """
+    try:
+        restore(live, path)
+    except StateMismatchError as error:
+        if error.missing or error.mismatched:
+            raise
+        restore(live, path, strict=False)
 
 
 def _values_of_this_rank(

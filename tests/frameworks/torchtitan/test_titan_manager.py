@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import load_file
 from states import difference
 
@@ -27,6 +29,21 @@ pytestmark = [
 
 def steps_in(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoint").glob("step-*"))
+
+
+def block_with(text: str) -> str:
+    """The block of our page that has this text."""
+    page = (Path(async_ckpt.__file__).parents[1] / "docs" / "torchtitan.md").read_text()
+    (block,) = [block for block in re.findall(r"```\n(.*?)```", page, flags=re.DOTALL) if text in block]
+    return block
+
+
+def test_one_line_of_the_page_gives_a_configuration_of_torchtitan_our_manager():
+    names: dict[str, Any] = {}
+    exec(block_with("llama3_debugmodel"), names)
+    config = names["llama3_debugmodel_async"]()
+    assert type(config.checkpoint).__qualname__ == "CheckpointManager.Config"
+    assert config.checkpoint._owner is titan.ours.CheckpointManager
 
 
 def test_a_training_goes_on_with_the_same_losses_to_the_last_bit(tmp_path):
@@ -95,9 +112,10 @@ def test_the_manager_of_torchtitan_goes_on_from_a_step_that_was_converted(tmp_pa
     """By the lines in the docs."""
     whole = Trainer(tmp_path / "whole").train(6)
     cut = Trainer(tmp_path / "cut").train(6, until=4)
-    state = async_ckpt.load(tmp_path / "cut" / "checkpoint" / "step-4")
-    target = tmp_path / "back" / "checkpoint" / "step-4"
-    torch.distributed.checkpoint.save({**state.pop("model"), **state}, checkpoint_id=target)
+    lines = block_with("torch.distributed.checkpoint.save")
+    for name, path in {"outputs": tmp_path / "cut", "back": tmp_path / "back"}.items():
+        lines = lines.replace(f'"{name}/checkpoint/step-500', f'"{path}/checkpoint/step-4')
+    exec(lines, {"torch": torch, "async_ckpt": async_ckpt})
     back = Trainer(tmp_path / "back", kind=titan.theirs, seed=5, keep_latest_k=0)
     assert {**cut, **back.train(6)} == whole
 
