@@ -38,6 +38,7 @@ def block_with(text: str) -> str:
     return block
 
 
+@pytest.mark.filterwarnings("ignore")  # of the model's own imports
 def test_one_line_of_the_page_gives_a_configuration_of_torchtitan_our_manager():
     names: dict[str, Any] = {}
     exec(block_with("llama3_debugmodel"), names)
