@@ -6,7 +6,10 @@ WORKERS = $$($(PYTHON) -c "import os; print(3 * (os.cpu_count() or 1))")
 export PYTHONDONTWRITEBYTECODE :=  # or each process of the tests would compile the library again
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo demo-s3 demo-ranks demo-rollout test durations check bench bench-check bench-gpu bench-s3 bench-scale format clean
+# Frameworks that need an environment of their own: each has constraints/<name>.txt and tests/frameworks/<name>/.
+FRAMEWORKS := $(basename $(notdir $(wildcard constraints/*.txt)))
+
+.PHONY: demo demo-s3 demo-ranks demo-rollout test test-frameworks durations check bench bench-check bench-gpu bench-s3 bench-scale format clean
 
 demo: .venv/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
@@ -25,6 +28,12 @@ test: .venv/.test          ## everything that the tests need, then the tests
 
 durations: .venv/.test     ## the same, and how long each file takes, by which the next runs order them
 	$(BIN)/python -m pytest -n $(WORKERS) --write-durations
+
+test-frameworks: $(FRAMEWORKS:%=test-%) ## frameworks that need an environment of their own, such as torchtitan
+
+# Two workers: most of these tests start several processes that all compute.
+test-%: .venv-frameworks/%/.ready
+	PYTHONPATH=$(CURDIR) $(<D)/bin/python -m pytest -n 2 tests/frameworks/$*
 
 check: .venv/.check        ## lint, formatting, types, and what the package index is given
 	$(BIN)/ruff check .
@@ -55,7 +64,7 @@ format: .venv/.check
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv dist demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-frameworks dist demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -70,4 +79,12 @@ clean:
 # Each of these is the extra of its name.
 .venv/.demo .venv/.rollout .venv/.test .venv/.bench .venv/.check: .venv/.base
 	$(INSTALL) --no-build-isolation -e ".[$(patsubst .%,%,$(notdir $@))]"
+	touch $@
+
+# Packages that are built from source find the torch that is there already, and build no kernels for devices.
+.PRECIOUS: .venv-frameworks/%/.ready
+.venv-frameworks/%/.ready: constraints/%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $< torch setuptools wheel
+	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -r $<
 	touch $@

@@ -1,21 +1,16 @@
-"""torchtitan's own containers, where it is installed: its optimizers and schedulers come back, and the manager in the docs works."""
+"""torchtitan's own containers with a plain checkpointer: its optimizers and schedulers come back."""
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from dcp_states import dcp
 from states import difference, open_run
 from torch import nn
 
-import async_ckpt
-from async_ckpt.integrations.dcp import restore
 from async_ckpt.staging.guard import unwrapped
 
 with warnings.catch_warnings():
@@ -138,64 +133,3 @@ def test_the_guard_reaches_every_optimizer_inside():
     assert unwrapped(one.optimizers) == (one.optimizers, *one.optimizers.optimizers)
     with pytest.raises(TypeError, match="guard must be a torch optimizer"):
         unwrapped(one.lr_schedulers)
-
-
-def test_a_folder_that_the_manager_of_torchtitan_has_written_is_restored(tmp_path: Path):
-    before, live = Trainer(0, parts=2), Trainer(1, parts=2)
-
-    def flat(one: Trainer) -> dict[str, Any]:
-        states = one.states
-        return {**states, **states.pop("model").state_dict()}
-
-    dcp.save(flat(before), checkpoint_id=tmp_path / "step-1")
-    restore(flat(live), tmp_path / "step-1")
-    assert_goes_on_alike(before, live)
-
-
-def of_the_docs() -> Any:
-    text = (Path(async_ckpt.__file__).parents[1] / "docs" / "torchtitan.md").read_text()
-    (code,) = re.findall(r"```\n(from dataclasses.*?class TarCheckpointManager.*?)```", text, flags=re.DOTALL)
-    names: dict[str, Any] = {"__name__": "manager"}
-    exec(code, names)
-    return names["TarCheckpointManager"]
-
-
-@pytest.fixture
-def built(tmp_path: Path) -> Callable[[Trainer], Any]:
-    manager = of_the_docs()
-
-    def build(one: Trainer, **options: Any) -> Any:
-        config = manager.Config(enable=True, interval=2, **options)
-        return config.build(
-            dataloader=None,
-            model_parts=one.parts,
-            optimizers=one.optimizers,
-            lr_schedulers=one.lr_schedulers,
-            states={"train_state": one},
-            sd_adapter=None,
-            base_folder=str(tmp_path),
-        )
-
-    return build
-
-
-def test_the_manager_in_the_docs_does_what_the_trainer_asks_of_one(built: Any, tmp_path: Path):
-    before, live = Trainer(0, steps=0), Trainer(1, steps=0)
-    manager = built(before)
-    assert manager.load() is False
-    for _ in range(5):
-        manager.maybe_wait_for_staging()
-        before.train()
-        manager.save(before.step, last_step=before.step == 5)
-    manager.maybe_wait_for_saving()
-    manager.close()
-
-    other = built(live)
-    assert other.ckpt.steps() == [2, 4, 5]
-    assert other.load() is True
-    assert live.step == 5
-    assert_goes_on_alike(before, live)
-    assert other.load(step=2) is True
-    assert live.step == 2
-    other.close()
-    assert built(live, load_only=True).save(6, last_step=True) is False

@@ -1,0 +1,342 @@
+"""`CheckpointManager`: the trainer of torchtitan writes its checkpoints behind the training.
+
+In: what the trainer hands to its checkpoint manager. Out: a run with the steps `step-<N>`; containers filled from it,
+or from what torchtitan's own manager has written. Knows nothing of: how a step is written and read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from ..around.export import export_hf
+from ..checkpointer import AsyncCheckpointer
+from ..errors import StateMismatchError
+from ..oneoff import load
+from ..runs.foreign_entries import OF_DCP
+from ..runs.naming import Naming
+from ..saving.handle import SaveHandle
+from ..slicing.sharded import is_sharded
+from ..state.per_rank import PerRank
+from ..storage.place import storage_at
+from .common.frameworks import require, require_names
+from .common.joint_errors import meet
+from .common.step_guard import StepGuard
+from .dcp import restore
+
+_torchtitan: Final = require("torchtitan", oldest="0.3", newest="0.3")
+try:
+    _base: Final[Any] = import_module("torchtitan.components.checkpointer.base")
+    _filesystem: Final[Any] = import_module("torchtitan.tools.filesystem")
+    _log: Final[Any] = import_module("torchtitan.tools.logging").logger
+    _DTYPES: Final[Mapping[str, torch.dtype]] = import_module("torchtitan.config").TORCH_DTYPE_MAP
+except ModuleNotFoundError as error:
+    raise ImportError(f"this needs torchtitan 0.3, and {error.name} is missing in the installed one") from error
+require_names(_torchtitan, _base, ["BaseCheckpointManager", "ModelWrapper", "MODEL", "OPTIMIZER", "LR_SCHEDULER"])
+require_names(_torchtitan, _base, ["DATALOADER", "TRAIN_STATE"])
+require_names(_torchtitan, _base.BaseCheckpointManager, ["Config", "save", "load", "close", "maybe_wait_for_saving"])
+require_names(_torchtitan, _filesystem, ["join"])
+
+_STEP: Final = "step-{}"
+_NUMBERED: Final = re.compile(r"step-(\d+)")
+# States of which each rank has its own.
+_OF_EACH_RANK: Final = (_base.DATALOADER, _base.TRAIN_STATE)
+
+
+class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
+    """A checkpoint manager for torchtitan's trainer, with the fields of its `BaseCheckpointManager.Config`.
+
+        config.checkpoint = CheckpointManager.Config(enable=True, interval=500)
+
+    The checkpoints are the steps of a run at `folder`, which may be a URL. `save` copies the state and returns. One
+    save is under way at a time: the next one, the last step, `close` and the interpreter's exit wait for it. The first
+    three raise its error, on every rank. `load` also reads what torchtitan's own manager has written.
+
+    `checkpointer` is the `AsyncCheckpointer` of the run; None unless the manager is enabled.
+
+    The constructor raises ValueError for `last_save_in_hf` without an adapter, and for an unknown name in
+    `exclude_from_loading`. A save raises RunTakenError if another training writes to the folder.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_base.BaseCheckpointManager.Config):  # type: ignore[misc]
+        """The configuration: torchtitan's own fields, and no more."""
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        dataloader: Any,
+        model_parts: list[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+    ) -> None:
+        self.enable: bool = config.enable
+        self.save_future: SaveHandle | None = None
+        self.checkpointer: AsyncCheckpointer | None = None
+        if not self.enable:
+            return
+        if config.last_save_in_hf and sd_adapter is None:
+            raise ValueError("last_save_in_hf needs a model that has a state_dict_adapter; leave it out")
+        self._config, self._adapter, self._optimizers = config, sd_adapter, optimizers
+        self._model = _base.ModelWrapper(model_parts)
+        states.update(
+            {
+                _base.MODEL: self._model,
+                _base.OPTIMIZER: optimizers,
+                _base.DATALOADER: dataloader,
+                _base.LR_SCHEDULER: lr_schedulers,
+            }
+        )
+        self.states = states
+        if unknown := [name for name in config.exclude_from_loading if name not in states]:
+            raise ValueError(f"exclude_from_loading has {unknown[0]!r}; the states are {', '.join(states)}")
+        self.folder: str = _filesystem.join(base_folder, config.folder)
+        self._guard = StepGuard()
+        self.checkpointer = AsyncCheckpointer(
+            self.folder,
+            keep=config.keep_latest_k or None,
+            naming=Naming(_STEP),
+            # Only a training that was told to go back may retire newer steps.
+            on_rollback=None if config.load_step == -1 else "retire",
+        )
+
+    # --- saving -----------------------------------------------------------------------------------------------
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if not self._is_due(curr_step, last_step):
+            return False
+        self.maybe_wait_for_saving()
+        if not (last_step and self._config.last_save_model_only):
+            self._begin_save(self._present(), curr_step)
+        elif not self._config.last_save_in_hf:
+            self._begin_save({_base.MODEL: self._exported()}, curr_step)
+        else:
+            self._export(curr_step)
+        if last_step:
+            self.maybe_wait_for_saving()
+        return True
+
+    def _is_due(self, step: int, last_step: bool) -> bool:
+        config = self._config
+        is_first = step == 1 and config.enable_first_step_checkpoint
+        return not config.load_only and (is_first or last_step or step % config.interval == 0)
+
+    def _begin_save(self, state: dict[str, Any], step: int) -> None:
+        assert self.checkpointer is not None
+        self.save_future = self.checkpointer.save(
+            state,
+            step,
+            overwrite=True,
+            guard=self._guard([self._optimizers]) or None,
+            per_rank=[name for name in _OF_EACH_RANK if name in state],
+        )
+
+    def _present(self) -> dict[str, Any]:
+        """The states of the training; the data loader may be None."""
+        return {name: state for name, state in self.states.items() if state is not None}
+
+    @torch.no_grad()
+    def _exported(self) -> dict[str, Any]:
+        """The weights alone, of the dtype that `export_dtype` names."""
+        dtype = _DTYPES[self._config.export_dtype]
+        return {
+            name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            for name, value in self._model.state_dict().items()
+        }
+
+    def _export(self, step: int) -> None:
+        """Write the model as a folder of Hugging Face. Raises the error of any rank on all of them."""
+        weights = self._adapter.to_hf(self._exported())
+        assets = self._adapter.hf_assets_path
+        config_folder = assets if assets and _filesystem.isdir(assets) else None
+
+        def write() -> None:
+            if _rank() == 0 or any(map(is_sharded, weights.values())):
+                export_hf(weights, self._path(step), config_folder).result()
+
+        meet(write, _gather)
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Do nothing: the guard holds the optimizers until the snapshot is taken."""
+
+    def _wait_for_saving(self) -> None:
+        assert self.save_future is not None
+        future, self.save_future = self.save_future, None
+        wait([future])
+        report = future.result()
+        _log.info(f"Saved {report}")
+
+    def _close(self) -> None:
+        """Wait for the save under way. Raises its error."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+
+    # --- loading ----------------------------------------------------------------------------------------------
+
+    def _load(self, step: int = -1) -> bool:
+        assert self.checkpointer is not None
+        newest, is_own = meet(lambda: self._find(step), _gather)[0]
+        if newest is None:
+            return self._load_initially()
+        states = {_base.MODEL: self._model} if newest == 0 else self._to_load()
+        path = self._path(newest)
+        if is_own:
+            try:
+                self._fill(
+                    states, partial(self.checkpointer.restore, step=newest), partial(self.checkpointer.load, newest)
+                )
+            except StateMismatchError as error:
+                _explain(error, newest)
+                raise
+        else:
+            self._fill_from(path, states)
+        _log.info(f"Loaded {path}")
+        return True
+
+    def _find(self, step: int) -> tuple[int | None, bool]:
+        """The step to load, None if there is none, and whether it is one of the run. Raises FileNotFoundError."""
+        assert self.checkpointer is not None
+        own, others = self.checkpointer.latest(), self._steps_of_torchtitan()
+        if step == -1:
+            newest = max([*others, *([] if own is None else [own])], default=None)
+            return newest, newest == own
+        if step in self.checkpointer.steps():
+            return step, True
+        if step in others:
+            return step, False
+        raise FileNotFoundError(f"{self.folder}: there is no {_STEP.format(step)}; change load_step")
+
+    def _steps_of_torchtitan(self) -> list[int]:
+        """The steps in the folder that torchtitan's own manager has written whole."""
+        storage = storage_at(self.folder)
+        numbered = ((name, _NUMBERED.fullmatch(name)) for name in storage.names(""))
+        steps = {f"{name}/{OF_DCP}": int(match[1]) for name, match in numbered if match}
+        return sorted(steps[path] for path in storage.existing([*steps]))
+
+    def _to_load(self) -> dict[str, Any]:
+        return {name: state for name, state in self._present().items() if name not in self._config.exclude_from_loading}
+
+    def _load_initially(self) -> bool:
+        """Load what `initial_load_path` names, or the model's own assets. Returns False if there is neither."""
+        config, path = self._config, self._config.initial_load_path
+        if config.initial_load_in_hf:
+            self._load_hf(path)
+            return True
+        if not path:
+            return False
+        self._fill_from(path, {_base.MODEL: self._model} if config.initial_load_model_only else self._to_load())
+        _log.info(f"Loaded {path}")
+        return True
+
+    def _fill_from(self, path: str, states: dict[str, Any]) -> None:
+        """Fill these states from a checkpoint that this manager or torchtitan's own has written."""
+        of_torchtitan = storage_at(path).exists(OF_DCP)
+        restore_from = partial(_restore_known if of_torchtitan else restore, path=path)
+        self._fill(states, restore_from, partial(load, path), is_flat=of_torchtitan)
+
+    def _fill(
+        self,
+        states: dict[str, Any],
+        restore_from: Callable[[dict[str, Any]], object],
+        load_from: Callable[..., Any],
+        *,
+        is_flat: bool = False,
+    ) -> None:
+        """Fill these states by a function that restores, and one that loads. With `is_flat`, weights lie at the top."""
+        own = {name: state for name, state in states.items() if name in _OF_EACH_RANK}
+        live = {name: state for name, state in states.items() if name not in own}
+        weights = self._model.state_dict() if live.pop(_base.MODEL, None) is not None else None
+        if weights is not None:
+            live |= weights if is_flat else {_base.MODEL: weights}
+        restore_from(live)
+        if weights is not None:
+            self._model.load_state_dict(weights)  # for names that the model has not as tensors of its own
+        if own:
+            values = _values_of_this_rank(own, restore_from, load_from)
+            for name, state in own.items():
+                state.load_state_dict(values[name])
+
+    def _load_hf(self, path: str | None) -> None:
+        """Fill the model from a folder of Hugging Face, as the adapter reads it."""
+        if self._adapter is None:
+            raise ValueError("initial_load_in_hf needs a model that has a state_dict_adapter; leave it out")
+        path = path or self._adapter.hf_assets_path
+        if not path or not _filesystem.isdir(path):
+            raise ValueError(f"{path}: there is no such folder; give initial_load_path, or the model's hf_assets_path")
+        weights = self._adapter.to_hf(self._model.state_dict())
+        reader = self._adapter.get_hf_storage_reader(path, self._config.initial_load_in_hf_quantized)
+        import_module("torch.distributed.checkpoint").load(weights, storage_reader=reader)
+        self._model.load_state_dict(self._adapter.from_hf(weights))
+        _log.info(f"Loaded {path}")
+
+    def _path(self, step: int) -> str:
+        return str(_filesystem.join(self.folder, _STEP.format(step)))
+
+
+def _restore_known(live: dict[str, Any], path: str) -> None:
+    """Fill these states from a folder of torchtitan's own manager.
+
+    Entries that they lack are ignored, as that manager does: they may be of other stages of a pipeline.
+    """
+    try:
+        restore(live, path)
+    except StateMismatchError as error:
+        if error.missing or error.mismatched:
+            raise
+        restore(live, path, strict=False)
+
+
+def _values_of_this_rank(
+    states: Mapping[str, Any], restore_from: Callable[[dict[str, Any]], object], load_from: Callable[..., Any]
+) -> dict[str, Any]:
+    """The saved values of states of which each rank has its own.
+
+    If other ranks have saved than those that load, or none of the entries is of this rank, the entries of all of them
+    are taken together: the data loader has one for each rank of data parallelism. Of several values, the lowest rank's
+    counts.
+    """
+    values: dict[str, Any] = {name: {} for name in states}
+    try:
+        restore_from(values)
+        if all(values[name].keys() >= state.state_dict().keys() for name, state in states.items()):
+            return values
+    except StateMismatchError as error:
+        if not error.mismatched:
+            raise
+    loaded = load_from(select=[*states])
+    for name, value in loaded.items():
+        merged: dict[str, Any] = {}
+        for of_rank in value.values() if isinstance(value, PerRank) else [value]:
+            merged = {**of_rank, **merged}
+        values[name] = merged
+    return values
+
+
+def _explain(error: StateMismatchError, step: int) -> None:
+    if _base.OPTIMIZER in error.missing:
+        error.add_note(f"step {step} may have the model alone, by last_save_model_only; give load_step= an earlier one")
+
+
+def _gather(brought: list[Any]) -> list[Any]:
+    """The lists of all ranks, one after the other."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return brought
+    of_ranks: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, brought)
+    return [value for values in of_ranks for value in values]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
