@@ -40,7 +40,8 @@ if TYPE_CHECKING:  # whichever version is installed, if any
     TorchCheckpointEngine: Any
 else:
     try:
-        from deepspeed.runtime.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
+        from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+        from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
     except ImportError:  # said by `require`, when an engine is given
         CheckpointEngine = TorchCheckpointEngine = object
 
