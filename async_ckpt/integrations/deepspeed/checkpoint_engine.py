@@ -25,6 +25,7 @@ import torch
 from ...around.wrap import wrap
 from ...host.threads import Crew, running_future
 from ...host.waits import ENDS_THE_WAIT, Wait, wait_for
+from ...oneoff import save
 from ...report import SaveReport
 from ...saving.handle import SaveHandle, progress_of
 from ...saving.ledger import all_saves, leave_warning
@@ -32,7 +33,8 @@ from ...spans import monotonic
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
 from ..common.small_files import refuse_full
-from .tag_folder import TagFolder
+from . import zero_archive
+from .tag_folder import ArchiveFolder, TagFolder, archive_at
 from .zero_guard import ZeroGuard
 
 if TYPE_CHECKING:  # whichever version is installed, if any
@@ -65,20 +67,25 @@ def use(engine: Any, layout: Layout = "deepspeed") -> DeepSpeedCheckpoints:
         engine.save_checkpoint("runs/ds")  # as before, and returns at once
         checkpoints.wait()  # the last line: raises the error of a failed save
 
-    `layout="deepspeed"` writes the files of DeepSpeed, by their names and in their formats.
+    `layout="deepspeed"` writes the files of DeepSpeed, by their names and in their formats. `layout="archive"` writes
+    verified archives of whole parameters, which any number of ranks resumes from; plain DeepSpeed does not load them.
+    Each layout loads the folders of both.
 
     Raises ImportError without DeepSpeed, RuntimeError for a version of it that lacks what is used here, ValueError for
-    another layout, and for an engine whose config names another writer of checkpoints, and NotImplementedError for
-    what is not served: optimizers that are offloaded to NVMe, ZenFlow, and checkpoints in folders of each node.
+    another layout, a second call, and an engine whose config names another writer of checkpoints, and
+    NotImplementedError for what is not served: optimizers that are offloaded to NVMe, ZenFlow, checkpoints in folders
+    of each node, and with `layout="archive"` engines without ZeRO, with model parallelism or with experts.
     """
     package = require("deepspeed", oldest=_OLDEST, newest=_NEWEST)
     require_names(package, engine, _USED)
-    if layout != "deepspeed":
-        raise ValueError(f'layout must be "deepspeed", got {layout!r}')
+    if layout not in ("deepspeed", "archive"):
+        raise ValueError(f'layout must be "deepspeed" or "archive", got {layout!r}')
     if isinstance(engine.checkpoint_engine, DeepSpeedCheckpoints):
-        return engine.checkpoint_engine
+        raise ValueError("this engine saves in the background already; call use() once")
     _refuse(engine)
-    return DeepSpeedCheckpoints(engine)
+    if layout == "archive":
+        zero_archive.refuse(engine)
+    return DeepSpeedCheckpoints(engine, layout)
 
 
 def _refuse(engine: Any) -> None:
@@ -99,7 +106,7 @@ def _refuse(engine: Any) -> None:
 class _Pending:
     """One save under way. The training thread reads and drops it. `handle` is None on a rank without files."""
 
-    folder: TagFolder
+    folder: TagFolder | ArchiveFolder
     handle: SaveHandle | None
     step: int
     call_seconds: float
@@ -110,7 +117,9 @@ class _Pending:
             return None
         report = self.handle.result()
         behind = report.stall_seconds
-        return replace(report, path=str(self.folder.target), step=self.step, stall_seconds=max(self.call_seconds, behind))
+        return replace(
+            report, path=str(self.folder.target), step=self.step, stall_seconds=max(self.call_seconds, behind)
+        )
 
 
 class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
@@ -121,10 +130,10 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
     `engine.destroy` and the exit of the interpreter wait for it. The first three raise its error on every rank.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, layout: Layout) -> None:
         super().__init__()
         self.name = "async_ckpt"
-        self._engine, self._guard = engine, ZeroGuard()
+        self._engine, self._layout, self._guard = engine, layout, ZeroGuard()
         self._plain = SimpleNamespace(
             engine=engine.checkpoint_engine, save=engine.save_checkpoint, load=engine.load_checkpoint
         )
@@ -154,18 +163,22 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         world_size = torch.distributed.get_world_size()
-        folder = TagFolder(
-            os.fspath(save_dir), tag, save_latest=save_latest, rank=engine.global_rank, world_size=world_size
-        )
+        kind = ArchiveFolder if self._layout == "archive" else TagFolder
+        folder = kind(os.fspath(save_dir), tag, save_latest=save_latest, rank=engine.global_rank, world_size=world_size)
         handle: SaveHandle | None = None
 
         def begin() -> None:
             nonlocal handle
-            handle = self._begin(folder, files)
+            if isinstance(folder, ArchiveFolder):
+                handle = self._begin_archive(folder, client_state or {})
+            else:
+                handle = self._begin(folder, files)
 
         try:
             folder.enter(meet(partial(self._after_last, folder.make), _gather)[0])
-            files = self._collect(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+            files: dict[str, Any] = {}
+            if self._layout == "deepspeed":
+                files = self._collect(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
             meet(begin, _gather)
         except BaseException:
             if handle is not None:
@@ -178,13 +191,43 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         self._follower.submit(partial(_follow, folder, handle, ended), ended.set_exception)
         return True
 
-    def load_checkpoint(self, load_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
         """In place of the engine's method: load as DeepSpeed does, after the save under way. Every rank calls it.
 
-        Raises the error of that save.
+        Raises the error of that save, and for archives what `AsyncCheckpointer.restore` raises.
         """
         self.wait()
-        return self._plain.load(load_dir, *args, **kwargs)
+        found = archive_at(os.fspath(load_dir), None if tag is None else str(tag))
+        if found is None:
+            return self._plain.load(
+                load_dir,
+                tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
+        if custom_load_fn is not None:
+            raise ValueError("custom_load_fn is for DeepSpeed's own files, and this is an archive; leave it out")
+        zero_archive.refuse(self._engine)
+        client_state = zero_archive.fill(
+            self._engine,
+            *found,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            only=load_module_only,
+        )
+        return str(found[0]), client_state
 
     def wait(self) -> None:
         """Return when the save under way is durable on all ranks. Every rank calls it. Raises its error.
@@ -251,7 +294,9 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
                 self._reports.append(report)
         return then()
 
-    def _collect(self, save_dir: Any, tag: str, client_state: Any, save_latest: bool, no_frozen: bool) -> dict[str, Any]:
+    def _collect(
+        self, save_dir: Any, tag: str, client_state: Any, save_latest: bool, no_frozen: bool
+    ) -> dict[str, Any]:
         """The files that DeepSpeed writes on this rank, by name, with their live contents."""
         self._files = {}
         try:
@@ -270,8 +315,20 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         """Copy the contents of this rank's files, and begin to write them."""
         if not files:
             return None
-        write: Callable[..., SaveHandle] = wrap(_write_files, destination="folder", guard=self._guard(self._engine))
+        write: Callable[..., SaveHandle] = wrap(
+            _write_files, destination="folder", guard=self._guard(self._engine) or None
+        )
         handle = write(files, bool(self._plain.engine.zipfile_serialization), str(folder.of_rank))
+        leave_warning(handle)
+        return handle
+
+    def _begin_archive(self, folder: ArchiveFolder, client_state: Mapping[str, Any]) -> SaveHandle:
+        """Copy this rank's slices, and begin to write its archive."""
+        engine = self._engine
+        tensors = zero_archive.tensors_of(engine)
+        rest = {zero_archive.name_of_rest(engine.global_rank): zero_archive.rest_of(engine, client_state)}
+        guard = self._guard(engine, zero_archive.parts_of(tensors))
+        handle = save({**tensors, **rest}, folder.archive, guard=guard or None)
         leave_warning(handle)
         return handle
 
@@ -284,7 +341,7 @@ def _write_files(files: Mapping[str, Any], in_zip: bool, folder: str) -> None:
         torch.save(content, os.path.join(folder, name), _use_new_zipfile_serialization=in_zip)
 
 
-def _follow(folder: TagFolder, handle: SaveHandle | None, ended: Future[None]) -> None:
+def _follow(folder: TagFolder | ArchiveFolder, handle: SaveHandle | None, ended: Future[None]) -> None:
     """Wait until the files of this rank are durable, and do the rest of the save. Runs on the follower's thread."""
     try:
         if handle is not None:

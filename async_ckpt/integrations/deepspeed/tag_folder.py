@@ -21,6 +21,8 @@ from typing import Final
 
 from ...errors import PeerFailedError
 from ...host.deadlines import PEER_SECONDS
+from ...runs.manifest import NAME as MANIFEST
+from ...runs.manifest import parse
 from ...spans import monotonic
 from ...storage.disk import sync_folder
 from ...storage.local import LocalStorage
@@ -28,6 +30,7 @@ from ...storage.locks import TEMP_SUFFIX
 from ...storage.scratch import Scratch, publish, sweep
 
 LATEST: Final = "latest"
+_ONE_ARCHIVE: Final = "rank_00000.tar"
 _FOLDER_SUFFIX: Final = f"{TEMP_SUFFIX}.d"
 # How long rank 0 pauses between two looks for the files of the others.
 _LOOK_SECONDS: Final = 0.02
@@ -123,6 +126,49 @@ class TagFolder:
                 )
             pause.wait(seconds)
             seconds = min(1.5 * seconds, _LONGEST_LOOK_SECONDS)
+
+
+class ArchiveFolder:
+    """The same for archives, whose manifest makes them a checkpoint: only `latest` is left to do."""
+
+    def __init__(self, save_dir: str, tag: str, *, save_latest: bool, rank: int, world_size: int) -> None:
+        self._save_dir, self._tag = Path(os.path.abspath(save_dir)), tag
+        self.target = self._save_dir / tag
+        self.archive = self.target if world_size > 1 else self.target / _ONE_ARCHIVE
+        self._names_latest = save_latest and rank == 0
+
+    def make(self) -> str | None:
+        """Nothing is made ahead of the archives."""
+
+    def enter(self, hidden: str | None) -> None:
+        """There is no hidden folder."""
+
+    def done(self) -> None:
+        """The archives of all ranks are committed."""
+        if self._names_latest:
+            name_latest(self._save_dir, self._tag)
+
+    def failed(self, error: BaseException) -> None:
+        """The ranks have told each other."""
+
+    def remove(self) -> None:
+        """There is no hidden folder."""
+
+
+def archive_at(load_dir: str, tag: str | None) -> tuple[Path, int] | None:
+    """The archive of a checkpoint, and the number of ranks that saved it; None if it is one of DeepSpeed's own."""
+    if tag is None:
+        latest = Path(load_dir, LATEST)
+        if not latest.is_file():
+            return None
+        tag = latest.read_text().strip()
+    folder = Path(load_dir, tag)
+    if (folder / _ONE_ARCHIVE).is_file():
+        return folder / _ONE_ARCHIVE, 1
+    if (folder / MANIFEST).is_file():
+        manifest = folder / MANIFEST
+        return folder, parse(manifest.read_bytes(), path=str(manifest)).world_size
+    return None
 
 
 def _name(rank: int) -> str:

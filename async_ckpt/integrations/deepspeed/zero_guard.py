@@ -31,8 +31,11 @@ class ZeroGuard:
         self._choose = StepGuard()
         self._stand_in: _StandIn | None = None
 
-    def __call__(self, engine: Any) -> list[Any]:
-        """The optimizers for a snapshot that is taken now; empty if everything must be copied at once."""
+    def __call__(self, engine: Any, parts: Iterable[torch.Tensor] = ()) -> list[Any]:
+        """The optimizers for a snapshot that is taken now; empty if everything must be copied at once.
+
+        `parts` are parts of the flat buffers that are copied by themselves.
+        """
         inner = innermost(engine.optimizer)
         if inner is None:
             return []
@@ -41,7 +44,7 @@ class ZeroGuard:
             return guards
         if self._stand_in is None or self._stand_in.held is not inner:
             self._stand_in = _StandIn(inner)
-        self._stand_in.follow(engine)
+        self._stand_in.follow(engine, parts)
         return [inner, self._stand_in]
 
 
@@ -58,10 +61,10 @@ class _StandIn(torch.optim.Optimizer):
 
         held.register_step_pre_hook(torch.compiler.disable(wait_first))
 
-    def follow(self, engine: Any) -> None:
+    def follow(self, engine: Any, parts: Iterable[torch.Tensor]) -> None:
         """Take the buffers and weights that the engine has now: loading may have replaced them."""
         weights = [p for p in engine.module.parameters() if not hasattr(p, "ds_id")]  # ZeRO 3 gathers those at any time
-        self.param_groups = [{"params": [*weights, *_buffers(engine.optimizer)]}]
+        self.param_groups = [{"params": [*weights, *_buffers(engine.optimizer), *parts]}]
         self.state = self.held.state
 
 
