@@ -170,14 +170,17 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         def begin() -> None:
             nonlocal handle
             if isinstance(folder, ArchiveFolder):
-                handle = self._begin_archive(folder, client_state or {})
+                handle = self._begin_archive(folder, rests)
             else:
                 handle = self._begin(folder, files)
 
         try:
             folder.enter(meet(partial(self._after_last, folder.make), _gather)[0])
             files: dict[str, Any] = {}
-            if self._layout == "deepspeed":
+            rests: list[bytes] = []
+            if self._layout == "archive":
+                rests = meet(partial(zero_archive.rest_of, engine, client_state or {}), _gather)
+            else:
                 files = self._collect(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
             meet(begin, _gather)
         except BaseException:
@@ -322,13 +325,12 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         leave_warning(handle)
         return handle
 
-    def _begin_archive(self, folder: ArchiveFolder, client_state: Mapping[str, Any]) -> SaveHandle:
-        """Copy this rank's slices, and begin to write its archive."""
+    def _begin_archive(self, folder: ArchiveFolder, rests: list[bytes]) -> SaveHandle:
+        """Copy this rank's slices, and begin to write its archive. All ranks have the same `rests`, one of each."""
         engine = self._engine
         tensors = zero_archive.tensors_of(engine)
-        rest = {zero_archive.name_of_rest(engine.global_rank): zero_archive.rest_of(engine, client_state)}
         guard = self._guard(engine, zero_archive.parts_of(tensors))
-        handle = save({**tensors, **rest}, folder.archive, guard=guard or None)
+        handle = save({**tensors, zero_archive.RESTS: rests}, folder.archive, guard=guard or None)
         leave_warning(handle)
         return handle
 

@@ -26,6 +26,8 @@ from .zero_guard import innermost
 _FLATS: Final = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
 _FP32: Final = "fp32"
 _MODEL: Final = "model"
+RESTS: Final = "ranks"
+"""The group with what `rest_of` gives on each rank."""
 # Small values of the engine and of its optimizer that DeepSpeed stores, too.
 _OF_ENGINE: Final = ("global_steps", "global_samples", "skipped_steps")
 _OF_OPTIMIZER: Final = ("loss_scaler", "dynamic_loss_scale", "overflow")
@@ -101,16 +103,12 @@ def rest_of(engine: Any, client_state: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def name_of_rest(rank: int) -> str:
-    return f"rank_{rank:05d}"
-
-
 def fill(engine: Any, archive: Path, saved_world_size: int, *, optimizer: bool, scheduler: bool, only: bool) -> Any:
     """Fill an engine from an archive, and return the client state. With `only`, the weights alone are filled."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    rest_name = name_of_rest(rank if rank < saved_world_size else 0)
+    number = rank if rank < saved_world_size else 0
     # The pickle is our own, as those are which DeepSpeed loads.
-    rest = torch.load(io.BytesIO(load(archive, select=rest_name)[rest_name]), map_location="cpu", weights_only=False)
+    rest = torch.load(io.BytesIO(load(archive, select=RESTS)[RESTS][number]), map_location="cpu", weights_only=False)
     with _partitioned(engine.optimizer):
         inner, flats = innermost(engine.optimizer), _flats(engine)
         assert inner is not None
