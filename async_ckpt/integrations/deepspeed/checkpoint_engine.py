@@ -103,7 +103,7 @@ def _refuse(engine: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _TagSave:
     """One save under way. The training thread reads and drops it. `handle` is None on a rank without files."""
 
     folder: TagFolder | ArchiveFolder
@@ -138,7 +138,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             engine=engine.checkpoint_engine, save=engine.save_checkpoint, load=engine.load_checkpoint
         )
         self._files: dict[str, Any] | None = None  # while DeepSpeed names the files of a save
-        self._pending: _Pending | None = None
+        self._pending: _TagSave | None = None
         self._reports: list[SaveReport] = []
         self._follower = Crew("deepspeed", 1)
         engine.checkpoint_engine = self
@@ -190,7 +190,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             folder.remove()
             raise
         ended: Future[None] = running_future()
-        self._pending = _Pending(folder, handle, engine.global_steps, monotonic() - began, ended)
+        self._pending = _TagSave(folder, handle, engine.global_steps, monotonic() - began, ended)
         self._follower.submit(partial(_follow, folder, handle, ended), ended.set_exception)
         return True
 

@@ -29,7 +29,7 @@ class ZeroGuard:
 
     def __init__(self) -> None:
         self._choose = StepGuard()
-        self._stand_in: _StandIn | None = None
+        self._stand_in: _BufferOwner | None = None
 
     def __call__(self, engine: Any, parts: Iterable[torch.Tensor] = ()) -> list[Any]:
         """The optimizers for a snapshot that is taken now; empty if everything must be copied at once.
@@ -43,12 +43,12 @@ class ZeroGuard:
         if guards != [inner]:  # it has no hooks, or steps in the backward pass
             return guards
         if self._stand_in is None or self._stand_in.held is not inner:
-            self._stand_in = _StandIn(inner)
+            self._stand_in = _BufferOwner(inner)
         self._stand_in.follow(engine, parts)
         return [inner, self._stand_in]
 
 
-class _StandIn(torch.optim.Optimizer):
+class _BufferOwner(torch.optim.Optimizer):
     """An optimizer that owns what another one's wrappers change behind its steps. It never steps itself."""
 
     def __init__(self, held: torch.optim.Optimizer) -> None:
