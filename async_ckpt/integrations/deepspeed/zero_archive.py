@@ -109,7 +109,7 @@ def fill(engine: Any, archive: Path, saved_world_size: int, *, optimizer: bool, 
     number = rank if rank < saved_world_size else 0
     # The pickle is our own, as those are which DeepSpeed loads.
     rest = torch.load(io.BytesIO(load(archive, select=RESTS)[RESTS][number]), map_location="cpu", weights_only=False)
-    with _partitioned(engine.optimizer):
+    with _Partitioned(engine.optimizer):
         inner, flats = innermost(engine.optimizer), _flats(engine)
         assert inner is not None
         if optimizer and not only:
@@ -136,7 +136,7 @@ def fill(engine: Any, archive: Path, saved_world_size: int, *, optimizer: bool, 
     return rest["client_state"]
 
 
-class _partitioned:  # noqa: N801
+class _Partitioned:
     """A ZeRO 3 optimizer with all parameters partitioned, as DeepSpeed has it while it loads."""
 
     def __init__(self, optimizer: Any) -> None:
