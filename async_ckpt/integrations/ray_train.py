@@ -3,8 +3,8 @@
 In: the state on each worker. Out: one step below the run's storage path for all of them, as a `ray.train.Checkpoint`.
 Knows nothing of: how Ray keeps its list of checkpoints, and deletes from it.
 
-The folder of a step is the checkpoint itself, so nothing is uploaded a second time. Ray hears of it from a thread of its
-own, which waits for the save.
+The folder of a step is the checkpoint itself, so nothing is uploaded a second time. Ray hears of it from a thread of
+its own, which waits for the save.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class RayCheckpointer(AsyncCheckpointer):
         """`AsyncCheckpointer.save`. Raises ValueError for `unchanged`."""
         if unchanged:
             raise ValueError(
-                "unchanged= would let a step need the archives of earlier steps, and Ray deletes steps one by one; leave "
-                "it out"
+                "unchanged= would let a step need the archives of earlier steps, and Ray deletes steps one by one; "
+                "leave it out"
             )
         return super().save(state, step, **others)
 
@@ -115,9 +115,9 @@ class RayCheckpointer(AsyncCheckpointer):
     def report(self, metrics: Mapping[str, Any], handle: SaveHandle | None = None, **others: Any) -> None:
         """`ray.train.report`, of a save that is under way. All workers call it, and it does not wait for the save.
 
-        The checkpoint is in Ray's list as soon as it is durable. If the save fails, the training does. Without `handle`,
-        or with that of a skipped save, only the metrics are reported. They get the figures of the last durable save, under
-        names that begin with `async_ckpt/`.
+        The checkpoint is in Ray's list as soon as it is durable. If the save fails, the training does. Without
+        `handle`, or with that of a skipped save, only the metrics are reported. They get the figures of the last
+        durable save, under names that begin with `async_ckpt/`.
 
         Args:
             metrics: as for `ray.train.report`.

@@ -1,0 +1,372 @@
+"""`use`: DeepSpeed's engine, made to write its checkpoints in the background.
+
+In: the calls of `engine.save_checkpoint` and `engine.load_checkpoint`, on all ranks. Out: the same, in the background;
+errors on all ranks. Knows nothing of: what is in the files.
+
+DeepSpeed gives its checkpoint engine one file after the other. These are collected, and copied together when it has
+named them all: one snapshot. It is told that the engine is decoupled, so that it leaves `latest` to us; but it is never
+told of a commit that is due, for which it would hold each step of the optimizer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+
+from ...around.wrap import wrap
+from ...host.threads import Crew, running_future
+from ...host.waits import ENDS_THE_WAIT, Wait, wait_for
+from ...oneoff import save
+from ...report import SaveReport
+from ...saving.handle import SaveHandle, progress_of
+from ...saving.ledger import all_saves, leave_warning
+from ...spans import monotonic
+from ..common.frameworks import require, require_names
+from ..common.joint_errors import meet
+from ..common.small_files import refuse_full
+from . import zero_archive
+from .tag_folder import ArchiveFolder, TagFolder, archive_at
+from .zero_guard import ZeroGuard
+
+if TYPE_CHECKING:  # whichever version is installed, if any
+    CheckpointEngine: Any
+    TorchCheckpointEngine: Any
+else:
+    try:
+        from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+        from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+    except ImportError:  # said by `require`, when an engine is given
+        CheckpointEngine = TorchCheckpointEngine = object
+
+Layout = Literal["deepspeed", "archive"]
+
+_OLDEST, _NEWEST = "0.19", "0.19"
+# The methods of the engine that are called or replaced here.
+_USED: Final = (
+    "save_checkpoint", "load_checkpoint", "checkpoint_engine", "zero_nvme_offload_optimizer",
+    "use_node_local_storage", "global_steps", "global_rank", "zero_optimization_stage", "destroy",
+)  # fmt: skip
+
+_log = logging.getLogger("async_ckpt")
+
+
+def use(engine: Any, layout: Layout = "deepspeed") -> DeepSpeedCheckpoints:
+    """Have an engine of DeepSpeed write its checkpoints in the background. Every rank calls this.
+
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        checkpoints = async_ckpt.integrations.deepspeed.use(engine)
+        engine.save_checkpoint("runs/ds")  # as before, and returns at once
+        checkpoints.wait()  # the last line: raises the error of a failed save
+
+    `layout="deepspeed"` writes the files of DeepSpeed, by their names and in their formats. `layout="archive"` writes
+    verified archives of whole parameters, which any number of ranks resumes from; plain DeepSpeed does not load them.
+    Each layout loads the folders of both.
+
+    Raises ImportError without DeepSpeed, RuntimeError for a version of it that lacks what is used here, ValueError for
+    another layout, a second call, and an engine whose config names another writer of checkpoints, and
+    NotImplementedError for what is not served: optimizers that are offloaded to NVMe, ZenFlow, checkpoints in folders
+    of each node, and with `layout="archive"` engines without ZeRO, with model parallelism or with experts.
+    """
+    package = require("deepspeed", oldest=_OLDEST, newest=_NEWEST)
+    require_names(package, engine, _USED)
+    if layout not in ("deepspeed", "archive"):
+        raise ValueError(f'layout must be "deepspeed" or "archive", got {layout!r}')
+    if isinstance(engine.checkpoint_engine, DeepSpeedCheckpoints):
+        raise ValueError("this engine saves in the background already; call use() once")
+    _refuse(engine)
+    if layout == "archive":
+        zero_archive.refuse(engine)
+    return DeepSpeedCheckpoints(engine, layout)
+
+
+def _refuse(engine: Any) -> None:
+    """Raise for an engine that is not served."""
+    if type(engine.checkpoint_engine) is not TorchCheckpointEngine:
+        raise ValueError(
+            f"the engine's config has it save by {type(engine.checkpoint_engine).__name__}; remove that from the config"
+        )
+    if engine.zero_nvme_offload_optimizer():
+        raise NotImplementedError("an optimizer that is offloaded to NVMe is not served; use plain DeepSpeed there")
+    if engine.use_node_local_storage():
+        raise NotImplementedError("all ranks must save into one folder: set use_node_local_storage to false")
+    if getattr(engine, "zenflow", False):
+        raise NotImplementedError("ZenFlow steps behind the training, and is not served; use plain DeepSpeed there")
+
+
+@dataclass(frozen=True)
+class _TagSave:
+    """One save under way. The training thread reads and drops it. `handle` is None on a rank without files."""
+
+    folder: TagFolder | ArchiveFolder
+    handle: SaveHandle | None
+    step: int
+    call_seconds: float
+    ended: Future[None]
+
+    def report(self) -> SaveReport | None:
+        if self.handle is None:
+            return None
+        report = self.handle.result()
+        behind = report.stall_seconds
+        return replace(
+            report, path=str(self.folder.target), step=self.step, stall_seconds=max(self.call_seconds, behind)
+        )
+
+
+class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
+    """The checkpoints of one engine of DeepSpeed, as its checkpoint engine. `use` makes it; see there.
+
+    A checkpoint is what plain DeepSpeed writes, and loads. Its folder appears when the files of all ranks are durable,
+    and then `latest` names it. One save is under way at a time: the next save, `engine.load_checkpoint`, `wait`,
+    `engine.destroy` and the exit of the interpreter wait for it. The first three raise its error on every rank.
+    """
+
+    def __init__(self, engine: Any, layout: Layout) -> None:
+        super().__init__()
+        self.name = "async_ckpt"
+        self._engine, self._layout, self._guard = engine, layout, ZeroGuard()
+        self._plain = SimpleNamespace(
+            engine=engine.checkpoint_engine, save=engine.save_checkpoint, load=engine.load_checkpoint
+        )
+        self._files: dict[str, Any] | None = None  # while DeepSpeed names the files of a save
+        self._pending: _TagSave | None = None
+        self._reports: list[SaveReport] = []
+        self._follower = Crew("deepspeed", 1)
+        engine.checkpoint_engine = self
+        engine.save_checkpoint, engine.load_checkpoint = self.save_checkpoint, self.load_checkpoint
+
+    # --- what users call --------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """In place of the engine's method: copy everything, and write it in the background. Every rank calls it.
+
+        Raises the error of the save before it, and then saves nothing; and, on all ranks, what the copy raises on any.
+        """
+        began, engine = monotonic(), self._engine
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        world_size = torch.distributed.get_world_size()
+        kind = ArchiveFolder if self._layout == "archive" else TagFolder
+        folder = kind(os.fspath(save_dir), tag, save_latest=save_latest, rank=engine.global_rank, world_size=world_size)
+        handle: SaveHandle | None = None
+
+        def begin() -> None:
+            nonlocal handle
+            if isinstance(folder, ArchiveFolder):
+                handle = self._begin_archive(folder, rests)
+            else:
+                handle = self._begin(folder, files)
+
+        try:
+            folder.enter(meet(partial(self._after_last, folder.make), _gather)[0])
+            files: dict[str, Any] = {}
+            rests: list[bytes] = []
+            if self._layout == "archive":
+                rests = meet(partial(zero_archive.rest_of, engine, client_state or {}), _gather)
+            else:
+                files = self._collect(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+            meet(begin, _gather)
+        except BaseException:
+            if handle is not None:
+                wait_for(handle)
+                handle.exception()  # this save is none, whatever has come of its part
+            folder.remove()
+            raise
+        ended: Future[None] = running_future()
+        self._pending = _TagSave(folder, handle, engine.global_steps, monotonic() - began, ended)
+        self._follower.submit(partial(_follow, folder, handle, ended), ended.set_exception)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """In place of the engine's method: load as DeepSpeed does, after the save under way. Every rank calls it.
+
+        Raises the error of that save, and for archives what `AsyncCheckpointer.restore` raises.
+        """
+        self.wait()
+        found = archive_at(os.fspath(load_dir), None if tag is None else str(tag))
+        if found is None:
+            return self._plain.load(
+                load_dir,
+                tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
+        if custom_load_fn is not None:
+            raise ValueError("custom_load_fn is for DeepSpeed's own files, and this is an archive; leave it out")
+        zero_archive.refuse(self._engine)
+        client_state = zero_archive.fill(
+            self._engine,
+            *found,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            only=load_module_only,
+        )
+        return str(found[0]), client_state
+
+    def wait(self) -> None:
+        """Return when the save under way is durable on all ranks. Every rank calls it. Raises its error.
+
+        checkpoints.wait()  # the last line of a script
+        """
+        meet(self._after_last, _gather)
+
+    def reports(self) -> list[SaveReport]:
+        """The reports of this rank's part of the saves that have ended since the last call.
+
+        for report in checkpoints.reports(): wandb.log(report.as_dict("async_ckpt/"), step=report.step)
+        """
+        reports, self._reports = self._reports, []
+        return reports
+
+    # --- what DeepSpeed calls ---------------------------------------------------------------------------------
+
+    def create(self, info: Any) -> None:
+        """Do nothing: the call of `save_checkpoint` has made the folder."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make no folder of a checkpoint: it appears when it is durable."""
+        if self._files is None:
+            self._plain.engine.makedirs(path, exist_ok=exist_ok)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Note a file of the save that is being named. Any other file, such as a model for inference, is written."""
+        if self._files is None:
+            self._plain.engine.save(state_dict, path)
+        else:
+            self._files[path] = state_dict
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return self._plain.engine.load(path, map_location=map_location)
+
+    def commit(self, info: Any) -> bool:  # noqa: ARG002
+        return True
+
+    def is_decoupled(self) -> bool:
+        """True, so that DeepSpeed does not write `latest`, and calls `cleanup` at the end."""
+        return True
+
+    def get_commit_info(self) -> None:
+        """None: no step has to wait for a commit."""
+
+    def cleanup(self) -> None:
+        """At the end of the engine: wait for this rank's part of the save under way. Raises its error."""
+        self._after_last()
+
+    # --- parts ------------------------------------------------------------------------------------------------
+
+    def _after_last(self, then: Callable[[], Any] = lambda: None) -> Any:
+        """Wait for the save before on this rank, raise its error, and do something."""
+        pending, wait = self._pending, Wait("in the training", ENDS_THE_WAIT)
+        if pending is not None:
+            handles = [] if pending.handle is None else [pending.handle]
+            wait_for(pending.ended, None, lambda: wait.goes_on(lambda: progress_of(handles)))
+            self._pending = None
+            if pending.handle is not None:
+                pending.handle.exception()  # is passed on from here
+            pending.ended.result()
+            if (report := pending.report()) is not None:
+                self._reports.append(report)
+        return then()
+
+    def _collect(
+        self, save_dir: Any, tag: str, client_state: Any, save_latest: bool, no_frozen: bool
+    ) -> dict[str, Any]:
+        """The files that DeepSpeed writes on this rank, by name, with their live contents."""
+        self._files = {}
+        try:
+            self._plain.save(
+                save_dir,
+                tag=tag,
+                client_state=client_state,
+                save_latest=save_latest,
+                exclude_frozen_parameters=no_frozen,
+            )
+            return {os.path.basename(path): content for path, content in self._files.items()}
+        finally:
+            self._files = None
+
+    def _begin(self, folder: TagFolder, files: dict[str, Any]) -> SaveHandle | None:
+        """Copy the contents of this rank's files, and begin to write them."""
+        if not files:
+            return None
+        write: Callable[..., SaveHandle] = wrap(
+            _write_files, destination="folder", guard=self._guard(self._engine) or None
+        )
+        handle = write(files, bool(self._plain.engine.zipfile_serialization), str(folder.of_rank))
+        leave_warning(handle)
+        return handle
+
+    def _begin_archive(self, folder: ArchiveFolder, rests: list[bytes]) -> SaveHandle:
+        """Copy this rank's slices, and begin to write its archive. All ranks have the same `rests`, one of each."""
+        engine = self._engine
+        tensors = zero_archive.tensors_of(engine)
+        guard = self._guard(engine, zero_archive.parts_of(tensors))
+        handle = save({**tensors, zero_archive.RESTS: rests}, folder.archive, guard=guard or None)
+        leave_warning(handle)
+        return handle
+
+
+def _write_files(files: Mapping[str, Any], in_zip: bool, folder: str) -> None:
+    """Write the files of one rank. Runs in the background."""
+    os.makedirs(folder, exist_ok=True)
+    refuse_full(folder, [*files.values()])
+    for name, content in files.items():
+        torch.save(content, os.path.join(folder, name), _use_new_zipfile_serialization=in_zip)
+
+
+def _follow(folder: TagFolder | ArchiveFolder, handle: SaveHandle | None, ended: Future[None]) -> None:
+    """Wait until the files of this rank are durable, and do the rest of the save. Runs on the follower's thread."""
+    try:
+        if handle is not None:
+            wait_for(handle)
+            for save in [save for save in all_saves() if save.handle is handle]:
+                wait_for(save.finished)  # it may still clean up in the folder
+            if (error := Future.exception(handle)) is not None:
+                raise error
+        folder.done()
+    except BaseException as error:
+        folder.failed(error)
+        _log.error("%s was not saved: %s: %s", folder.target, type(error).__name__, error)
+        with suppress(Exception):
+            folder.remove()
+        ended.set_exception(error)
+    else:
+        with suppress(Exception):
+            folder.remove()
+        ended.set_result(None)
+
+
+def _gather(brought: list[Any]) -> list[Any]:
+    """The lists of all ranks, one after the other."""
+    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_ranks, brought)
+    return [one for of_rank in of_ranks for one in of_rank]

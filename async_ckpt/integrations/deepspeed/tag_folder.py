@@ -1,0 +1,180 @@
+"""The folder of one checkpoint, which all ranks fill: hidden until the files of all are durable.
+
+In: files that one rank has written, or its error. Out: `<save_dir>/<tag>`, which appears as a whole, and then `latest`.
+Knows nothing of: what is in the files, and DeepSpeed.
+
+    <save_dir>/.<tag>.<random>.async_ckpt-tmp.d/    made by rank 0, whose lock shows that it lives
+        rank_00001/                                 where a rank writes
+        rank_00001.done, rank_00001.failed          how it has ended
+        files/                                      becomes <save_dir>/<tag>
+
+No collective is called: a rank says by a file that it is done, and rank 0 looks for these.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ...errors import PeerFailedError
+from ...host.deadlines import PEER_SECONDS
+from ...runs.manifest import NAME as MANIFEST
+from ...runs.manifest import parse
+from ...spans import monotonic
+from ...storage.disk import sync_folder
+from ...storage.local import LocalStorage
+from ...storage.locks import TEMP_SUFFIX
+from ...storage.scratch import Scratch, publish, sweep
+
+LATEST: Final = "latest"
+_ONE_ARCHIVE: Final = "rank_00000.tar"
+_FOLDER_SUFFIX: Final = f"{TEMP_SUFFIX}.d"
+# How long rank 0 pauses between two looks for the files of the others.
+_LOOK_SECONDS: Final = 0.02
+_LONGEST_LOOK_SECONDS: Final = 0.5
+
+
+def name_latest(save_dir: Path, tag: str) -> None:
+    """Have `latest` name a durable checkpoint, durably and at once."""
+    LocalStorage(save_dir).replace(LATEST, tag.encode())
+
+
+class TagFolder:
+    """One rank's view of the folder of one save. Rank 0 makes the hidden folder, and all others are told its path."""
+
+    def __init__(self, save_dir: str, tag: str, *, save_latest: bool, rank: int, world_size: int) -> None:
+        self.target = Path(os.path.abspath(save_dir), tag)
+        self._save_dir, self._tag = Path(os.path.abspath(save_dir)), tag
+        self._save_latest, self._rank, self._world_size = save_latest, rank, world_size
+        self._scratch: Scratch | None = None
+        self._hidden = Path()
+
+    def make(self) -> str | None:
+        """On rank 0, make the hidden folder, and remove those of killed trainings. Returns its path."""
+        if self._rank != 0:
+            return None
+        with suppress(FileNotFoundError):
+            for name in {_tag_of(name) for name in os.listdir(self.target.parent) if name.endswith(_FOLDER_SUFFIX)}:
+                sweep(self.target.parent, name)
+        self._scratch = Scratch(self.target.parent, self.target.name)
+        return str(self._scratch.folder.parent)
+
+    def enter(self, hidden: str | None) -> None:
+        """Take the path that rank 0 has made."""
+        assert hidden is not None
+        self._hidden = Path(hidden)
+
+    @property
+    def of_rank(self) -> Path:
+        """Where this rank writes its files."""
+        return self._hidden / _name(self._rank)
+
+    def done(self) -> None:
+        """The files of this rank, if it has any, are durable. On rank 0: wait for the others, and publish them all.
+
+        Raises PeerFailedError on rank 0 if another rank has failed, or does not end.
+        """
+        if self.of_rank.is_dir():
+            for path in self.of_rank.iterdir():
+                os.replace(path, self._hidden / "files" / path.name)
+        if self._rank != 0:
+            self._say("done", "")
+            return
+        self._wait_for_others()
+        files = self._hidden / "files"
+        sync_folder(files)
+        publish(files, self.target)
+        if self._save_latest:
+            name_latest(self._save_dir, self._tag)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell rank 0 that this rank has failed."""
+        if self._rank != 0:
+            with suppress(OSError):  # rank 0 has failed, too, and has removed the folder
+                self._say("failed", f"{type(error).__name__}: {error}")
+
+    def remove(self) -> None:
+        """On rank 0, remove the hidden folder with whatever is left in it."""
+        if self._scratch is not None:
+            self._scratch.remove()
+
+    def _say(self, how: str, text: str) -> None:
+        temp = self._hidden / f"{_name(self._rank)}.telling"
+        temp.write_text(text)
+        os.replace(temp, self._hidden / f"{_name(self._rank)}.{how}")
+
+    def _wait_for_others(self) -> None:
+        left, pause, seconds = {*range(1, self._world_size)}, threading.Event(), _LOOK_SECONDS
+        deadline = monotonic() + PEER_SECONDS
+        while True:
+            names = {*os.listdir(self._hidden)}
+            for rank in sorted(left):
+                if f"{_name(rank)}.failed" in names:
+                    why = (self._hidden / f"{_name(rank)}.failed").read_text()
+                    raise PeerFailedError(f"{self.target} is not saved: rank {rank}: {why}", rank=rank)
+            left = {rank for rank in left if f"{_name(rank)}.done" not in names}
+            if not left:
+                return
+            if monotonic() > deadline:
+                raise PeerFailedError(
+                    f"{self.target} is not saved: after {PEER_SECONDS:.0f} s nothing was heard of rank {min(left)}; "
+                    "all ranks must see the same folder",
+                    rank=min(left),
+                )
+            pause.wait(seconds)
+            seconds = min(1.5 * seconds, _LONGEST_LOOK_SECONDS)
+
+
+class ArchiveFolder:
+    """The same for archives, whose manifest makes them a checkpoint: only `latest` is left to do."""
+
+    def __init__(self, save_dir: str, tag: str, *, save_latest: bool, rank: int, world_size: int) -> None:
+        self._save_dir, self._tag = Path(os.path.abspath(save_dir)), tag
+        self.target = self._save_dir / tag
+        self.archive = self.target if world_size > 1 else self.target / _ONE_ARCHIVE
+        self._names_latest = save_latest and rank == 0
+
+    def make(self) -> str | None:
+        """Nothing is made ahead of the archives."""
+
+    def enter(self, hidden: str | None) -> None:
+        """There is no hidden folder."""
+
+    def done(self) -> None:
+        """The archives of all ranks are committed."""
+        if self._names_latest:
+            name_latest(self._save_dir, self._tag)
+
+    def failed(self, error: BaseException) -> None:
+        """The ranks have told each other."""
+
+    def remove(self) -> None:
+        """There is no hidden folder."""
+
+
+def archive_at(load_dir: str, tag: str | None) -> tuple[Path, int] | None:
+    """The archive of a checkpoint, and the number of ranks that saved it; None if it is one of DeepSpeed's own."""
+    if tag is None:
+        latest = Path(load_dir, LATEST)
+        if not latest.is_file():
+            return None
+        tag = latest.read_text().strip()
+    folder = Path(load_dir, tag)
+    if (folder / _ONE_ARCHIVE).is_file():
+        return folder / _ONE_ARCHIVE, 1
+    if (folder / MANIFEST).is_file():
+        manifest = folder / MANIFEST
+        return folder, parse(manifest.read_bytes(), path=str(manifest)).world_size
+    return None
+
+
+def _name(rank: int) -> str:
+    return f"rank_{rank:05d}"
+
+
+def _tag_of(name: str) -> str:
+    """The tag in the name of a hidden folder."""
+    return name[1:].removesuffix(_FOLDER_SUFFIX).rpartition(".")[0]
