@@ -3,8 +3,8 @@
 - `transformers.py`: a base class for the Trainer of Transformers; `accelerate.py`: `save_state` and `load_state`.
 - `lightning/`: a plugin, a callback and strategies for Lightning's Trainer and Fabric.
 - `deepspeed/`: DeepSpeed's engine, with files as it writes them, or archives.
-- `frameworks.py`, `folders.py`, `fsdp_files.py`, `joint_errors.py`, `run_folders.py`, `small_files.py`,
-  `step_guard.py`, `training_archive.py`: what these share.
+- `torchtitan.py`: a checkpoint manager for torchtitan; `ray_train.py`: a checkpointer for the workers of Ray Train.
+- `common/`: what these share.
 - `skyrl.py`: the checkpoint calls of SkyRL's Tinker backend and of its FSDP strategy.
 - `dcp/`: storage writer, storage reader, stager and converters for torch.distributed.checkpoint.
 """
