@@ -372,12 +372,50 @@ train(Sharded(16), FOLDER, steps=4, strategy=model_parallel())
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step=4.ckpt"]
 
 
+@pytest.mark.parametrize("knows", ["the rank itself", "rank 0"])
+def test_a_rank_that_fails_fails_the_next_save_on_all_ranks(ranks, tmp_path, knows):
+    """Also while rank 0 has not heard of it yet: it would wait for the shards of a rank that has ended its training."""
+    script = """
+from async_ckpt import StorageFullError
+from async_ckpt.storage.local import LocalSink
+from racing import until
+
+def full(self, *args):
+    raise StorageFullError("no space left")
+
+def know():
+    if here.rank == FIRST:
+        until(lambda: not checkpoints._saves._queue._saves_under_way())
+    here.meet("known")
+
+if here.rank == 1:
+    LocalSink.finish = full
+elif FIRST == 1:
+    here.at("verdict", lambda: here.hear("raised"))
+model = Sharded(16)
+model.at_step = {3: know}
+try:
+    train(model, FOLDER, strategy=model_parallel())
+except Exception as error:
+    here.tell([len(model.losses), type(error).__name__, str(error)])
+    here.say("raised")
+"""
+    script = script.replace("FIRST", "1" if knows == "the rank itself" else "0")
+    first, second = ranks.run(2, RANKS + script.replace("FOLDER", repr(str(tmp_path / "run"))), **ELASTIC)
+    assert first.told[0][:2] == [4, "PeerFailedError"]
+    assert second.told[0][:2] == [4, "StorageFullError"]
+    assert "rank 1" in first.told[0][2]
+    assert "no space left" in first.told[0][2]
+    assert [path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")] == []
+
+
 # The ranks of a machine die together, at a call of one of them that changes the disk.
 DYING_TOGETHER = """
-import os, signal
+import json, os, signal
 import torch.distributed as dist
 from children import die_at
-pids = [None] * here.size
+write, pids = os.write, [None] * here.size
+here.tell = lambda what: write(1, (json.dumps(what) + "\\n").encode())  # to the test, which is no file
 dist.all_gather_object(pids, os.getpid())
 
 def die():
