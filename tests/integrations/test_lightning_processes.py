@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -187,8 +188,8 @@ def model_parallel(ours=True):
     strategy = kit.pytorch.strategies.ModelParallelStrategy(data_parallel_size=here.size, tensor_parallel_size=1)
     return checkpoints.sharded(strategy) if ours else strategy
 
-def train(model, folder, ckpt_path=None, *, steps=12, ours=True, **options):
-    saved = kit.ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, filename="{step}")
+def train(model, folder, ckpt_path=None, *, steps=12, ours=True, saved=(), **options):
+    saved = kit.ModelCheckpoint(folder, **{"every_n_train_steps": 2, "save_top_k": 1, "filename": "{step}", **dict(saved)})
     with quiet():
         trainer = trainer_of(kit, folder, checkpoints if ours else None, saved, max_steps=steps, devices=here.size, **options)
         trainer.fit(model, batches(16), ckpt_path=ckpt_path)
@@ -369,3 +370,94 @@ train(Sharded(16), FOLDER, steps=4, strategy=model_parallel())
     assert [path.name for path in (tmp_path / "run").glob(".*saving")] == [".step=2.ckpt.async_ckpt-saving"]
     losses_of(ranks, 2, f"train(Sharded(16), {str(tmp_path / 'run')!r}, steps=4, strategy=model_parallel())")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step=4.ckpt"]
+
+
+@pytest.mark.parametrize("knows", ["the rank itself", "rank 0"])
+def test_a_rank_that_fails_fails_the_next_save_on_all_ranks(ranks, tmp_path, knows):
+    """Also while rank 0 has not heard of it yet: it would wait for the shards of a rank that has ended its training."""
+    script = """
+from async_ckpt import StorageFullError
+from async_ckpt.storage.local import LocalSink
+from racing import until
+
+def full(self, *args):
+    raise StorageFullError("no space left")
+
+def know():
+    if here.rank == FIRST:
+        until(lambda: not checkpoints._saves._queue._saves_under_way())
+    here.meet("known")
+
+if here.rank == 1:
+    LocalSink.finish = full
+elif FIRST == 1:
+    here.at("verdict", lambda: here.hear("raised"))
+model = Sharded(16)
+model.at_step = {3: know}
+try:
+    train(model, FOLDER, strategy=model_parallel())
+except Exception as error:
+    here.tell([len(model.losses), type(error).__name__, str(error)])
+    here.say("raised")
+"""
+    script = script.replace("FIRST", "1" if knows == "the rank itself" else "0")
+    first, second = ranks.run(2, RANKS + script.replace("FOLDER", repr(str(tmp_path / "run"))), **ELASTIC)
+    assert first.told[0][:2] == [4, "PeerFailedError"]
+    assert second.told[0][:2] == [4, "StorageFullError"]
+    assert "rank 1" in first.told[0][2]
+    assert "no space left" in first.told[0][2]
+    assert [path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")] == []
+
+
+# The ranks of a machine die together, at a call of one of them that changes the disk.
+DYING_TOGETHER = """
+import json, os, signal
+import torch.distributed as dist
+from children import die_at
+write, pids = os.write, [None] * here.size
+here.tell = lambda what: write(1, (json.dumps(what) + "\\n").encode())  # to the test, which is no file
+dist.all_gather_object(pids, os.getpid())
+
+def die():
+    for pid in sorted(pids, key=os.getpid().__eq__):  # itself last
+        os.kill(pid, signal.SIGKILL)
+
+count = die_at({number} if here.rank == {who} else {never}, die)
+saved = {{"every_n_train_steps": 1, "save_last": "link"}}
+train(Sharded(16), {folder!r}, {ckpt_path!r}, steps=5, saved=saved, strategy=model_parallel())
+here.tell(count())
+"""
+
+
+def test_whenever_ranks_that_save_shards_are_killed_their_newest_folder_is_whole_and_they_go_on_bit_for_bit(
+    ranks, quick_path
+):
+    def run(folder: Path, ckpt_path: object = None, number: int = NEVER, who: int = 0) -> list[Any]:
+        script = DYING_TOGETHER.format(
+            number=number, who=who, never=NEVER, folder=str(folder), ckpt_path=ckpt_path and str(ckpt_path)
+        )
+        return ranks.start(2, RANKS + script, **ELASTIC).ended(failed=() if number == NEVER else {0, 1})
+
+    whole = run(quick_path / "whole")
+    losses, num_calls = whole[0].told[0], [rank.told[1] for rank in whole]
+    for moment in some(range(20), 20):
+        draw, folder = random.Random(moment), quick_path / f"killed-{moment}"
+        who = draw.randrange(2)
+        killed = run(folder, None, draw.randrange(1, num_calls[who]), who)
+        assert {rank.status for rank in killed} <= {0, -signal.SIGKILL}, [rank.err for rank in killed]
+        found = {path: steps_of_shards(path) for path in folder.glob("*.ckpt")} if folder.is_dir() else {}
+        newest = max(found, key=found.__getitem__, default=None)
+        step = found.get(newest, 0)
+        assert all(name.name in ("last.ckpt", f"step={at}.ckpt") for name, at in found.items())
+        assert {*found.values()} <= {step - 1, step}
+        resumed = run(folder, newest)[0].told[0]
+        assert resumed == {at: losses[at] for at in map(str, range(step, 5))}
+        assert steps_of_shards(folder / "last.ckpt") == 5
+        assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def steps_of_shards(folder: Path) -> int:
+    """The step of a folder that is whole."""
+    async_ckpt.verify(folder)
+    assert async_ckpt.load(folder, select="optimizer_0")
+    return loaded(folder / "meta.pt")["global_step"]

@@ -1,7 +1,7 @@
 """The saves, links and removals of one plugin, in the order of their calls.
 
 In: checkpoints and paths, on the training thread. Out: files and folders, reports, errors.
-Knows nothing of: Lightning, except how its ranks broadcast.
+Knows nothing of: Lightning.
 
 A save copies its state once, during the call. A link or a removal waits for the saves before it, and is left undone if
 one of them fails: so there is always a whole checkpoint, under the old name or the new one.
@@ -21,9 +21,9 @@ from typing import Any, Final
 import torch
 
 from ...around.wrap import wrap
-from ...errors import PeerFailedError
 from ...oneoff import save
 from ...report import SaveReport
+from ..common.joint_errors import meet
 from ..common.step_guard import StepGuard
 from .checkpoint_paths import (
     archive_path,
@@ -82,17 +82,16 @@ class BackgroundSaves:
 
         The folder is written under a hidden name. Rank 0 renames it when all of it is durable.
         """
-        rank, waited_seconds = strategy.global_rank, 0.0
-        failed: Exception | None = None
-        try:
+        rank = strategy.global_rank
+
+        def begin() -> tuple[str, float]:
             waited_seconds = self._begin(path)
-        except Exception as error:
-            failed = error
-        if rank == 0 and failed is None:
-            shutil.rmtree(hidden_beside(path), ignore_errors=True)  # a process was killed while it wrote there
-        path, why = strategy.broadcast((str(path), None if failed is None else str(failed)))
-        if failed is not None or why is not None:
-            raise failed or PeerFailedError(f"{path}: rank 0: {why}", rank=0)
+            if rank == 0:
+                shutil.rmtree(hidden_beside(path), ignore_errors=True)  # a process was killed while it wrote there
+            return str(path), waited_seconds
+
+        of_ranks = meet(begin, _gather)
+        path, waited_seconds = of_ranks[0][0], of_ranks[rank][1]
         hidden = hidden_beside(path)
         handles = [save(parts, archive_path(hidden, strategy.world_size), guard=self._guard or None)]
         then = partial(tell_heard, hidden, rank)
@@ -196,6 +195,13 @@ class BackgroundSaves:
 
 def _nothing() -> None:
     pass
+
+
+def _gather(brought: list[Any]) -> list[Any]:
+    """Concatenate the lists of all ranks."""
+    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_ranks, brought)
+    return [one for part in of_ranks for one in part]
 
 
 def _step_in(checkpoint: Mapping[str, Any]) -> int | None:
