@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,6 @@ import torch
 from children import Nursery
 from racing import Thrown
 from rank_worlds import Worlds
-from slices import some
 
 pytest.importorskip("accelerate")
 
@@ -311,49 +307,3 @@ def test_four_ranks_of_fsdp2_are_loaded_by_four_and_by_two(worlds, tmp_path):
     folder = tmp_path / "plain" / "checkpoints" / "checkpoint_1"
     plain = ran(worlds, 2, tmp_path / "plain-two", folder, sharded=True, dropout=0.0, layout="plain")
     assert [told["losses"] for told in fewer] == [told["losses"] for told in plain]
-
-
-# --- killed -------------------------------------------------------------------------------------------------------
-
-_KILLED = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
-from children import die_at
-from accelerated import *
-layout, folder, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
-count = die_at(number)
-training = Training(folder, total_limit=2)
-with AsyncState(training.accelerator, layout) as state:
-    try:
-        state.load_state()
-    except FileNotFoundError:
-        pass
-    losses = training.run(STEPS - training.counted.number, state.save_state)
-print(json.dumps({"count": count(), "losses": losses}))
-"""
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_training_that_is_killed_at_any_moment_goes_on_with_the_same_losses(nursery, quick_path, layout):
-    def run(folder: Path, number: int) -> Any:
-        return nursery.run(_KILLED, layout, folder, number)
-
-    whole = run(quick_path / "whole", 10**9)
-    assert whole.status == 0, whole.err
-    expected = json.loads(whole.out.splitlines()[-1])
-    for number in some(range(20), 5):
-        draw, folder = random.Random(number), quick_path / f"killed-{number}"
-        for _ in range(2):
-            killed = run(folder, draw.randrange(1, expected["count"]))
-            assert killed.status in (0, -signal.SIGKILL), killed.err
-        last = run(folder, 10**9)
-        assert last.status == 0, last.err
-        losses = json.loads(last.out.splitlines()[-1])["losses"]
-        assert losses == expected["losses"][STEPS - len(losses) :]
-        assert (
-            {"checkpoint_3"}
-            <= names(folder / "checkpoints")
-            <= {f"checkpoint_{step}" for step in range(4)}
-            | {f".checkpoint_{step}.retired" for step in range(4)}
-            | {f".checkpoint_{step}.training.tar" for step in range(4)}
-        )

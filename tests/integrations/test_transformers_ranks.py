@@ -1,10 +1,7 @@
-"""The Trainer of Transformers on several ranks, and killed: the newest folder is whole, and resumes with the same losses."""
+"""The Trainer of Transformers on several ranks, resumed on as many and on others with the same losses."""
 
 from __future__ import annotations
 
-import json
-import random
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +9,10 @@ import pytest
 import torch
 from children import Nursery
 from rank_worlds import Worlds
-from slices import some
 from torch.distributed.checkpoint import FileSystemReader
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-
-from trainers import folders
 
 
 @pytest.fixture(scope="module")
@@ -159,70 +153,3 @@ def test_whole_state_dicts_under_fsdp2_are_in_the_files_of_the_plain_trainer_whi
         torch.testing.assert_close(loaded, theirs, rtol=0, atol=0)
     resumed, _ = trained(worlds, 2, "sharded(Trainer, 'FULL_STATE_DICT')", tmp_path / "resumed", ours, model="untied")
     assert resumed == losses["Trainer"]
-
-
-# --- killed -------------------------------------------------------------------------------------------------------
-
-# Killed by the number of the call that changes the disk: at any moment of a save.
-_KILLED = """
-import json, os, sys, warnings
-warnings.simplefilter("ignore")
-from children import die_at
-from trainers import *
-kind, folder, number = {"Files": Files, "Archives": Archives}[sys.argv[1]], sys.argv[2], int(sys.argv[3])
-os.makedirs(folder, exist_ok=True)
-count = die_at(number)
-found = [name for name in folders(folder) if name.startswith("checkpoint")]
-if "checkpoint-8" not in found:
-    trainer_of(kind, folder, save_total_limit=2).train(resume_from_checkpoint=bool(found))
-state = json.load(open(f"{folder}/checkpoint-8/trainer_state.json"))
-print(json.dumps({"trained": "checkpoint-8" not in found, "count": count(), "losses": [row["loss"] for row in state["log_history"] if "loss" in row]}))
-"""
-_NEVER = 10**9
-
-
-@pytest.mark.parametrize("kind", ["Files", "Archives"])
-def test_a_training_that_is_killed_at_any_moment_resumes_with_the_same_losses(nursery, quick_path, kind):
-    """Each killed run is resumed by one that is killed, too, and then by one that runs to its end."""
-
-    def run(folder: Path, number: int) -> Any:
-        return nursery.run(_KILLED, kind, folder, number)
-
-    whole = run(quick_path / "whole", _NEVER)
-    assert whole.status == 0, whole.err
-    expected = json.loads(whole.out.splitlines()[-1])
-    assert len(expected["losses"]) == 8
-    for number in some(range(20), 7):
-        draw = random.Random(number)
-        folder = quick_path / f"killed-{number}"
-        for _ in range(2):
-            killed = run(folder, draw.randrange(1, expected["count"]))
-            assert killed.status in (0, -signal.SIGKILL), killed.err
-        last = run(folder, _NEVER)
-        assert last.status == 0, last.err
-        told = json.loads(last.out.splitlines()[-1])
-        assert told["losses"] == expected["losses"]
-        if told["trained"]:  # and has swept
-            assert folders(folder)[-1] == "checkpoint-8"
-            assert not [name for name in folders(folder) if name.startswith(".")]
-
-
-def losses_in(out: str) -> dict[int, float]:
-    rows = [json.loads(line) for line in out.splitlines() if line.startswith('{"step"')]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
-
-
-@pytest.mark.parametrize("layout", ["transformers", "archive"])
-def test_the_example_goes_on_where_it_was_killed(nursery, tmp_path, layout):
-    options = ["--steps", "12", "--save-steps", "4", "--layout", layout]
-    whole = nursery.start_module("examples.train_trainer", tmp_path / "whole", *options).ended()
-    assert whole.status == 0, whole.err
-    killed = nursery.start_module("examples.train_trainer", tmp_path / "killed", *options)
-    killed.wait_for_line('"async_ckpt/step": 4.0')
-    killed.send(signal.SIGKILL)
-    killed.ended()
-    resumed = nursery.start_module("examples.train_trainer", tmp_path / "killed", *options).ended()
-    assert resumed.status == 0, resumed.err
-    again = losses_in(resumed.out)
-    assert 12 in again
-    assert again.items() <= losses_in(whole.out).items()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from clients import environment_of
 from racing import Thrown
 from rank_worlds import Worlds
 
@@ -31,14 +32,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def url(s3: Any, bucket: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in of(s3).items():
+    for name, value in environment_of(s3).items():
         monkeypatch.setenv(name, value)
     return f"s3://{bucket}/run"
-
-
-def of(s3: Any) -> dict[str, str]:
-    keys = ("region", "access_key_id", "secret_access_key")
-    return {**{f"AWS_{key.upper()}": s3.options[key] for key in keys}, "AWS_ENDPOINT_URL": s3.endpoint}
 
 
 def names(url: str) -> list[str]:
@@ -143,7 +139,9 @@ here.tell({{"losses": losses(trainer)}})
 def test_two_ranks_write_to_a_store_and_are_resumed(worlds: Worlds, s3, url, folder, kind, model):
     told = []
     for steps in (4, STEPS):
-        script = _TRAIN.format(environment=of(s3), folder=str(folder), kind=kind, url=url, model=model, steps=steps)
+        script = _TRAIN.format(
+            environment=environment_of(s3), folder=str(folder), kind=kind, url=url, model=model, steps=steps
+        )
         told.append(next(told for told in worlds.run(2, script)[0].told if "losses" in told)["losses"])
     assert told[0].items() <= told[1].items()
     assert whole(url) == [f"checkpoint-{step}" for step in range(2, STEPS + 1, 2)]

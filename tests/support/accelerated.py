@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from accelerate.utils import DistributedType, ProjectConfiguration, set_seed
 from async_ckpt.integrations.accelerate import AsyncState
 
 STEPS = 8
+
+
+def checkpoints_in(folder: str) -> dict[str, list[str]]:
+    """The files of each checkpoint of a project that has its name."""
+    found = Path(folder, "checkpoints").glob("checkpoint_*")
+    return {path.name: sorted(file.name for file in path.iterdir()) for path in sorted(found)}
 
 
 class Counted:

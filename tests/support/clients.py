@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 
 def trust_one_authority(folder: Path) -> None:
@@ -29,3 +30,9 @@ def read_services_once() -> None:
     listed = functools.partial(Loader.list_available_services, create_loader())  # each loader keeps what it has found
     JSONFileLoader.load_file = lambda _, path: read(path)
     Loader.list_available_services = lambda _, type_name: listed(type_name)
+
+
+def environment_of(server: Any) -> dict[str, str]:
+    """The variables by which clients find a server that a test has started."""
+    keys = ("region", "access_key_id", "secret_access_key")
+    return {**{f"AWS_{key.upper()}": server.options[key] for key in keys}, "AWS_ENDPOINT_URL": server.endpoint}

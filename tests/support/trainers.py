@@ -18,6 +18,7 @@ from transformers import (
     set_seed,
 )
 
+from async_ckpt import files
 from async_ckpt.integrations.transformers import AsyncCheckpointing
 
 STEPS = 8
@@ -112,6 +113,18 @@ def folders(folder: object) -> list[str]:
     """The checkpoints in a folder, and what is hidden there; but scratch folders, which may go a moment later."""
     names = (path.name for path in Path(str(folder)).iterdir())
     return sorted(name for name in names if name.startswith(("checkpoint", ".")) and "async_ckpt-tmp" not in name)
+
+
+def whole_in(place: str) -> dict[str, list[str]]:
+    """The files of each checkpoint that counts at a path or URL. On a disk, each that has its name does."""
+    found = {}
+    for path in files.list_dir(place) if files.isdir(place) else []:
+        name = path.rpartition("/")[2]
+        if name.startswith("checkpoint"):
+            names = [file.rpartition("/")[2] for file in files.list_dir(path)]
+            if "://" not in place or "trainer_state.json" in names:
+                found[name] = names
+    return found
 
 
 def sharded(kind: type[Any], state_dict_type: str = "SHARDED_STATE_DICT") -> type[Any]:

@@ -8,6 +8,7 @@ A checkpoint that is to go is renamed first, in no time and as a whole, and remo
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
@@ -26,6 +27,8 @@ from ...storage.scratch import sweep
 
 _LOCK: Final = ".async_ckpt.lock"
 _RETIRED: Final = ".retired"
+# The archive for the folder of a checkpoint, beside it.
+_BESIDE: Final = ".checkpoint*.tar"
 # The number of a checkpoint in the names that trainers give: "checkpoint-100", "checkpoint_3".
 _NUMBER: Final = re.compile(r"checkpoint[-_](\d+)")
 
@@ -87,8 +90,13 @@ def remove_retired(folder: Path) -> None:
 
 def remove_archives(folder: Path) -> None:
     """Remove archives that were, or were to be, taken into the folder of a checkpoint. No save may be under way."""
-    for hidden in folder.glob(".checkpoint*.tar"):
+    for hidden in folder.glob(_BESIDE):
         shutil.rmtree(hidden) if hidden.is_dir() else hidden.unlink()
+
+
+def archives_among(names: Iterable[str]) -> set[str]:
+    """The names of such archives among these."""
+    return {*fnmatch.filter(names, _BESIDE)}
 
 
 def remove_leftovers(folder: Path) -> None:

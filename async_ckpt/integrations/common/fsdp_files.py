@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 from ...oneoff import load
 from ..dcp import to_dcp
@@ -24,21 +29,19 @@ _FOLDERS: Final = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}
 _FILES: Final = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
 
 
-def sharded_parts(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """The state dicts of a sharded model and its optimizer by names of parameters: views, without communication."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, inner)}
-
-
 class FsdpFiles(TrainingArchive):
     """An archive of these parts that does not become a part of the checkpoint itself, but files of whole tensors in it.
 
     `save_model`, if it is set, is called with the folder and the weights.
     """
 
+    is_part = False
     save_model: Callable[..., object] | None = None
+
+    @classmethod
+    def weights_of(cls, model: Any, *, only_adapters: bool = False) -> dict[str, Any]:
+        """The sharded state dict of a model; of one with adapters all that is trained, or everything."""
+        return get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=only_adapters))
 
     def take_into(self, folder: str) -> None:
         """Wait until the archive is durable, read it to memory, and make the files. Raises the error of its save."""
@@ -52,8 +55,35 @@ class FsdpFiles(TrainingArchive):
 class FsdpFolders(TrainingArchive):
     """An archive of these parts that does not become a part of the checkpoint itself, but folders in it."""
 
+    is_part = False
+
+    @classmethod
+    def weights_of(cls, model: Any, *, only_adapters: bool = False) -> dict[str, Any]:
+        """The sharded state dict of a model; of one with adapters that of the active one, or everything."""
+        if not only_adapters:
+            return get_model_state_dict(model)
+        from peft import get_peft_model_state_dict
+
+        weights: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+        return weights
+
     def take_into(self, folder: str) -> None:
         """Wait until the archive is durable, and make the folders. Raises the error of its save."""
         archive = self.durable()
         for part in self.parts:
             to_dcp(archive, Path(folder, _FOLDERS[part]), select=part)
+
+
+FsdpKind = type[FsdpFiles] | type[FsdpFolders]
+
+
+def kind_for(plugin: Any) -> FsdpKind:
+    """The kind of archive from which that is made what accelerate writes with this plugin for FSDP2."""
+    return FsdpFiles if "FULL_STATE_DICT" in str(plugin.state_dict_type) else FsdpFolders
+
+
+def sharded_parts(model: Any, optimizer: Any, kind: FsdpKind, *, only_adapters: bool = False) -> dict[str, Any]:
+    """The state dicts of a sharded model and its optimizer by names of parameters: views, without communication."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    weights = kind.weights_of(model, only_adapters=only_adapters)
+    return {"model": weights, "optimizer": get_optimizer_state_dict(model, inner)}

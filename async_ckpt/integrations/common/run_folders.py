@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from ...errors import CheckpointError
 from ...storage.place import place_of, storage_at
-from .folders import names_in_order, remove_archives, remove_leftovers, remove_retired, retire
-from .training_archive import TrainingArchive, path_beside
+from .folders import archives_among, names_in_order, remove_archives, remove_leftovers, remove_retired, retire
+from .training_archive import TrainingArchive, path_beside, url_beside, url_in
 
 
 class LocalRun:
@@ -70,6 +70,7 @@ class StoredRun:
         self._mark: Final = mark
         self._storage: Final = storage_at(self.url)
         self._old: set[str] = set()  # checkpoints from before the first save
+        self._beside: set[str] = set()  # archives beside checkpoints, by name
         self._retired: tuple[str, int, str | None] | None = None
 
     def place(self, name: str) -> str:
@@ -80,16 +81,23 @@ class StoredRun:
         return self._storage.exists(f"{name}/{self._mark}")
 
     def clear(self) -> None:
-        self._old = {*names_in_order(self._storage.names(""))}
+        names = self._storage.names("")
+        self._old = {*names_in_order(names)}
         for name in [name for name in self._old if not self.has(name)]:
             self._delete(name)
+        self._beside = archives_among(names)
 
     def begin(self, name: str) -> None:
+        self._delete_archives()
         if name in self._old:
             self._delete(name)
 
     def archive(self, state: Any, name: str, kind: type[TrainingArchive] = TrainingArchive) -> TrainingArchive:
-        return kind(state, self.place(name))
+        if kind.is_part:
+            return kind(state, url_in(self.place(name)))
+        where = url_beside(self.place(name))
+        self._beside.add(where.rpartition("/")[2])
+        return kind(state, where)
 
     def retire(self, newest: str, limit: int | None, best: str | None) -> None:
         self._retired = None if limit is None or limit < 1 else (newest, limit, best)
@@ -108,11 +116,17 @@ class StoredRun:
 
     def end(self) -> None:
         self.make_room()
+        self._delete_archives()
 
     def newest(self) -> str | None:
         """The URL of the whole checkpoint with the largest number; None if there is none."""
         names = names_in_order(self._storage.names(""))
         return next((self.place(name) for name in reversed(names) if self.has(name)), None)
+
+    def _delete_archives(self) -> None:
+        for name in self._beside:
+            self._storage.delete_all(name)
+        self._beside.clear()
 
     def _delete(self, name: str) -> None:
         self._storage.delete(f"{name}/{self._mark}")  # first: from now on it is no checkpoint

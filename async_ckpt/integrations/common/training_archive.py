@@ -2,7 +2,8 @@
 
 In: a state, and where to write. Out: the archive in the folder of a checkpoint. Knows nothing of: frameworks.
 
-In a store it is written in its place: nothing can be renamed there, and other objects make a folder a checkpoint.
+In a store one that becomes a part of the checkpoint is written in its place: nothing can be renamed there, and other
+objects make a folder a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import shutil
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from ...oneoff import save
 
@@ -22,11 +23,14 @@ _NAME: Final = "training.tar"
 class TrainingArchive:
     """An archive that is being written. `wrap` passes it on as it is to the function that fills the folder."""
 
+    is_part: ClassVar = True
+    """Whether it becomes a part of the checkpoint."""
+
     def __init__(self, state: Any, where: Path | str) -> None:
-        """Begin to write at a path beside a folder, or in the folder at a URL."""
+        """Begin to write at a path, or at a URL."""
         self.parts = (*state,)
-        self._written = where if isinstance(where, Path) else f"{where}/{_NAME}"
-        self.handle = save(state, self._written)
+        self._written = where
+        self.handle = save(state, where)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingArchive:
         return self
@@ -55,6 +59,17 @@ class TrainingArchive:
                     os.link(path, target / path.name)
                 except OSError:  # a file system without links
                     shutil.copyfile(path, target / path.name)
+
+
+def url_in(folder: str) -> str:
+    """The URL of the archive in the folder at a URL."""
+    return f"{folder}/{_NAME}"
+
+
+def url_beside(folder: str) -> str:
+    """The URL at which the archive for the folder at a URL is written if it does not become a part of it."""
+    parent, _, name = folder.rpartition("/")
+    return f"{parent}/.{name}.{_NAME}"
 
 
 def path_beside(folder: Path) -> Path:

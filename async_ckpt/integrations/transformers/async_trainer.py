@@ -10,36 +10,29 @@ background, the trainer's own methods write the folder from that snapshot.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-import torch
-
-from ..around.wrap import wrap
-from ..files import local_read_dir, local_work_dir
-from ..oneoff import load, snapshot
-from ..report import SaveReport
-from ..saving.handle import SaveHandle
-from ..spans import monotonic
-from ..staging.held_snapshot import HeldSnapshot
-from .common.folders import FolderHold
-from .common.frameworks import LOGGED_AS, require, require_names
-from .common.fsdp_files import FsdpFiles, FsdpFolders, sharded_parts
-from .common.joint_errors import meet
-from .common.run_folders import LocalRun, StoredRun, is_url
-from .common.small_files import refuse_full, write_files, written_by
-from .common.step_guard import StepGuard
-from .common.training_archive import TrainingArchive, archive_in
-from .dcp import restore
+from ...files import local_read_dir, local_work_dir
+from ...oneoff import load, snapshot
+from ...spans import monotonic
+from ..common.folders import FolderHold
+from ..common.frameworks import require, require_names
+from ..common.joint_errors import meet
+from ..common.run_folders import LocalRun, StoredRun, is_url
+from ..common.small_files import write_files, written_by
+from ..common.step_guard import StepGuard
+from ..common.training_archive import archive_in
+from ..dcp import restore
+from .trainer_parts import parts_of, peft_config_of
+from .trainer_save import STATE, TrainerSave
 
 if TYPE_CHECKING:  # whichever version is installed, if any
     Trainer: Any
@@ -58,12 +51,8 @@ Layout = Literal["transformers", "archive"]
 
 _OLDEST, _NEWEST = "4.57", "5.23"
 _PREFIX: Final = "checkpoint"
-# The parts that the layout "transformers" has in files of torch, by the trainer's names.
-_FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 # The mark that the trainer puts into the folder of a checkpoint on SIGTERM, before it has it written.
 _JIT_MARK: Final = "checkpoint-is-incomplete.txt"
-# The file that the trainer writes last: in a store, the mark of a whole checkpoint.
-_STATE: Final = "trainer_state.json"
 # Where the trainer writes by default.
 _OUTPUT_DIR: Final = "trainer_output"
 # The methods of Trainer that are called or replaced here.
@@ -107,8 +96,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     deleted first. What the Trainer itself writes is then in the local folder `trainer_output`.
 
     The constructor raises ImportError without Transformers, RuntimeError for a version of it that lacks what is used
-    here, NotImplementedError for DeepSpeed, XLA and FSDP1, and ValueError for another layout, for FSDP2 with
-    adapters or a URL without the layout "archive", and for `push_to_hub` with a URL.
+    here, NotImplementedError for DeepSpeed, XLA and FSDP1, and ValueError for another layout, and for `push_to_hub`
+    with a URL.
     """
 
     layout: Layout = "transformers"
@@ -138,9 +127,9 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             raise NotImplementedError(
                 "AsyncCheckpointing does not serve DeepSpeed and XLA; use the plain Trainer there"
             )
-        if self.is_fsdp_enabled:
-            self._refuse_fsdp()
-        self._pending: _Pending | None = None
+        if self.is_fsdp_enabled and getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+            raise NotImplementedError("AsyncCheckpointing serves FSDP2 only; set fsdp_config={'version': 2}")
+        self._pending: TrainerSave | None = None
         self._run: LocalRun | StoredRun | None = None  # of the newest save
         self._url: str | None = None
         if is_url(self.args.output_dir):
@@ -157,15 +146,6 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         self._url, self.args = url.rstrip("/"), copy.copy(self.args)
         self.args.output_dir = _OUTPUT_DIR
 
-    def _refuse_fsdp(self) -> None:
-        """Raise for a kind of FSDP that is not served."""
-        if getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
-            raise NotImplementedError("AsyncCheckpointing serves FSDP2 only; set fsdp_config={'version': 2}")
-        if self._kind_of_archive is not TrainingArchive and (
-            _peft_config_of(self.model) or is_url(self.args.output_dir)
-        ):
-            raise ValueError('under FSDP2, adapters and URLs need layout = "archive"')
-
     # --- training ---------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +154,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         Raises RunTakenError while another trainer writes to `output_dir`, and the error of a save that failed.
         """
         if resume_from_checkpoint is True and self._url is not None:
-            resume_from_checkpoint = StoredRun(self._url, _STATE).newest()
+            resume_from_checkpoint = StoredRun(self._url, STATE).newest()
             if resume_from_checkpoint is None:
                 raise ValueError(f"there is no whole checkpoint in {self._url}; leave out resume_from_checkpoint")
         with self._output_dir_of_its_own(), _local(resume_from_checkpoint) as folder:
@@ -225,7 +205,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if self._pending is not None and self._pending.handle.done() and self._pending.handle.exception() is None:
             self.wait_for_checkpoint()
 
-    def _settle(self, pending: _Pending) -> None:
+    def _settle(self, pending: TrainerSave) -> None:
         """A checkpoint is durable: tell the loggers, and retire older ones."""
         super().log({key: value for key, value in pending.figures().items() if math.isfinite(value)})
         if self.args.should_save:
@@ -246,22 +226,50 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     # --- saving -----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002
-        """Take the snapshot of a checkpoint, and have it written in the background."""
+        """Take the snapshot of a checkpoint, and have it written in the background.
+
+        All ranks meet twice, so that an error of any is raised on all: when each has its snapshot, with its part of the
+        checkpoint before behind it, and when all is begun.
+        """
         began = monotonic()
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run_dir, name = self._get_output_dir(trial=trial), f"{_PREFIX}-{self.state.global_step}"
-        run, rng = self._meet_to_save(run_dir)
+        save: TrainerSave | None = None
+
+        def take() -> dict[str, bytes]:
+            """Take this rank's snapshot. Returns the files of its random states, by name."""
+            nonlocal save
+            self.wait_for_checkpoint()
+            save = self._take(self._enter(run_dir), name, began)
+            return {} if self.args.save_only_model else written_by(self._save_rng_state, in_memory=True)
+
+        rng = {file: data for files in meet(take, gather_object) for file, data in files.items()}
+        run = self._enter(run_dir)
         self._note_best(run, name)
-        if self.args.should_save:
-            self._note_callbacks()
-            _clear_jit_mark(Path(run_dir, name))
-            run.begin(name)
-        if self.args.should_save or self.is_fsdp_enabled:
-            self._pending = self._begin_save(run, name, self._parts(rng), began)
+        meet(lambda: self._begin(run, name, save, rng), gather_object)
         if self.args.push_to_hub:
             self._wait_on_all_ranks()
             self._push_from_checkpoint(run.place(name))
+
+    def _take(self, run: LocalRun | StoredRun, name: str, began: float) -> TrainerSave | None:
+        """This rank's part of a save, with its snapshot taken; None if it writes nothing."""
+        if not self.args.should_save and not self.is_fsdp_enabled:
+            return None
+        parts = parts_of(self)
+        files = {} if self.is_fsdp_enabled else self._files_of_subclass(parts)
+        snap = snapshot(parts, guard=self._guard([self.optimizer]) or None)
+        return TrainerSave(run, name, snap, files, began)
+
+    def _begin(self, run: LocalRun | StoredRun, name: str, save: TrainerSave | None, rng: Mapping[str, bytes]) -> None:
+        """Have this rank's part of a save written."""
+        if self.args.should_save:
+            self._note_callbacks()
+            _clear_jit_mark(Path(run.place(name)))
+            run.begin(name)
+        if save is not None:
+            save.begin(self, rng)
+            self._pending = save
 
     def _get_output_dir(self, trial: Any) -> str:
         """The folder of the checkpoints of a training, which may be a URL."""
@@ -273,80 +281,12 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
     def _enter(self, run_dir: str) -> LocalRun | StoredRun:
         """The run in a folder. Before the first save there, what a killed trainer has left is removed."""
-        run = StoredRun(run_dir, _STATE) if self._url is not None else LocalRun(run_dir)
+        run = StoredRun(run_dir, STATE) if self._url is not None else LocalRun(run_dir)
         if self._run is None or self._run.place("") != run.place(""):
             if self.args.should_save:
                 run.clear()
             self._run = run
         return self._run
-
-    def _begin_save(self, run: LocalRun | StoredRun, name: str, parts: dict[str, Any], began: float) -> _Pending:
-        files = {} if self.is_fsdp_enabled else self._files_of_subclass(parts)
-        with snapshot(parts, guard=self._guard([self.optimizer]) or None) as snap:
-            in_archive = self._archived(parts)
-            archive = handle = None
-            if in_archive:
-                kind = self._kind_of_archive
-                archive = run.archive({part: snap[part] for part in in_archive}, name, kind)
-                handle = archive.handle
-                handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
-            if "rng" not in in_archive:
-                files |= parts.get("rng", {})
-            if self.args.should_save:
-                frozen, weights = self._frozen(), None
-                if isinstance(archive, FsdpFiles):
-                    archive.save_model = frozen._save
-                elif not isinstance(archive, FsdpFolders):
-                    weights = {} if "model" in in_archive else snap.get("model")
-                in_files = {part: snap[part] for part in _FILES if part in parts and part not in in_archive}
-                rest = _Rest(frozen, files)
-                if isinstance(run, LocalRun):
-                    handle = _write(weights, in_files, rest, archive, run.place(name))
-                else:
-                    place = run.place(name)
-                    handle = _upload(weights, in_files, rest, archive, place, f"{place}/{_STATE}")
-            assert handle is not None
-            return _Pending(run, name, handle, snap, snap.stall_seconds, self.state.global_step, monotonic() - began)
-
-    def _archived(self, parts: Mapping[str, Any]) -> list[str]:
-        """The names of the parts that are in an archive: those of all ranks, and with that layout all but the model."""
-        of_ranks = {"model", "optimizer"} if self.is_fsdp_enabled else set()
-        rest = parts.keys() - {"model"} if self.layout == "archive" else set()
-        return [part for part in parts if part in of_ranks | rest]
-
-    @property
-    def _kind_of_archive(self) -> type[TrainingArchive]:
-        """The kind of archive: for itself, or under FSDP2 for what the plain Trainer writes."""
-        if not self.is_fsdp_enabled or self.layout == "archive":
-            return TrainingArchive
-        is_whole = "FULL_STATE_DICT" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
-        return FsdpFiles if is_whole else FsdpFolders
-
-    def _parts(self, rng: dict[str, bytes]) -> dict[str, Any]:
-        """The state to copy, in the structure of an archive."""
-        parts: dict[str, Any] = {"model": _written_weights(self.model), "optimizer": self.optimizer}
-        if self._kind_of_archive is not TrainingArchive:
-            parts = sharded_parts(self.model, self.optimizer)
-        if self.args.save_only_model:
-            return {"model": parts["model"]}
-        parts |= {"scheduler": self.lr_scheduler.state_dict(), "rng": rng}
-        scaler = getattr(self.accelerator, "scaler", None)
-        if scaler is not None:
-            parts["scaler"] = scaler.state_dict()
-        return parts
-
-    def _meet_to_save(self, run_dir: str) -> tuple[LocalRun | StoredRun, dict[str, bytes]]:
-        """The run, and the files of random states that all ranks would write, by name. All ranks meet here, each with
-        its part of the checkpoint before behind it.
-        """
-
-        def own() -> dict[str, bytes]:
-            self.wait_for_checkpoint()
-            self._enter(run_dir)
-            return {} if self.args.save_only_model else written_by(self._save_rng_state, in_memory=True)
-
-        files = {name: data for files in meet(own, gather_object) for name, data in files.items()}
-        return self._enter(run_dir), files
 
     def _files_of_subclass(self, parts: dict[str, Any]) -> dict[str, bytes]:
         """The files of methods that a subclass has of its own, and that would read the live state: written now.
@@ -354,7 +294,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         Their parts are taken out of `parts`.
         """
         files: dict[str, bytes] = {}
-        is_quantized = getattr(self.model, "hf_quantizer", None) is not None and _peft_config_of(self.model) is None
+        is_quantized = getattr(self.model, "hf_quantizer", None) is not None and peft_config_of(self.model) is None
         if is_quantized or self._overrides("_save") or self._overrides("save_model"):
             files |= written_by(partial(self.save_model, _internal_call=True))
             del parts["model"]
@@ -375,18 +315,6 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         url = self._url if output_dir is None else output_dir
         with local_work_dir(url) if url is not None and is_url(url) else nullcontext(output_dir) as folder:
             super().save_model(folder, _internal_call)
-
-    def _frozen(self) -> Any:
-        """This trainer with the small values that are written later, as they are now."""
-        frozen = copy.copy(self)
-        frozen.args, frozen.state = copy.copy(self.args), copy.copy(self.state)
-        frozen.state.log_history = list(self.state.log_history)
-        frozen.state.stateful_callbacks = copy.deepcopy(self.state.stateful_callbacks)
-        frozen.model = object.__new__(type(self.model))  # not copy.copy: FSDP2 has its modules made anew
-        frozen.model.__dict__.update(vars(self.model))
-        for name in {"config", "generation_config"} & {*vars(self.model)}:
-            frozen.model.__dict__[name] = copy.deepcopy(vars(self.model)[name])
-        return frozen
 
     def _note_best(self, run: LocalRun | StoredRun, name: str) -> None:
         """Name the folder of the best step, if it was saved, or is just being saved."""
@@ -462,100 +390,6 @@ class _AtEnd(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._trainer._end()
-
-
-# --- one save ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """One save under way. The trainer has one at most, and its thread alone reads and drops it."""
-
-    run: LocalRun | StoredRun
-    name: str  # of the folder
-    handle: SaveHandle
-    snap: HeldSnapshot
-    stall_in_call: float  # of the snapshot
-    step: int
-    call_seconds: float
-
-    def figures(self) -> dict[str, float]:
-        """The report of a save that has ended, with what the snapshot cost, by the names for a logger."""
-        report: SaveReport = self.handle.result()
-        whole = dataclasses.replace(
-            report,
-            step=self.step,
-            stall_seconds=self.call_seconds + self.snap.stall_seconds - self.stall_in_call,
-            total_seconds=self.call_seconds + report.total_seconds,
-        )
-        return whole.as_dict(LOGGED_AS)
-
-
-class _Rest:
-    """The rest of a folder, beside its tensors. `wrap` passes it on as it is: nothing in it changes any more."""
-
-    __slots__ = ("files", "trainer")
-
-    def __init__(self, trainer: Any, files: Mapping[str, bytes]) -> None:
-        self.trainer, self.files = trainer, files
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Rest:
-        return self
-
-
-def _write_folder(
-    weights: Any, in_files: dict[str, Any], rest: _Rest, archive: TrainingArchive | None, folder: str
-) -> None:
-    """Fill the folder of a checkpoint. Runs in the background."""
-    trainer = rest.trainer
-    trainer._run.make_room()
-    os.makedirs(folder, exist_ok=True)
-    refuse_full(folder, [weights, in_files])
-    if weights is not None:
-        is_in_archive = not weights
-        trainer._save(folder, state_dict=weights)
-        if is_in_archive:
-            Path(folder, "model.safetensors").unlink(missing_ok=True)  # of no weights
-    for name, value in in_files.items():
-        torch.save(value, os.path.join(folder, _FILES[name]))
-    write_files(rest.files, folder)
-    if archive is not None:
-        archive.take_into(folder)
-    trainer.state.save_to_json(os.path.join(folder, _STATE))
-
-
-def _upload_folder(
-    weights: Any, in_files: dict[str, Any], rest: _Rest, archive: TrainingArchive | None, url: str, mark: str
-) -> None:
-    """Fill the folder at a URL; its mark is uploaded when this has ended. Runs in the background."""
-    with local_work_dir(url) as folder:
-        _write_folder(weights, in_files, rest, archive, folder)
-        shutil.move(os.path.join(folder, _STATE), mark)
-
-
-_write: Callable[..., SaveHandle] = wrap(_write_folder, destination="folder", whole_folder=True)
-_upload: Callable[..., SaveHandle] = wrap(_upload_folder, destination="mark")
-
-
-def _written_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The part of a model's state dict that its `save_pretrained` writes: of a PEFT model, the adapters' part."""
-    weights: dict[str, torch.Tensor] = model.state_dict()
-    adapters = _peft_config_of(model)
-    if adapters is None:
-        return weights
-    from peft import get_peft_model_state_dict
-
-    written = {
-        tensor.data_ptr()
-        for adapter in adapters
-        for tensor in get_peft_model_state_dict(model, state_dict=weights, adapter_name=adapter).values()
-    }
-    return {name: tensor for name, tensor in weights.items() if tensor.data_ptr() in written}
-
-
-def _peft_config_of(model: Any) -> Mapping[str, Any] | None:
-    """The adapters of a model, if only these are written."""
-    return getattr(model, "peft_config", None) or None
 
 
 def _clear_jit_mark(folder: Path) -> None:

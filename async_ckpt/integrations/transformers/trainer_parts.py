@@ -1,0 +1,68 @@
+"""What the checkpoint of a trainer consists of: the parts that are copied, and those of them that are in an archive.
+
+In: a trainer. Out: its state by parts, without communication; the kind of its archive. Knows nothing of: files, saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+from ..common.fsdp_files import kind_for, sharded_parts
+from ..common.training_archive import TrainingArchive
+
+# The parts that the layout "transformers" has in files of torch, by the trainer's names.
+FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
+
+
+def parts_of(trainer: Any) -> dict[str, Any]:
+    """The state to copy, in the structure of an archive; random states are no part of it."""
+    kind, adapters = kind_of_archive(trainer), peft_config_of(trainer.model)
+    if kind is TrainingArchive:
+        parts: dict[str, Any] = {"model": _written_weights(trainer.model), "optimizer": trainer.optimizer}
+    else:
+        parts = sharded_parts(trainer.model, trainer.optimizer, kind, only_adapters=adapters is not None)
+    if trainer.args.save_only_model:
+        return {"model": parts["model"]}
+    parts["scheduler"] = trainer.lr_scheduler.state_dict()
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    if scaler is not None:
+        parts["scaler"] = scaler.state_dict()
+    return parts
+
+
+def archived(trainer: Any, parts: Iterable[str]) -> list[str]:
+    """The names of the parts that are in an archive: those of all ranks, and with that layout all but the model."""
+    of_ranks = {"model", "optimizer"} if trainer.is_fsdp_enabled else set()
+    rest = {*parts} - {"model"} if trainer.layout == "archive" else set()
+    return [part for part in parts if part in of_ranks | rest]
+
+
+def kind_of_archive(trainer: Any) -> type[TrainingArchive]:
+    """The kind of archive: for itself, or under FSDP2 for what the plain Trainer writes."""
+    if not trainer.is_fsdp_enabled or trainer.layout == "archive":
+        return TrainingArchive
+    return kind_for(trainer.accelerator.state.fsdp_plugin)
+
+
+def peft_config_of(model: Any) -> Mapping[str, Any] | None:
+    """The adapters of a model, if only these are written."""
+    return getattr(model, "peft_config", None) or None
+
+
+def _written_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The part of a model's state dict that its `save_pretrained` writes: of a PEFT model, the adapters' part."""
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    adapters = peft_config_of(model)
+    if adapters is None:
+        return weights
+    from peft import get_peft_model_state_dict
+
+    written = {
+        tensor.data_ptr()
+        for adapter in adapters
+        for tensor in get_peft_model_state_dict(model, state_dict=weights, adapter_name=adapter).values()
+    }
+    return {name: tensor for name, tensor in weights.items() if tensor.data_ptr() in written}
