@@ -1,4 +1,4 @@
-"""What the checkpoint of a trainer consists of: the parts that are copied, and those of them that are in an archive.
+"""The parts of a checkpoint of a trainer: those that are copied for a save, and those that its own methods write.
 
 In: a trainer. Out: its state by parts, without communication; the kind of its archive. Knows nothing of: files, saves.
 """
