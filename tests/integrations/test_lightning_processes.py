@@ -18,6 +18,7 @@ from rank_worlds import Worlds
 from slices import some
 
 import async_ckpt
+from async_ckpt.integrations.common.folders import FolderHold
 
 if not NAMES:
     pytest.skip("Lightning is not installed", allow_module_level=True)
@@ -150,9 +151,19 @@ checkpoints.save_checkpoint({"step": 1}, folder / "1.ckpt")
 
 
 def test_a_second_training_in_the_same_folder_is_refused_while_the_first_lives(lightning_nursery, tmp_path):
+    """In the process of the first one, and after that in another process."""
     script = """
+def train_beside():
+    try:
+        run_of(kit, folder, AsyncTarCheckpointIO(), max_steps=1)
+    except async_ckpt.RunTakenError as error:
+        print(error)
+    print("training", flush=True)
+    sys.stdin.read()
+
+import async_ckpt
 model = kit.Model()
-model.at_step = {2: lambda: (print("training", flush=True), sys.stdin.read())}
+model.at_step = {2: train_beside}
 saved = kit.ModelCheckpoint(folder, every_n_train_steps=2)
 with quiet():
     trainer_of(kit, folder, checkpoints, saved).fit(model, batches())
@@ -163,9 +174,12 @@ with quiet():
     with pipe.open("w"):
         first.wait_for_line("training")
         second = lightning_nursery.run(BEGIN + script, tmp_path / "run")
+    refusal = f"{tmp_path / 'run'}: another trainer (process {first.pid} on "
     assert second.status == 1
-    assert f"RunTakenError: {tmp_path / 'run'}: another trainer (process {first.pid} on " in second.err
-    assert first.ended().status == 0
+    assert f"RunTakenError: {refusal}" in second.err
+    ended = first.ended()
+    assert ended.status == 0, ended.err
+    assert refusal in ended.out
     third = lightning_nursery.run(BEGIN + script, tmp_path / "run")
     assert third.status == 0, third.err
 
@@ -370,6 +384,22 @@ train(Sharded(16), FOLDER, steps=4, strategy=model_parallel())
     assert [path.name for path in (tmp_path / "run").glob(".*saving")] == [".step=2.ckpt.async_ckpt-saving"]
     losses_of(ranks, 2, f"train(Sharded(16), {str(tmp_path / 'run')!r}, steps=4, strategy=model_parallel())")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step=4.ckpt"]
+
+
+def test_a_folder_that_another_training_has_is_refused_on_all_ranks(ranks, tmp_path):
+    script = """
+try:
+    train(kit.Model(), FOLDER, strategy="ddp")
+except Exception as error:
+    here.tell([type(error).__name__, str(error)])
+"""
+    with FolderHold(tmp_path / "run"):
+        told = [
+            rank.told[0]
+            for rank in ranks.run(2, RANKS + script.replace("FOLDER", repr(str(tmp_path / "run"))), **ELASTIC)
+        ]
+    assert [name for name, _ in told] == ["RunTakenError", "PeerFailedError"]
+    assert all(f"another trainer (process {os.getpid()} on " in text for _, text in told)
 
 
 @pytest.mark.parametrize("knows", ["the rank itself", "rank 0"])

@@ -22,7 +22,7 @@ from typing import Any, Final, Self
 from ...errors import RunTakenError
 from ...spans import wall_time
 from ...storage.disk import make_folder
-from ...storage.locks import forget, hold_if_free
+from ...storage.locks import forget, hold_if_free, read_held
 from ...storage.scratch import sweep
 
 _LOCK: Final = ".async_ckpt.lock"
@@ -58,7 +58,7 @@ class FolderHold:
     def _taken(self) -> RunTakenError:
         facts: dict[str, Any] = {"host": "?", "pid": -1, "since": 0.0}
         with suppress(OSError, ValueError):  # it has just been deleted, or is being written
-            facts |= json.loads(self._path.read_text())
+            facts |= json.loads(read_held(self._path))
         return RunTakenError(
             f"{self._path.parent}: another trainer (process {facts['pid']} on {facts['host']}) writes its checkpoints "
             "there; wait for its end, or give another folder",

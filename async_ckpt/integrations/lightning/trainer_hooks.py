@@ -14,6 +14,7 @@ from operator import methodcaller
 from typing import Any, Final
 
 from ..common.frameworks import LOGGED_AS, require_names
+from ..common.joint_errors import meet
 from .background_saves import BackgroundSaves
 from .checkpoint_paths import locked, move_link
 from .packages import imported_packages
@@ -50,13 +51,17 @@ class TrainerHooks:
             undo.enter_context(_replaced(saving, "pl_load", self._after_saves_to(saving.pl_load)))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Lock the folders of checkpoints. Raises RunTakenError if another process saves there."""
-        if trainer.is_global_zero:
-            folders = {
-                os.path.realpath(callback.dirpath) for callback in trainer.checkpoint_callbacks if _is_local(callback)
-            }
-            for folder in sorted(folders):
-                self._undo.enter_context(locked(folder))
+        """Lock the folders of checkpoints, on rank 0. If another trainer saves there, or a folder cannot be written to,
+        this raises an error on every rank.
+        """
+        meet(lambda: self._lock_folders(trainer) if trainer.is_global_zero else None, trainer.strategy.broadcast)
+
+    def _lock_folders(self, trainer: Any) -> None:
+        folders = {
+            os.path.realpath(callback.dirpath) for callback in trainer.checkpoint_callbacks if _is_local(callback)
+        }
+        for folder in sorted(folders):
+            self._undo.enter_context(locked(folder))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Hand the optimizers to the guard."""
