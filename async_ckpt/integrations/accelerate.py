@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
@@ -25,6 +25,7 @@ from ..saving.handle import SaveHandle
 from ..staging.held_snapshot import HeldSnapshot
 from .common.folders import newest_in, number_of, remove_leftovers, remove_retired, retire
 from .common.frameworks import LOGGED_AS, require, require_names
+from .common.fsdp_files import kind_for, sharded_parts
 from .common.joint_errors import meet
 from .common.small_files import refuse_full, write_files, written_by
 from .common.step_guard import StepGuard
@@ -68,7 +69,7 @@ class AsyncState:
             that `accelerator.load_state` reads. Both load both, and folders of accelerate.
 
     Raises ImportError without accelerate, NotImplementedError for DeepSpeed, Megatron-LM, XLA and FSDP1, and
-    ValueError for FSDP2 with the layout "accelerate".
+    ValueError for another layout.
     """
 
     def __init__(self, accelerator: Any, layout: Layout = "archive") -> None:
@@ -82,8 +83,6 @@ class AsyncState:
         self._is_sharded = plugin is not None
         if plugin is not None and plugin.fsdp_version != 2:
             raise NotImplementedError("AsyncState serves FSDP2 only; set fsdp_version=2")
-        if self._is_sharded and layout != "archive":
-            raise ValueError('under FSDP2 each rank writes its own archive; leave layout at "archive"')
         self._accelerator, self._layout = accelerator, layout
         self._guard = StepGuard()
         self._pending: tuple[Path, SaveHandle, HeldSnapshot] | None = None
@@ -97,20 +96,27 @@ class AsyncState:
         Returns when training may go on: a handle, or None on a rank that writes nothing. Raises the error of the save
         before, and ValueError if the project's next folder exists.
         """
-        accelerator = self._accelerator
         folder = self._next_folder() if output_dir is None or self._is_named else Path(output_dir).absolute()
-        models = [accelerator.get_state_dict(model, unwrap=False) for model in self._plain_models]
-        files = self._small_files(models)  # all ranks meet here, with the save before behind them
-        accelerator.project_configuration.iteration += 1
-        if not self._writes and not self._is_sharded:
-            return None
-        self._begin_folder(folder)
-        if self._layout == "archive":
-            models = accelerator._models
-        parts = {"models": models, "optimizers": accelerator._optimizers, "custom": accelerator._custom_objects}
-        with snapshot({**parts, "files": files}, guard=self._guard(accelerator._optimizers) or None) as snap:
-            self._pending = folder, self._begin(snap, files, folder), snap
-        return self._pending[1]
+        snap: HeldSnapshot | None = None
+
+        def take() -> dict[str, bytes]:
+            """Take this rank's snapshot, with the save before behind it. Returns its small files, by name."""
+            nonlocal snap
+            self._settle()
+            accelerator = self._accelerator
+            models = [accelerator.get_state_dict(model, unwrap=False) for model in self._plain_models]
+            files = written_by(lambda folder: self._write_small_files(models, folder), in_memory=True)
+            if self._writes or self._is_sharded:
+                snap = snapshot(self._parts(models), guard=self._guard(accelerator._optimizers) or None)
+            return files
+
+        # All ranks meet here, and when all is begun: an error of any is raised on all. Of files that several ranks have
+        # under one name, the first rank's counts.
+        of_ranks = meet(take, utils.gather_object)
+        files = {name: data for files in reversed(of_ranks) for name, data in files.items()}
+        self._accelerator.project_configuration.iteration += 1
+        meet(lambda: self._begin(snap, files, folder), utils.gather_object)
+        return None if self._pending is None else self._pending[1]
 
     def wait(self) -> None:
         """Return when the save that is under way is durable. Every rank calls this. Raises its error if it failed, and
@@ -142,40 +148,58 @@ class AsyncState:
         if self._writes and self._is_named:
             retire(folder, self._accelerator.project_configuration.total_limit)
 
-    def _begin(self, snap: HeldSnapshot, files: dict[str, bytes], folder: Path) -> SaveHandle:
-        if self._layout == "accelerate":
-            return _write_files(snap["models"], snap["optimizers"], snap["custom"], files, str(folder))
-        archive = TrainingArchive(snap, path_beside(folder))
-        if not self._writes:
-            return archive.handle
-        archive.handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
-        return _write_archive(archive, str(folder))
-
-    def _small_files(self, models: list[Any]) -> dict[str, bytes]:
-        """The files of schedulers, samplers, scaler and random states of all ranks, and of hooks, by name."""
+    def _parts(self, models: list[Any]) -> dict[str, Any]:
+        """The state to copy, in the structure of an archive. `models` are whole state dicts."""
         accelerator = self._accelerator
+        parts = {"optimizers": accelerator._optimizers, "custom": accelerator._custom_objects}
+        if self._layout == "archive":
+            return {"models": accelerator._models, **parts}
+        if not self._is_sharded:
+            return {"models": models, **parts}
+        optimizer, kind = next(iter(accelerator._optimizers), None), kind_for(accelerator.state.fsdp_plugin)
+        return {**sharded_parts(accelerator._models[0], optimizer, kind), "custom": accelerator._custom_objects}
 
-        def write(folder: str) -> None:
-            for hook in accelerator._save_model_state_pre_hook.values():
-                hook(accelerator._models, models, folder)
-            checkpointing.save_accelerator_state(
-                folder,
-                [],
-                [],
-                accelerator._schedulers,
-                accelerator._dataloaders,
-                accelerator.process_index,
-                accelerator.step,
-                accelerator.scaler,
-            )
+    def _archived(self, parts: Iterable[str]) -> tuple[type[TrainingArchive] | None, list[str]]:
+        """The kind of archive, if any, and the parts that are in it: all, or those of all ranks."""
+        if self._layout == "archive":
+            return TrainingArchive, [*parts]
+        if not self._is_sharded:
+            return None, []
+        return kind_for(self._accelerator.state.fsdp_plugin), [part for part in parts if part != "custom"]
 
-        def own() -> dict[str, bytes]:
-            self._settle()
-            return written_by(write, in_memory=True)
+    def _begin(self, snap: HeldSnapshot | None, files: dict[str, bytes], folder: Path) -> None:
+        """Have this rank's part of a save written."""
+        self._begin_folder(folder)
+        if snap is None:
+            return
+        with snap:
+            kind, names = self._archived(snap.keys())
+            in_archive, in_files = {name: snap[name] for name in names}, {n: snap[n] for n in snap.keys() - {*names}}
+            if self._layout == "archive":
+                in_archive, files = {**in_archive, "files": files}, {}
+            archive = None if kind is None else kind(in_archive, path_beside(folder))
+            if archive is not None:
+                handle = archive.handle
+                handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
+            if self._writes:
+                handle = _write(in_files, files, archive, str(folder))
+            self._pending = folder, handle, snap
 
-        # Of files that several ranks have under one name, the first rank's counts.
-        of_ranks = meet(own, utils.gather_object)
-        return {name: data for files in reversed(of_ranks) for name, data in files.items()}
+    def _write_small_files(self, models: list[Any], folder: str) -> None:
+        """Write the files of hooks, schedulers, samplers, scaler and this rank's random states."""
+        accelerator = self._accelerator
+        for hook in accelerator._save_model_state_pre_hook.values():
+            hook(accelerator._models, models, folder)
+        checkpointing.save_accelerator_state(
+            folder,
+            [],
+            [],
+            accelerator._schedulers,
+            accelerator._dataloaders,
+            accelerator.process_index,
+            accelerator.step,
+            accelerator.scaler,
+        )
 
     def _next_folder(self) -> Path:
         if not self._is_named:
@@ -261,18 +285,20 @@ class AsyncState:
             error.add_note(f"async_ckpt: a save failed, too: {type(failed).__name__}: {failed}")
 
 
-def _write_folder(models: Any, optimizers: Any, custom: Any, files: dict[str, bytes], folder: str) -> None:
-    """Fill a folder with accelerate's files. Runs in the background."""
+def _write_folder(parts: dict[str, Any], files: dict[str, bytes], archive: TrainingArchive | None, folder: str) -> None:
+    """Fill a folder with accelerate's files, and with an archive, once that is durable. Runs in the background."""
     os.makedirs(folder, exist_ok=True)
     _remove_retired_beside(folder)
-    refuse_full(folder, [models, optimizers, custom])
+    refuse_full(folder, parts)
     write_files(files, folder)
-    for number, weights in enumerate(models):
+    for number, weights in enumerate(parts.get("models", ())):
         utils.save(weights, _numbered(folder, "model", number, "safetensors"), safe_serialization=True)
-    for number, state in enumerate(optimizers):
+    for number, state in enumerate(parts.get("optimizers", ())):
         torch.save(state, _numbered(folder, "optimizer", number, "bin"))
-    for number, state in enumerate(custom):
+    for number, state in enumerate(parts.get("custom", ())):
         torch.save(state, os.path.join(folder, f"custom_checkpoint_{number}.pkl"))
+    if archive is not None:
+        archive.take_into(folder)
 
 
 def _remove_retired_beside(folder: str) -> None:
@@ -284,12 +310,4 @@ def _numbered(folder: str, name: str, number: int, ending: str) -> str:
     return os.path.join(folder, f"{name}_{number}.{ending}" if number else f"{name}.{ending}")
 
 
-def _write_archived(archive: TrainingArchive, folder: str) -> None:
-    """Fill a folder with an archive, once that is durable. Runs in the background."""
-    _remove_retired_beside(folder)
-    os.makedirs(folder, exist_ok=True)
-    archive.take_into(folder)
-
-
-_write_files: Callable[..., SaveHandle] = wrap(_write_folder, destination="folder", whole_folder=True)
-_write_archive: Callable[..., SaveHandle] = wrap(_write_archived, destination="folder", whole_folder=True)
+_write: Callable[..., SaveHandle] = wrap(_write_folder, destination="folder", whole_folder=True)

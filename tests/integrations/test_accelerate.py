@@ -19,6 +19,7 @@ from accelerated import STEPS, Training
 import async_ckpt
 from async_ckpt.around import wrap as wrapping
 from async_ckpt.integrations.accelerate import AsyncState
+from async_ckpt.integrations.common.training_archive import TrainingArchive
 
 LAYOUTS = ["archive", "accelerate"]
 WAYS = [*LAYOUTS, "plain"]
@@ -153,6 +154,25 @@ def test_the_oldest_goes_when_the_newest_is_durable(tmp_path, layout):
         training.run(save=save)
     assert seen[2] == {"checkpoint_0", "checkpoint_1", "checkpoint_2"}
     assert names(tmp_path / "checkpoints") == {"checkpoint_2", "checkpoint_3"}
+
+
+def test_an_archive_that_is_being_written_is_passed_on_as_it_is(tmp_path):
+    """A search for tensors in its handle would meet what other threads change meanwhile."""
+    searched = []
+
+    class Handle:
+        def __reduce_ex__(self, _: Any) -> Any:
+            searched.append(self)
+            return Handle, ()
+
+    archive = TrainingArchive({"weight": torch.ones(3)}, tmp_path / "x.tar")
+    archive.handle.result()
+    archive.handle = Handle()
+    given = []
+    async_ckpt.wrap(lambda one, path: (given.append(one), path.touch()), destination="path")(
+        archive, tmp_path / "out"
+    ).exception()
+    assert (given, searched) == ([archive], [])
 
 
 # --- failures -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ and one rank makes the folders or files from that, without the others.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -29,18 +30,30 @@ _FOLDERS: Final = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}
 _FILES: Final = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
 
 
-class FsdpFiles(TrainingArchive):
-    """An archive of these parts that does not become a part of the checkpoint itself, but files of whole tensors in it.
+class FsdpArchive(TrainingArchive):
+    """An archive of these parts that does not become a part of the checkpoint itself, but files or folders in it."""
 
-    `save_model`, if it is set, is called with the folder and the weights.
-    """
-
+    __slots__ = ()
     is_part = False
-    save_model: Callable[..., object] | None = None
 
     @classmethod
-    def weights_of(cls, model: Any, *, only_adapters: bool = False) -> dict[str, Any]:
-        """The sharded state dict of a model; of one with adapters all that is trained, or everything."""
+    @abstractmethod
+    def weights_of(cls, model: Any, *, only_adapters: bool) -> dict[str, Any]:
+        """The sharded state dict of a model from which they are made, without communication."""
+
+
+class FsdpFiles(FsdpArchive):
+    """An archive that becomes files of whole tensors. `save_model`, if it is set, is called with folder and weights."""
+
+    __slots__ = ("save_model",)
+
+    def __init__(self, state: Any, where: Path | str) -> None:
+        super().__init__(state, where)
+        self.save_model: Callable[..., object] | None = None
+
+    @classmethod
+    def weights_of(cls, model: Any, *, only_adapters: bool) -> dict[str, Any]:
+        """All weights, or those that are trained."""
         return get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=only_adapters))
 
     def take_into(self, folder: str) -> None:
@@ -52,14 +65,14 @@ class FsdpFiles(TrainingArchive):
             torch.save(state[part], Path(folder, _FILES[part]))
 
 
-class FsdpFolders(TrainingArchive):
-    """An archive of these parts that does not become a part of the checkpoint itself, but folders in it."""
+class FsdpFolders(FsdpArchive):
+    """An archive that becomes folders of torch.distributed.checkpoint."""
 
-    is_part = False
+    __slots__ = ()
 
     @classmethod
-    def weights_of(cls, model: Any, *, only_adapters: bool = False) -> dict[str, Any]:
-        """The sharded state dict of a model; of one with adapters that of the active one, or everything."""
+    def weights_of(cls, model: Any, *, only_adapters: bool) -> dict[str, Any]:
+        """All weights, or those of the active adapter by their names without it."""
         if not only_adapters:
             return get_model_state_dict(model)
         from peft import get_peft_model_state_dict
@@ -74,16 +87,19 @@ class FsdpFolders(TrainingArchive):
             to_dcp(archive, Path(folder, _FOLDERS[part]), select=part)
 
 
-FsdpKind = type[FsdpFiles] | type[FsdpFolders]
-
-
-def kind_for(plugin: Any) -> FsdpKind:
+def kind_for(plugin: Any) -> type[FsdpArchive]:
     """The kind of archive from which that is made what accelerate writes with this plugin for FSDP2."""
     return FsdpFiles if "FULL_STATE_DICT" in str(plugin.state_dict_type) else FsdpFolders
 
 
-def sharded_parts(model: Any, optimizer: Any, kind: FsdpKind, *, only_adapters: bool = False) -> dict[str, Any]:
-    """The state dicts of a sharded model and its optimizer by names of parameters: views, without communication."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    weights = kind.weights_of(model, only_adapters=only_adapters)
-    return {"model": weights, "optimizer": get_optimizer_state_dict(model, inner)}
+def sharded_parts(
+    model: Any, optimizer: Any, kind: type[FsdpArchive], *, only_adapters: bool = False
+) -> dict[str, Any]:
+    """The state dicts of a sharded model and of its optimizer, if it has one, by names of parameters.
+
+    They are views, made without communication.
+    """
+    parts = {"model": kind.weights_of(model, only_adapters=only_adapters)}
+    if optimizer is not None:
+        parts["optimizer"] = get_optimizer_state_dict(model, getattr(optimizer, "optimizer", optimizer))
+    return parts

@@ -21,7 +21,12 @@ _NAME: Final = "training.tar"
 
 
 class TrainingArchive:
-    """An archive that is being written. `wrap` passes it on as it is to the function that fills the folder."""
+    """An archive that is being written. `wrap` passes it on as it is to the function that fills the folder.
+
+    It has slots, in which `wrap` looks for no tensors: other threads are at work on what the handle refers to.
+    """
+
+    __slots__ = ("_written", "handle", "parts")
 
     is_part: ClassVar = True
     """Whether it becomes a part of the checkpoint."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from ..common.fsdp_files import FsdpFiles, FsdpFolders, kind_for, sharded_parts
+from ..common.fsdp_files import FsdpArchive, kind_for, sharded_parts
 from ..common.training_archive import TrainingArchive
 
 # The parts that the layout "transformers" has in files of torch, by the trainer's names.
@@ -20,7 +20,7 @@ FILES: Final = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scale
 def parts_of(trainer: Any) -> dict[str, Any]:
     """The state to copy, in the structure of an archive; random states are no part of it."""
     kind, adapters = kind_of_archive(trainer), peft_config_of(trainer.model)
-    if issubclass(kind, FsdpFiles | FsdpFolders):
+    if issubclass(kind, FsdpArchive):
         parts = sharded_parts(trainer.model, trainer.optimizer, kind, only_adapters=adapters is not None)
     else:
         parts = {"model": _written_weights(trainer.model), "optimizer": trainer.optimizer}
