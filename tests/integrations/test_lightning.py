@@ -240,6 +240,29 @@ def test_the_figures_of_every_save_go_to_the_logger(kit, checkpoints, tmp_path):
         assert row["async_ckpt/total_seconds"] > 0
 
 
+def test_a_logger_is_told_of_a_checkpoint_when_the_file_is_there(kit, checkpoints, tmp_path, held_writes):
+    """Some upload it then, and leave out files that are not there."""
+    told: list[tuple[list[str], bool]] = []
+
+    class Uploader(kit.CSVLogger):
+        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+            is_main = threading.current_thread() is threading.main_thread()
+            told.append((files_in(checkpoint_callback.dirpath), is_main))
+
+    model, seen = kit.Model(), []
+    model.at_step = {2: lambda: (seen.append(len(told)), held_writes.open())}
+    saved = kit.ModelCheckpoint(tmp_path / "run", every_n_train_steps=1, filename="{step}", save_top_k=-1)
+    logger = Uploader(tmp_path)
+    with quiet():
+        trainer_of(kit, tmp_path, checkpoints, saved, logger=logger, max_steps=5).fit(model, batches())
+    assert seen == [0]
+    assert len(told) == 5
+    for step, (files_then, is_main) in enumerate(told, 1):
+        assert f"step={step}.ckpt" in files_then
+        assert is_main
+    assert "after_save_checkpoint" not in vars(logger)
+
+
 def test_the_optimizers_are_guarded_while_the_training_runs_and_no_longer(kit, checkpoints, tmp_path):
     model, seen = kit.Model(), []
     with quiet():
