@@ -240,6 +240,29 @@ def test_the_figures_of_every_save_go_to_the_logger(kit, checkpoints, tmp_path):
         assert row["async_ckpt/total_seconds"] > 0
 
 
+def test_a_logger_is_told_of_a_checkpoint_when_the_file_is_there(kit, checkpoints, tmp_path, held_writes):
+    """Some upload it then, and leave out files that are not there."""
+    told: list[tuple[list[str], bool]] = []
+
+    class Uploader(kit.CSVLogger):
+        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+            is_main = threading.current_thread() is threading.main_thread()
+            told.append((files_in(checkpoint_callback.dirpath), is_main))
+
+    model, seen = kit.Model(), []
+    model.at_step = {2: lambda: (seen.append(len(told)), held_writes.open())}
+    saved = kit.ModelCheckpoint(tmp_path / "run", every_n_train_steps=1, filename="{step}", save_top_k=-1)
+    logger = Uploader(tmp_path)
+    with quiet():
+        trainer_of(kit, tmp_path, checkpoints, saved, logger=logger, max_steps=5).fit(model, batches())
+    assert seen == [0]
+    assert len(told) == 5
+    for step, (files_then, is_main) in enumerate(told, 1):
+        assert f"step={step}.ckpt" in files_then
+        assert is_main
+    assert "after_save_checkpoint" not in vars(logger)
+
+
 def test_the_optimizers_are_guarded_while_the_training_runs_and_no_longer(kit, checkpoints, tmp_path):
     model, seen = kit.Model(), []
     with quiet():
@@ -473,6 +496,36 @@ def test_an_exception_in_the_training_is_not_hidden_by_that_of_a_save(
     assert "a checkpoint was not saved" in caplog.text
 
 
+@pytest.mark.parametrize("hook", ["on_save_checkpoint", "on_train_batch_end"])
+def test_an_exception_in_a_callback_ends_the_training_and_leaves_whole_files(kit, checkpoints, tmp_path, hook):
+    """Ahead of a save, and when it has begun."""
+
+    def fail(self: Any, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            raise RuntimeError("out of luck")
+
+    # Lightning calls a Checkpoint behind all other callbacks, so that this one comes behind the ModelCheckpoint.
+    kind = kit.pytorch.Callback if hook == "on_save_checkpoint" else kit.pytorch.callbacks.Checkpoint
+    failing = type("Failing", (kind,), {hook: fail})()
+    saved = kit.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    with quiet(), pytest.raises(RuntimeError, match="out of luck"):
+        trainer_of(kit, tmp_path, checkpoints, saved, failing).fit(kit.Model(), batches())
+    steps = [2] if hook == "on_save_checkpoint" else [2, 4]
+    assert [checkpoint["global_step"] for checkpoint in contents(tmp_path).values()] == steps
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step={step}.ckpt" for step in steps]
+    run_of(kit, tmp_path, checkpoints, ckpt_path=tmp_path / f"step={steps[-1]}.ckpt", max_steps=6)  # it still works
+
+
+def test_a_training_that_reaches_its_last_step_waits_for_the_saves_under_way(kit, checkpoints, tmp_path, held_writes):
+    training = Call(lambda: run_of(kit, tmp_path, checkpoints, max_steps=4))
+    training.wait_until_inside("end_run")
+    assert training.is_alive()
+    assert files_in(tmp_path) == []
+    held_writes.open()
+    training.outcome()
+    assert [checkpoint["global_step"] for checkpoint in contents(tmp_path).values()] == [2, 4]
+
+
 def test_an_exception_waits_for_what_is_under_way_and_for_the_checkpoint_that_it_causes(kit, checkpoints, tmp_path):
     if "save_on_exception" not in inspect.signature(kit.ModelCheckpoint).parameters:
         pytest.skip("ModelCheckpoint(save_on_exception=True) is newer")
@@ -638,6 +691,42 @@ def test_manual_optimization_and_a_compiled_model_are_saved_as_by_lightning(kit,
         )
         is None
     )
+
+
+@pytest.mark.parametrize("how", ["an adapter of PEFT", "compiled as a whole"])
+def test_a_wrapped_module_has_lightnings_own_files_and_goes_on_with_the_same_losses(kit, checkpoints, tmp_path, how):
+    class Compilable(kit.Model):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return (self.layers(batch) - 1).square().mean()
+
+        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+            self.losses[self.trainer.global_step - 1] = outputs["loss"].item().hex()
+
+    def wrapped() -> Any:
+        if how == "compiled as a whole":
+            model = Compilable(8)
+            return model, torch.compile(model, backend="eager")
+        model = kit.Model(8)
+        peft = pytest.importorskip("peft")
+        model.layers = peft.get_peft_model(model.layers, peft.LoraConfig(r=2, target_modules=["0", "2"]))
+        assert sum(parameter.requires_grad for parameter in model.parameters()) == 4
+        return model, model
+
+    def train(name: str, plugin: Any, max_steps: int, ckpt_path: Any = None) -> dict[int, str]:
+        saved = kit.ModelCheckpoint(tmp_path / name, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+        model, given = wrapped()
+        with quiet():
+            trainer_of(kit, tmp_path, plugin, saved, max_steps=max_steps).fit(given, batches(), ckpt_path=ckpt_path)
+        return model.losses
+
+    whole = train("plain", None, 8)
+    begun = train("ours", checkpoints, 4)
+    assert begun | train("ours", checkpoints, 8, tmp_path / "ours" / "step=4.ckpt") == whole
+    plain, ours = contents(tmp_path / "plain"), contents(tmp_path / "ours")
+    assert [*ours] == [*plain]
+    for name, checkpoint in ours.items():
+        for part in ("state_dict", "optimizer_states"):
+            assert difference(checkpoint[part], plain[name][part]) is None
 
 
 def test_fabric_saves_in_the_background_too(kit, checkpoints, tmp_path, held_writes):

@@ -59,6 +59,7 @@ class BackgroundSaves:
         self._has_ended = False
         self._ended_by: BaseException | None = None
         self._undo = ExitStack()
+        self.newest_path: str | None = None  # of the newest save, as its report has it
 
     # --- saves ----------------------------------------------------------------------------------------------------
 
@@ -106,6 +107,7 @@ class BackgroundSaves:
         self._queue_removals()
         waited_seconds = self._queue.admit(path)
         self.raise_error()
+        self.newest_path = path_key(path)
         return waited_seconds
 
     def _wait_if_last(self, path: Any) -> None:

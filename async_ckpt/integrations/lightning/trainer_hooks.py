@@ -32,13 +32,15 @@ class TrainerHooks:
         require_names(pytorch, pytorch.core.saving, ["pl_load"])
         self._plugin, self._saves = plugin, saves
         self._undo = ExitStack()
+        # Calls of loggers, by the paths of the saves that they wait for.
+        self._untold: list[tuple[str | None, Callable[[], object]]] = []
 
     def __reduce__(self) -> Any:
         """Lightning pickles callbacks for processes that it spawns; the class of this one has no name to find it by."""
         return methodcaller("callback"), (self._plugin,)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Have ModelCheckpoint and `load_from_checkpoint` wait for what they look at, until the training ends."""
+        """Have ModelCheckpoint, loggers and `load_from_checkpoint` wait for what they look at, until the training ends."""
         if stage != "fit":
             return
         self._refuse_other_plugin(trainer)
@@ -47,6 +49,10 @@ class TrainerHooks:
             if hasattr(callback, "_link_checkpoint"):
                 undo.enter_context(_replaced(callback, "file_exists", self._after_saves_to(callback.file_exists)))
                 undo.enter_context(_replaced(callback, "_link_checkpoint", self._link))
+        self._untold = []
+        for logger in trainer.loggers:
+            tell_later = partial(self._tell_when_durable, logger.after_save_checkpoint)
+            undo.enter_context(_replaced(logger, "after_save_checkpoint", tell_later))
         for saving in [pytorch.core.saving for _, pytorch in imported_packages() if pytorch is not None]:
             undo.enter_context(_replaced(saving, "pl_load", self._after_saves_to(saving.pl_load)))
 
@@ -114,10 +120,20 @@ class TrainerHooks:
             self._saves.follow(linkpath, partial(move_link, linkpath, filepath))
         trainer.strategy.barrier()
 
+    def _tell_when_durable(self, tell: Callable[[Any], object], checkpoint_callback: Any) -> None:
+        """Stand in for `Logger.after_save_checkpoint`, in which some loggers upload the file."""
+        self._untold.append((self._saves.newest_path, partial(tell, checkpoint_callback)))
+
     def _log_reports(self, trainer: Any) -> None:
-        for report in self._saves.take_reports():
+        reports = self._saves.take_reports()
+        for report in reports:
             for logger in trainer.loggers:
                 logger.log_metrics(report.as_dict(LOGGED_AS), step=report.step)
+        durable = {report.path for report in reports}
+        told = [one for one in self._untold if one[0] in durable]
+        self._untold = [one for one in self._untold if one[0] not in durable]
+        for _, tell in told:
+            tell()
 
 
 @contextmanager
