@@ -260,7 +260,7 @@ _RANKS = """
 import contextlib, warnings
 warnings.simplefilter("ignore")
 from accelerated import *
-training = Training({folder!r}, sharded={sharded}, dropout={dropout})
+training = Training({folder!r}, sharded={sharded}, dropout={dropout}, whole_tensors={whole_tensors})
 plain = contextlib.nullcontext(training.accelerator)
 with plain if {layout!r} == "plain" else AsyncState(training.accelerator, {layout!r}) as state:
     if {load!r}:
@@ -273,7 +273,7 @@ here.tell({{"losses": losses, "names": sorted(os.listdir({folder!r} + "/checkpoi
 
 
 def ran(worlds: Worlds, size: int, folder: Path, load: Path | str = "", layout: str = "archive", **options: Any) -> Any:
-    values = {"sharded": False, "dropout": 0.1, **options}
+    values = {"sharded": False, "dropout": 0.1, "whole_tensors": False, **options}
     ended = worlds.run(size, _RANKS.format(folder=str(folder), load=str(load), layout=layout, **values))
     return [next(told for told in end.told if "losses" in told) for end in ended]
 
@@ -327,3 +327,48 @@ def test_four_ranks_of_fsdp2_are_loaded_by_four_and_by_two(worlds, tmp_path):
     folder = tmp_path / "plain" / "checkpoints" / "checkpoint_1"
     plain = ran(worlds, 2, tmp_path / "plain-two", folder, sharded=True, dropout=0.0, layout="plain")
     assert [told["losses"] for told in fewer] == [told["losses"] for told in plain]
+
+
+@pytest.mark.parametrize("whole_tensors", [False, True], ids=["folders", "files"])
+def test_the_files_under_fsdp2_are_those_of_accelerate_which_loads_them(worlds, tmp_path, whole_tensors):
+    options = {"sharded": True, "dropout": 0.0, "whole_tensors": whole_tensors}
+    first = {way: ran(worlds, 2, tmp_path / way, layout=way, **options) for way in ("accelerate", "plain")}
+    assert [told["losses"] for told in first["accelerate"]] == [told["losses"] for told in first["plain"]]
+    ours, plain = (tmp_path / way / "checkpoints" / "checkpoint_1" for way in first)
+    assert names(ours) == names(plain)
+    assert [name for name in first["accelerate"][0]["names"] if name.endswith(".training.tar")] == []
+    for way in first:
+        again = ran(worlds, 2, tmp_path / f"again-{way}", ours, layout=way, **options)
+        assert [told["losses"] for told in again] == [told["losses"][4:] for told in first["plain"]]
+
+
+_FULL = """
+import warnings
+warnings.simplefilter("ignore")
+from accelerated import *
+from async_ckpt.integrations import accelerate
+training = Training({folder!r}, sharded={sharded})
+state = AsyncState(training.accelerator, {layout!r})
+def full(*_, **__):
+    raise MemoryError("no room")
+taken = accelerate.snapshot
+if here.rank == {rank}:
+    accelerate.snapshot = full
+try:
+    state.save_state()
+except Exception as error:
+    here.tell({{"error": type(error).__name__}})
+accelerate.snapshot = taken
+state.save_state()
+state.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("layout", "sharded", "rank"), [("archive", False, 0), ("archive", True, 1), ("accelerate", True, 1)]
+)
+def test_a_snapshot_that_fails_on_one_rank_is_raised_on_all(worlds, tmp_path, layout, sharded, rank):
+    script = _FULL.format(folder=str(tmp_path), layout=layout, sharded=sharded, rank=rank)
+    told = [next(told for told in end.told if "error" in told)["error"] for end in worlds.run(2, script)]
+    assert told == ["MemoryError" if number == rank else "PeerFailedError" for number in range(2)]
+    assert "checkpoint_0" in names(tmp_path / "checkpoints")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from states import MIB
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
-from trainers import OURS, STEPS, Archives, At, Files, Kept, folders, losses, tiny_model, trainer_of
+from trainers import OURS, STEPS, Archives, At, Files, Kept, folders, losses, tiny_model, trainer_of, with_adapter
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
 import async_ckpt
@@ -546,11 +545,8 @@ def test_sigterm_saves_a_whole_checkpoint_and_ends_the_training(tmp_path, whole)
 
 
 def adapted() -> Any:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
-    with warnings.catch_warnings():  # it asks the model by a name that is going
-        warnings.simplefilter("ignore", FutureWarning)
-        return peft.get_peft_model(tiny_model(), config)
+    pytest.importorskip("peft")
+    return with_adapter(tiny_model())
 
 
 _WAYS = {

@@ -11,6 +11,8 @@ from children import Nursery
 from rank_worlds import Worlds
 from torch.distributed.checkpoint import FileSystemReader
 
+import async_ckpt
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -81,6 +83,39 @@ try:
 except Exception as error:
     here.tell({{"error": type(error).__name__, "text": str(error), "step": trainer.state.global_step}})
 """
+_FULL = """
+import warnings
+warnings.simplefilter("ignore")
+from trainers import *
+from async_ckpt.integrations.transformers import async_trainer
+trainer = trainer_of({kind}, {folder!r}, model={model}, max_steps=6)
+taken, calls = async_trainer.snapshot, iter(range(1, 10))
+def snapshot(*arguments, **options):
+    if next(calls) == 2 and here.rank == {rank}:
+        raise MemoryError("no room")
+    return taken(*arguments, **options)
+async_trainer.snapshot = snapshot
+try:
+    trainer.train()
+except Exception as error:
+    here.tell({{"error": type(error).__name__, "text": str(error), "folders": folders({folder!r})}})
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank"), [("Files", 0), ("sharded(Archives)", 1), ("sharded(Files)", 0)], ids=["ddp", "fsdp2", "folders"]
+)
+def test_a_snapshot_that_fails_on_one_rank_is_raised_on_all(worlds, tmp_path, kind, rank):
+    model = "untied" if kind.startswith("sharded") else "None"
+    script = _FULL.format(kind=kind, folder=str(tmp_path), model=model, rank=rank)
+    told = [next(told for told in end.told if "error" in told) for end in worlds.run(2, script)]
+    assert told[rank]["error"] == "MemoryError"
+    assert told[1 - rank]["error"] == "PeerFailedError"
+    assert told[1 - rank]["text"] == f"rank {rank} has failed: MemoryError: no room"
+    assert "checkpoint-2" in told[0]["folders"]
+    assert "checkpoint-4" not in told[0]["folders"]
+
+
 _BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
 
 
@@ -153,3 +188,33 @@ def test_whole_state_dicts_under_fsdp2_are_in_the_files_of_the_plain_trainer_whi
         torch.testing.assert_close(loaded, theirs, rtol=0, atol=0)
     resumed, _ = trained(worlds, 2, "sharded(Trainer, 'FULL_STATE_DICT')", tmp_path / "resumed", ours, model="untied")
     assert resumed == losses["Trainer"]
+
+
+@pytest.mark.parametrize("kind", ["sharded({})", "sharded({}, 'FULL_STATE_DICT')"], ids=["folders", "files"])
+def test_adapters_under_fsdp2_are_in_the_files_of_the_plain_trainer_which_resumes_from_them(worlds, tmp_path, kind):
+    pytest.importorskip("peft")
+    losses = {}
+    for name in ("Trainer", "Files"):
+        losses[name], _ = trained(worlds, 2, kind.format(name), tmp_path / name, model="untied_with_adapter")
+    assert losses["Files"] == losses["Trainer"]
+    plain, ours = (tmp_path / name / "checkpoint-2" for name in losses)
+    assert {path.name for path in ours.iterdir()} == {path.name for path in plain.iterdir()}
+    for file in {"adapter_model.safetensors", "adapter_config.json"} & {path.name for path in plain.iterdir()}:
+        assert (ours / file).read_bytes() == (plain / file).read_bytes()
+    for folder in [path.name for path in plain.iterdir() if path.is_dir()]:
+        keys = [{*FileSystemReader(one / folder).read_metadata().state_dict_metadata} for one in (plain, ours)]
+        assert keys[0] == keys[1]
+    for name in ("Trainer", "Files"):
+        folder = tmp_path / f"resumed-{name}"
+        resumed, _ = trained(worlds, 2, kind.format(name), folder, ours, model="untied_with_adapter")
+        assert resumed == losses["Trainer"]
+
+
+def test_adapters_under_fsdp2_are_resumed_from_an_archive(worlds, tmp_path):
+    pytest.importorskip("peft")
+    kind, model = "sharded(Archives)", "untied_with_adapter"
+    whole, _ = trained(worlds, 2, kind, tmp_path / "whole", model=model)
+    archive = async_ckpt.load(tmp_path / "whole" / "checkpoint-2" / "training.tar", select="model")
+    assert all("lora" in name for name in archive["model"])
+    resumed, _ = trained(worlds, 2, kind, tmp_path / "resumed", tmp_path / "whole" / "checkpoint-2", model=model)
+    assert resumed == whole

@@ -135,7 +135,15 @@ here.tell({{"losses": losses(trainer)}})
 """
 
 
-@pytest.mark.parametrize(("kind", "model"), [("Files", "None"), ("sharded(Archives)", "untied")])
+_KINDS = [
+    ("Files", "None"),
+    ("sharded(Archives)", "untied"),
+    ("sharded(Files)", "untied"),
+    ("sharded(Files, 'FULL_STATE_DICT')", "untied"),
+]
+
+
+@pytest.mark.parametrize(("kind", "model"), _KINDS, ids=["ddp", "fsdp2", "folders", "files"])
 def test_two_ranks_write_to_a_store_and_are_resumed(worlds: Worlds, s3, url, folder, kind, model):
     told = []
     for steps in (4, STEPS):
@@ -144,4 +152,4 @@ def test_two_ranks_write_to_a_store_and_are_resumed(worlds: Worlds, s3, url, fol
         )
         told.append(next(told for told in worlds.run(2, script)[0].told if "losses" in told)["losses"])
     assert told[0].items() <= told[1].items()
-    assert whole(url) == [f"checkpoint-{step}" for step in range(2, STEPS + 1, 2)]
+    assert names(url) == whole(url) == [f"checkpoint-{step}" for step in range(2, STEPS + 1, 2)]

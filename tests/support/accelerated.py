@@ -46,6 +46,7 @@ class Training:
         total_limit: int | None = None,
         dropout: float = 0.1,
         workers: int = 0,
+        whole_tensors: bool = False,
         on: dict[str, Any] | None = None,
     ) -> None:
         """`on` has the arguments of an Accelerator on another device than the processor."""
@@ -58,7 +59,11 @@ class Training:
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.accelerator.state.distributed_type = DistributedType.FSDP
             self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True, cpu_ram_efficient_loading=False
+                fsdp_version=2,
+                auto_wrap_policy="no_wrap",
+                reshard_after_forward=True,
+                cpu_ram_efficient_loading=False,
+                state_dict_type="FULL_STATE_DICT" if whole_tensors else "SHARDED_STATE_DICT",
             )
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(dropout), torch.nn.Linear(16, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -155,3 +155,16 @@ def sharded(kind: type[Any], state_dict_type: str = "SHARDED_STATE_DICT") -> typ
 def untied() -> GPT2LMHeadModel:
     """A model without dropout, whose losses do not depend on the number of ranks, but for the order of sums."""
     return tiny_model(tie_word_embeddings=False, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+
+
+def with_adapter(model: GPT2LMHeadModel) -> Any:
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
+    with warnings.catch_warnings():  # it asks the model by a name that is going
+        warnings.simplefilter("ignore", FutureWarning)
+        return peft.get_peft_model(model, config)
+
+
+def untied_with_adapter() -> Any:
+    return with_adapter(untied())

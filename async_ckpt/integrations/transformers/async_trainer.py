@@ -31,7 +31,7 @@ from ..common.small_files import write_files, written_by
 from ..common.step_guard import StepGuard
 from ..common.training_archive import archive_in
 from ..dcp import restore
-from .trainer_parts import parts_of, peft_config_of
+from .trainer_parts import parts_of, peft_config_of, written_weights
 from .trainer_save import STATE, TrainerSave
 
 if TYPE_CHECKING:  # whichever version is installed, if any
@@ -353,7 +353,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         """Fill the model from an archive; False if that has none."""
         if archive is None or not archive.is_dir():  # only several ranks write the weights there
             return False
-        restore({"model": model}, archive, select="model")
+        adapters = peft_config_of(model)
+        restore({"model": model if adapters is None else written_weights(model)}, archive, select="model")
         return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -23,7 +23,7 @@ def parts_of(trainer: Any) -> dict[str, Any]:
     if issubclass(kind, FsdpArchive):
         parts = sharded_parts(trainer.model, trainer.optimizer, kind, only_adapters=adapters is not None)
     else:
-        parts = {"model": _written_weights(trainer.model), "optimizer": trainer.optimizer}
+        parts = {"model": written_weights(trainer.model), "optimizer": trainer.optimizer}
     if trainer.args.save_only_model:
         return {"model": parts["model"]}
     parts["scheduler"] = trainer.lr_scheduler.state_dict()
@@ -52,7 +52,7 @@ def peft_config_of(model: Any) -> Mapping[str, Any] | None:
     return getattr(model, "peft_config", None) or None
 
 
-def _written_weights(model: Any) -> dict[str, torch.Tensor]:
+def written_weights(model: Any) -> dict[str, torch.Tensor]:
     """The part of a model's state dict that its `save_pretrained` writes: of a PEFT model, the adapters' part."""
     weights: dict[str, torch.Tensor] = model.state_dict()
     adapters = peft_config_of(model)
@@ -61,8 +61,13 @@ def _written_weights(model: Any) -> dict[str, torch.Tensor]:
     from peft import get_peft_model_state_dict
 
     written = {
-        tensor.data_ptr()
+        _identity(tensor)
         for adapter in adapters
         for tensor in get_peft_model_state_dict(model, state_dict=weights, adapter_name=adapter).values()
     }
-    return {name: tensor for name, tensor in weights.items() if tensor.data_ptr() in written}
+    return {name: tensor for name, tensor in weights.items() if _identity(tensor) in written}
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory, or where that is not to be had, as of a DTensor, of the object."""
+    return tensor.data_ptr() or id(tensor)
