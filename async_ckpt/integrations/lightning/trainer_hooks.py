@@ -40,7 +40,7 @@ class TrainerHooks:
         return methodcaller("callback"), (self._plugin,)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Have ModelCheckpoint, loggers and `load_from_checkpoint` wait for what they look at, until the training ends."""
+        """Have ModelCheckpoint, loggers and `load_from_checkpoint` wait for what they look at, until its end."""
         if stage != "fit":
             return
         self._refuse_other_plugin(trainer)
