@@ -162,8 +162,7 @@ def hold_if_free(path: Path) -> int | None:
 def read_held(path: Path) -> bytes:
     """Read a small file that a process has locked.
 
-    If that is this process, closing another descriptor of the file would release the lock, so the one that holds it is
-    read from.
+    If it is this process, closing another descriptor of the file would release the lock: the one that holds it is read.
     """
     with _ours_lock:
         key = identity(os.stat(path))

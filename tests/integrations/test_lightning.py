@@ -263,6 +263,24 @@ def test_a_logger_is_told_of_a_checkpoint_when_the_file_is_there(kit, checkpoint
     assert "after_save_checkpoint" not in vars(logger)
 
 
+def test_a_callback_that_opens_the_best_file_waits_for_it(kit, checkpoints, tmp_path, held_writes):
+    """Its path is known as soon as the save has begun, and the file is not there yet."""
+    saved = kit.ModelCheckpoint(tmp_path, monitor="loss", every_n_train_steps=2)
+    seen: list[Any] = []
+
+    class Opening(kit.pytorch.callbacks.Checkpoint):  # called behind the ModelCheckpoint
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                seen.append(os.path.exists(saved.best_model_path))
+                held_writes.open()
+                checkpoints.wait()
+                seen.append(loaded(saved.best_model_path)["global_step"])
+
+    with quiet():
+        trainer_of(kit, tmp_path, checkpoints, saved, Opening(), max_steps=2).fit(kit.Model(), batches())
+    assert seen == [False, 2]
+
+
 def test_the_optimizers_are_guarded_while_the_training_runs_and_no_longer(kit, checkpoints, tmp_path):
     model, seen = kit.Model(), []
     with quiet():

@@ -1,6 +1,6 @@
 """The callback of the plugin: hooks of the Trainer, and the few methods of ModelCheckpoint that must wait for saves.
 
-In: the Trainer. Out: optimizers for the guard, figures for the loggers, links in their order; all undone at the end.
+In: the Trainer. Out: optimizers for the guard, figures and files for loggers, links in their order; all undone at the end.
 Knows nothing of: how to save.
 """
 
@@ -40,7 +40,7 @@ class TrainerHooks:
         return methodcaller("callback"), (self._plugin,)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Have ModelCheckpoint, loggers and `load_from_checkpoint` wait for what they look at, until its end."""
+        """Have ModelCheckpoint, loggers and `load_from_checkpoint` wait for the files they look at, until training ends."""
         if stage != "fit":
             return
         self._refuse_other_plugin(trainer)
