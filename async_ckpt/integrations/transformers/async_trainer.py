@@ -259,7 +259,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             self._push_from_checkpoint(run.place(name))
 
     def _wait_for_push(self) -> None:
-        """Wait for the push under way: it takes what is in `output_dir`, and would take hidden files of a save along."""
+        """Wait for the push under way: it takes all of `output_dir`, and would take hidden files of a save along."""
         push = getattr(self, "push_in_progress", None)
         if push is not None:
             push.wait_until_done()

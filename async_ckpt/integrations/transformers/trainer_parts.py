@@ -1,4 +1,4 @@
-"""What the checkpoint of a trainer consists of: the parts that are copied, and those of them that are in an archive.
+"""The parts of a checkpoint of a trainer: what is copied, and what of it is in an archive.
 
 In: a trainer. Out: its state by parts, without communication; the kind of its archive. Knows nothing of: files, saves.
 """
