@@ -1,6 +1,6 @@
 """Plug-ins for other projects, imported on use.
 
-- `transformers.py`: a base class for the Trainer of Transformers; `accelerate.py`: `save_state` and `load_state`.
+- `transformers/`: a base class for the Trainer of Transformers; `accelerate.py`: `save_state` and `load_state`.
 - `lightning/`: a plugin, a callback and strategies for Lightning's Trainer and Fabric.
 - `deepspeed/`: DeepSpeed's engine, with files as it writes them, or archives.
 - `torchtitan.py`: a checkpoint manager for torchtitan; `ray_train.py`: a checkpointer for the workers of Ray Train.

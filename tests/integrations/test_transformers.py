@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from disks import mounted, needs_mount
-from racing import Thrown
+from local_hub import local_hub
+from racing import Thrown, until
 from states import MIB
 
 pytest.importorskip("transformers")
@@ -423,6 +424,56 @@ def test_a_plain_trainer_is_made_asynchronous(tmp_path):
     assert folders(tmp_path) == [saved(2)]
 
 
+def tuner_of_trl(folder: Path, **given: Any) -> Any:
+    """trl's trainer, with a tokenizer of single letters."""
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, set_seed
+
+    rows = [[3, 4, 5], [5, 4, 3], [10, 9, 8], [8, 7, 6, 5, 4]]
+    letters = {letter: number for number, letter in enumerate(["<pad>", "<s>", "</s>", *"abcdefgh"])}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    set_seed(1)
+    options = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, **given}
+    return trl.SFTTrainer(
+        model=tiny_model(),
+        args=trl.SFTConfig(
+            str(folder),
+            dataset_kwargs={"skip_prepare_dataset": True},
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+            seed=1,
+            **options,
+        ),
+        train_dataset=Dataset(InMemoryTable.from_pydict({"input_ids": rows * 8}), fingerprint="rows"),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+        ),
+    )
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("layout", ["transformers", "archive"])
+def test_a_trainer_of_trl_writes_the_same_files_and_is_resumed_with_the_same_losses(tmp_path, layout):
+    plain = tuner_of_trl(tmp_path / "plain")
+    plain.train()
+    ours = make_async(tuner_of_trl(tmp_path / "ours"), layout)
+    ours.train()
+    assert losses(ours) == losses(plain)
+    files = [{path.name for path in (tmp_path / run / saved(2)).iterdir()} for run in ("plain", "ours")]
+    if layout == "archive":
+        files[0] = files[0] - {"optimizer.pt", "scheduler.pt", "rng_state.pth"} | {"training.tar"}
+    assert files[0] == files[1]
+    again = make_async(tuner_of_trl(tmp_path / "again"), layout)
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / saved(2)))
+    assert losses(again) == losses(plain)
+
+
 def test_a_base_that_would_be_hidden_is_refused():
     with pytest.raises(TypeError, match=r"class Wrong\(WithCard, AsyncCheckpointing\)"):
         type("Wrong", (AsyncCheckpointing, WithCard), {})
@@ -507,23 +558,47 @@ def test_the_scaler_of_fp16_is_saved_and_loaded(tmp_path, kind):
     assert again.accelerator.scaler.get_scale() == 1024.0
 
 
-class Pushing(Files):
-    """A trainer whose hub is on this machine."""
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The hub that this process knows."""
+    import huggingface_hub
+    from transformers.utils import hub as utilities
 
-    def init_hf_repo(self, token: Any = None) -> None:
-        self.hub_model_id = "nobody/nothing"
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self.pushed = [*getattr(self, "pushed", []), sorted(os.listdir(checkpoint_folder))]
-
-    def push_to_hub(self, *_: Any, **__: Any) -> None: ...
+    with local_hub() as started:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", started.endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(utilities, "_hf_api", None, raising=False)  # has been made for another endpoint
+        yield started
 
 
-def test_a_push_to_the_hub_waits_for_the_folder(tmp_path, whole):
-    trainer = trainer_of(Pushing, tmp_path, push_to_hub=True, max_steps=4)
-    trainer.train()
-    expected = sorted(os.listdir(whole["Files"][1] / saved(2)))
-    assert trainer.pushed == [expected, expected]
+def wait_for_push(trainer: Any) -> None:
+    if trainer.push_in_progress is not None:
+        trainer.push_in_progress.wait_until_done()
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
+def test_what_is_pushed_to_the_hub_is_what_the_plain_trainer_pushes(tmp_path, hub, strategy):
+    pushed = []
+    for kind in (Trainer, Files):
+        hub.commits.clear()
+        options = {"push_to_hub": True, "hub_model_id": "nobody/nothing", "hub_token": "hf_none"}
+        trainer = trainer_of(
+            kind,
+            tmp_path / kind.__name__,
+            max_steps=4,
+            hub_strategy=strategy,
+            hub_always_push=True,
+            **options,
+        )
+        if kind is Trainer:  # it would write to files that are still being pushed, and lose the push
+            trainer.add_callback(At(3, partial(wait_for_push, trainer)))
+        trainer.train()
+        trainer.push_to_hub()
+        until(lambda: len(hub.commits) == {"end": 1, "every_save": 3}.get(strategy, 5))
+        pushed.append(sorted((message, sorted(files)) for message, files in hub.commits))
+    assert pushed[1] == pushed[0]
+    weights = [files["model.safetensors"] for message, files in hub.commits if message.endswith("step 2")]
+    assert weights in ([], [(tmp_path / "Files" / saved(2) / "model.safetensors").read_bytes()])
 
 
 def test_sigterm_saves_a_whole_checkpoint_and_ends_the_training(tmp_path, whole):

@@ -36,8 +36,8 @@ _NUMBER: Final = re.compile(r"checkpoint[-_](\d+)")
 class FolderHold:
     """A folder that no other trainer may write to, in this process or another one, while the `with` block runs."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / _LOCK
+    def __init__(self, folder: Path, name: str = _LOCK) -> None:
+        self._path = folder / name
         self._fd = -1
 
     def __enter__(self) -> Self:

@@ -53,6 +53,8 @@ _OLDEST, _NEWEST = "4.57", "5.23"
 _PREFIX: Final = "checkpoint"
 # The mark that the trainer puts into the folder of a checkpoint on SIGTERM, before it has it written.
 _JIT_MARK: Final = "checkpoint-is-incomplete.txt"
+# The file that is locked in `output_dir`: names that begin so are not pushed to the hub.
+_LOCK: Final = "_async_ckpt.lock"
 # Where the trainer writes by default.
 _OUTPUT_DIR: Final = "trainer_output"
 # The methods of Trainer that are called or replaced here.
@@ -197,7 +199,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if not self.args.should_save or self._url is not None:
             yield
             return
-        with FolderHold(Path(self.args.output_dir)):
+        with FolderHold(Path(self.args.output_dir), _LOCK):
             yield
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -240,6 +242,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         def take() -> dict[str, bytes]:
             """Take this rank's snapshot. Returns the files of its random states, by name."""
             nonlocal save
+            self._wait_for_push()
             self.wait_for_checkpoint()
             save = self._take(self._enter(run_dir), name, began)
             return {} if self.args.save_only_model else written_by(self._save_rng_state, in_memory=True)
@@ -250,7 +253,16 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         meet(lambda: self._begin(run, name, save, rng), gather_object)
         if self.args.push_to_hub:
             self._wait_on_all_ranks()
+            if save is not None and self.args.should_save:
+                save.wait_cleaned()  # what is hidden would be pushed, too
+                run.end()
             self._push_from_checkpoint(run.place(name))
+
+    def _wait_for_push(self) -> None:
+        """Wait for the push under way: it takes all of `output_dir`, and would take hidden files of a save along."""
+        push = getattr(self, "push_in_progress", None)
+        if push is not None:
+            push.wait_until_done()
 
     def _take(self, run: LocalRun | StoredRun, name: str, began: float) -> TrainerSave | None:
         """This rank's part of a save, with its snapshot taken; None if it writes nothing."""

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint of a trainer: those that are copied for a save, and those that its own methods write.
+"""The parts of a checkpoint of a trainer: what is copied, and what of it is in an archive.
 
 In: a trainer. Out: its state by parts, without communication; the kind of its archive. Knows nothing of: files, saves.
 """
