@@ -1,6 +1,7 @@
 """The callback of the plugin: hooks of the Trainer, and the few methods of ModelCheckpoint that must wait for saves.
 
-In: the Trainer. Out: optimizers for the guard, figures and files for loggers, links in their order; all undone at the end.
+In: the Trainer. Out: optimizers for the guard, figures and files for loggers, links in their order; all undone at the
+end.
 Knows nothing of: how to save.
 """
 
