@@ -41,7 +41,7 @@ class TrainerHooks:
         return methodcaller("callback"), (self._plugin,)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Have ModelCheckpoint, loggers and `load_from_checkpoint` wait for the files they look at, until training ends."""
+        """Have ModelCheckpoint, loggers and `load_from_checkpoint` wait for what they read, until training ends."""
         if stage != "fit":
             return
         self._refuse_other_plugin(trainer)
