@@ -439,6 +439,29 @@ except Exception as error:
     assert [path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize("point", ["write", "manifest"])
+def test_a_folder_that_is_deleted_while_shards_are_saved_there_fails_that_save(ranks, tmp_path, point):
+    """If rank 0 alone is concerned, the others would hear of it at the next save."""
+    script = """
+import shutil
+
+def delete():
+    if not here.is_said("deleted"):
+        here.say("deleted")
+        shutil.rmtree(FOLDER, ignore_errors=True)  # the other rank may write there meanwhile
+
+here.at(POINT, delete) if here.rank == 0 else None
+try:
+    train(Sharded(16), FOLDER, steps=2, strategy=model_parallel())
+except Exception as error:
+    here.tell(type(error).__name__)
+"""
+    script = script.replace("FOLDER", repr(str(tmp_path / "run"))).replace("POINT", repr(point))
+    first, _ = ranks.run(2, RANKS + script, **ELASTIC)
+    assert first.told == ["StorageUnavailableError"]
+    assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == []
+
+
 # The ranks of a machine die together, at a call of one of them that changes the disk.
 DYING_TOGETHER = """
 import json, os, signal

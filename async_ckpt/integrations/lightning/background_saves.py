@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -26,6 +26,7 @@ from ...report import SaveReport
 from ..common.joint_errors import meet
 from ..common.step_guard import StepGuard
 from .checkpoint_paths import (
+    REST,
     archive_path,
     hidden_beside,
     is_link,
@@ -36,9 +37,6 @@ from .checkpoint_paths import (
     tell_heard,
 )
 from .save_queue import Action, SaveQueue
-
-# The file with everything but the shards in a folder: its name in the folders that Lightning writes.
-REST: Final = "meta.pt"
 
 _log = logging.getLogger("async_ckpt")
 

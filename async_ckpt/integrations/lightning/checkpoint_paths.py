@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from ...errors import StorageUnavailableError
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import parse
 from ...spans import monotonic
@@ -21,6 +22,8 @@ from ...storage.locks import TEMP_SUFFIX, is_dead
 from ...storage.scratch import publish
 from ..common.folders import FolderHold
 
+# The file with everything but the shards in a folder: its name in the folders that Lightning writes.
+REST: Final = "meta.pt"
 _ONE_ARCHIVE: Final = "rank_00000.tar"
 _HIDDEN_SUFFIX: Final = ".async_ckpt-saving"
 # For how long rank 0 waits until all ranks know of a commit, and how often it looks. A rank that is killed never knows.
@@ -81,13 +84,18 @@ def _heard_mark(hidden: Path, rank: int) -> Path:
 
 
 def publish_when_heard(hidden: Path, path: Path, world_size: int) -> None:
-    """On rank 0, give a complete folder its name, in place of an older one, when all ranks have heard of the commit."""
+    """On rank 0, give a complete folder its name, in place of an older one, when all ranks have heard of the commit.
+
+    Raises StorageUnavailableError if it is not complete: someone has deleted it before the commit made it anew.
+    """
     marks = [_heard_mark(hidden, rank) for rank in range(1, world_size)]
     deadline, pause = monotonic() + _HEARD_SECONDS, threading.Event()
     while not all(mark.exists() for mark in marks) and monotonic() < deadline:
         pause.wait(_LOOK_SECONDS)
     for mark in marks:
         mark.unlink(missing_ok=True)
+    if not (hidden / REST).exists() or len([*hidden.glob("rank_*.tar")]) < world_size:
+        raise StorageUnavailableError(f"{path}: files of it were deleted while it was saved")
     sync_folder(hidden)
     if path.is_symlink():  # one that ModelCheckpoint has made; what it leads to stays
         path.unlink()

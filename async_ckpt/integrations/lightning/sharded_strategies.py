@@ -16,8 +16,8 @@ import torch
 
 from ...state.state_dict_cache import StateDictCache
 from ..dcp import TarStorageReader
-from .background_saves import REST, BackgroundSaves
-from .checkpoint_paths import archives_in, saved_world_size
+from .background_saves import BackgroundSaves
+from .checkpoint_paths import REST, archives_in, saved_world_size
 
 
 def saves_shards(strategy: Any) -> bool:
