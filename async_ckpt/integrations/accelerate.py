@@ -112,17 +112,17 @@ class AsyncState:
 
         # All ranks meet here, and when all is begun: an error of any is raised on all. Of files that several ranks have
         # under one name, the first rank's counts.
-        of_ranks = meet(take, utils.gather_object)
+        of_ranks = meet(take)
         files = {name: data for files in reversed(of_ranks) for name, data in files.items()}
         self._accelerator.project_configuration.iteration += 1
-        meet(lambda: self._begin(snap, files, folder), utils.gather_object)
+        meet(lambda: self._begin(snap, files, folder))
         return None if self._pending is None else self._pending[1]
 
     def wait(self) -> None:
         """Return when the save that is under way is durable. Every rank calls this. Raises its error if it failed, and
         PeerFailedError if it failed on another rank. For one rank there is the handle.
         """
-        meet(self._settle, utils.gather_object)
+        meet(self._settle)
         if self._writes and self._is_named:
             remove_retired(self._project)
 

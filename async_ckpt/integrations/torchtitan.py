@@ -166,7 +166,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
             if _rank() == 0 or any(map(is_sharded, weights.values())):
                 export_hf(weights, self._path(step), config_folder).result()
 
-        meet(write, _gather)
+        meet(write)
 
     def _maybe_wait_for_staging(self) -> None:
         """Do nothing: the guard holds the optimizers until the snapshot is taken."""
@@ -187,7 +187,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
 
     def _load(self, step: int = -1) -> bool:
         assert self.checkpointer is not None
-        newest, is_own = meet(lambda: self._find(step), _gather)[0]
+        newest, is_own = meet(lambda: self._find(step))[0]
         if newest is None:
             return self._load_initially()
         states = {_base.MODEL: self._model} if newest == 0 else self._to_load()
@@ -327,15 +327,6 @@ def _values_of_this_rank(
 def _explain(error: StateMismatchError, step: int) -> None:
     if _base.OPTIMIZER in error.missing:
         error.add_note(f"step {step} may have the model alone, by last_save_model_only; give load_step= an earlier one")
-
-
-def _gather(brought: list[Any]) -> list[Any]:
-    """The lists of all ranks, one after the other."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return brought
-    of_ranks: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, brought)
-    return [value for values in of_ranks for value in values]
 
 
 def _rank() -> int:

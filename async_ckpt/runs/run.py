@@ -449,7 +449,7 @@ class Run:
         return {*in_flight, *newer, *self.protected()}
 
     def _in_newer_format(self, commits: Commits) -> list[int]:
-        return sorted(step for step in self.root.newer_format if commits.get(step, self) is None)
+        return sorted(step for step in self.root.newer_format if step in commits and commits[step] is None)
 
     def _warn_of_what_is_kept(self, view: Commits) -> None:
         if newer := self._in_newer_format(view):

@@ -12,16 +12,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from ...errors import PeerFailedError
 
 T = TypeVar("T")
 
 
-def meet(bring: Callable[[], T], gather: Callable[[list[Any]], list[Any]]) -> list[T]:
+def lists_of_all_ranks(brought: list[Any]) -> list[Any]:
+    """The lists of all ranks of the process group, one after the other; without a group, this rank's."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return brought
+    of_ranks: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, brought)
+    return [one for of_rank in of_ranks for one in of_rank]
+
+
+def meet(bring: Callable[[], T], gather: Callable[[list[Any]], list[Any]] = lists_of_all_ranks) -> list[T]:
     """Everything that the ranks bring, by rank. Every rank calls this, on its training thread.
 
-    `gather` concatenates the lists of all ranks. Raises the error of `bring`, and PeerFailedError if another rank's has
-    failed.
+    `gather` concatenates lists of ranks: here of all, or of those alone that can fail. Raises the error of `bring`, and
+    PeerFailedError if another rank's has failed.
     """
     brought, failed = None, None
     try:

@@ -175,14 +175,14 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
                 handle = self._begin(folder, files)
 
         try:
-            folder.enter(meet(partial(self._after_last, folder.make), _gather)[0])
+            folder.enter(meet(partial(self._after_last, folder.make))[0])
             files: dict[str, Any] = {}
             rests: list[bytes] = []
             if self._layout == "archive":
-                rests = meet(partial(zero_archive.rest_of, engine, client_state or {}), _gather)
+                rests = meet(partial(zero_archive.rest_of, engine, client_state or {}))
             else:
                 files = self._collect(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
-            meet(begin, _gather)
+            meet(begin)
         except BaseException:
             if handle is not None:
                 wait_for(handle)
@@ -237,7 +237,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
         checkpoints.wait()  # the last line of a script
         """
-        meet(self._after_last, _gather)
+        meet(self._after_last)
 
     def reports(self) -> list[SaveReport]:
         """The reports of this rank's part of the saves that have ended since the last call.
@@ -363,10 +363,3 @@ def _follow(folder: TagFolder | ArchiveFolder, handle: SaveHandle | None, ended:
         with suppress(Exception):
             folder.remove()
         ended.set_result(None)
-
-
-def _gather(brought: list[Any]) -> list[Any]:
-    """The lists of all ranks, one after the other."""
-    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(of_ranks, brought)
-    return [one for of_rank in of_ranks for one in of_rank]

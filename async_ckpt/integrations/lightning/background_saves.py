@@ -89,7 +89,7 @@ class BackgroundSaves:
                 shutil.rmtree(hidden_beside(path), ignore_errors=True)  # a process was killed while it wrote there
             return str(path), waited_seconds
 
-        of_ranks = meet(begin, _gather)
+        of_ranks = meet(begin)
         path, waited_seconds = of_ranks[0][0], of_ranks[rank][1]
         hidden = hidden_beside(path)
         handles = [save(parts, archive_path(hidden, strategy.world_size), guard=self._guard or None)]
@@ -195,13 +195,6 @@ class BackgroundSaves:
 
 def _nothing() -> None:
     pass
-
-
-def _gather(brought: list[Any]) -> list[Any]:
-    """Concatenate the lists of all ranks."""
-    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(of_ranks, brought)
-    return [one for part in of_ranks for one in part]
 
 
 def _step_in(checkpoint: Mapping[str, Any]) -> int | None:

@@ -38,10 +38,8 @@ if TYPE_CHECKING:  # whichever version is installed, if any
     Trainer: Any
     TrainerCallback: Any
     ExportableState: Any
-    gather_object: Any
 else:
     try:
-        from accelerate.utils import gather_object
         from transformers import Trainer, TrainerCallback
         from transformers.trainer_callback import ExportableState
     except ImportError:  # said by `require`, when a trainer is made
@@ -186,7 +184,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
 
     def _wait_on_all_ranks(self) -> None:
         """Wait for the checkpoint where all ranks do: each of them raises an error if it failed on any."""
-        meet(self.wait_for_checkpoint, gather_object)
+        meet(self.wait_for_checkpoint)
 
     def _wait_beside(self, error: BaseException) -> None:
         try:
@@ -247,10 +245,10 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             save = self._take(self._enter(run_dir), name, began)
             return {} if self.args.save_only_model else written_by(self._save_rng_state, in_memory=True)
 
-        rng = {file: data for files in meet(take, gather_object) for file, data in files.items()}
+        rng = {file: data for files in meet(take) for file, data in files.items()}
         run = self._enter(run_dir)
         self._note_best(run, name)
-        meet(lambda: self._begin(run, name, save, rng), gather_object)
+        meet(lambda: self._begin(run, name, save, rng))
         if self.args.push_to_hub:
             self._wait_on_all_ranks()
             if save is not None and self.args.should_save:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import Nursery
 from rank_worlds import Worlds
 
 import async_ckpt
@@ -14,12 +13,7 @@ import async_ckpt
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-frameworks")
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs scripts in processes that have imported the framework already."""
-    with Nursery(tmp_path_factory.mktemp("children"), "deepspeed_runs") as started:
-        yield started
-
+WARM = "deepspeed_runs"
 
 _TRAIN = """
 from deepspeed_runs import *

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from children import Nursery
 from racing import until
 from rank_worlds import Worlds
 from safetensors.torch import load_file
@@ -19,12 +18,7 @@ from async_ckpt import AsyncCheckpointer, Naming
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Its children have imported torchtitan already."""
-    with Nursery(tmp_path_factory.mktemp("children"), "titan_trainers") as started:
-        yield started
-
+WARM = "titan_trainers"
 
 TRAIN = """
 from titan_trainers import *
