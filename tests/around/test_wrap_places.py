@@ -184,7 +184,7 @@ def test_what_is_written_has_the_mode_that_the_function_gives(tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_said(tmp_path, save):
     with mounted(tmp_path / "frozen", "size=8m") as frozen:
         subprocess.run(["mount", "-o", "remount,ro", str(frozen)], check=True)
-        with pytest.raises(StorageUnavailableError, match="writable"):
+        with pytest.raises(StorageUnavailableError, match="for writing"):
             wrap(save)(STATE, str(frozen / "x")).result()
 
 

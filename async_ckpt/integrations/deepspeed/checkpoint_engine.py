@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -175,7 +175,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
                 handle = self._begin(folder, files)
 
         try:
-            folder.enter(meet(partial(self._after_last, folder.make))[0])
+            folder.enter(self._meet_after_last(folder.make)[0])
             files: dict[str, Any] = {}
             rests: list[bytes] = []
             if self._layout == "archive":
@@ -237,7 +237,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
         checkpoints.wait()  # the last line of a script
         """
-        meet(self._after_last)
+        self._meet_after_last()
 
     def reports(self) -> list[SaveReport]:
         """The reports of this rank's part of the saves that have ended since the last call.
@@ -279,9 +279,26 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     def cleanup(self) -> None:
         """At the end of the engine: wait for this rank's part of the save under way. Raises its error."""
-        self._after_last()
+        with self._removing_last():
+            self._after_last()
 
     # --- parts ------------------------------------------------------------------------------------------------
+
+    def _meet_after_last(self, then: Callable[[], Any] = lambda: None) -> list[Any]:
+        """Wait for the save before on all ranks, and do something. Raises the error of any rank on all."""
+        with self._removing_last():
+            return meet(partial(self._after_last, then))
+
+    @contextmanager
+    def _removing_last(self) -> Iterator[None]:
+        """Behind the block, remove what a failed save has left: until the ranks meet, others may still write to it."""
+        pending = self._pending
+        try:
+            yield
+        finally:
+            if pending is not None:
+                with suppress(Exception):
+                    pending.folder.remove()
 
     def _after_last(self, then: Callable[[], Any] = lambda: None) -> Any:
         """Wait for the save before on this rank, raise its error, and do something."""
@@ -356,8 +373,6 @@ def _follow(folder: TagFolder | ArchiveFolder, handle: SaveHandle | None, ended:
     except BaseException as error:
         folder.failed(error)
         _log.error("%s was not saved: %s: %s", folder.target, type(error).__name__, error)
-        with suppress(Exception):
-            folder.remove()
         ended.set_exception(error)
     else:
         with suppress(Exception):
