@@ -88,14 +88,17 @@ class Snapshot(StepHolder):
             source.locate()
             if source.needs_frozen(self._filler.tensors_now()):
                 source.wait_for_frozen()
-            for device in source.devices.values():
+            devices = list(source.devices.values())
+            for device in devices:
                 device.follow_training()
             if source.deferred:
                 self._tripwires = Tripwires(source)
-            if self._filler.fills_now:
-                self._fill_now()
-            for device in source.devices.values():
-                device.hold_training()
+            try:
+                if self._filler.fills_now:
+                    self._fill_now()
+            finally:  # also behind the copies of a save that has failed: they still read
+                for device in devices:
+                    device.hold_training()
             if self._filler.fills_later:
                 self._barrier.close(self)
                 self._host.crew.submit(self._fill_later, refused=self._end)

@@ -446,7 +446,7 @@ def test_an_exit_that_can_say_nothing_still_drains(tmp_path, nursery, error):
 
 @needs_fork
 def test_without_a_stderr_nothing_is_said_on_stdout(tmp_path, nursery):
-    body = "signal.raise_signal(signal.SIGUSR1); handle.result(); sys.stderr = None; say_on_stderr('told')"
+    body = "signal.raise_signal(signal.SIGUSR1); sys.stderr = None; handle.result(); say_on_stderr('told')"
     ended = nursery.run(script(body), tmp_path / "run")
 
     assert (ended.status, ended.out, ended.err) == (0, "", "")

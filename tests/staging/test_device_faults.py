@@ -28,6 +28,7 @@ from async_ckpt.host.threads import is_library_thread
 from async_ckpt.saving import default
 from async_ckpt.staging import side_stream, tensors
 from async_ckpt.staging.device import Device
+from async_ckpt.staging.filler import SegmentFiller
 from async_ckpt.staging.host_copy import BufferPool
 
 ITEMS = MIB // 4  # of a tensor of 1 MiB
@@ -92,6 +93,38 @@ def test_memory_of_a_failed_save_is_lent_to_nobody_while_copies_still_write_to_i
         second.outcome().result()
         assert_is_state(ckpt.load(2), 2, 3)
         assert ckpt.steps() == [2]
+
+
+@both
+def test_training_follows_the_copies_of_a_save_that_failed_during_its_call(tmp_path, sim, monkeypatch):
+    goes_on = threading.Event()
+    fill_run, wait, is_quiet = SegmentFiller._fill_run, Device.wait, Device.is_quiet
+
+    def fill_and_fail(self: SegmentFiller, *arguments: Any) -> None:
+        fill_run(self, *arguments)
+        on_another_thread = threading.Thread(target=self._on_end, args=(StorageUnavailableError("gone", path="/ckpt"),))
+        on_another_thread.start()
+        until(lambda: self._error is not None)
+
+    def wait_later(self: Device, event: Any) -> None:
+        goes_on.wait(PATIENCE)
+        wait(self, event)
+
+    def is_quiet_later(self: Device) -> bool:
+        goes_on.wait(PATIENCE)
+        return is_quiet(self)
+
+    monkeypatch.setattr(SegmentFiller, "_fill_run", fill_and_fail)
+    monkeypatch.setattr(Device, "wait", wait_later)
+    monkeypatch.setattr(Device, "is_quiet", is_quiet_later)
+    state = state_of(1.0)
+    with open_run(tmp_path) as ckpt:
+        failing = ckpt.save(state, step=1)
+        for tensor in state.values():
+            tensor.fill_(2.0)
+        goes_on.set()
+        with pytest.raises(StorageUnavailableError):
+            failing.result()
 
 
 def test_a_failed_save_returns_only_when_no_thread_fills_its_memory_any_more(tmp_path, gate, monkeypatch):
