@@ -1,6 +1,7 @@
 # The words of CI: `.ci/run` is `make check test bench-check`.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 # Tests wait for disks, servers and other processes most of their time: with three workers per processor they end soonest.
 WORKERS = $$($(PYTHON) -c "import os; print(3 * (os.cpu_count() or 1))")
 export PYTHONDONTWRITEBYTECODE :=  # or each process of the tests would compile the library again
@@ -9,25 +10,28 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # Frameworks that need an environment of their own: each has constraints/<name>.txt and tests/frameworks/<name>/.
 FRAMEWORKS := $(basename $(notdir $(wildcard constraints/*.txt)))
 
-.PHONY: demo demo-s3 demo-ranks demo-rollout test test-frameworks durations check bench bench-check bench-gpu bench-s3 bench-scale format clean
+.PHONY: demo demo-s3 demo-ranks demo-rollout test test-python test-frameworks durations check bench bench-check bench-gpu bench-s3 bench-scale format clean
 
-demo: .venv/.demo          ## train, kill, resume, compare: the whole story in under three minutes
+demo: $(VENV)/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
 
-demo-s3: .venv/.test       ## the same, to a bundled S3 server on loopback: no account, no network
+demo-s3: $(VENV)/.test       ## the same, to a bundled S3 server on loopback: no account, no network
 	$(BIN)/python -m async_ckpt.testing -- $(BIN)/python -m examples.demo --root s3://demo/runs
 
-demo-ranks: .venv/.demo    ## the same under FSDP on four ranks: one is killed in the middle of a save, all start again, then two go on
+demo-ranks: $(VENV)/.demo    ## the same under FSDP on four ranks: one is killed in the middle of a save, all start again, then two go on
 	$(BIN)/python -m examples.demo_ranks
 
-demo-rollout: .venv/.rollout ## a training publishes, a rollout process swaps weights, is killed, and catches up from files
+demo-rollout: $(VENV)/.rollout ## a training publishes, a rollout process swaps weights, is killed, and catches up from files
 	$(BIN)/python -m examples.demo_rollout
 
-test: .venv/.test          ## everything that the tests need, then the tests
+test: $(VENV)/.test          ## everything that the tests need, then the tests
 	$(BIN)/python -m pytest -n $(WORKERS)
 
-durations: .venv/.test     ## the same, and how long each file takes, by which the next runs order them
+durations: $(VENV)/.test     ## the same, and how long each file takes, by which the next runs order them
 	$(BIN)/python -m pytest -n $(WORKERS) --write-durations
+
+test-python:               ## the same on another Python, in a .venv of its own: make test-python PYTHON=python3.13
+	$(MAKE) test VENV=.venv-$$($(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
 
 test-frameworks: $(FRAMEWORKS:%=test-%) ## frameworks that need an environment of their own, such as torchtitan
 
@@ -35,7 +39,7 @@ test-frameworks: $(FRAMEWORKS:%=test-%) ## frameworks that need an environment o
 test-%: .venv-frameworks/%/.ready
 	PYTHONPATH=$(CURDIR) $(<D)/bin/python -m pytest -n 2 tests/frameworks/$*
 
-check: .venv/.check        ## lint, formatting, types, and what the package index is given
+check: $(VENV)/.check        ## lint, formatting, types, and what the package index is given
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python .ci/prose.py
@@ -44,40 +48,40 @@ check: .venv/.check        ## lint, formatting, types, and what the package inde
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 
-bench: .venv/.bench        ## the figures of docs/benchmarks.md, on this machine
+bench: $(VENV)/.bench        ## the figures of docs/benchmarks.md, on this machine
 	$(BIN)/python -m benchmarks
 
-bench-check: .venv/.bench  ## every benchmark at toy size: does it run to its end?
+bench-check: $(VENV)/.bench  ## every benchmark at toy size: does it run to its end?
 	$(BIN)/python -m pytest -n auto --dist loadfile benchmarks/test_toys.py
 
 bench-gpu:                 ## the same on an accelerator, by a Python that has torch for it: make bench-gpu PYTHON=…
 	$(PYTHON) -m benchmarks gpu
 
-bench-s3: .venv/.bench     ## the same of object stores, beside other clients
+bench-s3: $(VENV)/.bench     ## the same of object stores, beside other clients
 	$(BIN)/python -m benchmarks stores
 
-bench-scale: .venv/.bench  ## plans, commits and restarts of up to 16,384 ranks, most of them simulated
+bench-scale: $(VENV)/.bench  ## plans, commits and restarts of up to 16,384 ranks, most of them simulated
 	$(BIN)/python -m benchmarks scale
 
-format: .venv/.check
+format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-frameworks dist demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* dist demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.venv/bin/python:
-	$(PYTHON) -m venv .venv
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
 
 # torch first and by itself: with the pinned version there, nothing else pulls another one.
-.venv/.base: .venv/bin/python constraints.txt pyproject.toml
+$(VENV)/.base: $(VENV)/bin/python constraints.txt pyproject.toml
 	$(INSTALL) torch
 	$(INSTALL) hatchling hatch-fancy-pypi-readme
 	$(INSTALL) --no-build-isolation -e .
 	touch $@
 
 # Each of these is the extra of its name.
-.venv/.demo .venv/.rollout .venv/.test .venv/.bench .venv/.check: .venv/.base
+$(VENV)/.demo $(VENV)/.rollout $(VENV)/.test $(VENV)/.bench $(VENV)/.check: $(VENV)/.base
 	$(INSTALL) --no-build-isolation -e ".[$(patsubst .%,%,$(notdir $@))]"
 	touch $@
 
