@@ -457,7 +457,7 @@ def tuner_of_trl(folder: Path, **given: Any) -> Any:
     )
 
 
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("default", "ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # trl asks for it
 @pytest.mark.parametrize("layout", ["transformers", "archive"])
 def test_a_trainer_of_trl_writes_the_same_files_and_is_resumed_with_the_same_losses(tmp_path, layout):
     plain = tuner_of_trl(tmp_path / "plain")

@@ -80,13 +80,18 @@ MUTANTS = [
     Mutant("the stall of a broken device fails the save", "            return 0.0\n", "            raise\n"),
     Mutant(
         "copies follow the training of the first device only",
-        "for device in source.devices.values():\n                device.follow_training()",
-        "for device in list(source.devices.values())[:1]:\n                device.follow_training()",
+        "for device in devices:\n                device.follow_training()",
+        "for device in devices[:1]:\n                device.follow_training()",
     ),
     Mutant(
         "training waits for the copies of the first device only",
-        "for device in source.devices.values():\n                device.hold_training()",
-        "for device in list(source.devices.values())[:1]:\n                device.hold_training()",
+        "for device in devices:\n                    device.hold_training()",
+        "for device in devices[:1]:\n                    device.hold_training()",
+    ),
+    Mutant(
+        "training does not follow the copies of a save that failed in its call",
+        "            finally:  # also behind the copies",
+        "            except ZeroDivisionError:\n                raise\n            else:  # not behind the copies",
     ),
     Mutant(
         "a guarded step waits on the first device only",
