@@ -40,6 +40,10 @@ here = Here()
 """
 
 
+# On a machine with other work, ranks take a minute to import a trainer.
+_PATIENCE = 3 * PATIENCE
+
+
 @dataclass
 class Ended:
     """How one rank ended: its exit status, negative for a signal, and what its script has told, in order."""
@@ -74,7 +78,7 @@ class World:
         until((self.folder / word).exists)
 
     def ended(
-        self, *, killed: Collection[int] = (), failed: Collection[int] = (), patience: float = PATIENCE
+        self, *, killed: Collection[int] = (), failed: Collection[int] = (), patience: float = _PATIENCE
     ) -> list[Ended]:
         """What became of every rank; all but `killed` and `failed` must have ended well. None is left running."""
         killed = {*killed, *self.killed}
@@ -164,7 +168,7 @@ class Worlds:
         script: str,
         *,
         killed: Collection[int] = (),
-        patience: float = PATIENCE,
+        patience: float = _PATIENCE,
         **options: Any,
     ) -> list[Ended]:
         return self.start(size, script, **options).ended(killed=killed, patience=patience)
