@@ -185,7 +185,7 @@ class Training:
                 for name, value in self.model.named_parameters()
             }
             return {
-                name: hashlib.sha256(value.detach().float().numpy().tobytes()).hexdigest()
+                name: hashlib.sha256(value.detach().float().clone().numpy().tobytes()).hexdigest()
                 for name, value in whole.items()
                 if not only_adapters or "lora_" in name
             }

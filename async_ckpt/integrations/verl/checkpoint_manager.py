@@ -164,11 +164,8 @@ class CheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         handles: list[SaveHandle] = []
         try:
             files = self._files()
-            gathered = None
-            if self.should_save_hf_model and self._gathers():
-                gathered = fsdp_state.gathered_weights(self.model)
-            state = self._state()
-            meet(lambda: handles.extend(self._begin(folder, state, gathered)))
+            state, exported = self._state(), self._exported()
+            meet(lambda: handles.extend(self._begin(folder, state, exported)))
         except BaseException:
             for handle in handles:
                 wait_for(handle)
@@ -294,36 +291,34 @@ class CheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     def _saves_adapters(self) -> bool:
         return bool(self.should_save_lora_only) and fsdp_state.has_adapters(self.model)
 
-    def _gathers(self) -> bool:
-        """Whether the weights to export are gathered in the call, as verl does: FSDP has them, and names of adapters."""
-        return fsdp_state.is_fsdp1(self.model) or fsdp_state.has_adapters(self.model)
+    def _exported(self) -> Any:
+        """What is exported; None without. Every rank calls it."""
+        if not self.should_save_hf_model:
+            return None
+        return fsdp_state.exported(self.model, fsdp_state.weights_of(self.model, only_adapters=False))
 
-    def _begin(self, folder: PartFolder, state: dict[str, Any], gathered: dict[str, Any] | None) -> list[SaveHandle]:
+    def _begin(self, folder: PartFolder, state: dict[str, Any], exported: Any) -> list[SaveHandle]:
         """Copy the state, and begin to write the archive and the export. Returns their handles."""
         handles: list[SaveHandle] = []
         guard = (self._guard([self.optimizer]) if self._guard and self.optimizer is not None else []) or None
-        hf, model = folder.path / _HF, self.model
-        if state:
-            contents = [name for name in _CONTENTS if name in self.checkpoint_save_contents]
-            facts = {
-                "contents": contents,
-                "world_size": self.world_size,
-                "lora_only": self._saves_adapters(),
-                "has_scheduler": "lr_scheduler" in state,
-            }
-            state = {**state, _FACTS: facts}
-            if self.world_size > 1 and not {"model", "optimizer"} & state.keys():
-                state["ranks"] = fsdp_state.RankNumber.of(self.rank, self.world_size)
-        if not self.should_save_hf_model or gathered is not None or "model" not in state:
-            if state:
-                handles.append(save(state, folder.archive, guard=guard))
-            if gathered:
-                handles.append(export_hf(gathered, hf))
-            elif self.should_save_hf_model and gathered is None:
-                handles.append(export_hf(model, hf, guard=guard))
+        facts = {
+            "contents": [name for name in _CONTENTS if name in self.checkpoint_save_contents],
+            "world_size": self.world_size,
+            "lora_only": self._saves_adapters(),
+            "has_scheduler": "lr_scheduler" in state,
+        }
+        state = {**state, _FACTS: facts}
+        if self.world_size > 1 and not {"model", "optimizer"} & state.keys():
+            state["ranks"] = fsdp_state.RankNumber.of(self.rank, self.world_size)
+        if exported is None:
+            handles.append(save(state, folder.archive, guard=guard))
+        elif "model" not in state:
+            handles.append(save(state, folder.archive, guard=guard))
+            handles.append(export_hf(exported, folder.path / _HF, guard=guard))
         else:
-            with snapshot({"state": state, "exported": model}, guard=guard) as snap:
-                handles += [save(snap["state"], folder.archive), export_hf(snap["exported"], hf)]
+            with snapshot({"state": state, "exported": exported}, guard=guard) as snap:
+                handles.append(save(snap["state"], folder.archive))
+                handles.append(export_hf(snap["exported"], folder.path / _HF))
         for handle in handles:
             leave_warning(handle)
         return handles

@@ -113,13 +113,17 @@ def take_back_optimizer(model: Any, optimizer: Any, state: Any) -> None:
             set_optimizer_state_dict(model, optimizer, state)
 
 
-def gathered_weights(model: Any) -> dict[str, Any]:
-    """All weights on rank 0, on the host and each once, and none on the others. Every rank calls it."""
-    with _quietly():
-        weights = dict(_of_verl("fsdp_utils").get_fsdp_full_state_dict(model, offload_to_cpu=True, rank0_only=True))
-    if weights and not has_adapters(model):
+def exported(model: Any, weights: Mapping[str, Any]) -> Any:
+    """What is exported as a folder of Hugging Face: the model, or weights by names that verl exports it by.
+
+    `weights` are all of this rank. A model of FSDP has none of its own, and adapters stay beside what they adapt.
+    """
+    if not is_fsdp1(model) and not has_adapters(model):
+        return model
+    weights = dict(weights)
+    if not has_adapters(model):
         plain = plain_of(model)
-        with torch.device("meta"):  # gathered weights do not show which of them are one
+        with torch.device("meta"):  # slices do not show which weights are one
             same = type(plain)(plain.config)
         _of_verl("transformers_compat").drop_tied_target_keys(weights, same, plain.config)
     return weights
