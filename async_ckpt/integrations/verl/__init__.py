@@ -11,6 +11,13 @@ what is durable. Knows nothing of: how an archive is written and read.
 
 from __future__ import annotations
 
-from .checkpoint_manager import CheckpointManager
+from contextlib import suppress
+from importlib import import_module
+
+# First: it may import our engines, which need the manager, which needs verl.
+with suppress(ImportError):  # said when a manager is made
+    import_module("verl")
+
+from .checkpoint_manager import CheckpointManager  # noqa: E402
 
 __all__ = ["CheckpointManager"]

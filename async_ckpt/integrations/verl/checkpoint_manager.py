@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -42,13 +43,14 @@ from .part_folder import PartFolder
 OLDEST: Final = "0.9"
 NEWEST: Final = "0.9"
 
+_missing: ImportError | None = None  # raised when a manager is made
 if TYPE_CHECKING:  # whichever version is installed, if any
     FSDPCheckpointManager: Any
 else:
     try:
         from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-    except ImportError:  # said by `require`, when a manager is made
-        FSDPCheckpointManager = object
+    except ImportError as error:
+        FSDPCheckpointManager, _missing = object, error
 
 _HF: Final = "huggingface"
 _CONTENTS: Final = ("model", "optimizer", "extra")
@@ -115,6 +117,8 @@ class CheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         package = require("verl", oldest=OLDEST, newest=NEWEST)
+        if _missing is not None:
+            raise ImportError(f"verl's checkpoint manager cannot be imported: {_missing}") from _missing
         require_names(package, FSDPCheckpointManager, _USED)
         super().__init__(
             model=model,
@@ -270,10 +274,14 @@ class CheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         return self._small_files
 
     def _write_exported_config(self, folder: str) -> None:
-        """The config beside exported weights, as verl has it: that of a model in bfloat16."""
-        config = copy.deepcopy(fsdp_state.plain_of(self.model).config)
+        """The configs beside exported weights, as verl has them: those of a new model in bfloat16."""
+        plain = fsdp_state.plain_of(self.model)
+        config = copy.deepcopy(plain.config)
         config.dtype = torch.bfloat16
         config.save_pretrained(f"{folder}/{_HF}")
+        if plain.can_generate() and f"{_HF}/generation_config.json" not in (self._small_files or {}):
+            generation: Any = import_module("transformers").GenerationConfig
+            generation.from_model_config(config).save_pretrained(f"{folder}/{_HF}")
 
     def _state(self) -> dict[str, Any]:
         """What the archive has of this rank, apart from facts; empty without such contents. Every rank calls it."""

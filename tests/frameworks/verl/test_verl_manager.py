@@ -250,6 +250,7 @@ class Engine(engines.LanguageModelEngine):
         self._is_offload_param = self._is_offload_optimizer = False
         self._uses_fsdp2_cpu_offload_policy = True
         self.model_config = SimpleNamespace(get_processor=tokenizer_of, trust_remote_code=False)
+        self.engine_config = SimpleNamespace(forward_only=False)
         self.optimizer_config = SimpleNamespace(total_training_steps=4)
     def _build_model_optimizer(self):
         self.module, self.optimizer = self.training.model, self.training.optimizer
