@@ -10,7 +10,6 @@ import hashlib
 import io
 import os
 import random
-import tempfile
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +35,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer  # noqa: E402
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path  # noqa: E402
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager  # noqa: E402
 
-from async_ckpt.integrations.verl import CheckpointManager  # noqa: E402
+from async_ckpt.integrations.verl import VerlCheckpointManager  # noqa: E402
 
 torch.set_num_threads(1)
 VOCABULARY = 4096
@@ -104,7 +103,7 @@ class Training:
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.9)
         config = {"async_save": kind == "ours", **config}
-        self.manager = (CheckpointManager if kind == "ours" else FSDPCheckpointManager)(
+        self.manager = (VerlCheckpointManager if kind == "ours" else FSDPCheckpointManager)(
             model=self.model, optimizer=self.optimizer, lr_scheduler=self.scheduler,
             processing_class=tokenizer_of(), checkpoint_config=CheckpointConfig(**config),
             **({"moves_state": moves_state} if kind == "ours" else {}),

@@ -1,9 +1,9 @@
 """verl's checkpoint manager for FSDP, with checkpoints that are written behind the training.
 
-In: a model, its optimizer and scheduler. Out: archives in the folders of verl's trainers, and their tracker, which names
-what is durable. Knows nothing of: how an archive is written and read.
+In: a model, its optimizer and scheduler. Out: archives in the folders of verl's trainers, and their tracker, which
+names what is durable. Knows nothing of: how an archive is written and read.
 
-- `checkpoint_manager.py`: `CheckpointManager`, which verl's engine, or a script of your own, saves and loads by.
+- `checkpoint_manager.py`: `VerlCheckpointManager`, which verl's engine, or a script of your own, saves and loads by.
 - `part_folder.py`: the folder of one model in that of a step, and the tracker.
 - `fsdp_state.py`: the state of a model and its optimizer under FSDP, FSDP2 or neither.
 - `engines.py`: verl's FSDP engines with this manager, by the name `async_ckpt`. It is imported by verl.
@@ -18,6 +18,6 @@ from importlib import import_module
 with suppress(ImportError):  # said when a manager is made
     import_module("verl")
 
-from .checkpoint_manager import CheckpointManager  # noqa: E402
+from .checkpoint_manager import VerlCheckpointManager
 
-__all__ = ["CheckpointManager"]
+__all__ = ["VerlCheckpointManager"]

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: verl's checkpoint manager for FSDP, which writes in the background.
+"""`VerlCheckpointManager`: verl's checkpoint manager for FSDP, which writes in the background.
 
 In: the calls of verl's engine, on all ranks. Out: a folder of archives, the tracker, and errors on all ranks. Knows
 nothing of: how the state of FSDP is cut, and what is in the folder of a step beside this model's.
@@ -60,7 +60,6 @@ _FACTS: Final = "verl"
 _USED: Final = (
     "save_checkpoint", "load_checkpoint", "should_save_model", "should_save_optimizer", "should_save_extra",
     "should_save_hf_model", "should_save_lora_only", "should_load_model", "should_load_optimizer", "should_load_extra",
-    "remove_previous_save_local_path",
 )  # fmt: skip
 
 _log = logging.getLogger("async_ckpt")
@@ -87,7 +86,7 @@ class _PartSave:
         return replace(report, path=str(self.folder.path), step=self.step, stall_seconds=stall_seconds)
 
 
-class CheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
+class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     """A checkpoint manager for verl's FSDP engine, with the arguments of verl's own and in its place.
 
     A checkpoint is verl's folder with an archive of this library instead of a file of each kind for each rank. Any
@@ -188,7 +187,9 @@ class CheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         hdfs_path: str | None = None,
         del_local_after_load: bool = False,
     ) -> None:
-        """Fill model, optimizer, scheduler and random state from a folder, after the save under way. Every rank calls it.
+        """Fill model, optimizer, scheduler and random state from a folder, after the save under way.
+
+        Every rank calls it. Under FSDP it calls collectives.
 
         Raises the error of that save, NotCommittedError if there is no checkpoint, ValueError if it lacks what
         `load_contents` names, FileNotFoundError if verl's own manager has written it on another number of ranks, and
@@ -284,7 +285,7 @@ class CheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             generation.from_model_config(config).save_pretrained(f"{folder}/{_HF}")
 
     def _state(self) -> dict[str, Any]:
-        """What the archive has of this rank, apart from facts; empty without such contents. Every rank calls it."""
+        """The state of this rank for the archive, as `save_contents` names it. Every rank calls it."""
         state: dict[str, Any] = {}
         if self.should_save_model:
             state["model"] = fsdp_state.weights_of(self.model, only_adapters=self._saves_adapters())
@@ -300,7 +301,7 @@ class CheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         return bool(self.should_save_lora_only) and fsdp_state.has_adapters(self.model)
 
     def _exported(self) -> Any:
-        """What is exported; None without. Every rank calls it."""
+        """The model or weights to export; None without an export. Every rank calls it."""
         if not self.should_save_hf_model:
             return None
         return fsdp_state.exported(self.model, fsdp_state.weights_of(self.model, only_adapters=False))
@@ -367,8 +368,7 @@ class CheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             return
         for path in paths[:-limit]:
             if not PartFolder(path).is_named():
-                PartFolder(path).hide()
-                self.remove_previous_save_local_path(path)
+                PartFolder(path).remove()
                 self.previous_saved_paths = [other for other in self.previous_saved_paths if other != path]
 
     # --- waits ------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ class CheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         meet(lambda: None)  # as verl's own, which returns when all ranks have loaded
 
     def _facts(self, folder: PartFolder) -> dict[str, Any]:
-        """What was saved. Raises ValueError if something that is to be loaded is not among it."""
+        """The facts of an archive. Raises ValueError if it lacks something that is to be loaded."""
         facts: dict[str, Any] = load(folder.archive, select=_FACTS)[_FACTS]
         for name in _CONTENTS:
             if name in self.checkpoint_load_contents and name not in facts["contents"]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from ..common.frameworks import require, require_names
-from .checkpoint_manager import NEWEST, OLDEST, CheckpointManager
+from .checkpoint_manager import NEWEST, OLDEST, VerlCheckpointManager
 
 VENDOR: Final = "async_ckpt"
 _BACKENDS: Final = ["fsdp", "fsdp2"]
@@ -32,12 +32,15 @@ class SavingInBackground:
     """A base in front of an engine of verl, whose checkpoint manager it replaces by ours."""
 
     checkpoint_manager: Any
+    optimizer_config: Any
+    is_param_offload_enabled: bool
+    is_optimizer_offload_enabled: bool
 
     def initialize(self) -> None:
         """Build the model as the engine does, and its manager."""
         super().initialize()  # type: ignore[misc]
         theirs = self.checkpoint_manager
-        self.checkpoint_manager = CheckpointManager(
+        self.checkpoint_manager = VerlCheckpointManager(
             model=theirs.model,
             optimizer=theirs.optimizer,
             lr_scheduler=theirs.lr_scheduler,
@@ -45,7 +48,7 @@ class SavingInBackground:
             checkpoint_config=theirs.checkpoint_config,
             trust_remote_code=theirs.trust_remote_code,
             # Between two steps these go to the host and come back.
-            moves_state=self.is_param_offload_enabled or self.is_optimizer_offload_enabled,  # type: ignore[attr-defined]
+            moves_state=self.is_param_offload_enabled or self.is_optimizer_offload_enabled,
         )
 
     def save_checkpoint(
@@ -56,9 +59,9 @@ class SavingInBackground:
         max_ckpt_to_keep: int | None = None,
         **options: Any,
     ) -> None:
-        """Save as the engine does. What the last step saves is durable when this returns: Ray ends the workers then."""
+        """Save as the engine does. That of the last step is durable when this returns: Ray ends the workers then."""
         super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep, **options)  # type: ignore[misc]
-        last_step = getattr(self.optimizer_config, "total_training_steps", None)  # type: ignore[attr-defined]
+        last_step = getattr(self.optimizer_config, "total_training_steps", None)
         if last_step is not None and 0 < last_step <= global_step:
             self.checkpoint_manager.wait_durable()
 

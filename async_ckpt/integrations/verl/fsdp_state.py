@@ -3,8 +3,8 @@
 In: a model and an optimizer as verl makes them. Out: what an archive is made of, and what it fills. Knows nothing of:
 folders, saves.
 
-FSDP2 and plain modules have tensors that are filled where they are. FSDP makes its slices by collectives, and takes them
-back from copies.
+FSDP2 and plain modules have tensors that are filled where they are. FSDP makes its slices by collectives, and takes
+them back from copies.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def take_back(model: Any, weights: Mapping[str, Any], *, only_adapters: bool) ->
 
 
 def optimizer_of(model: Any, optimizer: Any) -> Any:
-    """What an archive has of the optimizer: itself, or under FSDP its state by names of parameters, from a collective."""
+    """The optimizer for an archive: itself, or under FSDP its state by names of parameters, from a collective."""
     if not is_fsdp1(model):
         return optimizer
     if not optimizer.state:  # torch's function would take a step to make it
@@ -114,7 +114,7 @@ def take_back_optimizer(model: Any, optimizer: Any, state: Any) -> None:
 
 
 def exported(model: Any, weights: Mapping[str, Any]) -> Any:
-    """What is exported as a folder of Hugging Face: the model, or weights by names that verl exports it by.
+    """The model to export as a folder of Hugging Face, or its weights by the names that verl gives them there.
 
     `weights` are all of this rank. A model of FSDP has none of its own, and adapters stay beside what they adapt.
     """

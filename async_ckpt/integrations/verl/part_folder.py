@@ -1,7 +1,7 @@
 """The folder of one model in the folder of a step, and the tracker that names the newest step.
 
-In: what was saved of a model, once it is durable. Out: a whole folder, and the tracker. Knows nothing of: what is in the
-archives, and verl.
+In: what was saved of a model, once it is durable. Out: a whole folder, and the tracker. Knows nothing of: what is in
+the archives, and verl.
 
     <run>/latest_checkpointed_iteration.txt
     <run>/global_step_<N>/data.pt                       written by the trainer, after the saves of all models have begun
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 import zipfile
 from collections.abc import Mapping
@@ -113,10 +114,11 @@ class PartFolder:
                     found.append(((archive / MANIFEST if archive.is_dir() else archive).stat().st_mtime_ns, path))
         return [path for _, path in sorted(found)]
 
-    def hide(self) -> None:
-        """Take back the archive, so that nobody takes what is left of this folder while it is removed for whole."""
+    def remove(self) -> None:
+        """Remove the folder. The archive is taken back first: nobody takes what is left meanwhile for whole."""
         with suppress(FileNotFoundError):
             (self.archive / MANIFEST if self.archive.is_dir() else self.archive).unlink()
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def files_of_verl(self) -> list[Path]:
         return [*self.path.glob(_OF_VERL)]

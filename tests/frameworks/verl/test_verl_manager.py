@@ -198,12 +198,12 @@ spec.loader.exec_module(theirs)
 class OfBase(theirs.TestBaseCheckpointManagerLoraOnly):
     @staticmethod
     def _make_manager(checkpoint_config):
-        return CheckpointManager(model=object(), optimizer=None, checkpoint_config=checkpoint_config)
+        return VerlCheckpointManager(model=object(), optimizer=None, checkpoint_config=checkpoint_config)
 
 class OfFsdp(theirs.TestFSDPCheckpointManagerLoraOnly):
     def _make_fsdp_manager(self, checkpoint_config, model=None):
         model = theirs._FakeFSDPModel(has_lora=True) if model is None else model
-        return CheckpointManager(model=model, checkpoint_config=checkpoint_config)
+        return VerlCheckpointManager(model=model, checkpoint_config=checkpoint_config)
 
 for cls in (OfBase, OfFsdp):
     for name, test in inspect.getmembers(cls, inspect.isfunction):
