@@ -44,6 +44,7 @@ def folders(root: Path) -> list[str]:
 # --- killed -------------------------------------------------------------------------------------------------------
 
 _KILLED = """
+import signal
 from verl_runs import *
 from async_ckpt.integrations.verl.part_folder import PartFolder
 from async_ckpt.storage.local import LocalSink
@@ -65,6 +66,8 @@ if here.rank == rank:
     setattr(owner, name, call)
 training.train(4)
 here.say(f"trained-{{here.rank}}")
+if here.rank == rank:
+    signal.pause()  # another thread dies
 here.hear(f"dead{{rank}}")
 os._exit(0)
 """
