@@ -51,7 +51,8 @@ class PartFolder:
         self.archive: Final = self.path / ARCHIVE
         self.is_step: Final = _STEP.fullmatch(self.path.name) is not None
         """Whether this is the folder of a step itself, as in trainings of one model by verl's SFT trainers."""
-        found = _STEP.fullmatch(self.path.parent.name)
+        self._step_folder: Final = self.path if self.is_step else self.path.parent
+        found = _STEP.fullmatch(self._step_folder.name)
         self._step: Final = None if found is None else int(found[1])
         self._data_before: tuple[int, ...] | None = None
 
@@ -84,7 +85,7 @@ class PartFolder:
 
     def name_step(self) -> None:
         """Have the tracker name the step of this folder, unless another model is still being saved."""
-        step_folder = self.path.parent
+        step_folder = self._step_folder
         if self._step is None or any(step_folder.glob(f"*/{_MARK}")):
             return
         with suppress(FileNotFoundError):
@@ -100,14 +101,15 @@ class PartFolder:
     def is_named(self) -> bool:
         """Whether the tracker names the step of this folder."""
         try:
-            return (self.path.parent.parent / TRACKER).read_text().strip() == str(self._step)
+            return (self._step_folder.parent / TRACKER).read_text().strip() == str(self._step)
         except FileNotFoundError:
             return False
 
     def siblings(self) -> list[Path]:
         """The folders of this model in all steps that have a whole archive of ours, in the order of writing."""
         found = []
-        for path in self.path.parent.parent.glob(f"global_step_*/{self.path.name}"):
+        pattern = "global_step_*" if self.is_step else f"global_step_*/{self.path.name}"
+        for path in self._step_folder.parent.glob(pattern):
             archive = archive_in(path)
             if archive is not None and not (path / _MARK).exists():
                 with suppress(FileNotFoundError):  # not committed
@@ -125,7 +127,7 @@ class PartFolder:
 
     def _seen_data(self) -> tuple[int, ...] | None:
         try:
-            stat = (self.path.parent / _OF_TRAINER).stat()
+            stat = (self._step_folder / _OF_TRAINER).stat()
         except OSError:
             return None
         return stat.st_ino, stat.st_mtime_ns, stat.st_size
@@ -133,4 +135,4 @@ class PartFolder:
     def _has_data(self) -> bool:
         """Whether the trainer's file is there, newer than the save, and whole: its table of contents is its end."""
         seen = self._seen_data()
-        return seen not in (None, self._data_before) and zipfile.is_zipfile(self.path.parent / _OF_TRAINER)
+        return seen not in (None, self._data_before) and zipfile.is_zipfile(self._step_folder / _OF_TRAINER)

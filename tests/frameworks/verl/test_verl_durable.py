@@ -242,18 +242,21 @@ engine = SimpleNamespace(
     save_checkpoint=training.manager.save_checkpoint, load_checkpoint=training.manager.load_checkpoint,
     is_mp_src_rank_with_outputs=lambda: True, get_data_parallel_rank=dist.get_rank)
 with contextlib.redirect_stdout(io.StringIO()):
-    handler = CheckpointHandler(engine, training.train_dataloader, default_local_dir=os.environ["RUN"])
-    training.train(2, every=None)
+    handler = CheckpointHandler(
+        engine, training.train_dataloader, default_local_dir=os.environ["RUN"], max_ckpt_to_keep=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        handler.save_checkpoint(2)
+        for step in (1, 2, 3):
+            training.train(step, every=None)
+            handler.save_checkpoint(step)
     digest = training.digest()
-    training.train(3, every=None)
+    training.train(4, every=None)
     step = handler.load_checkpoint()
 here.tell([step, tracked(os.environ["RUN"]), training.digest() == digest, any("SFT" in str(one.message) for one in caught)])
 """
 
 
 def test_in_the_folders_of_the_sft_trainer_a_save_waits_until_it_is_durable(worlds, tmp_path):
-    assert [end.told for end in worlds.run(2, _SFT, RUN=str(tmp_path))] == [[[2, 2, True, True]]] * 2
-    assert (tmp_path / "global_step_2" / "training.tar" / "manifest.json").exists()
+    assert [end.told for end in worlds.run(2, _SFT, RUN=str(tmp_path))] == [[[3, 3, True, True]]] * 2
+    # Step 2 was the one that the tracker named when step 3 was saved.
+    assert sorted(path.name for path in tmp_path.glob("*_step_*")) == ["global_step_2", "global_step_3"]
