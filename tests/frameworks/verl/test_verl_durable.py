@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rank_worlds import Worlds
+from slices import some
 
 pytest.importorskip("verl", reason="verl is not installed: make test-frameworks")
 
@@ -73,17 +76,50 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(("point", "newest"), [("archive", 2), ("finish", 2), ("unmark", 2), ("name", 2), ("named", 4)])
-def test_what_is_killed_at_a_durable_point_resumes_from_what_the_tracker_names(worlds, tmp_path, point, newest):
-    run = tmp_path / "run"
-    worlds.run(2, _KILLED.format(point=point), RUN=str(run), killed={1 if point == "archive" else 0})
-    assert tracked(run) == str(newest)
+def test_what_is_killed_at_a_durable_point_resumes_from_what_the_tracker_names(worlds, tmp_path):
     whole = trained(worlds, tmp_path / "whole", every=None)
-    resumed = trained(worlds, run)
-    assert [one["resumed"] for one in resumed] == [newest] * 2
-    assert losses(resumed, 0) == losses(whole, newest)
-    assert tracked(run) == "6"
-    assert not [*run.rglob(".async_ckpt.saving")]
+    for point, newest in [("archive", 2), ("finish", 2), ("unmark", 2), ("name", 2), ("named", 4)]:
+        run = tmp_path / point
+        worlds.run(2, _KILLED.format(point=point), RUN=str(run), killed={1 if point == "archive" else 0})
+        assert (point, tracked(run)) == (point, str(newest))
+        resumed = trained(worlds, run)
+        assert [one["resumed"] for one in resumed] == [newest] * 2
+        assert losses(resumed, 0) == losses(whole, newest)
+        assert tracked(run) == "6"
+        assert not [*run.rglob(".async_ckpt.saving")]
+
+
+_AT_RANDOM = """
+from children import die_at
+from verl_runs import *
+os.makedirs(os.environ["RUN"], exist_ok=True)
+count = die_at(int(os.environ["NUMBER"]))
+training = Training(os.environ["RUN"], keep=1)
+resumed = training.resume()
+training.train(6)
+training.manager.wait()
+here.tell({"losses": training.losses, "resumed": resumed, "count": count()})
+"""
+
+
+def test_what_is_killed_at_any_call_that_changes_the_disk_resumes_with_the_same_losses(worlds, tmp_path):
+    """20 random calls with ASYNC_CKPT_MATRICES=all, and one of them without, each in two starts."""
+
+    def run(root: Path, number: int) -> Any:
+        return worlds.start(1, _AT_RANDOM, RUN=str(root), NUMBER=number).ended(failed={0})[0]
+
+    [whole] = run(tmp_path / "whole", 10**9).told
+    for number in some(range(20), 20):
+        draw, root = random.Random(number), tmp_path / f"killed-{number}"
+        for _ in range(2):
+            killed = run(root, draw.randrange(1, whole["count"] - 20))  # not while it tells
+            assert killed.status in (0, -signal.SIGKILL), killed.err
+        named = tracked(root)
+        [last] = run(root, 10**9).told
+        assert last["resumed"] == int(named or 0)
+        assert losses([last], 0) == losses([whole], last["resumed"])
+        assert tracked(root) == "6"
+        assert (root / "global_step_6" / "actor" / "training.tar").is_file()
 
 
 # --- what waits, and what fails -----------------------------------------------------------------------------------
