@@ -41,6 +41,8 @@ _MAX_LOOKS_PER_SECOND: Final = 5500
 # group's store.
 _LOOKS_PER_VERDICT: Final = 4
 _LOOKS_BEFORE_GROUP: Final = 12
+# Not Python's own generator: its numbers are the training's, which a save must not take from it.
+_RANDOM: Final = random.SystemRandom()
 
 
 class Alone:
@@ -339,7 +341,7 @@ class Agreement:
         remote = self._run.storage.remote
         for number, pause in enumerate(_looks(remote, self.world_size)):
             # Rank 0 is not that quick; and many ranks that have said yes at one moment do not all look then.
-            await _pause(pause if number else pause * random.random(), check)
+            await _pause(pause if number else pause * _RANDOM.random(), check)
             decision: Manifest | Verdict | None = None
             asks_for_verdict = not remote or number % _LOOKS_PER_VERDICT == _LOOKS_PER_VERDICT - 1
             with suppress(StorageUnavailableError):  # rank 0 may commit all the same
@@ -488,7 +490,7 @@ def _looks(is_remote: bool, num_ranks: int = 1) -> Iterator[float]:
     least = num_ranks / _MAX_LOOKS_PER_SECOND if is_remote else 0.0
     seconds = max(_FIRST_LOOK_SECONDS, least)
     while True:
-        yield seconds * random.uniform(0.75, 1.25)
+        yield seconds * _RANDOM.uniform(0.75, 1.25)
         seconds = min(1.5 * seconds, max(_LOOK_SECONDS[is_remote], least))
 
 

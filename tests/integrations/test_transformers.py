@@ -497,6 +497,7 @@ def test_a_method_that_has_gone_is_told_of_when_the_trainer_is_made(tmp_path, mo
         ("transformers", "make_async(None)"),
         ("transformers", "AsyncCheckpointing()"),
         ("accelerate", "AsyncState(None)"),
+        ("verl", "VerlCheckpointManager(None)"),
     ],
 )
 def test_without_the_framework_the_module_is_imported_and_says_what_is_missing(nursery, module, call):

@@ -13,10 +13,13 @@ from states import difference, open_run
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 ONCE = """
+import random
+before = random.getstate()
 state = {make}
 keep_full(state, here.root + ".pt")
 with open_run(here.root) as ckpt:
     here.save(ckpt, state, 1)
+assert random.getstate() == before  # its numbers are the training's
 """
 
 

@@ -1,0 +1,464 @@
+"""`VerlCheckpointManager`: verl's checkpoint manager for FSDP, which writes in the background.
+
+In: the calls of verl's engine, on all ranks. Out: a folder of archives, the tracker, and errors on all ranks. Knows
+nothing of: how the state of FSDP is cut, and what is in the folder of a step beside this model's.
+
+The small files (config, tokenizer, FSDP's config) are those that verl's own manager writes: it is asked for them once.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ...around.export import export_hf
+from ...errors import NotCommittedError
+from ...host.threads import Crew, running_future
+from ...host.waits import ENDS_THE_WAIT, Wait, wait_for
+from ...oneoff import load, save, snapshot
+from ...report import SaveReport
+from ...saving.handle import SaveHandle, progress_of
+from ...saving.ledger import all_saves, leave_warning
+from ...spans import monotonic
+from ...state.rng import RngState
+from ..common.frameworks import require, require_names
+from ..common.joint_errors import meet
+from ..common.small_files import written_by
+from ..common.step_guard import StepGuard
+from ..common.training_archive import archive_in
+from ..dcp import restore
+from . import fsdp_state
+from .part_folder import PartFolder
+
+OLDEST: Final = "0.9"
+NEWEST: Final = "0.9"
+
+_missing: ImportError | None = None  # raised when a manager is made
+if TYPE_CHECKING:  # whichever version is installed, if any
+    FSDPCheckpointManager: Any
+else:
+    try:
+        from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+    except ImportError as error:
+        FSDPCheckpointManager, _missing = object, error
+
+_HF: Final = "huggingface"
+_CONTENTS: Final = ("model", "optimizer", "extra")
+_FACTS: Final = "verl"
+"""The group with what was saved, and by how many ranks."""
+# The methods and attributes of verl's managers that are used here.
+_USED: Final = (
+    "save_checkpoint", "load_checkpoint", "should_save_model", "should_save_optimizer", "should_save_extra",
+    "should_save_hf_model", "should_save_lora_only", "should_load_model", "should_load_optimizer", "should_load_extra",
+)  # fmt: skip
+
+_log = logging.getLogger("async_ckpt")
+
+
+@dataclass(frozen=True)
+class _PartSave:
+    """One save under way. The training thread reads and drops it."""
+
+    folder: PartFolder
+    handles: list[SaveHandle]
+    files: dict[str, bytes]
+    step: int
+    limit: int | None
+    call_seconds: float
+    names_step: bool
+    went_on: threading.Event = field(default_factory=threading.Event)
+    durable: Future[None] = field(default_factory=running_future)
+    ended: Future[None] = field(default_factory=running_future)
+
+    def report(self) -> SaveReport:
+        report = self.handles[0].result()
+        stall_seconds = max(self.call_seconds, report.stall_seconds)
+        return replace(report, path=str(self.folder.path), step=self.step, stall_seconds=stall_seconds)
+
+
+class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
+    """A checkpoint manager for verl's FSDP engine, with the arguments of verl's own and in its place.
+
+    A checkpoint is verl's folder with an archive of this library instead of a file of each kind for each rank. Any
+    number of ranks loads it. Folders of verl's own manager are loaded on as many ranks as have saved.
+
+    With `async_save=True` in the checkpoint's config, saves are written behind the training, and this manager moves
+    verl's tracker when everything in the folder of the step is durable: the trainer leaves it alone then. Otherwise
+    the trainer moves the tracker when the save returns, so that a save returns when it is durable.
+
+    One save is under way at a time. The next save, `load_checkpoint`, `wait`, and the interpreter's exit wait for it.
+    The first three raise its error on every rank.
+
+    `moves_state=True` says that the model or optimizer are moved or changed between the steps of the optimizer. Then
+    all is copied before a save returns, as it is for models with adapters, which verl merges for rollouts.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        processing_class: Any = None,
+        checkpoint_config: Any = None,
+        trust_remote_code: bool = False,
+        *,
+        moves_state: bool = False,
+        **options: Any,
+    ) -> None:
+        package = require("verl", oldest=OLDEST, newest=NEWEST)
+        if _missing is not None:
+            raise ImportError(f"verl's checkpoint manager cannot be imported: {_missing}") from _missing
+        require_names(package, FSDPCheckpointManager, _USED)
+        super().__init__(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            processing_class=processing_class,
+            checkpoint_config=checkpoint_config,
+            trust_remote_code=trust_remote_code,
+            **options,
+        )
+        self._guard = None if moves_state or fsdp_state.has_adapters(model) else StepGuard()
+        self._small_files: dict[str, bytes] | None = None  # as of the first save
+        self._pending: _PartSave | None = None
+        self._reports: list[SaveReport] = []
+        self._knows_siblings = False
+        self._follower = Crew("verl", 1)
+
+    # --- what verl calls --------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,  # noqa: ARG002
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Save into a folder. Every rank calls it. With `local_path=None` it is `wait`.
+
+        Raises the error of the save before it, and then saves nothing; and, on all ranks, what the copy raises on any.
+        """
+        began = monotonic()
+        if local_path is None:
+            self.wait()
+            return
+        self._check("save", self.should_save_model, self.should_save_optimizer)
+        folder, is_async = PartFolder(local_path), self._is_async()
+        if is_async and folder.is_step:
+            warnings.warn(
+                f"async_save: {folder.path} is of verl's SFT trainer, which moves the tracker at once: each save waits "
+                "until it is durable",
+                UserWarning,
+                stacklevel=2,
+            )
+            is_async = False
+        self._meet_after_last(partial(self._begin_folder, folder))
+        self.previous_global_step = global_step
+        handles: list[SaveHandle] = []
+        try:
+            files = self._files()
+            state, exported = self._state(), self._exported()
+            meet(lambda: handles.extend(self._begin(folder, state, exported)))
+        except BaseException:
+            for handle in handles:
+                wait_for(handle)
+                handle.exception()  # this save is none, whatever has come of its parts
+            raise
+        self._pending = _PartSave(
+            folder, handles, files, global_step, max_ckpt_to_keep, monotonic() - began, names_step=is_async
+        )
+        self._follower.submit(partial(self._follow, self._pending), self._pending.ended.set_exception)
+        if not is_async:
+            self.wait()
+
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,
+    ) -> None:
+        """Fill model, optimizer, scheduler and random state from a folder, after the save under way.
+
+        Every rank calls it. Under FSDP it calls collectives.
+
+        Raises the error of that save, NotCommittedError if there is no checkpoint, ValueError if it lacks what
+        `load_contents` names, FileNotFoundError if verl's own manager has written it on another number of ranks, and
+        what `AsyncCheckpointer.restore` raises.
+        """
+        self.wait()
+        if local_path is None:
+            return
+        self._check("load", self.should_load_model, self.should_load_optimizer)
+        if meet(lambda: self._is_of_verl(PartFolder(local_path)))[0]:
+            super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+        else:
+            self._fill(PartFolder(local_path))
+
+    # --- what users call --------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Return when the save under way is durable and named. Every rank calls it. Raises its error.
+
+        manager.wait()  # the last line of a script
+        """
+        self.trainer_went_on()
+        self._meet_after_last()
+
+    close = wait
+
+    def wait_durable(self) -> None:
+        """Return when the save under way is durable; the tracker may move later. Every rank calls it. Raises its error.
+
+        manager.wait_durable()
+        """
+        meet(self._after_durable)
+
+    def trainer_went_on(self) -> None:
+        """Say that the trainer has written everything that belongs into the folder of the step.
+
+        manager.trainer_went_on()  # verl's engine asks for weights, or anything else that follows its save
+        """
+        pending = self._pending
+        if pending is not None:
+            pending.went_on.set()
+            if pending.durable.done():
+                wait_for(pending.ended)  # for a moment: the tracker is moved
+
+    def reports(self) -> list[SaveReport]:
+        """The reports of this rank's part of the saves that have ended since the last call.
+
+        for report in manager.reports(): tracking.log(report.as_dict("async_ckpt/"), step=report.step)
+        """
+        reports, self._reports = self._reports, []
+        return reports
+
+    # --- a save -----------------------------------------------------------------------------------------------
+
+    def _check(self, what: str, needs_model: bool, needs_optimizer: bool) -> None:
+        if (needs_model and self.model is None) or (needs_optimizer and self.optimizer is None):
+            raise ValueError(f"{what}_contents names what this manager was not given: the model, or the optimizer")
+
+    def _is_async(self) -> bool:
+        config = self.checkpoint_config
+        return bool(config.get("async_save", False)) if config else False
+
+    def _begin_folder(self, folder: PartFolder) -> None:
+        if self.rank != 0:
+            return
+        if not self._knows_siblings:
+            self.previous_saved_paths = [str(path) for path in folder.siblings()]
+            self._knows_siblings = True
+        folder.begin()
+
+    def _files(self) -> dict[str, bytes]:
+        """The small files of the folder, which rank 0 has. Every rank calls it."""
+        if self._small_files is None:
+            plain = FSDPCheckpointManager(
+                self.model,
+                processing_class=self.processing_class,
+                checkpoint_config={"save_contents": []},
+                trust_remote_code=self.trust_remote_code,
+            )
+            self._small_files = written_by(plain.save_checkpoint, in_memory=True)
+            if self.rank == 0 and self.should_save_hf_model:
+                self._small_files |= written_by(self._write_exported_config, in_memory=True)
+        return self._small_files
+
+    def _write_exported_config(self, folder: str) -> None:
+        """The configs beside exported weights, as verl has them: those of a new model in bfloat16."""
+        plain = fsdp_state.plain_of(self.model)
+        config = copy.deepcopy(plain.config)
+        config.dtype = torch.bfloat16
+        config.save_pretrained(f"{folder}/{_HF}")
+        if plain.can_generate() and f"{_HF}/generation_config.json" not in (self._small_files or {}):
+            generation: Any = import_module("transformers").GenerationConfig
+            generation.from_model_config(config).save_pretrained(f"{folder}/{_HF}")
+
+    def _state(self) -> dict[str, Any]:
+        """The state of this rank for the archive, as `save_contents` names it. Every rank calls it."""
+        state: dict[str, Any] = {}
+        if self.should_save_model:
+            state["model"] = fsdp_state.weights_of(self.model, only_adapters=self._saves_adapters())
+        if self.should_save_optimizer:
+            state["optimizer"] = fsdp_state.optimizer_of(self.model, self.optimizer)
+        if self.should_save_extra:
+            state["rng"] = RngState("verl")
+            if self.lr_scheduler is not None:
+                state["lr_scheduler"] = self.lr_scheduler
+        return state
+
+    def _saves_adapters(self) -> bool:
+        return bool(self.should_save_lora_only) and fsdp_state.has_adapters(self.model)
+
+    def _exported(self) -> Any:
+        """The model or weights to export; None without an export. Every rank calls it."""
+        if not self.should_save_hf_model:
+            return None
+        return fsdp_state.exported(self.model, fsdp_state.weights_of(self.model, only_adapters=False))
+
+    def _begin(self, folder: PartFolder, state: dict[str, Any], exported: Any) -> list[SaveHandle]:
+        """Copy the state, and begin to write the archive and the export. Returns their handles."""
+        handles: list[SaveHandle] = []
+        guard = (self._guard([self.optimizer]) if self._guard and self.optimizer is not None else []) or None
+        facts = {
+            "contents": [name for name in _CONTENTS if name in self.checkpoint_save_contents],
+            "world_size": self.world_size,
+            "lora_only": self._saves_adapters(),
+            "has_scheduler": "lr_scheduler" in state,
+        }
+        state = {**state, _FACTS: facts}
+        if self.world_size > 1 and not {"model", "optimizer"} & state.keys():
+            state["ranks"] = fsdp_state.RankNumber.of(self.rank, self.world_size)
+        if exported is None:
+            handles.append(save(state, folder.archive, guard=guard))
+        elif "model" not in state:
+            handles.append(save(state, folder.archive, guard=guard))
+            handles.append(export_hf(exported, folder.path / _HF, guard=guard))
+        else:
+            with snapshot({"state": state, "exported": exported}, guard=guard) as snap:
+                handles.append(save(snap["state"], folder.archive))
+                handles.append(export_hf(snap["exported"], folder.path / _HF))
+        for handle in handles:
+            leave_warning(handle)
+        return handles
+
+    # --- the end of a save, on the follower's thread ----------------------------------------------------------
+
+    def _follow(self, pending: _PartSave) -> None:
+        """Wait until everything of a save is durable, and do the rest of it."""
+        folder = pending.folder
+        try:
+            _wait_for_all(pending.handles)
+            if self.rank == 0:
+                folder.finish(pending.files)
+        except BaseException as error:
+            _log.error("%s was not saved: %s: %s", folder.path, type(error).__name__, error)
+            pending.durable.set_exception(error)
+            pending.ended.set_exception(error)
+            return
+        pending.durable.set_result(None)
+        try:
+            if self.rank == 0:
+                if pending.names_step:
+                    folder.wait_for_trainer(pending.went_on)
+                    folder.name_step()
+                self._retire(pending)
+        except BaseException as error:
+            _log.error("%s is durable, but not named: %s: %s", folder.path, type(error).__name__, error)
+            pending.ended.set_exception(error)
+        else:
+            pending.ended.set_result(None)
+
+    def _retire(self, pending: _PartSave) -> None:
+        """Remove the oldest folders of this model beyond the limit, but none that the tracker names."""
+        newest, limit = str(pending.folder.path), pending.limit
+        paths = [*(path for path in self.previous_saved_paths if path != newest), newest]
+        self.previous_saved_paths = paths
+        if not isinstance(limit, int) or limit < 1:
+            return
+        for path in paths[:-limit]:
+            if not PartFolder(path).is_named():
+                PartFolder(path).remove()
+                self.previous_saved_paths = [other for other in self.previous_saved_paths if other != path]
+
+    # --- waits ------------------------------------------------------------------------------------------------
+
+    def _meet_after_last(self, then: Callable[[], Any] = lambda: None) -> None:
+        """Wait for the save before on all ranks, and do something. Raises the error of any rank on all."""
+        if self._pending is not None:
+            self._pending.went_on.set()
+        meet(partial(self._after_last, then))
+
+    def _after_last(self, then: Callable[[], Any]) -> None:
+        pending = self._pending
+        if pending is not None:
+            _wait_in_training(pending, pending.ended)
+            self._pending = None
+            pending.ended.result()
+            if pending.handles:
+                self._reports.append(pending.report())
+        then()
+
+    def _after_durable(self) -> None:
+        if self._pending is not None:
+            _wait_in_training(self._pending, self._pending.durable)
+            self._pending.durable.result()
+
+    # --- loading ----------------------------------------------------------------------------------------------
+
+    def _is_of_verl(self, folder: PartFolder) -> bool:
+        """Whether verl's own manager has written this folder last. Raises FileNotFoundError, NotCommittedError."""
+        files = folder.files_of_verl()
+        if not files:
+            if archive_in(folder.path) is None:
+                raise NotCommittedError(f"{folder.path} has no checkpoint", path=str(folder.path), step=None)
+            return False
+        if not any(path.name.endswith(f"_world_size_{self.world_size}_rank_{self.rank}.pt") for path in files):
+            raise FileNotFoundError(
+                f"{folder.path} was written by verl's own manager on another number of ranks than {self.world_size}, "
+                f"such as {files[0].name}; only archives of this one can be loaded on any number"
+            )
+        return True
+
+    def _fill(self, folder: PartFolder) -> None:
+        """Fill everything that is to be loaded from the archive in a folder. Every rank calls it."""
+        facts = meet(lambda: self._facts(folder))[0]
+        is_same_world = facts["world_size"] == self.world_size
+        only_adapters = bool(facts["lora_only"])
+        live: dict[str, Any] = {}
+        if self.should_load_model:
+            live["model"] = fsdp_state.weights_of(self.model, only_adapters=only_adapters)
+        if self.should_load_optimizer:
+            live["optimizer"] = fsdp_state.optimizer_to_fill(self.model, self.optimizer)
+        if self.should_load_extra:
+            if is_same_world:
+                live["rng"] = RngState("verl")
+            if self.lr_scheduler is not None and facts["has_scheduler"]:
+                live["lr_scheduler"] = self.lr_scheduler
+        if live:
+            meet(lambda: restore(live, folder.archive, select=tuple(live)))
+        if self.should_load_model:
+            fsdp_state.take_back(self.model, live["model"], only_adapters=only_adapters)
+        if self.should_load_optimizer:
+            fsdp_state.take_back_optimizer(self.model, self.optimizer, live["optimizer"])
+        meet(lambda: None)  # as verl's own, which returns when all ranks have loaded
+
+    def _facts(self, folder: PartFolder) -> dict[str, Any]:
+        """The facts of an archive. Raises ValueError if it lacks something that is to be loaded."""
+        facts: dict[str, Any] = load(folder.archive, select=_FACTS)[_FACTS]
+        for name in _CONTENTS:
+            if name in self.checkpoint_load_contents and name not in facts["contents"]:
+                raise ValueError(
+                    f"{folder.path} has {', '.join(facts['contents'])} alone, and no {name}, which load_contents names"
+                )
+        return facts
+
+
+def _wait_in_training(pending: _PartSave, future: Future[None]) -> None:
+    """Wait for a future of a save, on the training thread. Its error, and those of its parts, are raised from there."""
+    wait = Wait("in the training", ENDS_THE_WAIT)
+    wait_for(future, None, lambda: wait.goes_on(lambda: progress_of(pending.handles)))
+    for handle in pending.handles if future.exception() is not None else ():
+        wait_for(handle)
+        handle.exception()
+
+
+def _wait_for_all(handles: list[SaveHandle]) -> None:
+    """Wait until saves have ended, with what they clean up. Raises the error of one of them."""
+    for handle in handles:
+        wait_for(handle)
+        for one in [one for one in all_saves() if one.handle is handle]:
+            wait_for(one.finished)
+    for handle in handles:
+        if (error := Future.exception(handle)) is not None:
+            raise error

@@ -1,0 +1,81 @@
+"""verl's FSDP engines with our checkpoint manager, by a vendor's name in verl's registry of engines.
+
+In: verl's own engines. Out: the same, with another manager. Knows nothing of: the contents of checkpoints.
+
+verl imports this module on every worker (`VERL_USE_EXTERNAL_MODULES=async_ckpt.integrations.verl.engines`), and takes
+these engines where it is told so (`VERL_ENGINE_VENDOR=async_ckpt`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from ..common.frameworks import require, require_names
+from .checkpoint_manager import NEWEST, OLDEST, VerlCheckpointManager
+
+VENDOR: Final = "async_ckpt"
+_BACKENDS: Final = ["fsdp", "fsdp2"]
+_DEVICES: Final = ["cuda", "npu"]
+
+_verl: Final = require("verl", oldest=OLDEST, newest=NEWEST)
+if TYPE_CHECKING:  # whichever version is installed, if any
+    EngineRegistry: Any
+    FSDPEngineWithLMHead: Any
+    FSDPEngineWithValueHead: Any
+else:
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+require_names(_verl, FSDPEngineWithLMHead, ["initialize", "save_checkpoint", "get_per_tensor_param"])
+
+
+class SavingInBackground:
+    """A base in front of an engine of verl, whose checkpoint manager it replaces by ours."""
+
+    checkpoint_manager: Any
+    optimizer_config: Any
+    is_param_offload_enabled: bool
+    is_optimizer_offload_enabled: bool
+
+    def initialize(self) -> None:
+        """Build the model as the engine does, and its manager."""
+        super().initialize()  # type: ignore[misc]
+        theirs = self.checkpoint_manager
+        self.checkpoint_manager = VerlCheckpointManager(
+            model=theirs.model,
+            optimizer=theirs.optimizer,
+            lr_scheduler=theirs.lr_scheduler,
+            processing_class=theirs.processing_class,
+            checkpoint_config=theirs.checkpoint_config,
+            trust_remote_code=theirs.trust_remote_code,
+            # Between two steps these go to the host and come back.
+            moves_state=self.is_param_offload_enabled or self.is_optimizer_offload_enabled,
+        )
+
+    def save_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Save as the engine does. That of the last step is durable when this returns: Ray ends the workers then."""
+        super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep, **options)  # type: ignore[misc]
+        last_step = getattr(self.optimizer_config, "total_training_steps", None)
+        if last_step is not None and 0 < last_step <= global_step:
+            self.checkpoint_manager.wait_durable()
+
+    def get_per_tensor_param(self, *args: Any, **options: Any) -> Any:
+        """The weights for a rollout, which the trainer asks for when its save is behind it."""
+        self.checkpoint_manager.trainer_went_on()
+        return super().get_per_tensor_param(*args, **options)  # type: ignore[misc]
+
+
+@EngineRegistry.register(model_type="language_model", backend=_BACKENDS, device=_DEVICES, vendor=VENDOR)
+class LanguageModelEngine(SavingInBackground, FSDPEngineWithLMHead):  # type: ignore[misc]
+    """verl's FSDP engine of an actor or a reference, with our checkpoint manager."""
+
+
+@EngineRegistry.register(model_type="value_model", backend=_BACKENDS, device=_DEVICES, vendor=VENDOR)
+class ValueModelEngine(SavingInBackground, FSDPEngineWithValueHead):  # type: ignore[misc]
+    """verl's FSDP engine of a critic, with our checkpoint manager."""

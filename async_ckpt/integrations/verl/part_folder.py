@@ -1,0 +1,138 @@
+"""The folder of one model in the folder of a step, and the tracker that names the newest step.
+
+In: what was saved of a model, once it is durable. Out: a whole folder, and the tracker. Knows nothing of: what is in
+the archives, and verl.
+
+    <run>/latest_checkpointed_iteration.txt
+    <run>/global_step_<N>/data.pt                       written by the trainer, after the saves of all models have begun
+    <run>/global_step_<N>/actor/training.tar            our archive; with several ranks, a folder of archives
+                               /huggingface/, *.json    the files that verl has there
+                               /.async_ckpt.saving      there while this is written
+
+Several models are saved by processes that know nothing of each other. The one that is done last finds no such mark in
+the folder of the step, and moves the tracker. So that none does before all have begun, each waits for the trainer's
+file first, or for a sign that the trainer has gone on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ...runs.manifest import NAME as MANIFEST
+from ...storage.disk import make_folder, sync_file, sync_folder
+from ...storage.local import LocalStorage
+from ..common.training_archive import archive_in
+
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+ARCHIVE: Final = "training.tar"
+_STEP: Final = re.compile(r"global_step_(\d+)")
+_MARK: Final = ".async_ckpt.saving"
+_OF_TRAINER: Final = "data.pt"
+# The files of verl's own manager, one of each kind for each rank.
+_OF_VERL: Final = "*_world_size_*_rank_*.pt"
+# How long a look for the trainer's file pauses.
+_LOOK_SECONDS: Final = 0.02
+_LONGEST_LOOK_SECONDS: Final = 0.5
+
+
+class PartFolder:
+    """The folder of a model, such as `<run>/global_step_100/actor`. Only rank 0 writes to it, but for the archives."""
+
+    def __init__(self, local_path: str) -> None:
+        self.path: Final = Path(local_path).absolute()
+        self.archive: Final = self.path / ARCHIVE
+        self.is_step: Final = _STEP.fullmatch(self.path.name) is not None
+        """Whether this is the folder of a step itself, as in trainings of one model by verl's SFT trainers."""
+        self._step_folder: Final = self.path if self.is_step else self.path.parent
+        found = _STEP.fullmatch(self._step_folder.name)
+        self._step: Final = None if found is None else int(found[1])
+        self._data_before: tuple[int, ...] | None = None
+
+    def begin(self) -> None:
+        """Make the folder, and mark it as unfinished."""
+        self._data_before = self._seen_data()
+        make_folder(self.path)
+        LocalStorage(self.path).replace(_MARK, b"This is removed when the checkpoint is durable.\n")
+
+    def finish(self, files: Mapping[str, bytes]) -> None:
+        """Write small files, and end the save: everything else is durable."""
+        storage = LocalStorage(self.path)
+        for name, data in files.items():
+            storage.replace(name, data)
+        for path in self.files_of_verl():  # of an earlier save, which this one replaces
+            path.unlink()
+        self.unmark()
+
+    def unmark(self) -> None:
+        LocalStorage(self.path).delete(_MARK)
+        sync_folder(self.path)
+
+    def wait_for_trainer(self, went_on: threading.Event) -> None:
+        """Wait until the trainer has written its file, or has gone on, or is at its end."""
+        seconds = _LOOK_SECONDS
+        while self._step is not None and threading.main_thread().is_alive() and not self._has_data():
+            if went_on.wait(seconds):
+                return
+            seconds = min(1.5 * seconds, _LONGEST_LOOK_SECONDS)
+
+    def name_step(self) -> None:
+        """Have the tracker name the step of this folder, unless another model is still being saved."""
+        step_folder = self._step_folder
+        if self._step is None or any(step_folder.glob(f"*/{_MARK}")):
+            return
+        with suppress(FileNotFoundError):
+            fd = os.open(step_folder / _OF_TRAINER, os.O_RDWR)
+            try:
+                sync_file(fd)
+            finally:
+                os.close(fd)
+        sync_folder(step_folder)
+        sync_folder(step_folder.parent)
+        LocalStorage(step_folder.parent).replace(TRACKER, str(self._step).encode())
+
+    def is_named(self) -> bool:
+        """Whether the tracker names the step of this folder."""
+        try:
+            return (self._step_folder.parent / TRACKER).read_text().strip() == str(self._step)
+        except FileNotFoundError:
+            return False
+
+    def siblings(self) -> list[Path]:
+        """The folders of this model in all steps that have a whole archive of ours, in the order of writing."""
+        found = []
+        pattern = "global_step_*" if self.is_step else f"global_step_*/{self.path.name}"
+        for path in self._step_folder.parent.glob(pattern):
+            archive = archive_in(path)
+            if archive is not None and not (path / _MARK).exists():
+                with suppress(FileNotFoundError):  # not committed
+                    found.append(((archive / MANIFEST if archive.is_dir() else archive).stat().st_mtime_ns, path))
+        return [path for _, path in sorted(found)]
+
+    def remove(self) -> None:
+        """Remove the folder. The archive is taken back first: nobody takes what is left meanwhile for whole."""
+        with suppress(FileNotFoundError):
+            (self.archive / MANIFEST if self.archive.is_dir() else self.archive).unlink()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def files_of_verl(self) -> list[Path]:
+        return [*self.path.glob(_OF_VERL)]
+
+    def _seen_data(self) -> tuple[int, ...] | None:
+        try:
+            stat = (self._step_folder / _OF_TRAINER).stat()
+        except OSError:
+            return None
+        return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+    def _has_data(self) -> bool:
+        """Whether the trainer's file is there, newer than the save, and whole: its table of contents is its end."""
+        seen = self._seen_data()
+        return seen not in (None, self._data_before) and zipfile.is_zipfile(self._step_folder / _OF_TRAINER)
