@@ -352,3 +352,12 @@ def test_an_accelerator_whose_streams_are_all_the_same_has_no_backend(sim, monke
 
     assert backend_by_torch("sim", module) is None
     assert backend_by_torch("hpu", None) is None
+
+
+def test_a_device_without_a_number_stands_for_any_of_its_kind(sim):
+    tensor = torch.zeros(1, device="sim:1")
+
+    assert backends.is_at(tensor, torch.device("sim"))
+    assert backends.is_at(tensor, torch.device("sim:1"))
+    assert not backends.is_at(tensor, torch.device("sim:0"))
+    assert not backends.is_at(tensor, torch.device("cpu"))
