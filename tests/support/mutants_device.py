@@ -268,7 +268,7 @@ class Copy:
         target, intact = self.folder / place, (ROOT / place).read_text(encoding="utf-8")
         target.write_text(intact.replace(mutant.old, mutant.new), encoding="utf-8")
         try:
-            found = self._failing([known]) if known else SURVIVED
+            found = self._failing([known]) if known not in (None, CRASHED) else SURVIVED
             return found if found != SURVIVED else self._failing(list(_tests_for(place)))
         finally:
             target.write_text(intact, encoding="utf-8")
@@ -355,10 +355,10 @@ def _digest() -> str:
 
 
 def table() -> dict[str, str]:
-    """The tests that have killed mutants, by the table of CONTRIBUTING.md; a crash is no test, and has spaces."""
+    """The tests that have killed mutants, by the table of CONTRIBUTING.md."""
     text = TABLE_IN.read_text(encoding="utf-8")
     rows = text.partition(_MARKS[0])[2].partition(_MARKS[1])[0].splitlines()[2:]
-    cells = (re.fullmatch(r"\| (.+) \| `(.+)` \| `(\S+)` \|", row) for row in rows)
+    cells = (re.fullmatch(r"\| (.+) \| `(.+)` \| `(.+)` \|", row) for row in rows)
     return {cell.group(1): cell.group(3) for cell in cells if cell is not None}
 
 
