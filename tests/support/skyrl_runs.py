@@ -6,6 +6,7 @@ package `flash_attn`, whose kernels are never called, is an empty module.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -30,6 +31,7 @@ _padding.pad_input = _padding.unpad_input = None  # type: ignore[attr-defined]
 sys.modules.setdefault("flash_attn", _flash)
 sys.modules.setdefault("flash_attn.bert_padding", _padding)
 
+from skyrl.backends.skyrl_train.distributed import fsdp_utils  # noqa: E402
 from skyrl.backends.skyrl_train.distributed.fsdp_strategy import FSDPStrategy  # noqa: E402
 from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase  # noqa: E402
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper  # noqa: E402
@@ -41,9 +43,21 @@ from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
 from async_ckpt.integrations.skyrl import FSDPCheckpoints, FSDPWorkerCheckpoints, TrainerCheckpoints  # noqa: E402
 
 logger.remove()
+logging.getLogger("skyrl").setLevel("ERROR")
 torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[assignment, method-assign]
+
+
+def _sync_buffers(model: torch.nn.Module, _: Any) -> None:
+    """Broadcast the buffers that are not in a state dict, as SkyRL does by GPUs when it makes a model."""
+    for module in model.modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            value = module._buffers[name]
+            module._buffers[name] = value = torch.empty_like(value, device="cpu") if value.is_meta else value
+            dist.broadcast(value, src=0)
+
+
+fsdp_utils._sync_non_persistent_buffers = _sync_buffers
 
 
 class _OnProcessors:
@@ -52,6 +66,9 @@ class _OnProcessors:
     def setup_distributed(self) -> None:
         self.world_size = dist.get_world_size()
         self.device_mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("fsdp",))
+
+    def print(self, *_: Any) -> None:
+        """Nothing: what a script prints is what it tells its test."""
 
 
 class PlainStrategy(_OnProcessors, FSDPStrategy):
@@ -153,6 +170,9 @@ class OneWorker(WorkerDispatch):
 
     def save_hf_model(self, model: str, export_dir: str, tokenizer: Any) -> None:
         self._training.strategy.save_hf_model(self._training.model, export_dir, tokenizer)
+
+    async def save_weights_for_sampler(self, model_id: str | None = None) -> None:
+        """Nothing: there are no inference engines."""
 
     def finalize_pending_saves(self, model: str) -> None:
         if isinstance(self._training.strategy, FSDPCheckpoints):
