@@ -186,10 +186,13 @@ class BackgroundTrainer(TrainerCheckpoints, RayPPOTrainer):
 def trainer_of(kind: type[RayPPOTrainer], root: str, dispatch: WorkerDispatch | None = None, keep: int = -1) -> Any:
     config = SkyRLTrainConfig()
     config.trainer.ckpt_path, config.trainer.max_ckpts_to_keep = root, keep
+    config.generator.inference_engine.enable_ray_prometheus_stats = False
     trainer = kind(config, None, None, None, None, None)
     trainer.dispatch = dispatch
-    trainer._node_ids = []  # no nodes of Ray to clean up on
-    trainer.train_dataloader = StatefulDataLoader(range(100), batch_size=2)
+    if kind is RayPPOTrainer:
+        trainer._cleanup_old_checkpoints = lambda: None  # there are no nodes of Ray to clean up on
+    # With a generator of its own: it takes no random numbers of the worker, which is in this process.
+    trainer.train_dataloader = StatefulDataLoader(range(100), batch_size=2, generator=torch.Generator())
     return trainer
 
 
@@ -200,6 +203,7 @@ class TrainingByTrainer:
         self.worker = Training(layout)
         self.trainer = trainer_of(BackgroundTrainer if layout else RayPPOTrainer, root, OneWorker(self.worker), keep)
         self.data: list[int] = []
+        self._batches: Any = None
 
     def resume(self) -> int:
         step, _ = self.trainer.load_checkpoints()
@@ -209,9 +213,9 @@ class TrainingByTrainer:
     def train(self, last: int, save: bool = True) -> list[str]:
         """Train until a step, and save at each. Returns the losses."""
         losses = []
-        batches = iter(self.trainer.train_dataloader)
+        self._batches = self._batches or iter(self.trainer.train_dataloader)
         for step in range(self.worker.step + 1, last + 1):
-            self.data += next(batches).tolist()
+            self.data += next(self._batches).tolist()
             losses += self.worker.train(step)
             self.trainer.global_step = step
             if save:

@@ -11,6 +11,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -157,6 +158,7 @@ class FSDPCheckpoints:
         """Wait until the save under way is committed, and raise its error. Arguments that SkyRL passes are ignored."""
         if self._saving is not None:
             (ckpt, handle), self._saving = self._saving, None
+            wait([handle])  # a dispatch in this process may call this on a thread of the library
             with ckpt:
                 handle.result()
 

@@ -42,6 +42,13 @@ def whole(worlds: Worlds) -> tuple[list[str], list[int]]:
     return losses, data
 
 
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The folder of the trainer's checkpoints; the worlds have theirs beside it."""
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
+
+
 def shown(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
 
@@ -78,17 +85,17 @@ def test_the_trainer_s_state_names_the_folder_that_the_user_has_given(worlds, tm
     assert worlds.run(1, _CONFIG.format(root=root))[0].told == [root, root]
 
 
-def test_the_newest_checkpoints_stay_and_one_of_a_training_that_went_back_is_the_newest(worlds, tmp_path):
-    trained(worlds, tmp_path, 4, keep=2)
-    assert shown(tmp_path) == ["global_step_3", "global_step_4", LATEST]
+def test_the_newest_checkpoints_stay_and_one_of_a_training_that_went_back_is_the_newest(worlds, root):
+    trained(worlds, root, 4, keep=2)
+    assert shown(root) == ["global_step_3", "global_step_4", LATEST]
 
-    (tmp_path / "global_step_3").rename(tmp_path / "global_step_1")
-    (tmp_path / LATEST).write_text("1")
-    script = _TRAIN.format(root=str(tmp_path), layout="async_ckpt", keep=2, last=2)
+    (root / "global_step_3").rename(root / "global_step_1")
+    (root / LATEST).write_text("1")
+    script = _TRAIN.format(root=str(root), layout="async_ckpt", keep=2, last=2)
     script = script.replace("step = one", "one.trainer.cfg.trainer.ckpt_interval = 9; step = one")
     worlds.run(1, script)
-    assert shown(tmp_path) == ["global_step_2", "global_step_4", LATEST]
-    assert (tmp_path / LATEST).read_text() == "2"
+    assert shown(root) == ["global_step_2", "global_step_4", LATEST]
+    assert (root / LATEST).read_text() == "2"
 
 
 # --- what waits, and what fails -------------------------------------------------------------------------------------
@@ -111,8 +118,8 @@ here.tell(sorted(name for name in os.listdir({root!r}) if name[0] != "."))
 """
 
 
-def test_training_goes_on_while_nothing_is_durable_and_no_folder_shows_until_then(worlds, tmp_path):
-    told = worlds.run(1, _HELD.format(root=str(tmp_path)))[0].told
+def test_training_goes_on_while_nothing_is_durable_and_no_folder_shows_until_then(worlds, root):
+    told = worlds.run(1, _HELD.format(root=str(root)))[0].told
     assert told == [[], ["global_step_1", LATEST]]
 
 
@@ -149,8 +156,8 @@ here.tell(open({root!r} + "/{latest}").read())
 """
 
 
-def test_the_error_of_a_save_is_raised_by_the_next_one_by_a_load_and_at_the_end_of_the_training(worlds, tmp_path):
-    *errors, there, latest = worlds.run(1, _FAILS.format(root=str(tmp_path), latest=LATEST))[0].told
+def test_the_error_of_a_save_is_raised_by_the_next_one_by_a_load_and_at_the_end_of_the_training(worlds, root):
+    *errors, there, latest = worlds.run(1, _FAILS.format(root=str(root), latest=LATEST))[0].told
     assert all("the disk is broken" in error for error in errors)
     assert (len(errors), there, latest) == (3, ["global_step_1", LATEST], "3")
 
@@ -200,13 +207,13 @@ one.trainer.wait_for_checkpoints()
 
 
 @pytest.mark.parametrize(("point", "when"), _POINTS)
-def test_a_kill_before_or_after_each_durable_point_leaves_latest_at_what_is_durable(worlds, tmp_path, point, when):
+def test_a_kill_before_or_after_each_durable_point_leaves_latest_at_what_is_durable(worlds, root, point, when):
     newest = _POINTS[point, when]
-    worlds.run(1, _KILLED.format(root=str(tmp_path), layout="async_ckpt", point=point, when=when), killed={0})
-    assert (tmp_path / LATEST).read_text() == str(newest)
+    worlds.run(1, _KILLED.format(root=str(root), layout="async_ckpt", point=point, when=when), killed={0})
+    assert (root / LATEST).read_text() == str(newest)
     losses, data = whole(worlds)
-    assert trained(worlds, tmp_path, 3) == [newest, losses[newest:3], data[2 * newest : 6]]
-    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert trained(worlds, root, 3) == [newest, losses[newest:3], data[2 * newest : 6]]
+    assert not [path.name for path in root.iterdir() if path.name.startswith(".")]
 
 
 _ANYWHERE = """
@@ -230,7 +237,7 @@ def test_killed_at_any_change_of_the_disk_it_resumes_with_the_same_losses_and_da
         draw, root = random.Random(number), tmp_path / f"killed-{number}"
         for _ in range(2):
             script = _ANYWHERE.format(root=str(root), layout=layout, number=draw.randrange(1, count))
-            worlds.run(1, script, failed={0})
+            worlds.start(1, script).ended(failed={0})
         script = _ANYWHERE.format(root=str(root), layout=layout, number=10**9)
         step, resumed, drawn, _ = worlds.run(1, script)[0].told[-1]
         assert (resumed, drawn) == (losses[step:], data[2 * step :]), f"killed by {number}"
