@@ -19,7 +19,6 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import transformers.trainer  # noqa: E402
 from loguru import logger  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
@@ -32,8 +31,8 @@ _padding.pad_input = _padding.unpad_input = None  # type: ignore[attr-defined]
 sys.modules.setdefault("flash_attn", _flash)
 sys.modules.setdefault("flash_attn.bert_padding", _padding)
 
-from skyrl.backends.skyrl_train.distributed.dispatch import MeshRank  # noqa: E402
 from skyrl.backends.skyrl_train.distributed import fsdp_utils  # noqa: E402
+from skyrl.backends.skyrl_train.distributed.dispatch import MeshRank  # noqa: E402
 from skyrl.backends.skyrl_train.distributed.fsdp_strategy import FSDPStrategy  # noqa: E402
 from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase  # noqa: E402
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper  # noqa: E402

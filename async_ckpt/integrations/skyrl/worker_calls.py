@@ -15,7 +15,7 @@ from typing import Any
 
 
 class WorkerCalls:
-    """What the workers of a dispatch are asked about their saves. Workers that have no such methods write in the call."""
+    """The workers of a dispatch, asked about their saves. Those that have no such methods write in the call."""
 
     def __init__(self, dispatch: Any) -> None:
         self._dispatch = dispatch
@@ -33,7 +33,7 @@ class WorkerCalls:
             self._of_each(model, "finalize_pending_saves")
 
     def _of_each(self, model: str, name: str) -> list[Any]:
-        """What a method returns on each of the workers of a model; nothing if they have none of that name."""
+        """The results of a method on each of the workers of a model; none if they have no method of that name."""
         group = getattr(self._dispatch, "_actor_groups", {}).get(model)
         if group is None or not hasattr(group._actor_handlers[0], name):
             return []
