@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import warnings
 from types import ModuleType
 from typing import Any
@@ -32,18 +31,14 @@ sys.modules.setdefault("flash_attn", _flash)
 sys.modules.setdefault("flash_attn.bert_padding", _padding)
 
 from skyrl.backends.skyrl_train.distributed import fsdp_utils  # noqa: E402
-from skyrl.backends.skyrl_train.distributed.dispatch import MeshRank  # noqa: E402
 from skyrl.backends.skyrl_train.distributed.fsdp_strategy import FSDPStrategy  # noqa: E402
-from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase  # noqa: E402
 from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper  # noqa: E402
-from skyrl.backends.skyrl_train.workers.worker import PPORayActorGroup  # noqa: E402
 from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch  # noqa: E402
 from skyrl.backends.skyrl_train_backend import SkyRLTrainBackend  # noqa: E402
 from skyrl.train.config import FSDPConfig, ModelConfig, OptimizerConfig, SkyRLTrainConfig  # noqa: E402
 from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
 
-from async_ckpt.integrations.skyrl import FSDPCheckpoints, FSDPWorkerCheckpoints, TrainerCheckpoints  # noqa: E402
-from async_ckpt.storage.local import LocalSink  # noqa: E402
+from async_ckpt.integrations.skyrl import FSDPCheckpoints, TrainerCheckpoints  # noqa: E402
 
 logger.remove()
 logging.getLogger("skyrl").setLevel("ERROR")
@@ -232,68 +227,3 @@ def tinker_backend(dispatch: WorkerDispatch) -> SkyRLTrainBackend:
     backend._dispatch, backend._tokenizer = dispatch, None
     backend._get_role = lambda _: "policy"
     return backend
-
-
-# --- workers as actors of Ray ---------------------------------------------------------------------------------------
-
-
-class _Worker(FSDPPolicyWorkerBase):
-    """SkyRL's worker of a policy, on processors, with a small model."""
-
-    def init_worker_process_group(self) -> None:
-        dist.init_process_group("gloo")
-        self.mesh_rank = MeshRank(
-            dp=dist.get_rank(), sp=0, tp=0, pp=0, world_size=self._world_size, dp_size=self._world_size, pp_size=1
-        )
-
-    def init_model(self) -> None:
-        self._training = Training(None)
-        self.strategy, self.model = self._training.strategy, self._training.model
-        self.optimizer, self.scheduler = self._training.optimizer, self._training.scheduler
-
-    def train(self, last: int) -> list[str]:
-        return self._training.train(last)
-
-    def set_step(self, step: int) -> None:
-        self._training.step = step
-
-    def hold_files(self, held: bool) -> None:
-        """Let no file of an archive become durable meanwhile."""
-        if held:
-            self._may_finish, real = threading.Event(), LocalSink.finish
-
-            def finish(*args: Any, **options: Any) -> Any:
-                self._may_finish.wait()
-                return real(*args, **options)
-
-            LocalSink.finish = finish  # type: ignore[method-assign]
-        else:
-            self._may_finish.set()
-
-    def break_disk_of(self, rank: int) -> None:
-        """Let one file of an archive of this rank fail."""
-        if dist.get_rank() != rank:
-            return
-        real = LocalSink.finish
-
-        def finish(*_: Any, **__: Any) -> Any:
-            LocalSink.finish = real  # type: ignore[method-assign]
-            raise OSError(5, f"the disk of rank {rank} is broken")
-
-        LocalSink.finish = finish  # type: ignore[method-assign]
-
-
-class _BackgroundWorker(FSDPWorkerCheckpoints, _Worker):
-    """Ours in front of it."""
-
-
-def cpu_workers() -> WorkerDispatch:
-    """SkyRL's dispatch to two actors of Ray."""
-    import ray
-
-    config = SkyRLTrainConfig()
-    config.trainer.placement.colocate_all = config.trainer.placement.colocate_policy_ref = False
-    config.trainer.algorithm.temperature = 1.0
-    group = PPORayActorGroup(config.trainer, 1, 2, ray.remote(num_gpus=1)(_BackgroundWorker))
-    ray.get(group.async_init_model())
-    return WorkerDispatch(config, group)
