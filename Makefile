@@ -85,10 +85,14 @@ $(VENV)/.demo $(VENV)/.rollout $(VENV)/.test $(VENV)/.bench $(VENV)/.check: $(VE
 	$(INSTALL) --no-build-isolation -e ".[$(patsubst .%,%,$(notdir $@))]"
 	touch $@
 
-# Packages that are built from source find the torch that is there already, and build no kernels for devices.
+# Packages that are built from source find the torch that is there already, and build no kernels for devices. A file whose
+# first lines say `# python: …` or `# pip: …` is installed by that Python (or PYTHON_<name>=…), or with these options.
+OPTION_OF = sed -n 's/^\# $(1): //p' $<
 .PRECIOUS: .venv-frameworks/%/.ready
 .venv-frameworks/%/.ready: constraints/%.txt
-	$(PYTHON) -m venv $(@D)
+	python=$(or $(PYTHON_$*),$$($(call OPTION_OF,python))); python=$${python:-$(PYTHON)}; \
+	  command -v $$python >/dev/null && $$python -c "" || { echo "$* needs $$python, which is not there: install it, or give PYTHON_$*=…" >&2; exit 1; }; \
+	  $$python -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $< torch setuptools wheel
-	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -r $<
+	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation $$($(call OPTION_OF,pip)) -r $<
 	touch $@

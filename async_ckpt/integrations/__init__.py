@@ -5,6 +5,6 @@
 - `deepspeed/`: DeepSpeed's engine, with files as it writes them, or archives.
 - `torchtitan.py`: a checkpoint manager for torchtitan; `ray_train.py`: a checkpointer for the workers of Ray Train.
 - `common/`: what these share.
-- `skyrl.py`: the checkpoint calls of SkyRL's Tinker backend and of its FSDP strategy.
+- `skyrl/`: base classes for SkyRL's trainers, workers and FSDP strategy; the checkpoint calls of its Tinker backend.
 - `dcp/`: storage writer, storage reader, stager and converters for torch.distributed.checkpoint.
 """

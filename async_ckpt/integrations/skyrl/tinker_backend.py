@@ -1,5 +1,4 @@
 """`CheckpointBackend`: the checkpoint calls of SkyRL's Tinker backend, with no tenant waiting for a tar or an upload.
-`FSDPCheckpoints`: those of its FSDP strategy, on every rank, with archives that any number of ranks loads.
 
 In: an object with the methods of SkyRL's `WorkerDispatch`, paths, ids of models. Out: archives as SkyRL reads and
 writes them, a handle for each; models loaded from them.
@@ -14,41 +13,28 @@ engine marks it as completed in `handle.add_done_callback`, or after `await hand
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
 import io
 import os
-import re
 import tarfile
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, Final, Protocol, Self
 from weakref import WeakSet, WeakValueDictionary
 
-from ..around.pack import pack
-from ..around.unpack import unpack
-from ..around.wrap import wrap
-from ..checkpointer import AsyncCheckpointer
-from ..errors import CheckpointError, ClosedError, NotCommittedError, StateMismatchError
-from ..files import exists
-from ..host.waits import ENDS_THE_WAIT, Wait
-from ..ranks.world import ranks
-from ..saving.default import files_saver
-from ..saving.handle import SaveHandle
-from ..saving.ledger import raise_error_of
-from ..saving.save import Save, wait_for_saves
-from ..state.names import shown
-from ..state.per_rank import PerRank
-from ..state.rng import RngState
-from ..storage.place import Place
-from ..storage.url import StrPath as Where
-from ..storage.url import text_of
+from ...around.pack import pack
+from ...around.unpack import unpack
+from ...around.wrap import wrap
+from ...errors import CheckpointError, ClosedError
+from ...host.waits import ENDS_THE_WAIT, Wait
+from ...saving.default import files_saver
+from ...saving.handle import SaveHandle
+from ...saving.ledger import raise_error_of
+from ...saving.save import Save, wait_for_saves
+from ...storage.place import Place
+from ...storage.url import StrPath as Where
+from .worker_calls import WorkerCalls, with_model_id
 
 _MARKER: Final = "MARKER"
-# The folder of our archives in a checkpoint's folder.
-_ARCHIVES: Final = "async_ckpt"
 # The role whose weights are sent to the inference engines.
 _SAMPLED: Final = "policy"
 
@@ -111,8 +97,8 @@ class CheckpointBackend:
         self._save = _required(dispatch, "save_checkpoint")
         self._load = _required(dispatch, "load_checkpoint")
         self._export = _required(dispatch, "save_hf_model")
-        self._finalize = _optional(dispatch, "finalize_pending_saves")
-        self._send = _optional(dispatch, "save_weights_for_sampler")
+        self._workers = WorkerCalls(dispatch)
+        self._send = with_model_id(dispatch, "save_weights_for_sampler")
         self._role, self._validate, self._tokenizer, self._lora = role, validate, tokenizer, lora
         self._scratch = scratch
         self._place_of = place
@@ -133,8 +119,7 @@ class CheckpointBackend:
 
         def write(folder: str) -> None:
             self._save(model=role, ckpt_dir=folder, tokenizer=self._tokenizer, model_id=model_id)
-            if self._finalize is not None:
-                self._finalize(model=role, model_id=model_id)
+            self._workers.finalize(role, model_id)
 
         return self._pack(output_path, write)
 
@@ -283,168 +268,6 @@ class CheckpointBackend:
         return f"<CheckpointBackend of {self._role}, {num_saves} saves under way>"
 
 
-class FSDPCheckpoints:
-    """`save_checkpoint` and `load_checkpoint` of SkyRL's FSDPStrategy, on each rank; put it in front of that as a base.
-
-        class Strategy(FSDPCheckpoints, FSDPStrategy):
-            layout = "both"
-
-    Each rank saves its part of model, optimizer, scheduler and random state as one of a set of archives, in the folder
-    `async_ckpt` in the checkpoint's, behind the training; any number of ranks can load them. With `layout = "skyrl"`,
-    only SkyRL's own files are written, one for each rank, which the same number of ranks can load; with "both", they
-    are side by side. Loading prefers our archives.
-
-    A checkpoint exists when `finalize_pending_saves` has returned on all ranks, or the handle is done: SkyRL marks
-    it, or packs it into a tar, after that.
-    """
-
-    layout: Literal["async_ckpt", "skyrl", "both"] = "async_ckpt"
-    _saving: tuple[AsyncCheckpointer, SaveHandle] | None = None
-
-    def save_checkpoint(
-        self,
-        model: Any,
-        ckpt_dir: Where,
-        node_local_rank: int,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        client_state: Mapping[str, Any] = MappingProxyType({}),
-        tag: str | None = None,
-        tokenizer: Any = None,
-    ) -> SaveHandle | None:
-        """Save on all ranks. Returns a handle once training may go on; None if only SkyRL's own files are written.
-
-        Waits for an earlier save that is under way, and raises its error.
-        """
-        self.finalize_pending_saves()
-        if self.layout not in ("async_ckpt", "skyrl", "both"):
-            raise ValueError(f'layout must be "async_ckpt", "skyrl" or "both", got {self.layout!r}')
-        if self.layout != "async_ckpt":
-            extra = {"client_state": dict(client_state), "tag": tag, "tokenizer": tokenizer}
-            super().save_checkpoint(  # type: ignore[misc]
-                model, ckpt_dir, node_local_rank, optimizer=optimizer, scheduler=scheduler, **extra
-            )
-        if self.layout == "skyrl":
-            return None
-        ckpt = AsyncCheckpointer(_archives_in(ckpt_dir))
-        state = self._parts(model, optimizer, scheduler) | {
-            "client_state": dict(client_state),
-            "tag": tag,
-            "world_size": ranks()[1],
-        }
-        handle = ckpt.save(state, _step_of(ckpt_dir), overwrite=True)
-        self._saving = ckpt, handle
-        return handle
-
-    def load_checkpoint(
-        self,
-        model: Any,
-        ckpt_dir: Where,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-    ) -> tuple[Where, dict[str, Any]]:
-        """Fill model, optimizer and scheduler in place, on all ranks. Returns the folder, and the other values that
-        were saved.
-
-        The generators of each rank are restored only on as many ranks as have saved them; on other numbers they stay
-        as they are. If `client_state` differs between ranks, each gets its own; on another number of ranks that
-        raises StateMismatchError. An earlier save that is under way is waited for; if it fails, that is a warning
-        here, and `finalize_pending_saves` raises its error. Raises NotCommittedError for a folder with neither our
-        archives nor, if the next base class has this method, SkyRL's files.
-        """
-        self._finish_own_save()
-        archives = _archives_in(ckpt_dir)
-        with contextlib.ExitStack() as stack:
-            ckpt = stack.enter_context(AsyncCheckpointer(archives)) if exists(archives) else None
-            step = None if ckpt is None else ckpt.latest()
-            if ckpt is None or step is None:
-                return self._load_skyrl_files(
-                    model,
-                    ckpt_dir,
-                    optimizer=optimizer,
-                    scheduler=scheduler,
-                    load_module_strict=load_module_strict,
-                    load_optimizer_states=load_optimizer_states,
-                    load_lr_scheduler_states=load_lr_scheduler_states,
-                )
-            rank, world_size = ranks()
-            extra = ckpt.load(step, select=["client_state", "tag", "world_size"])
-            extra = _values_of_rank(extra, rank if extra["world_size"] == world_size else None, ())
-            parts = self._parts(
-                model, optimizer if load_optimizer_states else None, scheduler if load_lr_scheduler_states else None
-            )
-            if extra["world_size"] != world_size:
-                del parts["rng"]
-            ckpt.restore(parts, step, strict=load_module_strict)
-        return ckpt_dir, {**extra, "rank": rank, "fsdp_strategy": getattr(self, "fsdp_strategy", None)}
-
-    def _load_skyrl_files(self, model: Any, ckpt_dir: Where, **options: Any) -> tuple[Where, dict[str, Any]]:
-        missing: FileNotFoundError | None = None
-        if hasattr(super(), "load_checkpoint"):
-            try:
-                load: Callable[..., tuple[Where, dict[str, Any]]] = super().load_checkpoint  # type: ignore[misc]
-                return load(model, ckpt_dir, **options)
-            except FileNotFoundError as error:
-                missing = error
-        why = f", and of the files of SkyRL: {missing}" if missing else ""
-        raise NotCommittedError(
-            f"{_archives_in(ckpt_dir)}: no committed checkpoint there{why}", path=text_of(ckpt_dir), step=None
-        ) from missing
-
-    def finalize_pending_saves(self, *_: Any, **__: Any) -> None:
-        """Wait until the save under way is committed, and raise its error. Arguments that SkyRL passes are ignored."""
-        if self._saving is not None:
-            (ckpt, handle), self._saving = self._saving, None
-            with ckpt:
-                handle.result()
-
-    def _finish_own_save(self) -> None:
-        if self._saving is None or (error := self._saving[1].exception()) is None:
-            self.finalize_pending_saves()
-            return
-        failed = f"{self._saving[1].path}, which was not saved: {type(error).__name__}: {error}"
-        warnings.warn(f"load_checkpoint() goes on without {failed}", RuntimeWarning, stacklevel=3)
-
-    def _parts(self, model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-        # SkyRL wraps transformers' model.
-        inner = getattr(model, "model", None) if type(model).__name__ == "HFModelWrapper" else None
-        parts = {"model": model if inner is None else inner, "optimizer": optimizer, "scheduler": scheduler}
-        return {name: part for name, part in parts.items() if part is not None} | {"rng": RngState("skyrl")}
-
-
-def _values_of_rank(value: Any, rank: int | None, path: tuple[Any, ...]) -> Any:
-    """A value with this rank's own in place of each `PerRank`.
-
-    `rank` is None on another number of ranks than have saved; then a `PerRank` raises StateMismatchError.
-    """
-    if isinstance(value, PerRank):
-        if rank is None:
-            raise StateMismatchError(
-                f"{shown(path)} was saved by each rank for itself, and there are not as many ranks now; load it with "
-                "async_ckpt.load, or save values that are the same on all ranks",
-                mismatched=(shown(path),),
-            )
-        return value[rank]
-    if isinstance(value, dict):
-        return {key: _values_of_rank(inner, rank, (*path, key)) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_values_of_rank(inner, rank, (*path, i)) for i, inner in enumerate(value))
-    return value
-
-
-def _archives_in(ckpt_dir: Where) -> str:
-    return f"{text_of(ckpt_dir).rstrip('/')}/{_ARCHIVES}"
-
-
-def _step_of(ckpt_dir: Where) -> int:
-    """The step in the name that SkyRL gives the folder above; 0 for other names."""
-    match = re.search(r"global_step_(\d+)", text_of(ckpt_dir))
-    return int(match[1]) if match else 0
-
-
 def _write_marker(file: Any, model_id: str) -> None:
     """Write a tar with one member, in the form of SkyRL's own."""
     text = f"The weights of {model_id} are in the inference engines alone (persist=False).\n".encode()
@@ -455,25 +278,10 @@ def _write_marker(file: Any, model_id: str) -> None:
 
 
 def _required(dispatch: Dispatch, name: str) -> Callable[..., Any]:
-    method = _optional(dispatch, name)
+    method = with_model_id(dispatch, name)
     if method is None:
         raise TypeError(f"{type(dispatch).__qualname__} has no {name}; give an object like SkyRL's WorkerDispatch")
     return method
-
-
-def _optional(dispatch: Dispatch, name: str) -> Callable[..., Any] | None:
-    """A method of the dispatch that accepts a `model_id` even if the dispatch's own does not; None without one."""
-    method: Callable[..., Any] | None = getattr(dispatch, name, None)
-    if method is None:
-        return None
-    parameters = inspect.signature(method).parameters.values()
-    if any(p.name == "model_id" or p.kind is p.VAR_KEYWORD for p in parameters):
-        return method
-
-    def without_id(*, model_id: str | None, **arguments: Any) -> Any:  # noqa: ARG001
-        return method(**arguments)
-
-    return without_id
 
 
 def _refuse_running_loop() -> None:

@@ -1,0 +1,259 @@
+"""`FSDPCheckpoints`: the checkpoint calls of SkyRL's FSDP strategy, with archives that any number of ranks loads.
+`FSDPWorkerCheckpoints` has SkyRL's workers make such a strategy.
+
+In: model, optimizer and scheduler of each rank, and the folder of a checkpoint. Out: archives there, or SkyRL's own
+files, or both; objects filled from them. Knows nothing of: who asks for a checkpoint, and what names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from ...checkpointer import AsyncCheckpointer
+from ...errors import NotCommittedError, StateMismatchError
+from ...files import exists
+from ...ranks.world import ranks
+from ...saving.handle import SaveHandle
+from ...state.names import shown
+from ...state.per_rank import PerRank
+from ...state.rng import RngState
+from ...storage.url import StrPath as Where
+from ...storage.url import text_of
+from ..common.joint_errors import meet
+from ..common.step_guard import StepGuard
+
+# The folder of our archives in a checkpoint's folder.
+_ARCHIVES: Final = "async_ckpt"
+# SkyRL's folder of the configurations of model and tokenizer there.
+_CONFIGS: Final = "huggingface"
+
+Layout = Literal["async_ckpt", "skyrl", "both"]
+
+
+class FSDPCheckpoints:
+    """`save_checkpoint` and `load_checkpoint` of SkyRL's FSDPStrategy, on each rank; put it in front of that as a base.
+
+        class Strategy(FSDPCheckpoints, FSDPStrategy):
+            layout = "both"
+
+    Each rank saves its part of model, optimizer, scheduler and random state as one of a set of archives, in the folder
+    `async_ckpt` in the checkpoint's, behind the training; any number of ranks can load them. With `layout = "skyrl"`,
+    only SkyRL's own files are written, one for each rank, which the same number of ranks can load; with "both", they
+    are side by side. Loading prefers our archives.
+
+    A checkpoint exists when `finalize_pending_saves` has returned on all ranks, or the handle is done. SkyRL's trainer
+    does not wait for that: see `TrainerCheckpoints`.
+    """
+
+    layout: Layout = "async_ckpt"
+    _saving: tuple[AsyncCheckpointer, SaveHandle] | None = None
+    _guard: StepGuard | None = None
+
+    def save_checkpoint(
+        self,
+        model: Any,
+        ckpt_dir: Where,
+        node_local_rank: int,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        client_state: Mapping[str, Any] = MappingProxyType({}),
+        tag: str | None = None,
+        tokenizer: Any = None,
+    ) -> SaveHandle | None:
+        """Save on all ranks. Returns a handle once training may go on; None if only SkyRL's own files are written.
+
+        Large tensors may be copied behind the call; the next step of the optimizer waits for that. Waits for an earlier
+        save that is under way, and raises its error on all ranks.
+        """
+        self.finalize_pending_saves()
+        if self.layout not in ("async_ckpt", "skyrl", "both"):
+            raise ValueError(f'layout must be "async_ckpt", "skyrl" or "both", got {self.layout!r}')
+        if self.layout != "async_ckpt":
+            extra = {"client_state": dict(client_state), "tag": tag, "tokenizer": tokenizer}
+            super().save_checkpoint(  # type: ignore[misc]
+                model, ckpt_dir, node_local_rank, optimizer=optimizer, scheduler=scheduler, **extra
+            )
+        if self.layout == "skyrl":
+            return None
+        if self.layout == "async_ckpt":
+            meet(lambda: self._write_configs(model, ckpt_dir, tokenizer))
+        ckpt = AsyncCheckpointer(_archives_in(ckpt_dir))
+        state = self._parts(model, optimizer, scheduler) | {
+            "client_state": dict(client_state),
+            "tag": tag,
+            "world_size": ranks()[1],
+        }
+        guard = [] if optimizer is None else self._guard_of([optimizer])
+        handle = ckpt.save(state, _step_of(ckpt_dir), overwrite=True, guard=guard or None)
+        self._saving = ckpt, handle
+        return handle
+
+    def load_checkpoint(
+        self,
+        model: Any,
+        ckpt_dir: Where,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+    ) -> tuple[Where, dict[str, Any]]:
+        """Fill model, optimizer and scheduler in place, on all ranks. Returns the folder, and the other values that
+        were saved.
+
+        The generators of each rank are restored only on as many ranks as have saved them; on other numbers they stay
+        as they are. If `client_state` differs between ranks, each gets its own; on another number of ranks that
+        raises StateMismatchError. An earlier save that is under way is waited for; if it fails, that is a warning
+        here, and `finalize_pending_saves` raises its error. Raises NotCommittedError for a folder with neither our
+        archives nor, if the next base class has this method, SkyRL's files.
+        """
+        self._finish_own_save()
+        archives = _archives_in(ckpt_dir)
+        with contextlib.ExitStack() as stack:
+            ckpt = stack.enter_context(AsyncCheckpointer(archives)) if exists(archives) else None
+            step = None if ckpt is None else ckpt.latest()
+            if ckpt is None or step is None:
+                return self._load_skyrl_files(
+                    model,
+                    ckpt_dir,
+                    optimizer=optimizer,
+                    scheduler=scheduler,
+                    tag=tag,
+                    load_module_strict=load_module_strict,
+                    load_optimizer_states=load_optimizer_states,
+                    load_lr_scheduler_states=load_lr_scheduler_states,
+                )
+            rank, world_size = ranks()
+            extra = ckpt.load(step, select=["client_state", "tag", "world_size"])
+            extra = _values_of_rank(extra, rank if extra["world_size"] == world_size else None, ())
+            parts = self._parts(
+                model, optimizer if load_optimizer_states else None, scheduler if load_lr_scheduler_states else None
+            )
+            if extra["world_size"] != world_size:
+                del parts["rng"]
+            ckpt.restore(parts, step, strict=load_module_strict)
+        return ckpt_dir, {**extra, "rank": rank, "fsdp_strategy": getattr(self, "fsdp_strategy", None)}
+
+    def _load_skyrl_files(self, model: Any, ckpt_dir: Where, **options: Any) -> tuple[Where, dict[str, Any]]:
+        missing: FileNotFoundError | None = None
+        if hasattr(super(), "load_checkpoint"):
+            try:
+                load: Callable[..., tuple[Where, dict[str, Any]]] = super().load_checkpoint  # type: ignore[misc]
+                return load(model, ckpt_dir, **options)
+            except FileNotFoundError as error:
+                missing = error
+        why = f", and of the files of SkyRL: {missing}" if missing else ""
+        raise NotCommittedError(
+            f"{_archives_in(ckpt_dir)}: no committed checkpoint there{why}", path=text_of(ckpt_dir), step=None
+        ) from missing
+
+    def finalize_pending_saves(self, *_: Any, **__: Any) -> None:
+        """Wait until the save under way is committed, and raise its error. Arguments that SkyRL passes are ignored."""
+        if self._saving is not None:
+            (ckpt, handle), self._saving = self._saving, None
+            wait([handle])  # a dispatch in this process may call this on a thread of the library
+            with ckpt:
+                handle.result()
+
+    def has_pending_save(self) -> bool:
+        """Whether this rank's part of a save is under way. Does not wait."""
+        return self._saving is not None and not self._saving[1].done()
+
+    def _finish_own_save(self) -> None:
+        if self._saving is None or (error := self._saving[1].exception()) is None:
+            self.finalize_pending_saves()
+            return
+        failed = f"{self._saving[1].path}, which was not saved: {type(error).__name__}: {error}"
+        warnings.warn(f"load_checkpoint() goes on without {failed}", RuntimeWarning, stacklevel=3)
+
+    def _guard_of(self, optimizers: list[Any]) -> list[Any]:
+        if self._guard is None:
+            self._guard = StepGuard()
+        return self._guard(optimizers)
+
+    def _write_configs(self, model: Any, ckpt_dir: Where, tokenizer: Any) -> None:
+        """On rank 0, have SkyRL write its small folder of configurations. Models without one have no such folder."""
+        write = getattr(super(), "save_hf_configs", None)
+        config = getattr(_unwrapped(model), "config", None)
+        if write is not None and config is not None and ranks()[0] == 0:
+            write(config, f"{text_of(ckpt_dir).rstrip('/')}/{_CONFIGS}", tokenizer)
+
+    def _parts(self, model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+        parts = {"model": _unwrapped(model), "optimizer": optimizer, "scheduler": scheduler}
+        return {name: part for name, part in parts.items() if part is not None} | {"rng": RngState("skyrl")}
+
+
+class FSDPWorkerCheckpoints:
+    """Workers of SkyRL whose strategy is an `FSDPCheckpoints`; put it in front of a worker's class as a base.
+
+        class Policy(FSDPWorkerCheckpoints, FSDPPolicyWorkerBase):
+            layout = "both"
+
+        PolicyWorker = ray.remote(num_gpus=1)(Policy)
+
+    SkyRL's `save_checkpoint` of a worker then returns when the state is copied. `TrainerCheckpoints` and
+    `CheckpointBackend` ask the workers when it is durable.
+    """
+
+    layout: Layout = "async_ckpt"
+    strategy: Any
+
+    def init_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Make model and strategy as SkyRL does, and have the strategy save behind the training."""
+        result = super().init_model(*args, **kwargs)  # type: ignore[misc]
+        made = type(self.strategy)
+        if not issubclass(made, FSDPCheckpoints):
+            # SkyRL's worker names the class of its strategy in the middle of this method.
+            self.strategy.__class__ = type(made.__name__, (FSDPCheckpoints, made), {"layout": self.layout})
+        return result
+
+    def has_pending_save(self) -> bool:
+        """Whether a save of this worker is under way. Does not wait."""
+        return bool(self.strategy.has_pending_save())
+
+    def finalize_pending_saves(self) -> None:
+        """Wait until the save under way is durable on all workers, and raise its error."""
+        self.strategy.finalize_pending_saves()
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model in SkyRL's wrapper of it."""
+    inner = getattr(model, "model", None) if type(model).__name__ == "HFModelWrapper" else None
+    return model if inner is None else inner
+
+
+def _values_of_rank(value: Any, rank: int | None, path: tuple[Any, ...]) -> Any:
+    """A value with this rank's own in place of each `PerRank`.
+
+    `rank` is None on another number of ranks than have saved; then a `PerRank` raises StateMismatchError.
+    """
+    if isinstance(value, PerRank):
+        if rank is None:
+            raise StateMismatchError(
+                f"{shown(path)} was saved by each rank for itself, and there are not as many ranks now; load it with "
+                "async_ckpt.load, or save values that are the same on all ranks",
+                mismatched=(shown(path),),
+            )
+        return value[rank]
+    if isinstance(value, dict):
+        return {key: _values_of_rank(inner, rank, (*path, key)) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_values_of_rank(inner, rank, (*path, i)) for i, inner in enumerate(value))
+    return value
+
+
+def _archives_in(ckpt_dir: Where) -> str:
+    return f"{text_of(ckpt_dir).rstrip('/')}/{_ARCHIVES}"
+
+
+def _step_of(ckpt_dir: Where) -> int:
+    """The step in the name that SkyRL gives the folder above; 0 for other names."""
+    match = re.search(r"global_step_(\d+)", text_of(ckpt_dir))
+    return int(match[1]) if match else 0
