@@ -166,7 +166,7 @@ except Exception as error:
     here.tell(type(error).__name__)
 training.engine.save_checkpoint({folder!r}, tag="second", client_state={{"a": [here.rank]}}, save_latest=False)
 training.checkpoints.wait()
-here.tell(sorted(name for name in os.listdir({folder!r})))
+here.tell(sorted(name for name in os.listdir({folder!r}) if name[0] != "."))
 here.tell(training.engine.load_checkpoint({folder!r}, "second")[1]["a"])
 """
 
