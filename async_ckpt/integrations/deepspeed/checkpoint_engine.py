@@ -212,7 +212,9 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
                 return None, None  # as DeepSpeed, where no `latest` is
             where = f"{place.shown.rstrip('/')}/{named}"
             raise NotCommittedError(
-                f"{where} has no archive; DeepSpeed's own files are loaded from a local folder only", path=where, step=None
+                f"{where} has no archive; DeepSpeed's own files are loaded from a local folder only",
+                path=where,
+                step=None,
             )
         if found is None:
             return self._plain.load(
@@ -329,7 +331,9 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         rank, world_size = engine.global_rank, torch.distributed.get_world_size()
         if not place.is_local and self._layout == "archive":
             return StoredFolder(place, tag, save_latest=save_latest, rank=rank, world_size=world_size)
-        path = local_place(place, 'use(engine, layout="archive") saves at URLs, and DeepSpeed\'s own files need a folder')
+        path = local_place(
+            place, 'use(engine, layout="archive") saves at URLs, and DeepSpeed\'s own files need a folder'
+        )
         return TagFolder(path, tag, save_latest=save_latest, rank=rank, world_size=world_size)
 
     def _make(self, folder: TagFolder | StoredFolder) -> str | None:
