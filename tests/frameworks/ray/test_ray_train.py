@@ -128,6 +128,14 @@ def losses_of(tmp_path: Path, name: str) -> dict[int, str]:
     return dict(json.loads(line) for line in (tmp_path / "losses" / name).read_text().splitlines())
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a training of two workers has run that was not killed, and has counted its calls."""
+    folder = tmp_path_factory.mktemp("whole")
+    fit(folder, dies_at_call={})
+    return folder
+
+
 def steps_in(result: Result) -> list[str]:
     return [Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints]
 
@@ -147,26 +155,24 @@ def test_ray_has_each_step_once_it_is_durable_and_deletes_by_its_own_rules(tmp_p
     assert set(state) == {"model", "optimizer"}
 
 
-def test_a_training_whose_worker_is_killed_goes_on_with_the_same_losses_and_then_on_fewer(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        folder.mkdir()
-    fit(whole)
-    fit(killed, max_failures=1, dies_at=3)
-    assert (killed / "losses/died").exists()
+def test_a_training_whose_worker_is_killed_goes_on_with_the_same_losses_and_then_on_fewer(
+    whole: Path, tmp_path: Path
+) -> None:
+    fit(tmp_path, max_failures=1, dies_at=3)
+    assert (tmp_path / "losses/died").exists()
     for rank in range(2):
-        assert losses_of(killed, f"2-{rank}.jsonl") == losses_of(whole, f"2-{rank}.jsonl")
-    result = fit(killed, workers=1, steps=7)
+        assert losses_of(tmp_path, f"2-{rank}.jsonl") == losses_of(whole, f"2-{rank}.jsonl")
+    result = fit(tmp_path, workers=1, steps=7)
     assert Path(result.checkpoint.path).name == "step_00000006"
-    assert list(losses_of(killed, "1-0.jsonl")) == [5, 6]
+    assert list(losses_of(tmp_path, "1-0.jsonl")) == [5, 6]
 
 
-def test_whenever_a_worker_is_killed_training_goes_on_from_a_durable_step_with_the_same_losses(tmp_path: Path) -> None:
+def test_whenever_a_worker_is_killed_training_goes_on_from_a_durable_step_with_the_same_losses(
+    whole: Path, tmp_path: Path
+) -> None:
     """Killed at calls that change the disk, a write half done."""
-    (tmp_path / "whole").mkdir()
-    fit(tmp_path / "whole", dies_at_call={})
-    calls = [int((tmp_path / f"whole/losses/ended-2-{rank}").read_text()) for rank in range(2)]
-    whole = [losses_of(tmp_path / "whole", f"2-{rank}.jsonl") for rank in range(2)]
+    calls = [int((whole / f"losses/ended-2-{rank}").read_text()) for rank in range(2)]
+    losses = [losses_of(whole, f"2-{rank}.jsonl") for rank in range(2)]
     for number in some(range(NUM_KILLS), NUM_KILLS):
         folder, rank = tmp_path / f"killed-{number}", number % 2
         folder.mkdir()
@@ -174,17 +180,15 @@ def test_whenever_a_worker_is_killed_training_goes_on_from_a_durable_step_with_t
         result = fit(folder, max_failures=1, dies_at_call={rank: moment})
         assert Path(result.checkpoint.path).name == "step_00000004"
         assert async_ckpt.verify(folder / "storage/run").steps == tuple(range(5))
-        for of_rank, expected in enumerate(whole):
+        for of_rank, expected in enumerate(losses):
             lines = (folder / f"losses/2-{of_rank}.jsonl").read_text().splitlines()
             assert {step: loss for step, loss in map(json.loads, lines) if expected[step] != loss} == {}
             assert losses_of(folder, f"2-{of_rank}.jsonl").keys() == expected.keys()
 
 
 def test_a_run_in_a_store_goes_on_after_a_kill_and_ray_deletes_there_by_its_own_rules(
-    s3: Any, bucket: str, tmp_path: Path
+    whole: Path, s3: Any, bucket: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "whole").mkdir()
-    fit(tmp_path / "whole")
     filesystem = pyarrow.fs.S3FileSystem(
         access_key=s3.options["access_key_id"],
         secret_key=s3.options["secret_access_key"],
@@ -201,7 +205,7 @@ def test_a_run_in_a_store_goes_on_after_a_kill_and_ray_deletes_there_by_its_own_
     )
     assert (tmp_path / "losses/died").exists()
     for rank in range(2):
-        assert losses_of(tmp_path, f"2-{rank}.jsonl") == losses_of(tmp_path / "whole", f"2-{rank}.jsonl")
+        assert losses_of(tmp_path, f"2-{rank}.jsonl") == losses_of(whole, f"2-{rank}.jsonl")
     assert result.checkpoint.path == f"{bucket}/runs/run/step_00000004"
     kept = {key.split("/")[2] for key in s3.keys(bucket) if "/step_" in key}
     assert kept == {"step_00000003", "step_00000004"}
