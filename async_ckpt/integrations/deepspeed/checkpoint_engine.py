@@ -142,6 +142,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         )
         self._files: dict[str, Any] | None = None  # while DeepSpeed names the files of a save
         self._pending: _TagSave | None = None
+        self._left: list[TagFolder | StoredFolder] = []  # of saves that have failed
         self._reports: list[SaveReport] = []
         self._follower = Crew("deepspeed", 1)
         engine.checkpoint_engine = self
@@ -182,7 +183,8 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             if handle is not None:
                 wait_for(handle)
                 handle.exception()  # this save is none, whatever has come of its part
-            folder.remove()
+            self._left.append(folder)
+            self._remove_left()
             raise
         ended: Future[None] = running_future()
         self._pending = _TagSave(folder, handle, engine.global_steps, monotonic() - began, ended)
@@ -301,13 +303,18 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
     @contextmanager
     def _removing_last(self) -> Iterator[None]:
         """Behind the block, remove what a failed save has left: until the ranks meet, others may still write to it."""
-        pending = self._pending
+        if self._pending is not None:
+            self._left.append(self._pending.folder)
         try:
             yield
         finally:
-            if pending is not None:
-                with suppress(Exception):
-                    pending.folder.remove()
+            self._remove_left()
+            self._left.clear()
+
+    def _remove_left(self) -> None:
+        for folder in self._left:
+            with suppress(Exception):  # another rank writes there at this moment: it goes at the next meeting
+                folder.remove()
 
     def _after_last(self, then: Callable[[], Any] = lambda: None) -> Any:
         """Wait for the save before on this rank, raise its error, and do something."""

@@ -82,9 +82,12 @@ for layout in (None, "archive"):
     training.train(4, {folder!r} + str(layout))
     if training.checkpoints:
         training.checkpoints.wait()
-for options in ({{"load_optimizer_states": False}}, {{"load_module_only": True}}, {{"load_lr_scheduler_states": False}}):
+no_optimizer, module, no_scheduler = (
+    {{"load_optimizer_states": False}}, {{"load_module_only": True}}, {{"load_lr_scheduler_states": False}})
+# Under ZeRO 3, DeepSpeed loads no weights by `load_module_only` alone.
+for of_files, of_archives in ((no_optimizer,) * 2, ({{**module, **no_optimizer}}, module), (no_scheduler,) * 2):
     told = []
-    for layout in (None, "archive"):
+    for layout, options in ((None, of_files), ("archive", of_archives)):
         training = Training({stage}, layout)
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints there
             training.engine.load_checkpoint({folder!r} + str(layout), **options)
