@@ -71,8 +71,8 @@ def use(engine: Any, layout: Layout = "deepspeed") -> DeepSpeedCheckpoints:
         checkpoints.wait()  # the last line: raises the error of a failed save
 
     `layout="deepspeed"` writes the files of DeepSpeed, by their names and in their formats. `layout="archive"` writes
-    verified archives of whole parameters, which any number of ranks resumes from; plain DeepSpeed does not load them.
-    Each layout loads the folders of both.
+    verified archives of whole parameters, which any number of ranks resumes from, and which may be at a URL; plain
+    DeepSpeed does not load them. Each layout loads the folders of both.
 
     Raises ImportError without DeepSpeed, RuntimeError for a version of it that lacks what is used here, ValueError for
     another layout, a second call, and an engine whose config names another writer of checkpoints, and
@@ -160,7 +160,8 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
     ) -> bool:
         """In place of the engine's method: copy everything, and write it in the background. Every rank calls it.
 
-        Raises the error of the save before it, and then saves nothing; and, on all ranks, what the copy raises on any.
+        Raises the error of the save before it, and then saves nothing; RunTakenError while another process saves to the
+        folder; ValueError for a URL, but for archives; and, on all ranks, what the copy raises on any.
         """
         began, engine = monotonic(), self._engine
         folder = self._folder_of(save_dir, tag, save_latest)
@@ -203,7 +204,8 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
     ) -> Any:
         """In place of the engine's method: load as DeepSpeed does, after the save under way. Every rank calls it.
 
-        Raises the error of that save, and for archives what `AsyncCheckpointer.restore` raises.
+        Raises the error of that save, NotCommittedError for a URL without archives, and for archives what
+        `AsyncCheckpointer.restore` raises.
         """
         self.wait()
         place = place_of(load_dir)
