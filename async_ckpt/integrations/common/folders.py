@@ -8,18 +8,21 @@ A checkpoint that is to go is renamed first, in no time and as a whole, and remo
 
 from __future__ import annotations
 
+import atexit
 import fnmatch
 import json
 import os
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
 from ...errors import RunTakenError
+from ...host.process import in_forked_child
 from ...spans import wall_time
 from ...storage.disk import make_folder
 from ...storage.locks import forget, hold_if_free, read_held
@@ -65,6 +68,44 @@ class FolderHold:
             path=str(self._path.parent),
             **facts,
         )
+
+
+# What this process holds for owners that share it, by folder. Read and written under _holding.
+_held: dict[Path, tuple[FolderHold, set[int]]] = {}
+_holding = threading.Lock()
+
+
+def hold_for(owner: object, folder: Path) -> None:
+    """Hold a folder until `let_go` of each owner, or the end of this process. Its owners share the folder.
+
+    Raises RunTakenError if another process holds it.
+    """
+    folder = Path(os.path.realpath(folder))
+    with _holding:
+        if folder not in _held:
+            _held[folder] = FolderHold(folder).__enter__(), set()
+        _held[folder][1].add(id(owner))
+
+
+def let_go(owner: object | None = None) -> None:
+    """Give up the folders that are held for an owner; without one, all of them."""
+    with _holding:
+        for folder, (hold, owners) in [*_held.items()]:
+            owners.discard(id(owner))
+            if owner is None or not owners:
+                del _held[folder]
+                hold.__exit__()
+
+
+atexit.register(let_go)
+
+
+@in_forked_child
+def _hold_nothing() -> None:
+    """In a forked child: the folders are the parent's, and the thread that held the lock is not here."""
+    global _holding
+    _held.clear()
+    _holding = threading.Lock()
 
 
 def retire(newest: Path, limit: int | None, *, keep: str | None = None) -> None:

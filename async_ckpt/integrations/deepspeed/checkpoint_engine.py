@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from ...around.wrap import wrap
+from ...errors import NotCommittedError
 from ...host.threads import Crew, running_future
 from ...host.waits import ENDS_THE_WAIT, Wait, wait_for
 from ...oneoff import save
@@ -30,11 +31,13 @@ from ...report import SaveReport
 from ...saving.handle import SaveHandle, progress_of
 from ...saving.ledger import all_saves, leave_warning
 from ...spans import monotonic
+from ...storage.place import Anywhere, local_place, place_of, written_at
+from ..common.folders import hold_for, let_go
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
 from ..common.small_files import refuse_full
 from . import zero_archive
-from .tag_folder import ArchiveFolder, TagFolder, archive_at
+from .tag_folder import StoredFolder, TagFolder, archive_at, latest_in
 from .zero_guard import ZeroGuard
 
 if TYPE_CHECKING:  # whichever version is installed, if any
@@ -68,8 +71,8 @@ def use(engine: Any, layout: Layout = "deepspeed") -> DeepSpeedCheckpoints:
         checkpoints.wait()  # the last line: raises the error of a failed save
 
     `layout="deepspeed"` writes the files of DeepSpeed, by their names and in their formats. `layout="archive"` writes
-    verified archives of whole parameters, which any number of ranks resumes from; plain DeepSpeed does not load them.
-    Each layout loads the folders of both.
+    verified archives of whole parameters, which any number of ranks resumes from, and which may be at a URL; plain
+    DeepSpeed does not load them. Each layout loads the folders of both.
 
     Raises ImportError without DeepSpeed, RuntimeError for a version of it that lacks what is used here, ValueError for
     another layout, a second call, and an engine whose config names another writer of checkpoints, and
@@ -106,7 +109,7 @@ def _refuse(engine: Any) -> None:
 class _TagSave:
     """One save under way. The training thread reads and drops it. `handle` is None on a rank without files."""
 
-    folder: TagFolder | ArchiveFolder
+    folder: TagFolder | StoredFolder
     handle: SaveHandle | None
     step: int
     call_seconds: float
@@ -139,6 +142,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         )
         self._files: dict[str, Any] | None = None  # while DeepSpeed names the files of a save
         self._pending: _TagSave | None = None
+        self._left: list[TagFolder | StoredFolder] = []  # of saves that have failed
         self._reports: list[SaveReport] = []
         self._follower = Crew("deepspeed", 1)
         engine.checkpoint_engine = self
@@ -148,7 +152,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     def save_checkpoint(
         self,
-        save_dir: str | os.PathLike[str],
+        save_dir: Anywhere,
         tag: Any = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
@@ -156,38 +160,32 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
     ) -> bool:
         """In place of the engine's method: copy everything, and write it in the background. Every rank calls it.
 
-        Raises the error of the save before it, and then saves nothing; and, on all ranks, what the copy raises on any.
+        Raises the error of the save before it, and then saves nothing; RunTakenError while another process saves to the
+        folder; ValueError for a URL, but for archives; and, on all ranks, what the copy raises on any.
         """
         began, engine = monotonic(), self._engine
-        if not save_dir:
-            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        world_size = torch.distributed.get_world_size()
-        kind = ArchiveFolder if self._layout == "archive" else TagFolder
-        folder = kind(os.fspath(save_dir), tag, save_latest=save_latest, rank=engine.global_rank, world_size=world_size)
+        folder = self._folder_of(save_dir, tag, save_latest)
         handle: SaveHandle | None = None
 
         def begin() -> None:
             nonlocal handle
-            if isinstance(folder, ArchiveFolder):
-                handle = self._begin_archive(folder, rests)
-            else:
-                handle = self._begin(folder, files)
+            handle = self._begin_archive(folder, rests) if self._layout == "archive" else self._begin(folder, files)
 
         try:
-            folder.enter(self._meet_after_last(folder.make)[0])
+            folder.enter(self._meet_after_last(partial(self._make, folder))[0])
             files: dict[str, Any] = {}
             rests: list[bytes] = []
             if self._layout == "archive":
                 rests = meet(partial(zero_archive.rest_of, engine, client_state or {}))
             else:
-                files = self._collect(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+                files = self._collect(folder, client_state or {}, save_latest, exclude_frozen_parameters)
             meet(begin)
         except BaseException:
             if handle is not None:
                 wait_for(handle)
                 handle.exception()  # this save is none, whatever has come of its part
-            folder.remove()
+            self._left.append(folder)
+            self._remove_left()
             raise
         ended: Future[None] = running_future()
         self._pending = _TagSave(folder, handle, engine.global_steps, monotonic() - began, ended)
@@ -196,7 +194,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     def load_checkpoint(
         self,
-        load_dir: str | os.PathLike[str],
+        load_dir: Anywhere,
         tag: Any = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
@@ -206,13 +204,25 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
     ) -> Any:
         """In place of the engine's method: load as DeepSpeed does, after the save under way. Every rank calls it.
 
-        Raises the error of that save, and for archives what `AsyncCheckpointer.restore` raises.
+        Raises the error of that save, NotCommittedError for a URL without archives, and for archives what
+        `AsyncCheckpointer.restore` raises.
         """
         self.wait()
-        found = archive_at(os.fspath(load_dir), None if tag is None else str(tag))
+        place = place_of(load_dir)
+        named = latest_in(place) if tag is None else str(tag)
+        found = None if named is None else archive_at(place, named)
+        if found is None and not place.is_local:
+            if named is None:
+                return None, None  # as DeepSpeed, where no `latest` is
+            where = f"{place.shown.rstrip('/')}/{named}"
+            raise NotCommittedError(
+                f"{where} has no archive; DeepSpeed's own files are loaded from a local folder only",
+                path=where,
+                step=None,
+            )
         if found is None:
             return self._plain.load(
-                load_dir,
+                str(local_place(place)),
                 tag,
                 load_module_strict=load_module_strict,
                 load_optimizer_states=load_optimizer_states,
@@ -230,7 +240,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             scheduler=load_lr_scheduler_states,
             only=load_module_only,
         )
-        return str(found[0]), client_state
+        return found[0].shown, client_state
 
     def wait(self) -> None:
         """Return when the save under way is durable on all ranks. Every rank calls it. Raises its error.
@@ -279,8 +289,11 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     def cleanup(self) -> None:
         """At the end of the engine: wait for this rank's part of the save under way. Raises its error."""
-        with self._removing_last():
-            self._after_last()
+        try:
+            with self._removing_last():
+                self._after_last()
+        finally:
+            let_go(self)
 
     # --- parts ------------------------------------------------------------------------------------------------
 
@@ -292,13 +305,18 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
     @contextmanager
     def _removing_last(self) -> Iterator[None]:
         """Behind the block, remove what a failed save has left: until the ranks meet, others may still write to it."""
-        pending = self._pending
+        if self._pending is not None:
+            self._left.append(self._pending.folder)
         try:
             yield
         finally:
-            if pending is not None:
-                with suppress(Exception):
-                    pending.folder.remove()
+            self._remove_left()
+            self._left.clear()
+
+    def _remove_left(self) -> None:
+        for folder in self._left:
+            with suppress(Exception):  # another rank writes there at this moment: it goes at the next meeting
+                folder.remove()
 
     def _after_last(self, then: Callable[[], Any] = lambda: None) -> Any:
         """Wait for the save before on this rank, raise its error, and do something."""
@@ -314,15 +332,32 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
                 self._reports.append(report)
         return then()
 
-    def _collect(
-        self, save_dir: Any, tag: str, client_state: Any, save_latest: bool, no_frozen: bool
-    ) -> dict[str, Any]:
+    def _folder_of(self, save_dir: Anywhere, tag: Any, save_latest: bool) -> TagFolder | StoredFolder:
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        engine, place = self._engine, written_at(save_dir)
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        rank, world_size = engine.global_rank, torch.distributed.get_world_size()
+        if not place.is_local and self._layout == "archive":
+            return StoredFolder(place, tag, save_latest=save_latest, rank=rank, world_size=world_size)
+        path = local_place(
+            place, 'use(engine, layout="archive") saves at URLs, and DeepSpeed\'s own files need a folder'
+        )
+        return TagFolder(path, tag, save_latest=save_latest, rank=rank, world_size=world_size)
+
+    def _make(self, folder: TagFolder | StoredFolder) -> str | None:
+        """On rank 0, take the folder for this process, and make the hidden folder of a save."""
+        if isinstance(folder, TagFolder) and self._engine.global_rank == 0:
+            hold_for(self, folder.save_dir)
+        return folder.make()
+
+    def _collect(self, folder: Any, client_state: Any, save_latest: bool, no_frozen: bool) -> dict[str, Any]:
         """The files that DeepSpeed writes on this rank, by name, with their live contents."""
         self._files = {}
         try:
             self._plain.save(
-                save_dir,
-                tag=tag,
+                str(folder.save_dir),
+                tag=folder.tag,
                 client_state=client_state,
                 save_latest=save_latest,
                 exclude_frozen_parameters=no_frozen,
@@ -331,7 +366,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         finally:
             self._files = None
 
-    def _begin(self, folder: TagFolder, files: dict[str, Any]) -> SaveHandle | None:
+    def _begin(self, folder: Any, files: dict[str, Any]) -> SaveHandle | None:
         """Copy the contents of this rank's files, and begin to write them."""
         if not files:
             return None
@@ -342,7 +377,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         leave_warning(handle)
         return handle
 
-    def _begin_archive(self, folder: ArchiveFolder, rests: list[bytes]) -> SaveHandle:
+    def _begin_archive(self, folder: Any, rests: list[bytes]) -> SaveHandle:
         """Copy this rank's slices, and begin to write its archive. All ranks have the same `rests`, one of each."""
         engine = self._engine
         tensors = zero_archive.tensors_of(engine)
@@ -360,7 +395,7 @@ def _write_files(files: Mapping[str, Any], in_zip: bool, folder: str) -> None:
         torch.save(content, os.path.join(folder, name), _use_new_zipfile_serialization=in_zip)
 
 
-def _follow(folder: TagFolder | ArchiveFolder, handle: SaveHandle | None, ended: Future[None]) -> None:
+def _follow(folder: TagFolder | StoredFolder, handle: SaveHandle | None, ended: Future[None]) -> None:
     """Wait until the files of this rank are durable, and do the rest of the save. Runs on the follower's thread."""
     try:
         if handle is not None:

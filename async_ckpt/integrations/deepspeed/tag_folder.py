@@ -4,11 +4,12 @@ In: files that one rank has written, or its error. Out: `<save_dir>/<tag>`, whic
 Knows nothing of: what is in the files, and DeepSpeed.
 
     <save_dir>/.<tag>.<random>.async_ckpt-tmp.d/    made by rank 0, whose lock shows that it lives
-        rank_00001/                                 where a rank writes
+        rank_00001/                                 where a rank writes files of DeepSpeed
         rank_00001.done, rank_00001.failed          how it has ended
-        files/                                      becomes <save_dir>/<tag>
+        files/                                      where ranks write archives; becomes <save_dir>/<tag>
 
-No collective is called: a rank says by a file that it is done, and rank 0 looks for these.
+No collective is called: a rank says by a file that it is done, and rank 0 looks for these. In a store nothing can be
+renamed: the archives lie under the tag from the beginning, and their manifest makes them a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -23,15 +25,18 @@ from ...errors import PeerFailedError
 from ...host.deadlines import PEER_SECONDS
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import parse
+from ...runs.sweep import is_library_name
 from ...spans import monotonic
 from ...storage.disk import sync_folder
 from ...storage.local import LocalStorage
 from ...storage.locks import TEMP_SUFFIX
+from ...storage.place import Place
 from ...storage.scratch import Scratch, publish, sweep
 
 LATEST: Final = "latest"
 _ONE_ARCHIVE: Final = "rank_00000.tar"
 _FOLDER_SUFFIX: Final = f"{TEMP_SUFFIX}.d"
+_FILES: Final = "files"
 # How long rank 0 pauses between two looks for the files of the others.
 _LOOK_SECONDS: Final = 0.02
 _LONGEST_LOOK_SECONDS: Final = 0.5
@@ -45,9 +50,9 @@ def name_latest(save_dir: Path, tag: str) -> None:
 class TagFolder:
     """One rank's view of the folder of one save. Rank 0 makes the hidden folder, and all others are told its path."""
 
-    def __init__(self, save_dir: str, tag: str, *, save_latest: bool, rank: int, world_size: int) -> None:
-        self.target = Path(os.path.abspath(save_dir), tag)
-        self._save_dir, self._tag = Path(os.path.abspath(save_dir)), tag
+    def __init__(self, save_dir: Path, tag: str, *, save_latest: bool, rank: int, world_size: int) -> None:
+        self.save_dir, self.tag = save_dir.absolute(), tag
+        self.target = self.save_dir / tag
         self._save_latest, self._rank, self._world_size = save_latest, rank, world_size
         self._scratch: Scratch | None = None
         self._hidden = Path()
@@ -69,8 +74,14 @@ class TagFolder:
 
     @property
     def of_rank(self) -> Path:
-        """Where this rank writes its files."""
+        """Where this rank writes files of DeepSpeed."""
         return self._hidden / _name(self._rank)
+
+    @property
+    def archive(self) -> Path:
+        """Where all ranks save one state."""
+        files = self._hidden / _FILES
+        return files if self._world_size > 1 else files / _ONE_ARCHIVE
 
     def done(self) -> None:
         """The files of this rank, if it has any, are durable. On rank 0: wait for the others, and publish them all.
@@ -79,16 +90,16 @@ class TagFolder:
         """
         if self.of_rank.is_dir():
             for path in self.of_rank.iterdir():
-                os.replace(path, self._hidden / "files" / path.name)
+                os.replace(path, self._hidden / _FILES / path.name)
         if self._rank != 0:
             self._say("done", "")
             return
         self._wait_for_others()
-        files = self._hidden / "files"
+        files = self._hidden / _FILES
         sync_folder(files)
-        publish(files, self.target)
+        publish(files, self.target, replaced=_is_of_archives)
         if self._save_latest:
-            name_latest(self._save_dir, self._tag)
+            name_latest(self.save_dir, self.tag)
 
     def failed(self, error: BaseException) -> None:
         """Tell rank 0 that this rank has failed."""
@@ -128,13 +139,13 @@ class TagFolder:
             seconds = min(1.5 * seconds, _LONGEST_LOOK_SECONDS)
 
 
-class ArchiveFolder:
-    """The same for archives, whose manifest makes them a checkpoint: only `latest` is left to do."""
+class StoredFolder:
+    """The same in a store, for archives, whose manifest makes them a checkpoint: only `latest` is left to do."""
 
-    def __init__(self, save_dir: str, tag: str, *, save_latest: bool, rank: int, world_size: int) -> None:
-        self._save_dir, self._tag = Path(os.path.abspath(save_dir)), tag
-        self.target = self._save_dir / tag
-        self.archive = self.target if world_size > 1 else self.target / _ONE_ARCHIVE
+    def __init__(self, save_dir: Place, tag: str, *, save_latest: bool, rank: int, world_size: int) -> None:
+        self._save_dir, self._tag = save_dir, tag
+        self.archive = _below(save_dir, tag if world_size > 1 else f"{tag}/{_ONE_ARCHIVE}")
+        self.target = _below(save_dir, tag).shown
         self._names_latest = save_latest and rank == 0
 
     def make(self) -> str | None:
@@ -146,7 +157,7 @@ class ArchiveFolder:
     def done(self) -> None:
         """The archives of all ranks are committed."""
         if self._names_latest:
-            name_latest(self._save_dir, self._tag)
+            self._save_dir.storage().replace(LATEST, self._tag.encode())
 
     def failed(self, error: BaseException) -> None:
         """The ranks have told each other."""
@@ -155,20 +166,33 @@ class ArchiveFolder:
         """There is no hidden folder."""
 
 
-def archive_at(load_dir: str, tag: str | None) -> tuple[Path, int] | None:
-    """The archive of a checkpoint, and the number of ranks that saved it; None if it is one of DeepSpeed's own."""
-    if tag is None:
-        latest = Path(load_dir, LATEST)
-        if not latest.is_file():
-            return None
-        tag = latest.read_text().strip()
-    folder = Path(load_dir, tag)
-    if (folder / _ONE_ARCHIVE).is_file():
-        return folder / _ONE_ARCHIVE, 1
-    if (folder / MANIFEST).is_file():
-        manifest = folder / MANIFEST
-        return folder, parse(manifest.read_bytes(), path=str(manifest)).world_size
+def latest_in(load_dir: Place) -> str | None:
+    """The tag that `latest` names; None if there is no such file."""
+    try:
+        return load_dir.storage().read(LATEST)[0].decode().strip()
+    except FileNotFoundError:
+        return None
+
+
+def archive_at(load_dir: Place, tag: str) -> tuple[Place, int] | None:
+    """The archive of a checkpoint, and the number of ranks that saved it; None if there is none."""
+    storage = load_dir.storage()
+    if storage.exists(f"{tag}/{_ONE_ARCHIVE}"):
+        return _below(load_dir, f"{tag}/{_ONE_ARCHIVE}"), 1
+    with suppress(FileNotFoundError):
+        manifest = f"{tag}/{MANIFEST}"
+        return _below(load_dir, tag), parse(storage.read(manifest)[0], path=storage.locate(manifest)).world_size
     return None
+
+
+def _below(place: Place, name: str) -> Place:
+    return replace(place, url=f"{place.text.rstrip('/')}/{name}")
+
+
+def _is_of_archives(path: str) -> bool:
+    """Whether this is a file of archives in the folder of a tag, which a later save to that tag replaces."""
+    name = path.partition("/")[0]
+    return name in (MANIFEST, _ONE_ARCHIVE) or is_library_name(name)
 
 
 def _name(rank: int) -> str:

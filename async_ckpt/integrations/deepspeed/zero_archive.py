@@ -12,13 +12,13 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from ...oneoff import load
 from ...slicing.sharded import Slicer
+from ...storage.place import Place
 from ..dcp import restore
 from .zero_guard import innermost
 
@@ -103,7 +103,7 @@ def rest_of(engine: Any, client_state: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def fill(engine: Any, archive: Path, saved_world_size: int, *, optimizer: bool, scheduler: bool, only: bool) -> Any:
+def fill(engine: Any, archive: Place, saved_world_size: int, *, optimizer: bool, scheduler: bool, only: bool) -> Any:
     """Fill an engine from an archive, and return the client state. With `only`, the weights alone are filled."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     number = rank if rank < saved_world_size else 0

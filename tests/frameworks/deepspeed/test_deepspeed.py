@@ -155,27 +155,33 @@ def test_a_save_that_fails_on_one_rank_is_raised_on_all_and_latest_names_the_one
 
 
 _REFUSED_COPY = """
-import threading
+import errno, threading
+from async_ckpt.storage import scratch
 from deepspeed_runs import *
+rmtree = scratch.shutil.rmtree
+def rmtree_in_vain(*_, **__):
+    scratch.shutil.rmtree = rmtree
+    raise OSError(errno.ENOTEMPTY, "another rank has just written there")
+scratch.shutil.rmtree = rmtree_in_vain
 training = Training(1, "deepspeed")
 training.train(1)
 state = {{"lock": threading.Lock()}} if here.rank == 0 else {{}}
 try:
     training.engine.save_checkpoint({folder!r}, client_state=state)
 except Exception as error:
-    here.tell(type(error).__name__)
+    here.tell([type(error).__name__, str(error)])
 training.engine.save_checkpoint({folder!r}, tag="second", client_state={{"a": [here.rank]}}, save_latest=False)
 training.checkpoints.wait()
-here.tell(sorted(name for name in os.listdir({folder!r})))
+here.tell(sorted(os.listdir({folder!r})))
 here.tell(training.engine.load_checkpoint({folder!r}, "second")[1]["a"])
 """
 
 
 def test_a_state_that_cannot_be_copied_on_one_rank_is_refused_on_all_and_the_next_save_is_written(worlds, tmp_path):
     ends = worlds.run(2, _REFUSED_COPY.format(folder=str(tmp_path / "run")))
-    assert [end.told[0] for end in ends] == ["UnsupportedStateError", "PeerFailedError"]
+    assert [end.told[0][0] for end in ends] == ["UnsupportedStateError", "PeerFailedError"], ends[0].told[0]
     for end in ends:
-        assert end.told[1] == ["second", "zero_to_fp32.py", "zero_to_torch.py"]
+        assert end.told[1] == [".async_ckpt.lock", "second", "zero_to_fp32.py", "zero_to_torch.py"]
         assert end.told[2] == [0]  # as with DeepSpeed, that of rank 0
 
 

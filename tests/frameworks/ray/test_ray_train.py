@@ -1,20 +1,29 @@
-"""Ray Train: real workers, whose steps Ray knows as soon as they are durable, and from which a killed training goes on."""
+"""Ray Train: real workers, whose steps Ray knows as soon as they are durable, and from which a killed training goes on.
+
+Workers are killed at 20 moments that are drawn at random, and the tests try one of them. All of them are tried by
+`ASYNC_CKPT_MATRICES=all pytest tests/frameworks/ray -k whenever`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import die_at
+from slices import some
 
 pytest.importorskip("ray", reason="ray is not installed: make test-frameworks")
 pytest.importorskip("pyarrow", reason="pyarrow, which Ray Train needs, is not installed: make test-frameworks")
 
+import fsspec
+import pyarrow.fs
 import ray
 import ray.train
 from ray.train import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
@@ -28,8 +37,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    here = Path(__file__).parent
-    path = os.pathsep.join((str(here), str(here.parents[2]), os.environ.get("PYTHONPATH", "")))
+    here = Path(__file__).resolve().parent
+    folders = (here, here.parents[1] / "support", here.parents[2])
+    path = os.pathsep.join((*map(str, folders), os.environ.get("PYTHONPATH", "")))
     ray.init(
         num_cpus=4,
         include_dashboard=False,
@@ -40,6 +50,21 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+NEVER = 10**9
+NUM_KILLS = 20
+
+
+def die_once(config: dict[str, Any], rank: int) -> Callable[[], int]:
+    """Have this worker die at a call that changes the disk, unless one has died before. Returns the count so far."""
+    died = Path(config["losses"], "died")
+
+    def die() -> None:
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return die_at(NEVER if died.exists() else config["dies_at_call"].get(rank, NEVER), die)
+
+
 def loop(config: dict[str, Any]) -> None:
     """A training whose data follow the step and the rank; each worker appends its losses to a file of its own."""
     rank, world = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
@@ -48,7 +73,8 @@ def loop(config: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     trained: Any = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     state = {"model": model, "optimizer": optimizer}
-    with RayCheckpointer(guard=optimizer) as ckpt:
+    count = die_once(config, rank) if "dies_at_call" in config else None
+    with RayCheckpointer(guard=optimizer, options=config.get("options")) as ckpt:
         start = ckpt.restore(state)
         for step in range(0 if start is None else start + 1, config["steps"]):
             data = torch.Generator().manual_seed(step)
@@ -68,12 +94,19 @@ def loop(config: dict[str, Any]) -> None:
                 ckpt.wait()  # durable, but Ray has not heard of it
                 os.kill(os.getpid(), signal.SIGKILL)
             ckpt.report({"score": -abs(step - 2)}, handle)
-    Path(config["losses"], f"ended-{world}-{rank}").touch()
+    Path(config["losses"], f"ended-{world}-{rank}").write_text(str(count and count()))
 
 
 def fit(
-    tmp_path: Path, *, workers: int = 2, max_failures: int = 0, keep: CheckpointConfig | None = None, **config: Any
+    tmp_path: Path,
+    *,
+    workers: int = 2,
+    max_failures: int = 0,
+    keep: CheckpointConfig | None = None,
+    storage: tuple[str, pyarrow.fs.FileSystem] | None = None,
+    **config: Any,
 ) -> Result:
+    path, filesystem = storage or (str(tmp_path / "storage"), None)
     losses = tmp_path / "losses"
     losses.mkdir(exist_ok=True)
     return TorchTrainer(
@@ -82,7 +115,8 @@ def fit(
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(
             name="run",
-            storage_path=str(tmp_path / "storage"),
+            storage_path=path,
+            storage_filesystem=filesystem,
             checkpoint_config=keep or CheckpointConfig(),
             failure_config=FailureConfig(max_failures=max_failures),
         ),
@@ -92,6 +126,14 @@ def fit(
 def losses_of(tmp_path: Path, name: str) -> dict[int, str]:
     """The loss of each step, the last where it was trained twice."""
     return dict(json.loads(line) for line in (tmp_path / "losses" / name).read_text().splitlines())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a training of two workers has run that was not killed, and has counted its calls."""
+    folder = tmp_path_factory.mktemp("whole")
+    fit(folder, dies_at_call={})
+    return folder
 
 
 def steps_in(result: Result) -> list[str]:
@@ -113,18 +155,78 @@ def test_ray_has_each_step_once_it_is_durable_and_deletes_by_its_own_rules(tmp_p
     assert set(state) == {"model", "optimizer"}
 
 
-def test_a_training_whose_worker_is_killed_goes_on_with_the_same_losses_and_then_on_fewer(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        folder.mkdir()
-    fit(whole)
-    fit(killed, max_failures=1, dies_at=3)
-    assert (killed / "losses/died").exists()
+def test_a_training_whose_worker_is_killed_goes_on_with_the_same_losses_and_then_on_fewer(
+    whole: Path, tmp_path: Path
+) -> None:
+    fit(tmp_path, max_failures=1, dies_at=3)
+    assert (tmp_path / "losses/died").exists()
     for rank in range(2):
-        assert losses_of(killed, f"2-{rank}.jsonl") == losses_of(whole, f"2-{rank}.jsonl")
-    result = fit(killed, workers=1, steps=7)
+        assert losses_of(tmp_path, f"2-{rank}.jsonl") == losses_of(whole, f"2-{rank}.jsonl")
+    result = fit(tmp_path, workers=1, steps=7)
     assert Path(result.checkpoint.path).name == "step_00000006"
-    assert list(losses_of(killed, "1-0.jsonl")) == [5, 6]
+    assert list(losses_of(tmp_path, "1-0.jsonl")) == [5, 6]
+
+
+def test_whenever_a_worker_is_killed_training_goes_on_from_a_durable_step_with_the_same_losses(
+    whole: Path, tmp_path: Path
+) -> None:
+    """Killed at calls that change the disk, a write half done."""
+    calls = [int((whole / f"losses/ended-2-{rank}").read_text()) for rank in range(2)]
+    losses = [losses_of(whole, f"2-{rank}.jsonl") for rank in range(2)]
+    for number in some(range(NUM_KILLS), NUM_KILLS):
+        folder, rank = tmp_path / f"killed-{number}", number % 2
+        folder.mkdir()
+        moment = random.Random(number).randrange(1, 1 + calls[rank])
+        result = fit(folder, max_failures=1, dies_at_call={rank: moment})
+        assert Path(result.checkpoint.path).name == "step_00000004"
+        assert async_ckpt.verify(folder / "storage/run").steps == tuple(range(5))
+        for of_rank, expected in enumerate(losses):
+            lines = (folder / f"losses/2-{of_rank}.jsonl").read_text().splitlines()
+            assert {step: loss for step, loss in map(json.loads, lines) if expected[step] != loss} == {}
+            assert losses_of(folder, f"2-{of_rank}.jsonl").keys() == expected.keys()
+
+
+def test_a_run_in_a_store_goes_on_after_a_kill_and_ray_deletes_there_by_its_own_rules(
+    whole: Path, s3: Any, bucket: str, tmp_path: Path
+) -> None:
+    filesystem = pyarrow.fs.S3FileSystem(
+        access_key=s3.options["access_key_id"],
+        secret_key=s3.options["secret_access_key"],
+        region=s3.options["region"],
+        endpoint_override=s3.endpoint,
+    )
+    result = fit(
+        tmp_path,
+        max_failures=1,
+        keep=CheckpointConfig(num_to_keep=2),
+        storage=(f"{bucket}/runs", filesystem),
+        options=s3.options,
+        dies_at=3,
+    )
+    assert (tmp_path / "losses/died").exists()
+    for rank in range(2):
+        assert losses_of(tmp_path, f"2-{rank}.jsonl") == losses_of(whole, f"2-{rank}.jsonl")
+    assert result.checkpoint.path == f"{bucket}/runs/run/step_00000004"
+    kept = {key.split("/")[2] for key in s3.keys(bucket) if "/step_" in key}
+    assert kept == {"step_00000003", "step_00000004"}
+    where = async_ckpt.Place(f"s3://{result.checkpoint.path}", options=s3.options)
+    assert set(async_ckpt.load(where)) == {"model", "optimizer"}
+
+
+def unknown_storage(config: dict[str, Any]) -> None:
+    RayCheckpointer()
+
+
+def test_a_storage_file_system_whose_url_is_not_known_is_refused(tmp_path: Path) -> None:
+    """One of Python's own, say, of which only its kind is known."""
+    filesystem = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fsspec.filesystem("local")))
+    trainer = TorchTrainer(
+        unknown_storage,
+        scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path), storage_filesystem=filesystem),
+    )
+    with pytest.raises(ray.train.TrainingFailedError, match="whose URL is not known here"):
+        trainer.fit()
 
 
 def test_steps_that_ray_has_not_heard_of_are_reported_when_one_is_restored(tmp_path: Path) -> None:
