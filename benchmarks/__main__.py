@@ -229,7 +229,8 @@ def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool)
 
 def joined(folder: Path) -> str:
     """What the page shows of the files in a folder of results."""
-    return markdown(*(json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))))
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return markdown(*files) if files else ""
 
 
 def headline(kept: Mapping[str, Any]) -> str:

@@ -33,9 +33,16 @@ _ADAMW: Final[dict[str, Any]] = {"lr": 1e-5, "fused": True}
 _OWN: Final = "own "
 
 
-def _gpt2_bytes(setting: Setting) -> int:
-    """All of GPT-2 with 124 million parameters and AdamW's state, unless it is a toy."""
-    return setting.training_bytes * 3 // 2
+def _gpt2(setting: Setting) -> Gpt2:
+    """The one with 124 million parameters and AdamW's state, unless it is a toy."""
+    return Gpt2(setting.training_bytes * 3 // 2)
+
+
+def _released(gpt2: Gpt2) -> Gpt2:
+    """The same without gradients and the state of its optimizer, for a framework that makes its own."""
+    gpt2.optimizer.zero_grad(set_to_none=True)
+    gpt2.optimizer.state.clear()
+    return gpt2
 
 
 def _measured(name: str, setting: Setting, subject: Trains, ways: Mapping[str, Way | Saves]) -> dict[str, Figure]:
@@ -71,24 +78,29 @@ def _one_rank(folder: Path) -> Iterator[None]:
 # --- torchtitan -----------------------------------------------------------------------------------------------------
 
 
-class _UnderTorchtitan(Gpt2):
+class _UnderTorchtitan:
     """GPT-2 with torchtitan's container of optimizers, which calls its managers as torchtitan's trainer does."""
 
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(num_bytes)
+    def __init__(self, gpt2: Gpt2) -> None:
+        self._gpt2, self._managers = gpt2, list[Any]()
         titan: Any = import_module("torchtitan.components.optimizer")
         groups = [titan.ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": _ADAMW["lr"]})]
         config = titan.OptimizersContainer.Config(param_groups=groups, implementation="fused")
-        self.managers: list[Any] = []
-        self.optimizer = titan.OptimizersContainer(config, model_parts=[self.model])
+        self.optimizers = titan.OptimizersContainer(config, model_parts=[gpt2.model])
         schedules = titan.LRSchedulersContainer.Config(warmup_steps=0)
-        self._schedulers = schedules.build(optimizers=self.optimizer, training_steps=10**6)
+        self._schedulers = schedules.build(optimizers=self.optimizers, training_steps=10**6)
         self.step()
 
-    def optimizer_step(self) -> None:
-        for manager in self.managers:
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self._gpt2.model, "optimizer": self.optimizers}
+
+    def step(self) -> None:
+        self.optimizers.zero_grad(set_to_none=False)
+        self._gpt2.loss(self._gpt2.model).backward()
+        for manager in self._managers:
             manager.maybe_wait_for_staging()
-        self.optimizer.step()
+        self.optimizers.step()
 
     def way(self, kind: Any, folder: Path, **options: Any) -> Way:
         """The saves of a manager of torchtitan's; of ours, if `kind` is our module."""
@@ -96,10 +108,10 @@ class _UnderTorchtitan(Gpt2):
             enable=True, interval=1, keep_latest_k=0, last_save_model_only=False, **options
         )
         manager = config.build(
-            dataloader=None, model_parts=[self.model], optimizers=self.optimizer, lr_schedulers=self._schedulers,
+            dataloader=None, model_parts=[self._gpt2.model], optimizers=self.optimizers, lr_schedulers=self._schedulers,
             states={}, sd_adapter=None, base_folder=str(folder),
         )  # fmt: skip
-        self.managers.append(manager)
+        self._managers.append(manager)
         last, steps = 0, itertools.count(1)
 
         def save() -> object:
@@ -114,7 +126,7 @@ class _UnderTorchtitan(Gpt2):
         )
 
     def close(self) -> None:
-        for manager in self.managers:
+        for manager in self._managers:
             manager.close()
 
 
@@ -124,8 +136,8 @@ def torchtitan(setting: Setting) -> dict[str, Figure]:
     ours: Any = import_module("async_ckpt.integrations.torchtitan")
     folder = setting.folder / "torchtitan"
     with _one_rank(setting.folder / "world"):
-        subject = _UnderTorchtitan(_gpt2_bytes(setting))
-        plain = Saves(folder / "plain", subject.state, guard=subject.optimizer)
+        subject = _UnderTorchtitan(_released(_gpt2(setting)))
+        plain = Saves(folder / "plain", subject.state, guard=subject.optimizers)
         with plain.checkpointer:
             ways: dict[str, Way | Saves] = {"plain": plain, "own": subject.way(theirs, folder / "own")}
             for mode in ("async", "async_with_pinned_mem"):
@@ -139,16 +151,15 @@ def torchtitan(setting: Setting) -> dict[str, Figure]:
 # --- DeepSpeed ------------------------------------------------------------------------------------------------------
 
 
-class _UnderDeepSpeed(Gpt2):
+class _UnderDeepSpeed:
     """GPT-2 in an engine of DeepSpeed under ZeRO 1, with one checkpoint engine after the other."""
 
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(num_bytes)
-        self.optimizer.zero_grad(set_to_none=True)
+    def __init__(self, gpt2: Gpt2) -> None:
+        self._gpt2 = gpt2
         deepspeed: Any = import_module("deepspeed")
         self.engine: Any = deepspeed.initialize(
-            model=self.model,
-            optimizer=torch.optim.AdamW(self.model.parameters(), **_ADAMW),
+            model=gpt2.model,
+            optimizer=torch.optim.AdamW(gpt2.model.parameters(), **_ADAMW),
             config={
                 "train_micro_batch_size_per_gpu": 1,
                 "zero_optimization": {"stage": 1},
@@ -160,19 +171,16 @@ class _UnderDeepSpeed(Gpt2):
         engines: Any = import_module("deepspeed.runtime.checkpoint_engine")
         self._decoupled = self.engine.checkpoint_engine
         self._blocking = self.engine.checkpoint_engine = engines.TorchCheckpointEngine(self.engine._config)
-        self.optimizer = self.engine.optimizer.optimizer
         self.step()
-
-    def forward_backward(self) -> None:
-        self.engine.backward(self.loss(self.engine))
-
-    def optimizer_step(self) -> None:
-        self.engine.step()
 
     @property
     def state(self) -> dict[str, Any]:
-        weights = self.engine.optimizer.single_partition_of_fp32_groups
-        return {"model": self.model, "fp32": weights, "optimizer": self.optimizer}
+        zero = self.engine.optimizer
+        return {"model": self._gpt2.model, "fp32": zero.single_partition_of_fp32_groups, "optimizer": zero.optimizer}
+
+    def step(self) -> None:
+        self.engine.backward(self._gpt2.loss(self.engine))
+        self.engine.step()
 
     def way_of_layout(self, layout: str, folder: Path) -> Way:
         use: Any = import_module("async_ckpt.integrations.deepspeed").use
@@ -234,13 +242,14 @@ def _way_of_deepspeed(
 def deepspeed(setting: Setting) -> dict[str, Figure]:
     """Its decoupled engine moves the training's tensors to shared memory for good, so it is measured after the others."""
     warnings.simplefilter("ignore")
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
     # It would be compiled when the engine is made.
-    import_module("deepspeed.ops").__dict__["__compatible_ops__"]["deepspeed_shm_comm"] = False
+    ops: Any = import_module("deepspeed.ops")
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
     guard: Any = import_module("async_ckpt.integrations.deepspeed.zero_guard").ZeroGuard()
     folder = setting.folder / "deepspeed"
     with _one_rank(setting.folder / "world"):
-        subject = _UnderDeepSpeed(_gpt2_bytes(setting))
+        subject = _UnderDeepSpeed(_released(_gpt2(setting)))
         plain = Saves(folder / "plain", subject.state, guard=guard(subject.engine))
         ours: dict[str, Way | Saves] = {
             layout: subject.way_of_layout(layout, folder / layout) for layout in ("deepspeed", "archive")
@@ -291,7 +300,7 @@ def _in_worker(config: dict[str, Any]) -> None:
     checkpointer: Any = import_module("async_ckpt.integrations.ray_train").RayCheckpointer
     train: Any = import_module("ray.train")
     run = Path(train.get_context().get_storage().experiment_fs_path)
-    subject = Gpt2(_gpt2_bytes(setting))
+    subject = _gpt2(setting)
     plain = Saves(setting.folder / "plain", subject.state, guard=subject.optimizer)
     with plain.checkpointer, checkpointer(guard=subject.optimizer) as ckpt:
         modes = train.CheckpointUploadMode
