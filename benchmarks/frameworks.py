@@ -242,7 +242,8 @@ def _way_of_deepspeed(
 def deepspeed(setting: Setting) -> dict[str, Figure]:
     """Its decoupled engine moves the training's tensors to shared memory for good, so it is measured after the others."""
     warnings.simplefilter("ignore")
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
+    # As its launcher sets them.
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
     # It would be compiled when the engine is made.
     ops: Any = import_module("deepspeed.ops")
     ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -103,7 +103,8 @@ def test_the_docs_show_the_figures_of_frameworks_as_one_table():
 
 def test_tables_with_the_same_columns_are_shown_as_one():
     both = [
-        {"environment": {"of": name}, "tables": [{"head": ["what", "s"], "lines": [[name, "1"]]}]} for name in ("a", "b")
+        {"environment": {"of": name}, "tables": [{"head": ["what", "s"], "lines": [[name, "1"]]}]}
+        for name in ("a", "b")
     ]
     assert markdown(*both) == (
         "| what | s |\n| --- | --- |\n| a | 1 |\n| b | 1 |\n\n"

@@ -14,7 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FIGURES = {
     "torchtitan": {"torchtitan_archive_beside_own", "torchtitan_archive_beside_async"},
-    "deepspeed": {"deepspeed_archive_beside_plain", "deepspeed_deepspeed_durable", "deepspeed_archive_beside_decoupled"},
+    "deepspeed": {
+        "deepspeed_archive_beside_plain",
+        "deepspeed_deepspeed_durable",
+        "deepspeed_archive_beside_decoupled",
+    },
     "ray": {"ray_archive_beside_own", "ray_archive_beside_CheckpointUploadMode.ASYNC"},
 }
 
