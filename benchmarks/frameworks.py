@@ -164,7 +164,8 @@ class _UnderDeepSpeed:
                 "train_micro_batch_size_per_gpu": 1,
                 "zero_optimization": {"stage": 1},
                 "zero_allow_untested_optimizer": True,
-                "checkpoint": {"writer": {"type": "python", "decoupled": True}},
+                # Without data_parallel, DeepSpeed 0.19.8 looks for a rank that it does not have.
+                "checkpoint": {"writer": {"type": "python", "decoupled": True, "data_parallel": "replica"}},
             },
             dist_init_required=False,
         )[0]
