@@ -10,7 +10,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # Frameworks that need an environment of their own: each has constraints/<name>.txt and tests/frameworks/<name>/.
 FRAMEWORKS := $(basename $(notdir $(wildcard constraints/*.txt)))
 
-.PHONY: demo demo-s3 demo-ranks demo-rollout test test-python test-frameworks durations check bench bench-check bench-gpu bench-s3 bench-scale format clean
+.PHONY: demo demo-s3 demo-ranks demo-rollout test test-python test-frameworks durations check bench bench-check bench-frameworks bench-gpu bench-s3 bench-scale format clean
 
 demo: $(VENV)/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
@@ -37,7 +37,7 @@ test-frameworks: $(FRAMEWORKS:%=test-%) ## frameworks that need an environment o
 
 # Two workers: most of these tests start several processes that all compute.
 test-%: .venv-frameworks/%/.ready
-	PYTHONPATH=$(CURDIR) $(<D)/bin/python -m pytest -n 2 tests/frameworks/$*
+	PYTHONPATH=$(CURDIR) $(<D)/bin/python -m pytest -n 2 tests/frameworks/$* tests/frameworks/test_measured.py
 
 check: $(VENV)/.check        ## lint, formatting, types, and what the package index is given
 	$(BIN)/ruff check .
@@ -62,6 +62,11 @@ bench-s3: $(VENV)/.bench     ## the same of object stores, beside other clients
 
 bench-scale: $(VENV)/.bench  ## plans, commits and restarts of up to 16,384 ranks, most of them simulated
 	$(BIN)/python -m benchmarks scale
+
+bench-frameworks: bench-of-torchtitan bench-of-deepspeed bench-of-ray ## saves under these frameworks, beside their own
+
+bench-of-%: .venv-frameworks/%/.ready
+	PYTHONPATH=$(CURDIR) DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(<D)/bin/python -m benchmarks $*
 
 format: $(VENV)/.check
 	$(BIN)/ruff check --fix .

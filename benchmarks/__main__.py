@@ -6,6 +6,7 @@ In: the command line. Out: tables, benchmarks/results/*.json, .md, .png and .svg
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -37,6 +38,8 @@ class Table(NamedTuple):
     packages: Sequence[str] = ()
     closing: str = ""
     """What is printed after it."""
+    part_of: str = ""
+    """The table that the page shows it in, with others that are measured in other environments."""
 
 
 def _tables() -> dict[str, Callable[[], Table]]:
@@ -53,6 +56,9 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "publish": _publish,
         "command": _command,
         "trainers": _trainers,
+        "torchtitan": lambda: _framework("torchtitan"),
+        "deepspeed": lambda: _framework("deepspeed"),
+        "ray": lambda: _framework("ray"),
         "dcp": _dcp,
         "gpu": _gpu,
     }
@@ -132,6 +138,12 @@ def _trainers() -> Table:
     return Table(trainers.MEASURES, trainers.PACKAGES)
 
 
+def _framework(name: str) -> Table:
+    from . import frameworks
+
+    return Table({name: frameworks.MEASURES[name]}, (name,), part_of="frameworks")
+
+
 def _dcp() -> Table:
     from . import ranks
 
@@ -184,7 +196,7 @@ def _only(tables: Mapping[str, Table], measure: str) -> dict[str, Table]:
 def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool) -> None:
     options.dir.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=options.dir)).absolute()
-    stem = _kept_at(options, name, toy=toy)
+    stem = _kept_at(options, name, table.part_of, toy=toy)
     rows: dict[str, Row] = {}
     try:
         environment = describe(folder, table.packages)
@@ -207,11 +219,18 @@ def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool)
         from .plots import draw
 
         draw(stem)
-    if stem == RESULTS / name:
+    if stem == RESULTS / table.part_of / name:
         kept = kept_of(rows, environment)
-        show_in(PAGE, name, markdown(kept))
+        shown = joined(stem.parent) if table.part_of else markdown(kept)
+        show_in(PAGE, table.part_of or name, shown)
         if name == "comparison":
             show_in(README, "headline", headline(kept))
+
+
+def joined(folder: Path) -> str:
+    """What the page shows of the files in a folder of results."""
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return markdown(*files) if files else ""
 
 
 def headline(kept: Mapping[str, Any]) -> str:
@@ -224,11 +243,11 @@ def _keep(found: Path, folder: Path) -> None:
         shutil.copytree(found, folder, dirs_exist_ok=True)
 
 
-def _kept_at(options: argparse.Namespace, name: str, *, toy: bool) -> Path | None:
+def _kept_at(options: argparse.Namespace, name: str, part_of: str, *, toy: bool) -> Path | None:
     """Toy sizes and single figures are kept only where the caller says."""
     if options.out:
         return Path(options.out) / name
-    return None if toy or options.only else RESULTS / name
+    return None if toy or options.only else RESULTS / part_of / name
 
 
 def _parser() -> argparse.ArgumentParser:

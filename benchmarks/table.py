@@ -166,11 +166,14 @@ def kept_of(rows: Mapping[str, Row], environment: Environment) -> dict[str, Any]
     return kept
 
 
-def markdown(kept: Mapping[str, Any]) -> str:
-    """The tables of such a file, and what they were measured on."""
-    where = ", ".join(f"{name} {value}" for name, value in kept["environment"].items())
-    tables = [_table(table["head"], table["lines"]) for table in kept["tables"]]
-    return "\n".join([*tables, f"Medians, measured side by side. {where}.", ""])
+def markdown(*kept: Mapping[str, Any]) -> str:
+    """The tables of such files, and what they were measured on. Tables with the same columns are one."""
+    lines: dict[tuple[str, ...], list[Sequence[str]]] = {}
+    for table in (table for one in kept for table in one["tables"]):
+        lines.setdefault(tuple(table["head"]), []).extend(table["lines"])
+    where = [", ".join(f"{name} {value}" for name, value in one["environment"].items()) for one in kept]
+    tables = [_table(head, found) for head, found in lines.items()]
+    return "\n".join([*tables, *(f"Medians, measured side by side. {one}.\n" for one in where)])
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from .figures import Saves, Window, one_thread, slowed
+from .figures import Saves, Trains, Window, one_thread, slowed
 from .setting import Setting
 from .table import NOISE_SECONDS, Figure, Target
 
@@ -113,7 +113,7 @@ class Costs(NamedTuple):
     durable: list[float]
 
 
-def compared(setting: Setting, subject: Gpt2, ways: Mapping[str, Way | Saves]) -> dict[str, Costs]:
+def compared(setting: Setting, subject: Trains, ways: Mapping[str, Way | Saves]) -> dict[str, Costs]:
     """Each way in turn, again and again; the first turn is for memory that is made once."""
     costs = {name: Costs([], []) for name in ways}
     with one_thread():
@@ -130,27 +130,46 @@ def figures_of(name: str, costs: Mapping[str, Costs]) -> dict[str, Figure]:
     """The figures of one framework. `costs` are by way: "plain", "own", and those of the plug-in, by layout."""
     plain, own = costs["plain"], costs["own"]
     rows = {}
-    for layout, of in costs.items():
-        if layout in ("plain", "own"):
-            continue
+    for layout, of in layouts_of(costs).items():
         limit = 1.25 if layout == "archive" else 1.6
         what = f"{name}, layout {layout!r}"
-        lost = [window.lost for window in of.windows]
+        lost = _lost(of)
         note = f"{_milliseconds(lost)}; as many steps without a save are off by {_milliseconds([w.noise for w in of.windows])}"
         key = f"{name}_{layout}"
         rows[f"{key}_beside_plain"] = Figure(
             f"{what}: training seconds lost to a save", "s", "AsyncCheckpointer, same state", Target("≤", limit),
-            _pairs(lost, [window.lost for window in plain.windows]), note,
+            _pairs(lost, _lost(plain)), note,
         )  # fmt: skip
         rows[f"{key}_beside_own"] = Figure(
             f"{what}: training seconds lost to a save", "s", f"the save of {name} itself", Target("≤", 1 / 8),
-            _pairs(lost, [window.lost for window in own.windows]),
+            _pairs(lost, _lost(own)),
         )  # fmt: skip
         rows[f"{key}_durable"] = Figure(
             f"{what}: call to durable", "s", f"the save of {name} itself, then fsync", Target("≤", 1.2),
             _pairs(of.durable, own.durable),
         )  # fmt: skip
     return rows
+
+
+def beside_asynchronous(name: str, mode: str, costs: Mapping[str, Costs], own: Costs | str) -> dict[str, Figure]:
+    """What the layouts cost beside a save that the framework itself makes behind the training, or why that is not known."""
+    rows = {}
+    for layout, of in layouts_of(costs).items():
+        pairs = [] if isinstance(own, str) else _pairs(_lost(of), _lost(own))
+        rows[f"{name}_{layout}_beside_{mode.replace(' ', '_')}"] = Figure(
+            f"{name}, layout {layout!r}: training seconds lost to a save", "s",
+            f"the asynchronous save of {name} itself, {mode}", Target("≤", 1), pairs, own if isinstance(own, str) else "",
+        )  # fmt: skip
+    return rows
+
+
+def layouts_of(costs: Mapping[str, Costs]) -> dict[str, Costs]:
+    """Those of the plug-in. The others are plain, or a framework's own."""
+    return {name: of for name, of in costs.items() if name.partition(" ")[0] not in ("plain", "own")}
+
+
+def _lost(of: Costs) -> list[float]:
+    return [window.lost for window in of.windows]
 
 
 def _pairs(measured: list[float], limit: list[float]) -> list[tuple[float, float]]:

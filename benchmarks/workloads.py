@@ -151,8 +151,12 @@ class Gpt2(Training):
 
     def forward_backward(self) -> None:
         self.optimizer.zero_grad(set_to_none=False)
-        logits = self.model(self._tokens)
-        functional.cross_entropy(logits[:, :-1].flatten(0, 1), self._tokens[:, 1:].flatten()).backward()
+        self.loss(self.model).backward()
+
+    def loss(self, model: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """That of the model itself, or of what calls it."""
+        logits = model(self._tokens)
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), self._tokens[:, 1:].flatten())
 
 
 _LLAMA: Final = {

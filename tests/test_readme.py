@@ -12,7 +12,7 @@ import pytest
 
 from async_ckpt import AsyncCheckpointer, CheckpointError, errors
 from async_ckpt.testing import moto_server
-from benchmarks.__main__ import headline
+from benchmarks.__main__ import headline, joined
 from benchmarks.table import excerpt, markdown, show_in
 
 ROOT = Path(__file__).parent.parent
@@ -92,6 +92,24 @@ def test_the_docs_show_the_figures_that_the_benchmark_wrote(name):
     table = markdown(kept(name))
     assert text_of(RESULTS / f"{name}.md") == table
     assert shows(BENCHMARKS, name, table)
+
+
+def test_the_docs_show_the_figures_of_frameworks_as_one_table():
+    table = joined(RESULTS / "frameworks")
+    assert shows(BENCHMARKS, "frameworks", table)
+    for path in (RESULTS / "frameworks").glob("*.json"):
+        assert text_of(path.with_suffix(".md")) == markdown(json.loads(text_of(path)))
+
+
+def test_tables_with_the_same_columns_are_shown_as_one():
+    both = [
+        {"environment": {"of": name}, "tables": [{"head": ["what", "s"], "lines": [[name, "1"]]}]}
+        for name in ("a", "b")
+    ]
+    assert markdown(*both) == (
+        "| what | s |\n| --- | --- |\n| a | 1 |\n| b | 1 |\n\n"
+        "Medians, measured side by side. of a.\n\nMedians, measured side by side. of b.\n"
+    )
 
 
 def test_the_readme_shows_an_excerpt_of_the_comparison():

@@ -1,0 +1,373 @@
+"""Saves under frameworks that need an environment of their own: what one costs, beside the framework's own saves.
+
+In: a setting. Out: figures by name. Knows nothing of: how a plug-in saves.
+
+As in `trainers.py`, one model trains by the framework's own steps, and what saves takes turns. A framework's own saves
+are the blocking one, "own", and those behind the training, "own " and the mode. Each runs on processors, on one rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from .figures import Saves, Trains
+from .setting import Setting
+from .table import Figure
+from .trainers import Way, beside_asynchronous, compared, figures_of
+from .workloads import Gpt2
+
+_ADAMW: Final[dict[str, Any]] = {"lr": 1e-5, "fused": True}
+_OWN: Final = "own "
+
+
+def _gpt2(setting: Setting) -> Gpt2:
+    """The one with 124 million parameters and AdamW's state, unless it is a toy."""
+    return Gpt2(setting.training_bytes * 3 // 2)
+
+
+def _released(gpt2: Gpt2) -> Gpt2:
+    """The same without gradients and the state of its optimizer, for a framework that makes its own."""
+    gpt2.optimizer.zero_grad(set_to_none=True)
+    gpt2.optimizer.state.clear()
+    return gpt2
+
+
+def _measured(name: str, setting: Setting, subject: Trains, ways: Mapping[str, Way | Saves]) -> dict[str, Figure]:
+    """All figures of a framework. Of its asynchronous saves, those that do not run here have the reason instead."""
+    why_not = {key: why for key, way in ways.items() if key.startswith(_OWN) and (why := _why_not(way))}
+    costs = compared(setting, subject, {key: way for key, way in ways.items() if key not in why_not})
+    rows = figures_of(name, costs)
+    for key in ways:
+        if key.startswith(_OWN):
+            rows |= beside_asynchronous(name, key.removeprefix(_OWN), costs, why_not.get(key) or costs[key])
+    return rows
+
+
+def _why_not(way: Way | Saves) -> str:
+    """The reason why this does not save here; empty if it does."""
+    try:
+        way.durable_seconds()
+    except Exception as error:
+        return f"not measured: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return ""
+
+
+@contextmanager
+def _one_rank(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'ranks'}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# --- torchtitan -----------------------------------------------------------------------------------------------------
+
+
+class _UnderTorchtitan:
+    """GPT-2 with torchtitan's container of optimizers, which calls its managers as torchtitan's trainer does."""
+
+    def __init__(self, gpt2: Gpt2) -> None:
+        self._gpt2, self._managers = gpt2, list[Any]()
+        titan: Any = import_module("torchtitan.components.optimizer")
+        groups = [titan.ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": _ADAMW["lr"]})]
+        config = titan.OptimizersContainer.Config(param_groups=groups, implementation="fused")
+        self.optimizers = titan.OptimizersContainer(config, model_parts=[gpt2.model])
+        schedules = titan.LRSchedulersContainer.Config(warmup_steps=0)
+        self._schedulers = schedules.build(optimizers=self.optimizers, training_steps=10**6)
+        self.step()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self._gpt2.model, "optimizer": self.optimizers}
+
+    def step(self) -> None:
+        self.optimizers.zero_grad(set_to_none=False)
+        self._gpt2.loss(self._gpt2.model).backward()
+        for manager in self._managers:
+            manager.maybe_wait_for_staging()
+        self.optimizers.step()
+
+    def way(self, kind: Any, folder: Path, **options: Any) -> Way:
+        """The saves of a manager of torchtitan's; of ours, if `kind` is our module."""
+        config = kind.CheckpointManager.Config(
+            enable=True, interval=1, keep_latest_k=0, last_save_model_only=False, **options
+        )
+        manager = config.build(
+            dataloader=None, model_parts=[self._gpt2.model], optimizers=self.optimizers, lr_schedulers=self._schedulers,
+            states={}, sd_adapter=None, base_folder=str(folder),
+        )  # fmt: skip
+        self._managers.append(manager)
+        last, steps = 0, itertools.count(1)
+
+        def save() -> object:
+            nonlocal last
+            last = next(steps)
+            manager.save(last)
+            return manager.save_future
+
+        is_durable = kind.__name__.startswith("async_ckpt")
+        return Way(
+            save, manager.maybe_wait_for_saving, lambda: folder / f"checkpoint/step-{last}", is_durable=is_durable
+        )
+
+    def close(self) -> None:
+        for manager in self._managers:
+            manager.close()
+
+
+def torchtitan(setting: Setting) -> dict[str, Figure]:
+    warnings.simplefilter("ignore")
+    theirs: Any = import_module("torchtitan.components.checkpointer")
+    ours: Any = import_module("async_ckpt.integrations.torchtitan")
+    folder = setting.folder / "torchtitan"
+    with _one_rank(setting.folder / "world"):
+        subject = _UnderTorchtitan(_released(_gpt2(setting)))
+        plain = Saves(folder / "plain", subject.state, guard=subject.optimizers)
+        with plain.checkpointer:
+            ways: dict[str, Way | Saves] = {"plain": plain, "own": subject.way(theirs, folder / "own")}
+            for mode in ("async", "async_with_pinned_mem"):
+                ways[_OWN + mode] = subject.way(theirs, folder / mode, async_mode=mode)
+            ways["archive"] = subject.way(ours, folder / "archive")
+            rows = _measured("torchtitan", setting, subject, ways)
+        subject.close()
+    return rows
+
+
+# --- DeepSpeed ------------------------------------------------------------------------------------------------------
+
+
+class _UnderDeepSpeed:
+    """GPT-2 in an engine of DeepSpeed under ZeRO 1, with one checkpoint engine after the other."""
+
+    def __init__(self, gpt2: Gpt2) -> None:
+        self._gpt2 = gpt2
+        deepspeed: Any = import_module("deepspeed")
+        self.engine: Any = deepspeed.initialize(
+            model=gpt2.model,
+            optimizer=torch.optim.AdamW(gpt2.model.parameters(), **_ADAMW),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": 1},
+                "zero_allow_untested_optimizer": True,
+                # Without data_parallel, DeepSpeed 0.19.8 looks for a rank that it does not have.
+                "checkpoint": {"writer": {"type": "python", "decoupled": True, "data_parallel": "replica"}},
+            },
+            dist_init_required=False,
+        )[0]
+        engines: Any = import_module("deepspeed.runtime.checkpoint_engine")
+        self._decoupled = self.engine.checkpoint_engine
+        self._blocking = self.engine.checkpoint_engine = engines.TorchCheckpointEngine(self.engine._config)
+        self.step()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        zero = self.engine.optimizer
+        return {"model": self._gpt2.model, "fp32": zero.single_partition_of_fp32_groups, "optimizer": zero.optimizer}
+
+    def step(self) -> None:
+        self.engine.backward(self._gpt2.loss(self.engine))
+        self.engine.step()
+
+    def way_of_layout(self, layout: str, folder: Path) -> Way:
+        use: Any = import_module("async_ckpt.integrations.deepspeed").use
+        checkpoints = use(self.engine, layout)
+        save = checkpoints.save_checkpoint
+        self._leave_alone()
+
+        def begin(tag: str) -> object:
+            self.engine.checkpoint_engine = checkpoints
+            save(folder, tag)
+            return checkpoints._pending.ended
+
+        return _way_of_deepspeed(begin, checkpoints.wait, folder, is_durable=True)
+
+    def way_of_own(self, folder: Path, *, decoupled: bool) -> Way:
+        def begin(tag: str) -> object:
+            self.engine.checkpoint_engine = self._decoupled if decoupled else self._blocking
+            self.engine.save_checkpoint(folder, tag)
+            return _Committed(self.engine) if decoupled else None
+
+        return _way_of_deepspeed(begin, lambda: None, folder, is_durable=False)
+
+    def _leave_alone(self) -> None:
+        """Have the engine as it was before `use`."""
+        self.engine.checkpoint_engine = self._blocking
+        del self.engine.save_checkpoint, self.engine.load_checkpoint
+
+    def close(self) -> None:
+        self._decoupled.cleanup()
+
+
+class _Committed(Future[None]):
+    """The end of a save of the decoupled engine, which it commits before the next step of the optimizer."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def done(self) -> bool:
+        return self._engine.checkpoint_engine.get_commit_info() is None
+
+    def result(self, timeout: float | None = None) -> None:  # noqa: ARG002
+        self._engine._commit_decoupled_checkpoint()
+
+
+def _way_of_deepspeed(
+    begin: Callable[[str], object], wait: Callable[[], object], folder: Path, *, is_durable: bool
+) -> Way:
+    last, numbers = "", itertools.count()
+
+    def save() -> object:
+        nonlocal last
+        last = f"save-{next(numbers)}"
+        return begin(last)
+
+    return Way(save, wait, lambda: folder / last, is_durable=is_durable)
+
+
+def deepspeed(setting: Setting) -> dict[str, Figure]:
+    """Its decoupled engine moves the training's tensors to shared memory for good, so it is measured after the others."""
+    warnings.simplefilter("ignore")
+    # As its launcher sets them.
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+    # It would be compiled when the engine is made.
+    ops: Any = import_module("deepspeed.ops")
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    guard: Any = import_module("async_ckpt.integrations.deepspeed.zero_guard").ZeroGuard()
+    folder = setting.folder / "deepspeed"
+    with _one_rank(setting.folder / "world"):
+        subject = _UnderDeepSpeed(_released(_gpt2(setting)))
+        plain = Saves(folder / "plain", subject.state, guard=guard(subject.engine))
+        ours: dict[str, Way | Saves] = {
+            layout: subject.way_of_layout(layout, folder / layout) for layout in ("deepspeed", "archive")
+        }
+        with plain.checkpointer:
+            own = subject.way_of_own(folder / "own", decoupled=False)
+            rows = _measured("deepspeed", setting, subject, {"plain": plain, "own": own, **ours})
+            mode, decoupled = "decoupled", subject.way_of_own(folder / "decoupled", decoupled=True)
+            why_not = _why_not(decoupled)
+            costs = compared(setting, subject, {**ours, **({} if why_not else {_OWN + mode: decoupled})})
+            rows |= beside_asynchronous("deepspeed", mode, costs, why_not or costs[_OWN + mode])
+        subject.close()
+    return rows
+
+
+# --- Ray Train ------------------------------------------------------------------------------------------------------
+
+
+def ray(setting: Setting) -> dict[str, Figure]:
+    """Inside of a worker of Ray Train, which alone may report."""
+    os.environ |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    cluster, train, trainers = (import_module(name) for name in ("ray", "ray.train", "ray.train.torch"))
+    # The worker imports this module.
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    cluster.init(
+        num_cpus=2,
+        object_store_memory=100 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": path}},
+    )
+    setting.folder.mkdir(parents=True)
+    try:
+        trainers.TorchTrainer(
+            _in_worker,
+            train_loop_config={"setting": setting},
+            scaling_config=train.ScalingConfig(num_workers=1),
+            run_config=train.RunConfig(name="run", storage_path=str(setting.folder / "storage")),
+        ).fit()
+    finally:
+        cluster.shutdown()
+    rows: dict[str, Figure] = pickle.loads((setting.folder / "rows").read_bytes())
+    return rows
+
+
+def _in_worker(config: dict[str, Any]) -> None:
+    setting: Setting = config["setting"]
+    checkpointer: Any = import_module("async_ckpt.integrations.ray_train").RayCheckpointer
+    train: Any = import_module("ray.train")
+    run = Path(train.get_context().get_storage().experiment_fs_path)
+    subject = _gpt2(setting)
+    plain = Saves(setting.folder / "plain", subject.state, guard=subject.optimizer)
+    with plain.checkpointer, checkpointer(guard=subject.optimizer) as ckpt:
+        modes = train.CheckpointUploadMode
+        ways: dict[str, Way | Saves] = {
+            "plain": plain,
+            "own": _way_of_ray(subject, setting.folder, run, modes.SYNC),
+            _OWN + "CheckpointUploadMode.ASYNC": _way_of_ray(subject, setting.folder, run, modes.ASYNC),
+            "archive": _way_of_checkpointer(ckpt, subject, run),
+        }
+        rows = _measured("ray", setting, subject, ways)
+    (setting.folder / "rows").write_bytes(pickle.dumps(rows))
+
+
+def _way_of_ray(subject: Gpt2, folder: Path, run: Path, mode: Any) -> Way:
+    """A file of torch.save that Ray copies to the run's storage, as its documentation shows."""
+    train: Any = import_module("ray.train")
+    last, numbers = "", itertools.count()
+
+    def save() -> object:
+        nonlocal last
+        last = f"{mode.name}-{next(numbers)}"
+        uploaded: Future[None] = Future()
+
+        def upload(checkpoint: Any, name: str) -> Any:
+            """What Ray does by itself, and then the word that it is done."""
+            kept = train.get_context().get_storage().persist_current_checkpoint(checkpoint, name)
+            uploaded.set_result(None)
+            return kept
+
+        local = Path(tempfile.mkdtemp(dir=folder))
+        torch.save(subject.state_dict(), local / "checkpoint.pt")
+        train.report(
+            {},
+            checkpoint=train.Checkpoint.from_directory(local),
+            checkpoint_dir_name=last,
+            checkpoint_upload_mode=mode,
+            checkpoint_upload_fn=upload,
+            delete_local_checkpoint_after_upload=True,
+        )
+        return uploaded
+
+    return Way(save, _controller_has_heard, lambda: run / last, is_durable=False)
+
+
+def _way_of_checkpointer(ckpt: Any, subject: Gpt2, run: Path) -> Way:
+    last, steps = 0, itertools.count(1)
+
+    def save() -> object:
+        nonlocal last
+        last = next(steps)
+        handle = ckpt.save(subject.state, last)
+        ckpt.report({}, handle)
+        return handle
+
+    def wait() -> None:
+        ckpt.wait()
+        _controller_has_heard()
+
+    return Way(save, wait, lambda: run / f"step_{last:08d}")
+
+
+def _controller_has_heard() -> None:
+    """Wait until Ray's controller has taken the last report: the next one waits for that."""
+    train: Any = import_module("ray.train")
+    train.get_all_reported_checkpoints(train.CheckpointConsistencyMode.COMMITTED)
+
+
+MEASURES: Final = {"torchtitan": torchtitan, "deepspeed": deepspeed, "ray": ray}
