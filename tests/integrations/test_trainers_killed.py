@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from children import Ended, Nursery
 from clients import environment_of
+from racing import until
 from slices import some
 
 pytest.importorskip("transformers")
@@ -103,6 +104,41 @@ def test_a_trainer_that_is_killed_at_any_request_to_a_store_resumes_with_the_sam
     for _, told, expected in each_killed(run, lambda name: f"s3://{bucket}/{name}"):
         assert told["losses"] == expected["losses"]
         assert "checkpoint-8" in told["there"]
+
+
+_RANKS = """
+import warnings
+warnings.simplefilter("ignore")
+from children import die_at
+from trainers import *
+count = die_at({number} if here.rank == {rank} else 10**9, here.die)
+found = whole_in({folder!r})
+trainer = trainer_of({kind}, {folder!r}, model={model}, max_steps=6, per_device_train_batch_size=4)
+trainer.train(resume_from_checkpoint=bool(found))
+here.tell({{"losses": losses(trainer), "found": found, "there": whole_in({folder!r}), "count": count()}})
+here.say(f"done{{here.rank}}")
+"""
+
+
+@pytest.mark.parametrize(("kind", "model"), [("Files", "None"), ("sharded(Archives)", "untied")], ids=["ddp", "fsdp2"])
+def test_ranks_of_which_one_is_killed_at_any_moment_resume_with_the_same_losses(worlds, quick_path, kind, model):
+    def script(name: str, rank: int = 0, number: int = NEVER) -> str:
+        return _RANKS.format(kind=kind, model=model, folder=str(quick_path / name), rank=rank, number=number)
+
+    whole = [end.told[-1] for end in worlds.run(2, script("whole"))]
+    files = {*map(tuple, whole[0]["there"].values())}
+    for number in some(range(20), 20):
+        rank, name = number % 2, f"killed-{number}"
+        world = worlds.start(2, script(name, rank, random.Random(number).randrange(1, whole[rank]["count"])))
+        until(
+            lambda world=world, rank=rank: any((world.folder / f"{word}{rank}").exists() for word in ("dead", "done"))
+        )
+        for each in (0, 1):  # as torchrun does
+            world.kill(each)
+        world.ended(failed={0, 1})
+        resumed = [end.told[-1] for end in worlds.run(2, script(name))]
+        assert {*map(tuple, (resumed[0]["found"] | resumed[0]["there"]).values())} == files
+        assert [told["losses"] for told in resumed] == [told["losses"] for told in whole]
 
 
 def losses_in(out: str) -> dict[int, float]:
