@@ -34,6 +34,7 @@ _MEGATRON = (
 )
 # A state has one spec for each shape and way to cut it, seldom a thousand.
 _MAX_SPECS = 100_000
+_SHARD = "torch.distributed.tensor.placement_types", "Shard"
 
 # The slices of a DTensor, and the shape of its local tensor on this rank.
 _LocalSlices: TypeAlias = tuple[Slices, Ints | None]
@@ -210,7 +211,7 @@ def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
         raise _refused(name, str(error)) from error
     for first, second in itertools.combinations(cuts, 2):
         strided = max(first, second, key=lambda cut: cut.mesh_dim)
-        if first.dim == second.dim and strided.runs > 1 and not _counts_strided(spec, mesh, first.dim):
+        if first.dim == second.dim and strided.runs > 1 and not _is_cut_from_the_left(spec, mesh, strided):
             raise _refused(
                 name,
                 f"with this version of torch {list(spec.placements)} may have been cut from either end of "
@@ -230,7 +231,6 @@ def _placed(placement: Any, num_dims: int, spec: Any, name: str) -> tuple[int, i
             f"a DTensor that is {placement!r} on a dimension of its mesh holds only partial values; "
             "call redistribute() to Replicate or Shard first",
         )
-    # Up to torch 2.9 `_StridedShard` was a subclass of Shard.
     if type(placement).__name__ not in ("Shard", "_StridedShard"):
         raise _refused(
             name, f"a DTensor that is placed by {placement!r} cannot be stored; redistribute() it to Shard or Replicate"
@@ -241,19 +241,19 @@ def _placed(placement: Any, num_dims: int, spec: Any, name: str) -> tuple[int, i
     return dim, int(getattr(placement, "split_factor", 1))
 
 
-def _counts_strided(spec: Any, mesh: Mesh, dim: int) -> bool:
-    """True if torch counts strided shards among the shards of a dimension.
+def _is_cut_from_the_left(spec: Any, mesh: Mesh, strided: Cut) -> bool:
+    """True if the placements of a dimension, one of them with runs, stand for cuts from the left of the mesh.
 
-    2.10 and 2.11 do not. There fully_shard ignores packed tensor parallelism and puts a plain `Shard` before it. In
-    other versions the same placements stand for a cut from left to right, with the same shapes and other rows.
+    In 2.10 and 2.11 torch does not count strided shards among the shards of a dimension. There fully_shard ignores
+    packed tensor parallelism and puts a plain `Shard` before it: the same placements, with the same shapes and other
+    rows. Up to 2.9 they do not stand for that if the size is uneven.
     """
+    cutting = {at: one for at, one in enumerate(spec.placements) if getattr(one, "dim", None) == strided.dim}
+    shards = prod(mesh.shape[mesh_dim] for mesh_dim in cutting)
+    if any(type(one).__name__ == "_StridedShard" and _is_a(one, *_SHARD) for one in cutting.values()):  # up to 2.9
+        return bool(spec.shape[strided.dim] % (shards * strided.runs) == 0)
     counted = getattr(spec, "num_shards_map", None)
-    shards = prod(
-        mesh.shape[mesh_dim]
-        for mesh_dim, placement in enumerate(spec.placements)
-        if getattr(placement, "dim", None) == dim
-    )
-    return counted is None or counted[dim] == shards
+    return counted is None or counted[strided.dim] == shards
 
 
 def _of_declared(tensor: torch.Tensor, name: str) -> LocalShards:

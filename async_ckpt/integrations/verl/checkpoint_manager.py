@@ -110,8 +110,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         lr_scheduler: Any = None,
         processing_class: Any = None,
         checkpoint_config: Any = None,
-        trust_remote_code: bool = False,
-        *,
+        *others: Any,
         moves_state: bool = False,
         **options: Any,
     ) -> None:
@@ -119,15 +118,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         if _missing is not None:
             raise ImportError(f"verl's checkpoint manager cannot be imported: {_missing}") from _missing
         require_names(package, FSDPCheckpointManager, _USED)
-        super().__init__(
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            processing_class=processing_class,
-            checkpoint_config=checkpoint_config,
-            trust_remote_code=trust_remote_code,
-            **options,
-        )
+        super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config, *others, **options)
         self._guard = None if moves_state or fsdp_state.has_adapters(model) else StepGuard()
         self._small_files: dict[str, bytes] | None = None  # as of the first save
         self._pending: _PartSave | None = None
@@ -267,7 +258,6 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                 self.model,
                 processing_class=self.processing_class,
                 checkpoint_config={"save_contents": []},
-                trust_remote_code=self.trust_remote_code,
             )
             self._small_files = written_by(plain.save_checkpoint, in_memory=True)
             if self.rank == 0 and self.should_save_hf_model:

@@ -46,7 +46,6 @@ class SavingInBackground:
             lr_scheduler=theirs.lr_scheduler,
             processing_class=theirs.processing_class,
             checkpoint_config=theirs.checkpoint_config,
-            trust_remote_code=theirs.trust_remote_code,
             # Between two steps these go to the host and come back.
             moves_state=self.is_param_offload_enabled or self.is_optimizer_offload_enabled,
         )
