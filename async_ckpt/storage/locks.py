@@ -29,7 +29,7 @@ _NUM_TRIES: Final = 100
 # Files that this process is writing. A record lock does not stop its own process, and is lost when any descriptor of
 # the file is closed, so the sweep of this process must not even open them.
 _ours: dict[int, tuple[int, int]] = {}  # by descriptor; under _ours_lock
-_ours_lock = threading.Lock()
+_ours_lock = threading.RLock()  # a finalizer forgets a file at any allocation, also of the thread that has the lock
 # Temp files that this process could not delete; under _ours_lock.
 _undeleted: set[Path] = set()
 
@@ -166,7 +166,7 @@ def read_held(path: Path) -> bytes:
     """
     with _ours_lock:
         key = identity(os.stat(path))
-        for fd, held in _ours.items():
+        for fd, held in _ours.copy().items():  # a finalizer may forget one meanwhile
             if held == key:
                 return os.pread(fd, os.fstat(fd).st_size, 0)
     return path.read_bytes()
@@ -224,4 +224,4 @@ def _forget_parent() -> None:
     global _ours_lock
     _ours.clear()
     _undeleted.clear()
-    _ours_lock = threading.Lock()
+    _ours_lock = threading.RLock()

@@ -17,7 +17,7 @@ from states import MIB, assert_is_state, leftovers, names_below, open_run, recor
 import async_ckpt
 from async_ckpt import StorageUnavailableError
 from async_ckpt.host.memory import HostBuffer
-from async_ckpt.storage import local
+from async_ckpt.storage import local, locks
 from async_ckpt.storage.local import LocalStorage
 from async_ckpt.storage.locks import TEMP_SUFFIX
 
@@ -564,3 +564,20 @@ def test_a_folder_in_which_no_file_can_be_made_is_an_error_and_not_waited_for():
     """There opening a new file says that its folder is missing, however often it is made."""
     with pytest.raises(StorageUnavailableError, match="/proc"):
         async_ckpt.save({"x": 1}, "/proc/x.tar").result(60)
+
+
+def test_garbage_that_holds_a_lock_may_be_collected_while_a_file_is_made(tmp_path, monkeypatch):
+    """A finalizer runs at any allocation, also on the thread that makes a file."""
+    (tmp_path / "held").touch()
+    held, real = locks.hold(tmp_path / "held"), os.fstat
+    assert held is not None
+
+    def collected(fd: int) -> os.stat_result:
+        monkeypatch.undo()
+        locks.forget(held)
+        return real(fd)
+
+    monkeypatch.setattr(os, "fstat", collected)
+    temp, fd = Call(lambda: locks.create_locked(tmp_path / "new")).outcome()
+    assert temp.exists()
+    locks.forget(fd)
