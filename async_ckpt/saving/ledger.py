@@ -13,7 +13,7 @@ import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from math import nan
@@ -52,6 +52,18 @@ def all_saves() -> list[Save]:
 def leave_warning(handle: SaveHandle) -> None:
     """Have no later save warn that this one has failed: the caller raises its error. At the exit it is told still."""
     _raised_by_callers.add(handle)
+
+
+def wait_for_ends(handles: Sequence[SaveHandle]) -> None:
+    """Wait until these saves have ended, with what they clean up in their folders. Raises the error of one of them.
+
+    For code that passes the error on to the user, who has not looked at it by that.
+    """
+    wait_for_all(handles)
+    wait_for_all([save.finished for save in all_saves() if save.handle in handles])
+    for handle in handles:
+        if (error := Future.exception(handle)) is not None:
+            raise error
 
 
 @in_forked_child

@@ -29,7 +29,7 @@ from ...host.waits import ENDS_THE_WAIT, Wait, wait_for
 from ...oneoff import save
 from ...report import SaveReport
 from ...saving.handle import SaveHandle, progress_of
-from ...saving.ledger import all_saves, leave_warning
+from ...saving.ledger import leave_warning, wait_for_ends
 from ...spans import monotonic
 from ...storage.place import Anywhere, local_place, place_of, written_at
 from ..common.folders import hold_for, let_go
@@ -398,12 +398,7 @@ def _write_files(files: Mapping[str, Any], in_zip: bool, folder: str) -> None:
 def _follow(folder: TagFolder | StoredFolder, handle: SaveHandle | None, ended: Future[None]) -> None:
     """Wait until the files of this rank are durable, and do the rest of the save. Runs on the follower's thread."""
     try:
-        if handle is not None:
-            wait_for(handle)
-            for save in [save for save in all_saves() if save.handle is handle]:
-                wait_for(save.finished)  # it may still clean up in the folder
-            if (error := Future.exception(handle)) is not None:
-                raise error
+        wait_for_ends([] if handle is None else [handle])
         folder.done()
     except BaseException as error:
         folder.failed(error)

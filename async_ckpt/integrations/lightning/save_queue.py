@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 from ...host.threads import Crew, running_future
-from ...host.waits import ENDS_THE_WAIT, Wait, wait_for, wait_for_all
+from ...host.waits import ENDS_THE_WAIT, Wait, wait_for
 from ...report import SaveReport
 from ...saving.handle import SaveHandle, progress_of
-from ...saving.ledger import all_saves, leave_warning
+from ...saving.ledger import leave_warning, wait_for_ends
 from ...spans import monotonic
 from .checkpoint_paths import path_key
 
@@ -138,12 +138,7 @@ def _wait_for(one: _Queued) -> None:
 
 def _finish(handles: tuple[SaveHandle, ...], then: Action) -> None:
     """Wait for the parts of a save, and do the rest of it. Raises its error, without looking at it for the user."""
-    wait_for_all(handles)
-    # A save that is committed may still clean up in its folder, which is about to be renamed.
-    wait_for_all([one.finished for one in all_saves() if one.handle in handles])
-    for handle in handles:
-        if (error := Future.exception(handle)) is not None:
-            raise error
+    wait_for_ends(handles)
     then()
 
 

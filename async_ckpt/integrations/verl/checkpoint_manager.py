@@ -12,7 +12,7 @@ import copy
 import logging
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +28,7 @@ from ...host.waits import ENDS_THE_WAIT, Wait, wait_for
 from ...oneoff import load, save, snapshot
 from ...report import SaveReport
 from ...saving.handle import SaveHandle, progress_of
-from ...saving.ledger import all_saves, leave_warning
+from ...saving.ledger import leave_warning, wait_for_ends
 from ...spans import monotonic
 from ...state.rng import RngState
 from ..common.frameworks import require, require_names
@@ -158,7 +158,8 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         handles: list[SaveHandle] = []
         try:
             files = self._files()
-            state, exported = self._state(), self._exported()
+            state = self._state()
+            exported = self._exported(state)
             meet(lambda: handles.extend(self._begin(folder, state, exported)))
         except BaseException:
             for handle in handles:
@@ -290,11 +291,12 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     def _saves_adapters(self) -> bool:
         return bool(self.should_save_lora_only) and fsdp_state.has_adapters(self.model)
 
-    def _exported(self) -> Any:
+    def _exported(self, state: Mapping[str, Any]) -> Any:
         """The model or weights to export; None without an export. Every rank calls it."""
         if not self.should_save_hf_model:
             return None
-        return fsdp_state.exported(self.model, fsdp_state.weights_of(self.model, only_adapters=False))
+        weights = None if self._saves_adapters() else state.get("model")
+        return fsdp_state.exported(self.model, weights or fsdp_state.weights_of(self.model, only_adapters=False))
 
     def _begin(self, folder: PartFolder, state: dict[str, Any], exported: Any) -> list[SaveHandle]:
         """Copy the state, and begin to write the archive and the export. Returns their handles."""
@@ -328,7 +330,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         """Wait until everything of a save is durable, and do the rest of it."""
         folder = pending.folder
         try:
-            _wait_for_all(pending.handles)
+            wait_for_ends(pending.handles)
             if self.rank == 0:
                 folder.finish(pending.files)
         except BaseException as error:
@@ -441,14 +443,3 @@ def _wait_in_training(pending: _PartSave, future: Future[None]) -> None:
     for handle in pending.handles if future.exception() is not None else ():
         wait_for(handle)
         handle.exception()
-
-
-def _wait_for_all(handles: list[SaveHandle]) -> None:
-    """Wait until saves have ended, with what they clean up. Raises the error of one of them."""
-    for handle in handles:
-        wait_for(handle)
-        for one in [one for one in all_saves() if one.handle is handle]:
-            wait_for(one.finished)
-    for handle in handles:
-        if (error := Future.exception(handle)) is not None:
-            raise error
