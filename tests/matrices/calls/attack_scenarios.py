@@ -1,0 +1,446 @@
+"""What is attacked: for each kind of run a starting state, the work of a child process, and what has to hold afterwards.
+
+In: a folder. Out: an untouched state; notes of what the child has begun, been told and been refused; the first promise that is
+broken. Knows nothing of: faults, places.
+
+A child notes that something begins, and that it was told of its end, in a file that is not below the attacked folder. Whatever
+was told must be there; whatever is there must have been begun; and the next save must work.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import async_ckpt
+from async_ckpt import AsyncCheckpointer, CheckpointError, Publisher, Subscriber
+from async_ckpt.files import extract, pack_folder
+
+FROZEN: Final = torch.arange(500.0)
+_KEPT: Final = 2
+
+
+def state_of(number: int) -> dict[str, Any]:
+    return {"model": {"w": torch.full((3000,), float(number))}, "frozen": {"base": FROZEN}, "number": number}
+
+
+def number_of(state: dict[str, Any]) -> int:
+    """Which of these states it is. Raises AssertionError for any other."""
+    number: int = state["number"]
+    assert torch.equal(state["model"]["w"], torch.full((3000,), float(number))), "a torn state"
+    assert torch.equal(state["frozen"]["base"], FROZEN), "a torn group"
+    return number
+
+
+def weights_of(number: int) -> dict[str, torch.Tensor]:
+    weights = {"a": torch.zeros(2000), "b": torch.full((10,), float(number))}
+    weights["a"][number::7] = number
+    return weights
+
+
+class Notes:
+    """What a child has begun and been told of: lines of a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+
+    @contextmanager
+    def of(self, what: str, key: int, number: int) -> Iterator[None]:
+        """The block does this; a documented error of it is noted, and the child goes on."""
+        self._line("begun", what, key, number)
+        try:
+            yield
+        except CheckpointError as error:
+            self._line("refused", what, key, type(error).__name__)
+        except OSError as error:  # of files that are the user's own
+            self._line("refused", what, key, f"OSError-{error.errno}")
+        else:
+            self._line("told", what, key, number)
+
+    def _line(self, *words: object) -> None:
+        os.write(self._fd, (" ".join(map(str, words)) + "\n").encode())
+
+
+@dataclass
+class Told:
+    """What the notes of a child say, after those of the starting state."""
+
+    told: dict[int, int] = field(default_factory=dict)
+    """Numbers by step or version, as of the last word about each."""
+    may: dict[int, set[int]] = field(default_factory=dict)
+    unsure: set[int] = field(default_factory=set)
+    """Steps and versions that something was begun about, and not told of."""
+    refused: list[str] = field(default_factory=list)
+
+    def check(self, there: list[int], keep: int | None = None) -> None:
+        """All steps or versions that were told of are there, but for those that retention may have deleted."""
+        known = sorted({*self.told, *self.unsure})
+        kept = known if keep is None else known[-keep:]
+        gone = [key for key in kept if key not in self.unsure and key not in there]
+        assert not gone, f"{gone} were told of, and are gone: {there}"
+
+    def read(self, path: Path) -> Told:
+        for line in path.read_text().splitlines():
+            kind, what, key, number = line.split()
+            step = int(key)
+            if kind == "refused":
+                self.refused.append(f"{what} {key}: {number}")
+                continue
+            self.may.setdefault(step, set()).add(int(number))
+            gone = [other for other in self.told if other > step] if what == "back" else []
+            if kind == "begun":
+                self.unsure |= {step, *gone}
+            else:
+                for other in gone:
+                    self.told.pop(other)
+                self.told[step] = int(number)
+                self.unsure -= {step, *gone}
+        return self
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One kind of run. `prepare` and `act` get the folder that is attacked."""
+
+    prepare: Callable[[Path], None]
+    act: Callable[[Path, Notes], None]
+    check: Callable[[Path, Told], None]
+    before: Mapping[int, int] = field(default_factory=dict)
+    """What `prepare` has saved: numbers by step or version."""
+    has_plain_errors: bool = False
+    """Whether it may raise OSError: of files that are the user's own, and for the exit status of the command."""
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def _open(root: Path, *more: Path, **options: Any) -> AsyncCheckpointer:
+    roots = [root / "run", *more]
+    return AsyncCheckpointer(roots if more else roots[0], on_rollback="retire", **options)
+
+
+def _two(root: Path, commit: str = "all") -> AsyncCheckpointer:
+    return _open(root, root / "second", commit=commit)
+
+
+def _saved(root: Path, steps: Mapping[int, int], opened: Callable[[Path], AsyncCheckpointer] = _open) -> None:
+    with opened(root) as ckpt:
+        for step, number in steps.items():
+            ckpt.save(state_of(number), step).result()
+
+
+def _save(ckpt: AsyncCheckpointer, notes: Notes, what: str, step: int, number: int, **options: Any) -> None:
+    with notes.of(what, step, number):
+        ckpt.save(state_of(number), step, **options).result()
+
+
+@contextmanager
+def closing(ckpt: AsyncCheckpointer) -> Iterator[AsyncCheckpointer]:
+    """The error of a save has been told of by its handle."""
+    yield ckpt
+    with suppress(CheckpointError):
+        ckpt.wait()
+    with suppress(CheckpointError):
+        ckpt.close()
+
+
+def _saves(root: Path, notes: Notes, opened: Callable[[Path], AsyncCheckpointer] = _open) -> None:
+    with closing(opened(root)) as ckpt:
+        _save(ckpt, notes, "save", 2, 20)
+        _save(ckpt, notes, "save", 3, 30)
+
+
+def _overwrites(root: Path, notes: Notes) -> None:
+    with closing(_open(root)) as ckpt:
+        _save(ckpt, notes, "save", 2, 21, overwrite=True)
+        _save(ckpt, notes, "save", 3, 30)
+
+
+def _rolls_back(root: Path, notes: Notes, opened: Callable[[Path], AsyncCheckpointer] = _open) -> None:
+    with closing(opened(root)) as ckpt:
+        _save(ckpt, notes, "back", 1, 11, overwrite=True)
+        with notes.of("save", 2, 22):
+            ckpt.save(state_of(22), 2, overwrite=2 in ckpt.steps()).result()
+
+
+def _retains(root: Path, notes: Notes) -> None:
+    with closing(_open(root, keep=_KEPT)) as ckpt:
+        for step in (3, 4, 5):
+            _save(ckpt, notes, "save", step, 10 * step)
+
+
+def _borrows(root: Path, notes: Notes) -> None:
+    with closing(_open(root, keep=_KEPT)) as ckpt:
+        for step in (2, 3, 4):
+            _save(ckpt, notes, "save", step, 10 * step, unchanged=["frozen"] if step > 2 else [])
+
+
+def _restarts(root: Path, notes: Notes) -> None:
+    for step in (2, 3):
+        with closing(_open(root)) as ckpt:
+            live = state_of(0)
+            with suppress(CheckpointError):
+                ckpt.restore(live)
+            _save(ckpt, notes, "save", step, 10 * step)
+
+
+def _check_run(
+    root: Path, told: Told, opened: Callable[[Path], AsyncCheckpointer] = _open, keep: int | None = None
+) -> None:
+    with opened(root) as ckpt:
+        steps = ckpt.steps()
+        numbers = {step: number_of(ckpt.load(step)) for step in steps}
+        told.check(steps, keep)
+        for step, number in numbers.items():
+            allowed = told.may[step] if step in told.unsure else {told.told[step]}
+            assert number in allowed, f"step {step} is {number}, and may be {allowed}"
+        ckpt.save(state_of(990), 99).result()
+        ckpt.wait()
+        assert number_of(ckpt.load(99)) == 990
+    _check_leftovers(root)
+
+
+def _check_leftovers(root: Path) -> None:
+    """After a save of another process: each archive is one that a manifest names."""
+    if not isinstance(root, Path):  # at a store, whoever has made the root looks
+        return
+    for run in (root / "run", root / "second"):
+        named = "".join(path.read_text() for path in run.glob("*/manifest*.json"))
+        left = [path for path in run.rglob("*.tar*") if path.name not in named]
+        left += [path for path in run.rglob("*") if ".tmp" in path.name or path.name.startswith("rollback-")]
+        assert not left, f"left: {', '.join(str(path.relative_to(root)) for path in left)}"
+
+
+# --- versions -------------------------------------------------------------------------------------------------------
+
+
+def _publisher(root: Path, **options: Any) -> Publisher:
+    return Publisher(root / "weights", anchor_every=3, on_rollback="retire", **options)
+
+
+def _published(root: Path, *versions: int) -> None:
+    with _publisher(root) as publisher:
+        for version in versions:
+            publisher.publish(weights_of(version), version).result()
+
+
+def _publishes(root: Path, notes: Notes, *versions: int, what: str = "save", **options: Any) -> None:
+    publisher = _publisher(root, **options)
+    for version in versions:
+        with notes.of(what, version, version):
+            publisher.publish(weights_of(version), version).result()
+        if publisher_is_lost(publisher):
+            publisher = _publisher(root, **options)
+    with suppress(CheckpointError):
+        publisher.close()
+
+
+def publisher_is_lost(publisher: Publisher) -> bool:
+    """Whether it says that it goes on no more."""
+    return "closed" in repr(publisher)
+
+
+def _check_versions(root: Path, told: Told, keep: int | None = None) -> None:
+    with Subscriber(root / "weights") as subscriber:
+        versions = subscriber.versions()
+        told.check(versions, keep)
+        for version in versions:
+            into = root.parent / f"pulled-{version}"
+            subscriber.pull(into, version)
+            _check_folder(into, version)
+            shutil.rmtree(into)
+    with _publisher(root) as publisher:
+        publisher.publish(weights_of(99), 99).result()
+    with Subscriber(root / "weights") as subscriber:
+        subscriber.pull(root.parent / "pulled")
+        _check_folder(root.parent / "pulled", 99)
+
+
+def _check_folder(folder: Path, version: int) -> None:
+    loaded = async_ckpt.load(folder / "model.safetensors")
+    for name, tensor in weights_of(version).items():
+        assert torch.equal(loaded[name], tensor), f"{name} of version {version}"
+
+
+def _pulls(root: Path, notes: Notes) -> None:
+    with Subscriber(root / "weights") as subscriber:
+        for version in (2, 3):
+            with notes.of("pull", version, version):
+                subscriber.pull(root / "engine", version)
+
+
+def _check_pulled(root: Path, told: Told) -> None:
+    """The folder has one version, or none that it says it has; and the next pull brings the newest."""
+    with Subscriber(root / "weights") as subscriber:
+        subscriber.pull(root / "engine")
+        _check_folder(root / "engine", 4)
+    assert told.may
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def _one_file(root: Path) -> None:
+    root.mkdir(exist_ok=True)
+    async_ckpt.save(state_of(10), root / "one.tar").result()
+
+
+def _saves_a_file(root: Path, notes: Notes) -> None:
+    with notes.of("save", 1, 11):
+        async_ckpt.save(state_of(11), root / "one.tar").result()
+    with notes.of("save", 2, 20):
+        async_ckpt.save(state_of(20), root / "two.tar.zst").result()
+
+
+def _check_file(root: Path, told: Told) -> None:
+    for step, name in ((1, "one.tar"), (2, "two.tar.zst")):
+        if step in told.told or (root / name).exists():
+            number = number_of(async_ckpt.load(root / name))
+            allowed = told.may[step] if step in told.unsure else {told.told[step]}
+            assert number in allowed, f"{name} is {number}, and may be {allowed}"
+    async_ckpt.save(state_of(99), root / "one.tar").result()
+    assert number_of(async_ckpt.load(root / "one.tar")) == 99
+
+
+def _a_folder(root: Path) -> None:
+    (root / "given").mkdir(parents=True)
+    for name in ("a", "b"):
+        (root / "given" / name).write_bytes(name.encode() * 9000)
+
+
+def _packs(root: Path, notes: Notes) -> None:
+    with notes.of("save", 1, 1):
+        pack_folder(root / "given", root / "given.tar").result()
+    with notes.of("save", 2, 2):
+        extract(root / "given.tar", root / "taken")
+
+
+def _check_packed(root: Path, told: Told) -> None:
+    if 1 in told.told or (root / "given.tar").exists():
+        extract(root / "given.tar", root / "again")
+        _same_files(root / "given", root / "again")
+    if 2 in told.told:
+        _same_files(root / "given", root / "taken")
+    elif (root / "taken").exists():
+        assert not any((root / "taken").iterdir()), "half an archive was extracted"
+    pack_folder(root / "given", root / "next.tar").result()
+    extract(root / "next.tar", root / "next")
+    _same_files(root / "given", root / "next")
+
+
+def _same_files(one: Path, other: Path) -> None:
+    files = {path.name: path.read_bytes() for path in one.iterdir()}
+    assert files == {path.name: path.read_bytes() for path in other.iterdir()}
+
+
+def _command(*words: object) -> None:
+    """What `async-ckpt` does. Raises OSError for an exit status that is not 0."""
+    from async_ckpt.command.main import status_of
+
+    with redirect_stdout(io.StringIO()):
+        status = status_of(list(map(str, words)))
+    if status:
+        raise OSError(0, f"exit status {status}")
+
+
+def _copies(root: Path, notes: Notes) -> None:
+    with notes.of("save", 1, 1):
+        _command("cp", root / "run", root / "copy")
+
+
+def _check_copy(root: Path, told: Told) -> None:
+    if 1 in told.told:
+        async_ckpt.verify(root / "copy")
+    _command("cp", root / "run", root / "copy")
+    with AsyncCheckpointer(root / "copy") as ckpt:
+        assert [number_of(ckpt.load(step)) for step in ckpt.steps()] == [10, 20]
+
+
+def _converts(root: Path, notes: Notes) -> None:
+    with notes.of("save", 1, 1):
+        _command("convert", root / "one.tar", root / "one.pt")
+    with notes.of("save", 2, 2):
+        _command("convert", root / "one.tar", root / "one.safetensors", "--select", "model")
+
+
+def _check_converted(root: Path, told: Told) -> None:
+    if 1 in told.told or (root / "one.pt").exists():
+        assert number_of(torch.load(root / "one.pt")) == 10
+    if 2 in told.told or (root / "one.safetensors").exists():
+        assert torch.equal(async_ckpt.load(root / "one.safetensors")["model.w"], state_of(10)["model"]["w"])
+    assert number_of(async_ckpt.load(root / "one.tar")) == 10
+
+
+_TWO: Final = {1: 10, 2: 20}
+
+
+def _prepared(steps: Mapping[int, int], opened: Callable[[Path], AsyncCheckpointer] = _open) -> Callable[[Path], None]:
+    return lambda root: _saved(root, steps, opened)
+
+
+def _any(root: Path) -> AsyncCheckpointer:
+    return _two(root, "any")
+
+
+SCENARIOS: Final[Mapping[str, Scenario]] = {
+    "save": Scenario(_prepared({1: 10}), _saves, _check_run, {1: 10}),
+    "overwrite": Scenario(_prepared(_TWO), _overwrites, _check_run, _TWO),
+    "rollback": Scenario(_prepared({1: 10, 2: 20, 3: 30}), _rolls_back, _check_run, {1: 10, 2: 20, 3: 30}),
+    "retention": Scenario(_prepared(_TWO), _retains, lambda root, told: _check_run(root, told, keep=_KEPT), _TWO),
+    "borrowed groups": Scenario(
+        _prepared({1: 10}), _borrows, lambda root, told: _check_run(root, told, keep=_KEPT), {1: 10}
+    ),
+    "restart": Scenario(_prepared({1: 10}), _restarts, _check_run, {1: 10}),
+    "two roots, all": Scenario(
+        _prepared({1: 10}, _two),
+        lambda root, notes: _saves(root, notes, _two),
+        lambda root, told: _check_run(root, told, _two),
+        {1: 10},
+    ),
+    "two roots, any": Scenario(
+        _prepared({1: 10}, _any),
+        lambda root, notes: _saves(root, notes, _any),
+        lambda root, told: _check_run(root, told, _any),
+        {1: 10},
+    ),
+    "rollback at two roots": Scenario(
+        _prepared({1: 10, 2: 20, 3: 30}, _two),
+        lambda root, notes: _rolls_back(root, notes, _two),
+        lambda root, told: _check_run(root, told, _two),
+        {1: 10, 2: 20, 3: 30},
+    ),
+    "publish an anchor": Scenario(
+        lambda root: _published(root, 1), lambda root, notes: _publishes(root, notes, 4, 7), _check_versions, {1: 1}
+    ),
+    "publish deltas": Scenario(
+        lambda root: _published(root, 1, 2),
+        lambda root, notes: _publishes(root, notes, 3, 4, keep=_KEPT),
+        lambda root, told: _check_versions(root, told, _KEPT),
+        {1: 1, 2: 2},
+    ),
+    "set back versions": Scenario(
+        lambda root: _published(root, 1, 2, 3),
+        lambda root, notes: _publishes(root, notes, 2, what="back"),
+        _check_versions,
+        {1: 1, 2: 2, 3: 3},
+    ),
+    "pull into a folder": Scenario(lambda root: _published(root, 1, 2, 3, 4), _pulls, _check_pulled),
+    "save to files": Scenario(_one_file, _saves_a_file, _check_file, {1: 10}),
+    "pack and extract": Scenario(_a_folder, _packs, _check_packed, has_plain_errors=True),
+    "cp": Scenario(_prepared(_TWO), _copies, _check_copy, has_plain_errors=True),
+    "convert": Scenario(_one_file, _converts, _check_converted, has_plain_errors=True),
+}
+
+
+def act(name: str, root: str, notes: str) -> None:
+    """In the child."""
+    SCENARIOS[name].act(Path(root), Notes(Path(notes)))

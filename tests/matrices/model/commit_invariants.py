@@ -1,0 +1,97 @@
+"""What docs/guarantees.md promises of a commit of several ranks, as questions to a state of the model.
+
+In: a state, the move that led there, or that none leads on. Out: what does not hold. Knows nothing of: how states are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from .commit_state import Attempt, Configuration, Manifest, State, Store, line_of
+
+INVARIANTS: Final = (
+    "what rank 0 has acknowledged is on the line, or a later commit has retired it, or retention has deleted it",
+    "what another rank calls committed was committed, and is on the line unless a later start has the run",
+    "no manifest is put by a start that had lost the run when all of its ranks had said yes",
+    "what is refused is committed by nobody",
+    "each rank's archive of the same attempt lies under a manifest",
+    "a manifest goes only by a rollback, by the rule of starts, or by retention",
+    "a run is a line: starts rise with steps, and so do the commits that were acknowledged",
+    "the tracker moves back only from a step that was retired",
+    "retention deletes neither the newest step nor what another start goes on from",
+    "each save comes to its end, and no rank waits for what has been said",
+)
+
+
+def violated(configuration: Configuration, before: State | None, state: State) -> str | None:
+    """The first invariant that does not hold."""
+    for number in _broken_in(configuration, state):
+        return INVARIANTS[number]
+    if before is not None and before.store is not state.store:
+        for number in _broken_between(configuration, before, state):
+            return INVARIANTS[number]
+    return None
+
+
+def _broken_in(configuration: Configuration, state: State) -> Iterator[int]:
+    store = state.store
+    counted = line_of(store, configuration.broken)
+    on = {one.attempt for one in counted}
+    put = {one.attempt for one in store.put}
+    gone = {attempt for one in store.put for attempt in one.retires}.union(store.deleted)
+    for ranks in state.starts:
+        for number, rank in enumerate(ranks):
+            for attempt, word in rank.said:
+                if word == "committed" and attempt not in on and attempt not in gone:
+                    if number == 0:
+                        yield 0
+                    elif attempt not in put or not _has_lost(store, attempt.start):
+                        yield 1
+                if word == "refused" and attempt in put:
+                    yield 3
+    if put.intersection(store.verdicts):
+        yield 3
+    for one in store.manifests:
+        if not all(one.attempt in rank.archives for rank in state.starts[one.attempt.start]):
+            yield 4
+    there = {one.attempt for one in store.manifests}.union(store.renamed, store.deleted)
+    if not put <= there:
+        yield 5
+    acknowledged = {attempt for ranks in state.starts for attempt, word in ranks[0].said if word == "committed"}
+    if not _is_line(store, counted, acknowledged):
+        yield 6
+
+
+def _is_line(store: Store, counted: tuple[Manifest, ...], acknowledged: set[Attempt]) -> bool:
+    order = {one.attempt: number for number, one in enumerate(store.put)}
+    number_of = {start.token: start[:2] for start in sorted(store.starts)}
+    starts = [number_of[one.token] for one in counted]
+    puts = [order[one.attempt] for one in counted if one.attempt in acknowledged]
+    return starts == sorted(starts) and puts == sorted(puts)
+
+
+def _broken_between(configuration: Configuration, earlier: State, later: State) -> Iterator[int]:
+    before, after = earlier.store, later.store
+    if len(after.put) > len(before.put) and earlier.starts[after.put[-1].attempt.start][0].is_late:
+        yield 2
+    if after.tracker < before.tracker and all(one.step != before.tracker for one in before.renamed):
+        yield 7
+    if after.deleted != before.deleted:
+        (going,) = set(after.deleted).difference(before.deleted)
+        counted = line_of(before, configuration.broken)
+        if counted and counted[-1].attempt == going:
+            yield 8
+
+
+def stuck(state: State) -> str | None:
+    """The invariant of progress, of a state from which no move leads on."""
+    return None if all(rank.at == "done" for ranks in state.starts for rank in ranks) else INVARIANTS[-1]
+
+
+def _has_lost(store: Store, token: int) -> bool:
+    own = max((start for start in store.starts if start.token == token), default=None)
+    return own is not None and any(own.is_before(start) for start in store.starts)
+
+
+__all__ = ["INVARIANTS", "Attempt", "stuck", "violated"]

@@ -1,0 +1,436 @@
+"""The commit of a save by several ranks, as steps between which any other process may take any number of its own.
+
+In: a state. Out: the states that follow. Knows nothing of: the order in which states are looked at, and what must hold in them.
+
+Each step makes at most one change to storage, and is named by the function of the library that it stands for (`STANDS_FOR`). Reads that
+follow one listing are taken for one moment. There is one root, which shows at once what is written; there is no `overwrite`, no journal, no
+sweep, no put that fails and arrives all the same, and a rank has one save under way. A process
+that has crashed is one that takes no step any more. It needs no steps of its own: what must hold is said of storage and of handles alone,
+and storage after a crash is storage while that process sleeps. So all crashes, and all processes that wake late, are among the orders.
+
+Two savings leave out no state that an invariant tells apart. A rank's archive has a name of its own, and nothing looks at it before the
+receipt that follows it; so putting it commutes with each step of every other process, and where a process can do so, only that step is taken
+(a persistent set of one step, in a graph without cycles). Ranks other than 0 of one start have the same program, and are kept sorted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from async_ckpt.ranks.agreement import Agreement
+from async_ckpt.ranks.attempts import Attempts
+from async_ckpt.runs.announce import Announcer
+from async_ckpt.runs.receipts import Exchange
+from async_ckpt.runs.root import Root
+from async_ckpt.runs.run import Run
+from async_ckpt.runs.starts import Tenure
+from async_ckpt.runs.sweep import Sweeper
+from async_ckpt.storage.interface import Storage
+
+from .commit_state import Attempt, Configuration, Manifest, Rank, Seen, Start, State, Store, line_of, retired_by
+
+STANDS_FOR: Final = {
+    "restore": Run.latest,
+    "check": Run.check,
+    "list starts": Tenure.take,
+    "put start": Tenure._put,
+    "check again": Run.check,
+    "put archive": Storage.create,
+    "put receipt": Exchange.put_receipt,
+    "put refusal": Agreement._put_refusal,
+    "not begun": Agreement._raise_not_begun,
+    "collect": Agreement._all_receipts,
+    "give up": Agreement._raise_missing,
+    "look": Run.check_taken,
+    "rename": Root._retire,
+    "end rollback": Root.finish_rollbacks,
+    "put intent": Run.commit,
+    "put manifest": Run._put,
+    "look again": Run._look_again,
+    "finish": Root.finish_rollbacks,
+    "read tracker": Announcer._read_tracker,
+    "put tracker": Announcer._track,
+    "look before deleting": Run.check_taken,
+    "delete": Sweeper.delete,
+    "put verdict": Exchange.put_verdict,
+    "hear": Exchange.decision,
+    "hear nothing": Agreement._heard,
+    "listen again": Attempts._wait_for_decision,
+}
+
+
+class Move(NamedTuple):
+    start: int
+    rank: int
+    what: str
+    then: State
+    is_private: bool = False
+
+
+class Outcome(NamedTuple):
+    """Of one step of one process."""
+
+    what: str
+    store: Store
+    rank: Rank
+    is_fault: bool = False
+
+
+# --- the moves --------------------------------------------------------------------------------------------------
+
+
+def moves(configuration: Configuration, state: State) -> list[Move]:
+    """All that may come next; or one private step, which commutes with all others."""
+    found: list[Move] = []
+    for start, ranks in enumerate(state.starts):
+        for rank, one in enumerate(ranks):
+            if one.at == "done":
+                continue
+            process = Process(configuration, state, start, rank)
+            is_private = process.is_private
+            for outcome in process.outcomes():
+                changed = (*ranks[:rank], outcome.rank, *ranks[rank + 1 :])
+                starts = (*state.starts[:start], changed, *state.starts[start + 1 :])
+                then = State(outcome.store, starts, state.faults - outcome.is_fault)
+                found.append(Move(start, rank, outcome.what, then, is_private))
+                if is_private:
+                    return found[-1:]
+    return found
+
+
+def sorted_ranks(state: State) -> State:
+    """The same state with ranks of equal programs in one order."""
+    return state._replace(starts=tuple((ranks[0], *sorted(ranks[1:], key=_order)) for ranks in state.starts))
+
+
+def _order(rank: Rank) -> tuple[object, ...]:
+    return rank[:3] + rank[4:]
+
+
+class Process:
+    """What one rank of one start may do next. Methods are named as the places in `Rank.at`."""
+
+    def __init__(self, configuration: Configuration, state: State, start: int, rank: int) -> None:
+        self.configuration, self.state, self.start, self.number = configuration, state, start, rank
+        self.ranks = state.starts[start]
+        self.rank, self.store = self.ranks[rank], state.store
+        self.plan, self.broken = configuration.plans[start], configuration.broken
+
+    @property
+    def is_private(self) -> bool:
+        if self.broken:
+            return False
+        if self.number and self.rank.at == "restore":
+            return self.ranks[0].at != "restore"  # it copies what does not change any more
+        return self.rank.at == "put archive"
+
+    @property
+    def step(self) -> int:
+        return max(1, self.rank.base + self.plan[self.rank.save])
+
+    @property
+    def attempt(self) -> Attempt:
+        number = self.rank.decided.count(self.step)
+        return Attempt(self.start, self.step, 0 if self.broken == "attempts keep their name" else number)
+
+    def outcomes(self) -> Iterator[Outcome]:
+        place = self.rank.at.replace(" ", "_")
+        yield from getattr(self, f"{'other' if self.number else 'zero'}_{place}")()
+
+    def goes(self, at: str, store: Store | None = None, *, what: str = "", **changes: object) -> Outcome:
+        rank = self.rank._replace(at=at, **changes)  # type: ignore[arg-type]
+        return Outcome(what or self.rank.at, store or self.store, rank)
+
+    def ends(self, word: str, store: Store | None = None, *, what: str = "", rank: Rank | None = None) -> Outcome:
+        """The save ends, by this word of the handle."""
+        rank, attempt, step = rank or self.rank, self.attempt, self.step
+        is_decided = word in ("committed", "refused")
+        rank = rank._replace(
+            save=rank.save + 1,
+            decided=(*rank.decided, step) if is_decided else rank.decided,
+            left=rank.left if is_decided else (*rank.left, step),
+            said=(*rank.said, (attempt, word)),
+            seen=Seen(),
+        )
+        rank = rank._replace(at=self._begins(rank))
+        if word == "refused" and attempt in rank.archives:  # `discard`
+            rank = rank._replace(archives=tuple(one for one in rank.archives if one != attempt))
+        return Outcome(what or self.rank.at, store or self.store, rank)
+
+    def _begins(self, rank: Rank) -> str:
+        """Where a rank begins its next save."""
+        if rank.save == len(self.plan):
+            return "done"
+        if max(1, rank.base + self.plan[rank.save]) in rank.left:
+            return "listen again"
+        is_early = self.number and self.broken == "receipts before archives"
+        return "put receipt" if is_early else "put archive" if self.number else "check"
+
+    def _listen_again(self) -> Iterator[Outcome]:
+        """`Attempts.begin`, at a step whose last attempt was given up here undecided. A save that raises there has no name."""
+        manifest, attempt = self.store.at(self.step), self.attempt
+        if (manifest is not None and manifest.attempt == attempt) or attempt in self.store.verdicts:
+            rank = self.rank._replace(
+                decided=(*self.rank.decided, self.step), left=tuple(one for one in self.rank.left if one != self.step)
+            )
+            yield Outcome("listen again", self.store, rank._replace(at=self._begins(rank)))
+        else:
+            yield self.goes("done", what="hear nothing")
+
+    zero_listen_again = other_listen_again = _listen_again
+
+    @property
+    def is_taken(self) -> bool:
+        """`Tenure.refuse_if_later`."""
+        own = self.rank.own
+        return own is not None and any(own.is_before(start) for start in self.store.starts)
+
+    def listed(self, **more: object) -> Seen:
+        seen = Seen(tuple(one.step for one in self.store.manifests), self.store.intents)
+        return seen._replace(**more)  # type: ignore[arg-type]
+
+    # --- rank 0, up to its receipt ---
+
+    def zero_restore(self) -> Iterator[Outcome]:
+        counted = line_of(self.store, self.broken)
+        yield self.goes("check", base=counted[-1].step if counted else 0)
+
+    def zero_check(self) -> Iterator[Outcome]:
+        must_take = self.rank.own is None or self.rank.own.first > self.step
+        yield self.goes("put verdict" if self._is_refused() else "list starts" if must_take else "put archive")
+
+    def _is_refused(self) -> bool:
+        counted = [one.step for one in line_of(self.store, self.broken)]
+        is_behind = bool(counted) and counted[-1] > self.step and not self.configuration.retire
+        return self.is_taken or self.step in counted or is_behind
+
+    def zero_list_starts(self) -> Iterator[Outcome]:
+        if self.is_taken:
+            yield self.goes("put verdict")
+        else:
+            number = 1 + max((start.number for start in self.store.starts), default=0)
+            yield self.goes("put start", seen=Seen(number=number))
+
+    def zero_put_start(self) -> Iterator[Outcome]:
+        own = Start(self.rank.seen.number, self.start, self.step)
+        store = self.store._replace(starts=tuple(sorted({*self.store.starts, own})))
+        at = "put archive" if self.broken == "no second check" else "check again"
+        yield self.goes(at, store, own=own, seen=Seen())
+
+    def zero_check_again(self) -> Iterator[Outcome]:
+        yield self.goes("put verdict" if self._is_refused() else "put archive")
+
+    def zero_put_archive(self) -> Iterator[Outcome]:
+        yield self.goes("put receipt", archives=(*self.rank.archives, self.attempt))
+
+    def zero_put_receipt(self) -> Iterator[Outcome]:
+        yield self.goes("collect", receipts=(*self.rank.receipts, (self.attempt, True)))
+
+    def zero_collect(self) -> Iterator[Outcome]:
+        said = [dict(rank.receipts[::-1]).get(self.attempt) for rank in self.ranks]
+        refused = any((self.attempt, False) in rank.receipts for rank in self.ranks)
+        if refused and self.broken != "refusals are not read":
+            yield self.goes("put verdict")
+        elif None not in said or self.broken == "receipts are not awaited":
+            skips = self.broken == "no look before the manifest"
+            seen = self.listed() if skips else Seen()
+            yield self.goes("rename" if skips else "look", seen=seen, is_late=self.is_taken)
+        # The deadline has passed, or nobody is there any more who could say a thing.
+        is_alone = any(one is None and rank.at == "done" for one, rank in zip(said, self.ranks, strict=True))
+        if (self.state.faults or is_alone) and None in said:
+            at = "look" if self.broken == "a verdict does not bind" else "put verdict"
+            verdicts = tuple(sorted({*self.store.verdicts, self.attempt}))
+            store = self.store._replace(verdicts=verdicts) if at == "look" else self.store
+            yield self.goes(at, store, what="give up")._replace(is_fault=not is_alone)
+
+    # --- rank 0, the commit ---
+
+    def zero_look(self) -> Iterator[Outcome]:
+        yield self.goes("put verdict") if self.is_taken else self.goes("rename", seen=self.listed())
+
+    def zero_rename(self) -> Iterator[Outcome]:
+        """What does not count is renamed; and what an earlier rollback has left is brought to its end."""
+        seen, store = self.rank.seen, self.store
+        counted = line_of(store, self.broken)
+        retired = retired_by(store.manifests, seen.intents)
+        stale = [
+            one
+            for one in store.manifests
+            if one not in counted and one.attempt not in retired and one.step in seen.steps
+        ]
+        is_behind = self.configuration.retire and bool(seen.steps) and seen.steps[-1] > self.step
+        if stale:
+            yield self.goes("rename", _renamed(store, stale[-1]), seen=seen._replace(relists=True))
+        elif seen.relists or is_behind or seen.intents:
+            yield self.goes("end rollback", seen=self.listed())
+        else:
+            yield from self._intend(seen)
+
+    def zero_end_rollback(self) -> Iterator[Outcome]:
+        store = self._one_more_retired()
+        if store is None:
+            yield from self._intend(self.rank.seen)
+        else:
+            yield self.goes("end rollback", store)
+
+    def _one_more_retired(self) -> Store | None:
+        """`Root.finish_rollbacks`, one change at a time; None once there is none to come."""
+        for intent in self.rank.seen.intents:
+            own = self.store.at(intent.step)
+            if own is None or own.attempt != intent or intent not in self.store.intents:
+                continue
+            left = [one for one in self.store.manifests if one.attempt in own.retires]
+            if left:
+                return _renamed(self.store, left[-1])
+            return self.store._replace(intents=tuple(one for one in self.store.intents if one != intent))
+        return None
+
+    def _retires(self, seen: Seen) -> tuple[Attempt, ...]:
+        if not self.configuration.retire:
+            return ()
+        return tuple(one.attempt for one in self.store.manifests if one.step in seen.steps and one.step > self.step)
+
+    def _intend(self, seen: Seen) -> Iterator[Outcome]:
+        """`Run.commit`, up to the manifest: of a rollback, it puts the intent first."""
+        retires = self._retires(seen)
+        what = "put intent" if retires else self.rank.at
+        if not retires or self.broken == "rollbacks without an intent":
+            yield self.goes("put manifest", what=what)
+            return
+        intents = tuple(sorted({*self.store.intents, self.attempt}))
+        yield self.goes("put manifest", self.store._replace(intents=intents), what=what, seen=seen)
+
+    def zero_put_manifest(self) -> Iterator[Outcome]:
+        store, step = self.store, self.step
+        if store.at(step) is not None and self.broken != "manifests are put without a condition":
+            yield self.goes("put verdict")
+            return
+        own = self.rank.own
+        assert own is not None
+        made = Manifest(step, self.attempt, own.token, self._retires(self.rank.seen))
+        others = [one for one in store.manifests if one.step != step]
+        store = store._replace(manifests=tuple(sorted([*others, made])), put=(*store.put, made))
+        yield self.goes("look again", store)
+
+    def zero_look_again(self) -> Iterator[Outcome]:
+        sees = self.is_taken and self.broken != "no look after the manifest"
+        yield self.ends("taken") if sees else self._acknowledged(self.store)
+
+    def _acknowledged(self, store: Store) -> Outcome:
+        rank = self.rank._replace(
+            said=(*self.rank.said, (self.attempt, "committed")), seen=self.listed(number=self.step)
+        )
+        return Outcome(self.rank.at, store, rank._replace(at="finish" if store.intents else "read tracker"))
+
+    def _after(self, outcome: Outcome) -> Outcome:
+        """The save has ended, and its word was said before."""
+        rank = outcome.rank._replace(said=outcome.rank.said[:-1])
+        return self.ends("committed", outcome.store, what=outcome.what, rank=rank)
+
+    # --- rank 0, after the commit ---
+
+    def zero_finish(self) -> Iterator[Outcome]:
+        store = self._one_more_retired()
+        yield self.goes("read tracker") if store is None else self.goes("finish", store)
+
+    def zero_read_tracker(self) -> Iterator[Outcome]:
+        store, newest = self.store, self.rank.seen.number
+        may_move = store.tracker <= newest or (
+            store.at(store.tracker) is None and any(one.step == store.tracker for one in store.renamed)
+        )
+        if may_move:
+            yield self.goes("put tracker", seen=self.rank.seen._replace(tracker=(store.tracker, store.version)))
+        else:
+            yield self._retain(self.goes("read tracker"))
+
+    def zero_put_tracker(self) -> Iterator[Outcome]:
+        seen, store = self.rank.seen, self.store
+        if store.version != seen.tracker[1] and self.broken != "the tracker is put without a condition":
+            yield self.goes("read tracker")
+            return
+        moved = store._replace(tracker=seen.number, version=store.version + 1)
+        yield self._retain(self.goes("put tracker", moved))
+
+    def _retain(self, outcome: Outcome) -> Outcome:
+        """`Run.retain`: which steps are to go."""
+        keep = self.configuration.keep
+        steps = [one.step for one in line_of(outcome.store, self.broken) if one.step in self.rank.seen.steps]
+        doomed = [step for step in steps if step < self.step][: max(0, len(steps) - keep)] if keep else []
+        if not doomed:
+            return self._after(outcome)
+        at = "delete" if self.broken == "no look before deleting" else "look before deleting"
+        verdicts = tuple(one for one in outcome.store.verdicts if one.step in doomed)  # `Sweeper.read_folder`
+        return outcome._replace(rank=outcome.rank._replace(at=at, seen=Seen(tuple(doomed), verdicts=verdicts)))
+
+    def zero_look_before_deleting(self) -> Iterator[Outcome]:
+        outcome = self.goes("delete")
+        yield self._after(outcome) if self.is_taken else outcome
+
+    def zero_delete(self) -> Iterator[Outcome]:
+        *left, going = self.rank.seen.steps
+        manifest = self.store.at(going)
+        seen = self.rank.seen
+        kept = tuple(one for one in self.store.verdicts if one.step != going or one not in seen.verdicts)
+        store = self.store._replace(verdicts=kept)
+        if manifest is not None:
+            manifests = tuple(one for one in store.manifests if one != manifest)
+            store = store._replace(manifests=manifests, deleted=tuple(sorted({*store.deleted, manifest.attempt})))
+        outcome = self.goes("delete", store, seen=seen._replace(steps=tuple(left)))
+        yield outcome if left else self._after(outcome)
+
+    def zero_put_verdict(self) -> Iterator[Outcome]:
+        store = self.store._replace(verdicts=tuple(sorted({*self.store.verdicts, self.attempt})))
+        yield self.ends("refused", store)
+
+    # --- the other ranks ---
+
+    def other_restore(self) -> Iterator[Outcome]:
+        zero = self.ranks[0]
+        if zero.at != "restore":
+            at = "put receipt" if self.broken == "receipts before archives" else "put archive"
+            yield self.goes(at, base=zero.base)
+
+    def other_put_archive(self) -> Iterator[Outcome]:
+        is_late = (self.attempt, True) in self.rank.receipts
+        yield self.goes("hear" if is_late else "put receipt", archives=(*self.rank.archives, self.attempt))
+
+    def other_put_receipt(self) -> Iterator[Outcome]:
+        # `_see_that_it_is_shared`: rank 0 has claimed the root, or said no.
+        if self.ranks[0].own is None and self.attempt not in self.store.verdicts:
+            if any(attempt == self.attempt for attempt, _ in self.ranks[0].said):  # its verdict went with the step
+                yield self._refuses("not begun")
+            return
+        at = "put archive" if self.broken == "receipts before archives" else "hear"
+        yield self.goes(at, receipts=(*self.rank.receipts, (self.attempt, True)))
+        if self.state.faults:
+            yield self._refuses("put refusal")._replace(is_fault=True)
+
+    def _refuses(self, what: str) -> Outcome:
+        """`Agreement._put_refusal`; and its archive is discarded."""
+        archives = tuple(one for one in self.rank.archives if one != self.attempt)
+        rank = self.rank._replace(archives=archives, receipts=(*self.rank.receipts, (self.attempt, False)))
+        if what == "not begun":
+            return self.ends("undecided", what=what, rank=rank)
+        return Outcome(what, self.store, rank._replace(at="hear"))
+
+    def other_hear(self) -> Iterator[Outcome]:
+        manifest = self.store.at(self.step)
+        if manifest is not None and manifest.attempt == self.attempt:
+            yield self.ends("committed")
+        elif self.attempt in self.store.verdicts and self.broken != "verdicts are not read":
+            yield self.ends("refused")
+        else:
+            is_heard = self.attempt in self.store.verdicts
+            is_put = any(one.attempt == self.attempt for one in self.store.put)
+            is_said = any(attempt == self.attempt for attempt, _ in self.ranks[0].said)
+            is_gone = is_put or is_said or self.ranks[0].at == "done"
+            is_in_vain = is_gone and not is_heard
+            if self.state.faults or is_in_vain:
+                yield self.ends("undecided", what="hear nothing")._replace(is_fault=not is_in_vain)
+
+
+def _renamed(store: Store, one: Manifest) -> Store:
+    """`Root._retire`, which compares what it has renamed with what it has read."""
+    left = tuple(other for other in store.manifests if other != one)
+    return store._replace(manifests=left, renamed=tuple(sorted({*store.renamed, one.attempt})))

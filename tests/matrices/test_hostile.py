@@ -1,0 +1,21 @@
+"""Hostile inputs of every parser: all that are kept, and a few hundred that are made from them, others at each commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from children import Nursery
+from slices import PART
+
+_TRY_ALL = """
+import sys
+from pathlib import Path
+from tests.matrices.hostile.hostile_slice import try_all
+sys.exit(1 if try_all(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])) else 0)
+"""
+
+
+def test_hostile_inputs_are_refused_by_documented_errors_and_reach_nothing(nursery: Nursery, tmp_path: Path) -> None:
+    ended = nursery.run(_TRY_ALL, 150, PART, tmp_path / "failures")
+    assert ended.status == 0, ended.out + ended.err
+    assert ended.out.count("'inputs': ") > 25

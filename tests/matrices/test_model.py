@@ -1,0 +1,83 @@
+"""The model of the commit of several ranks: what holds in it, that it can fail, and that the library takes the same steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from interleaved import line
+from slices import PART, is_tried, some
+
+from tests.matrices.model.commit_configurations import BROKEN, KNOWN, KNOWN_VIOLATION, QUICK, WHOLE
+from tests.matrices.model.commit_invariants import INVARIANTS
+from tests.matrices.model.commit_model import STANDS_FOR, Move, moves
+from tests.matrices.model.commit_replay import Replay, without_waiting
+from tests.matrices.model.commit_search import search, told
+from tests.matrices.model.commit_state import Configuration, first_state
+
+
+@pytest.mark.parametrize("configuration", QUICK, ids=lambda one: one.name)
+def test_what_is_promised_holds_in_every_state(configuration: Configuration) -> None:
+    found = search(configuration)
+    assert not found.violation, told(found)
+    assert found.is_whole
+
+
+@pytest.mark.parametrize(("configuration", "number"), some(BROKEN, 5), ids=lambda one: getattr(one, "name", ""))
+def test_a_broken_protocol_is_found(configuration: Configuration, number: int) -> None:
+    found = search(configuration)
+    assert found.violation == INVARIANTS[number], told(found)
+
+
+def walk(configuration: Configuration, dice: random.Random) -> list[Move]:
+    """Moves by chance, up to an end. Now and then one process goes on alone for a while, and the others sleep."""
+    state, path = first_state(configuration), []
+    chosen: tuple[int, int] | None = None
+    while following := moves(configuration, state):
+        alone = [one for one in following if (one.start, one.rank) == chosen and dice.random() < 0.8]
+        move = dice.choice(alone or following)
+        chosen = move.start, move.rank
+        path.append(move)
+        state = move.then
+    return path
+
+
+@pytest.mark.parametrize("seed", some(range(1000), 101))
+def test_the_library_takes_the_same_steps(seed: int) -> None:
+    dice = random.Random(seed)
+    configuration = dice.choice(WHOLE)
+    path = walk(configuration, dice)
+    with without_waiting():
+        taken = Replay(configuration).follow(path)
+    assert taken > len(path) // 2
+    assert {move.what for move in path} <= STANDS_FOR.keys()
+
+
+# In the others, what is broken shows in no step of a process.
+WAYS = [one for one, _ in BROKEN if one.broken not in ("readers take every manifest", "verdicts are not read")]
+
+
+@pytest.mark.parametrize("broken", some(WAYS, 5), ids=lambda one: one.name)
+def test_the_library_does_not_go_the_way_of_a_broken_protocol(broken: Configuration) -> None:
+    path = search(broken).path
+    with without_waiting(), pytest.raises(AssertionError, match=r"^move "):
+        Replay(broken).follow(path)
+
+
+@pytest.mark.skipif(not is_tried(0, 5), reason="it looks at 40,000 states")
+def test_a_process_that_sleeps_between_its_last_look_and_its_deletion_deletes_what_a_rollback_has_saved_anew() -> None:
+    """Known, and told in docs/guarantees.md: a store has no deletion on a condition."""
+    found = search(KNOWN)
+    assert found.violation == KNOWN_VIOLATION, told(found)
+    with without_waiting():
+        replay = Replay(KNOWN)
+        replay.follow(found.path)
+    assert found.path[-1].what == "delete"
+    assert [made.step for made in line(replay.objects)] == [1]
+    assert {one.step for one in found.path[-2].then.store.manifests} == {1, 2}
+
+
+def test_the_longest_way_is_the_library_s() -> None:
+    found = search(QUICK[PART % len(QUICK)])
+    with without_waiting():
+        Replay(found.configuration).follow(found.path)

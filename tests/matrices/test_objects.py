@@ -1,0 +1,47 @@
+"""A few of the places at which a request to a store fails; `python -m tests.matrices.objects` tries thousands."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import slices
+from buckets import Bucket
+
+from async_ckpt.testing.servers import Server
+from tests.matrices.attack_driver import NOT_MET
+from tests.matrices.objects.__main__ import COLUMNS
+from tests.matrices.objects.request_faults import FAULTS
+from tests.matrices.objects.request_places import left_in, request_attackers
+from tests.matrices.objects.store_roots import SCENARIOS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+
+
+def test_no_request_that_fails_breaks_a_promise(tmp_path: Path):
+    names = list(SCENARIOS)
+    with request_attackers(tmp_path, 1) as [attacker]:
+        places = attacker.places(names[slices.PART % len(names)])
+        tried = random.Random(slices.PART).sample(places, 6)
+        found = {str(place): attacker.wrong(place) for place in tried}
+
+    assert {place: wrong for place, wrong in found.items() if wrong not in (None, NOT_MET)} == {}
+
+
+def test_each_fault_is_in_one_column_of_the_table():
+    assert sorted(itertools.chain(*COLUMNS.values())) == sorted(FAULTS)
+
+
+def test_an_archive_that_nothing_names_and_an_open_upload_are_found(s3: Server):
+    bucket = Bucket(s3)
+    s3.make_bucket(bucket.name)
+    bucket.write(["run/step_00000001/manifest.json"], b'{"name": "a.tar"}')
+    bucket.write(["run/step_00000001/a.tar"])
+    assert left_in(bucket) is None
+
+    bucket.write(["run/step_00000001/b.tar"])
+    bucket.begin_upload("run/step_00000002/c.tar")
+    assert left_in(bucket) == "left: run/step_00000001/b.tar, the upload of run/step_00000002/c.tar"
