@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 import mmap as mmap_module
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
+from ..host.pool import SegmentPool
 from ..state.names import Select, Selector, selector, shown
 from ..state.tree import StoredLeaf, replaced
 from .archives.contents import CPU, Contents, Groups, Part
@@ -27,22 +28,34 @@ Verify = bool | Literal["first"]
 Memory = Callable[[int], torch.Tensor]
 
 
+class LoadOptions(NamedTuple):
+    """The options of `async_ckpt.load` for what is built."""
+
+    map_location: str | torch.device | None = None
+    select: Select = None
+    trust: bool = False
+    mmap: bool = False
+    types: Iterable[type] = ()
+
+
+_PLAIN: Final = LoadOptions()
+
+
 def load_state(
     archive: Contents,
+    options: LoadOptions = _PLAIN,
     *,
-    map_location: str | torch.device | None = None,
-    select: Select = None,
-    trust: bool = False,
-    types: Iterable[type] = (),
-    mmap: bool = False,
     groups: Groups = None,
     memory: Memory | None = None,
+    pool: SegmentPool | None = None,
 ) -> Any:
     """Build the saved state on the CPU, or on the device `map_location`. Tied tensors are tied again.
 
     With `mmap`, tensors are views of the mapped archive. Their pages are read when they are first touched, or now if
-    the archive is verified. With `memory`, tensors lie in what that returns.
+    the archive is verified. With `memory`, tensors lie in what that returns. Buffers are taken from `pool` as far as it
+    can spare them.
     """
+    map_location, select, trust, mmap, types = options
     device = CPU if map_location is None else torch.device(map_location)
     archive.learn_names(everything=select is None and groups is None)
     value, stored = archive.tree(select=select, types=types, groups=groups)
@@ -64,7 +77,7 @@ def load_state(
             with memoryview(mapped) as view, view[read.extent.offset : read.extent.end] as part:
                 archive.verify(read.extent.offset, part)
     else:
-        fill(plan)
+        fill(plan, pool=pool)
 
     def give(leaf: StoredLeaf) -> Any:
         if leaf.kind == "object":
@@ -145,33 +158,22 @@ def raise_unless_any(errors: Sequence[KeyError], num_parts: int) -> None:
 
 def state_of(
     parts: Sequence[Part],
+    options: LoadOptions,
     *,
-    map_location: str | torch.device | None,
-    select: Select,
-    trust: bool,
-    mmap: bool,
-    types: Iterable[type],
     memory: Memory | None = None,
+    pool: SegmentPool | None = None,
 ) -> Any:
     """Build the state from the files, or from maps of them."""
-    if map_location is not None:
-        _check_device(map_location, is_used=not mmap)
-    check_lent(parts, select)
-    check_select(parts, select)
-    if mmap and map_location is not None and torch.device(map_location).type != "cpu":
+    location = options.map_location
+    if location is not None:
+        _check_device(location, is_used=not options.mmap)
+    check_lent(parts, options.select)
+    check_select(parts, options.select)
+    if options.mmap and location is not None and torch.device(location).type != "cpu":
         raise ValueError("mmap=True makes views of the file, which lie on the CPU; leave map_location out")
 
     def load(part: Part) -> Any:
-        return load_state(
-            part.archive,
-            map_location=map_location,
-            select=select,
-            trust=trust,
-            types=types,
-            mmap=mmap,
-            groups=part.groups,
-            memory=memory,
-        )
+        return load_state(part.archive, options, groups=part.groups, memory=memory, pool=pool)
 
     return load_parts(parts, load)
 

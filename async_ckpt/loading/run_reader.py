@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -15,6 +15,10 @@ from ..errors import NotCommittedError
 from ..runs.retention import best_of, describe_missing_metric
 from ..runs.roots import Roots
 from ..state.names import Select
+
+if TYPE_CHECKING:
+    from ..host.pool import SegmentPool
+    from .run_history import History
 
 
 class RunReader:
@@ -29,6 +33,10 @@ class RunReader:
 
     def _see_own_saves(self, reader: str) -> None:
         """Return when the saves of this object are decided, so that `reader` sees them."""
+
+    def _spare_memory(self) -> SegmentPool | None:
+        """The pool that a load may borrow its buffers from: for a device, those that are page-locked already."""
+        return None
 
     def steps(self) -> list[int]:
         """The steps that are committed by now, ascending. Unlike the other readers, it never waits for a save.
@@ -52,6 +60,16 @@ class RunReader:
         """
         self._see_own_saves("records()")
         return {step: dict(manifest.record) if manifest else {} for step, manifest in self._roots.view().items()}
+
+    def history(self) -> History:
+        """The history of this run, as `async_ckpt.history` returns it; empty as long as nothing has happened.
+
+        pandas.DataFrame(ckpt.history())
+        """
+        from .run_history import history_of
+
+        self._see_own_saves("history()")
+        return history_of(self._roots)
 
     def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
         """The committed step whose record has the best value of a metric. If two are equal, the newer one.
@@ -93,10 +111,11 @@ class RunReader:
         """
         from .archives.find import from_newest, from_step
         from .archives.step_archives import Readers, selected_by
-        from .load import check_verify, state_of
+        from .load import LoadOptions, check_verify, state_of
 
         check_verify(verify)
-        build = partial(state_of, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
+        options = LoadOptions(map_location, select, trust, mmap, types)
+        build = partial(state_of, options=options, pool=self._spare_memory())
         readers = Readers(None, from_ranks, wants=selected_by(select))
         self._see_own_saves("load()")
         if step is not None:

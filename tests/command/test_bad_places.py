@@ -29,6 +29,7 @@ READERS = [
     ("cp", "{tmp}/b"),
     ("convert", "{tmp}/x.pt"),
     ("repair",),
+    ("page", "-o", "{tmp}/x.html", "--overwrite"),
 ]
 
 

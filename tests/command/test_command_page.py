@@ -58,12 +58,12 @@ def test_the_picture_is_drawn_from_the_page() -> None:
 
 
 def keys_of(value: Any) -> set[str]:
-    """All keys of a document, but for those of a user's own values."""
+    """All keys of a document, but for those of a user's own values, and of events, which are on a page of their own."""
     if isinstance(value, list):
         return {key for inner in value for key in keys_of(inner)}
     if not isinstance(value, dict):
         return set()
-    inner = {key for name, one in value.items() if name not in ("record", "value") for key in keys_of(one)}
+    inner = {key for name, one in value.items() if name not in ("record", "value", "saves") for key in keys_of(one)}
     return inner | {*value}
 
 
@@ -73,6 +73,7 @@ def keys_of(value: Any) -> set[str]:
         "ls runs/a",
         "ls runs",
         "ls weights",
+        "page runs/a -o json.html",
         "inspect runs/a --stats",
         "verify runs/a",
         "verify old.pt",
@@ -81,6 +82,7 @@ def keys_of(value: Any) -> set[str]:
         "prune runs/a --keep last=1 --dry-run",
         "repair runs/a",
         "convert old.pt json.tar",
+        "watch runs/a --once",
         "bench runs --size 1MB --tensors 2",
         "doctor",
     ],
@@ -97,6 +99,7 @@ def test_the_page_names_every_key_of_a_document(outputs: list[str], call: str) -
     "call",
     [
         "ls nowhere",
+        "page runs/a",
         "inspect runs/a typo",
         "verify nowhere",
         "diff runs/a nowhere",

@@ -126,7 +126,7 @@ def test_a_damaged_manifest_is_copied_again(root: Path, tmp_path: Path) -> None:
 
 def test_trackers_and_journals_are_compared_with_the_manifests(root: Path) -> None:
     (root / "latest").write_text("step_00000002\n")
-    (journal,) = root.glob("*.jsonl")
+    journal = root / "checkpoints.jsonl"
     journal.write_text("")
 
     told = documented("verify", root, status=1)

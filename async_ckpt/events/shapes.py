@@ -1,0 +1,196 @@
+"""The kinds of events in the history of a run, and their text: one JSON object in a line.
+
+In: events, or lines that anybody may have written. Out: lines; events with all fields of their kind.
+Knows nothing of: storage, the clock.
+
+Every event has a `kind`, the `time` at which it ended in seconds since the epoch, and a `step`:
+
+    save         a committed step, as its report has it
+    failed       a save that began and was not committed
+    skipped      saves that were not begun, since others were under way: `count` in a row, up to `step`
+    restore      live objects were filled from the step
+    rollback     the commit of the step has retired the newer steps `retired`
+    retention    after the commit of the step, the steps `deleted` were deleted
+
+A reader leaves out lines that are damaged, and kinds that it does not know. A field that is missing, or is not of its
+type, is None, or empty if it has several values: the log may be of another version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
+
+from ..fields import count, entries, items, number, table, text, whole
+
+Event: TypeAlias = dict[str, Any]
+_Read: TypeAlias = Callable[[Any], Any]
+
+# A record of a save may have 64 KiB, and the log holds many: longer values, and those beyond a total, are left out.
+_VALUE_BYTES: Final = 1 << 10
+_RECORD_BYTES: Final = 4 << 10
+# The number of groups of a save whose sizes are kept: the largest.
+_GROUPS: Final = 64
+# Of the steps that were deleted or retired at once, only so many are named.
+_MOST_STEPS: Final = 1000
+_MESSAGE_CHARACTERS: Final = 500
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r:.100} is neither true nor false")
+    return value
+
+
+def _seconds(value: object) -> float:
+    return round(number(value), 5)  # finer, it would be noise that does not compress
+
+
+def _steps(value: object) -> list[int]:
+    return list(items(value, whole))[:_MOST_STEPS]
+
+
+def _names(value: object) -> list[str]:
+    return list(items(value, text))
+
+
+def _counts(value: object) -> dict[str, int]:
+    return dict(entries(value, count))
+
+
+def _places(value: object) -> list[dict[str, Any]]:
+    return list(items(value, lambda one: _read_fields(table(one), _DESTINATION)))
+
+
+_DESTINATION: Final[Mapping[str, tuple[_Read, Any]]] = {
+    "path": (text, ""),
+    "num_bytes": (count, None),
+    "write_seconds": (_seconds, None),
+    "retries": (count, None),
+    "error": (text, None),
+}
+# The fields of each kind, with their types, and what stands for a field that is not known.
+KINDS: Final[Mapping[str, Mapping[str, tuple[_Read, Any]]]] = {
+    "save": {
+        "attempt": (text, ""),
+        "num_bytes": (count, None),
+        "num_tensors": (count, None),
+        "stall_seconds": (_seconds, None),
+        "call_seconds": (_seconds, None),
+        "stage_seconds": (_seconds, None),
+        "write_seconds": (_seconds, None),
+        "commit_seconds": (_seconds, None),
+        "total_seconds": (_seconds, None),
+        "retries": (count, None),
+        "free_bytes": (count, None),
+        "groups": (_counts, {}),
+        "unchanged": (_names, []),
+        "borrowed": (_counts, {}),
+        "record": (table, {}),
+        "destinations": (_places, []),
+        "world_size": (count, 1),
+        "slowest_rank": (count, None),
+        "slowest_rank_seconds": (_seconds, None),
+        "median_rank_seconds": (_seconds, None),
+        "most_stalled_rank": (count, None),
+        "most_stalled_rank_seconds": (_seconds, None),
+        "median_rank_stall_seconds": (_seconds, None),
+    },
+    "failed": {"error": (text, ""), "message": (text, ""), "total_seconds": (_seconds, None)},
+    "skipped": {"first_step": (whole, None), "count": (count, 1)},
+    "restore": {"total_seconds": (_seconds, None), "behind": (_flag, False)},
+    "rollback": {"retired": (_steps, [])},
+    "retention": {"deleted": (_steps, [])},
+}
+
+
+# The fields of a save that are those of its report.
+MEASURED: Final = (
+    "num_bytes",
+    "num_tensors",
+    "stall_seconds",
+    "stage_seconds",
+    "write_seconds",
+    "commit_seconds",
+    "total_seconds",
+    "retries",
+)
+
+
+def event(kind: str, time: float, step: int | None, **facts: Any) -> Event:
+    """An event of this kind, with all of its fields."""
+    return {"kind": kind, "time": round(time, 3), "step": step, **_read_fields(facts, KINDS[kind])}
+
+
+def dump(events: Iterable[Event]) -> list[bytes]:
+    """The lines of events. Saves that were skipped in a row become one event."""
+    joined: list[Event] = []
+    for one in events:
+        if one["kind"] == "skipped" and joined and joined[-1]["kind"] == "skipped":
+            before = joined.pop()
+            one = {**one, "first_step": before["first_step"], "count": before["count"] + one["count"]}
+        joined.append(one)
+    return [json.dumps(_without_unknown(one), separators=(",", ":")).encode() + b"\n" for one in joined]
+
+
+def parse(data: bytes) -> list[Event]:
+    """The events of these lines, each once."""
+    return [one for line in dict.fromkeys(data.splitlines()) if (one := _event_of(line)) is not None]
+
+
+def bandwidth_of(save: Event) -> float | None:
+    """Bytes per second of a save, from its call until it was committed."""
+    num_bytes, seconds = save["num_bytes"], save["total_seconds"]
+    return num_bytes / seconds if num_bytes and seconds else None
+
+
+def brief(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a record of a save that are short enough for the log."""
+    kept: dict[str, Any] = {}
+    left = _RECORD_BYTES
+    for name, value in record.items():
+        num_bytes = len(name) + len(json.dumps(value))
+        if num_bytes <= min(_VALUE_BYTES, left):
+            kept[name], left = value, left - num_bytes
+    return kept
+
+
+def largest(groups: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of the largest groups, in their order."""
+    chosen = {*sorted(groups, key=lambda name: -groups[name])[:_GROUPS]}
+    return {name: num_bytes for name, num_bytes in groups.items() if name in chosen}
+
+
+def shortened(message: str) -> str:
+    """The beginning of the message of an error."""
+    return message[:_MESSAGE_CHARACTERS].encode(errors="replace").decode()
+
+
+def _event_of(line: bytes) -> Event | None:
+    try:
+        fields = table(json.loads(line, parse_constant=lambda _: None))
+        step = None if fields.get("step") is None else whole(fields["step"])
+        return event(text(fields["kind"]), number(fields["time"]), step, **_others(fields))
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return None
+
+
+def _others(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in ("kind", "time", "step")}
+
+
+def _read_fields(facts: Mapping[str, Any], types: Mapping[str, tuple[_Read, Any]]) -> dict[str, Any]:
+    fields = {}
+    for name, (read, unknown) in types.items():
+        try:
+            fields[name] = read(facts[name])
+        except (ValueError, KeyError, TypeError, OverflowError):
+            fields[name] = unknown.copy() if isinstance(unknown, dict | list) else unknown
+    return fields
+
+
+def _without_unknown(one: Event) -> Event:
+    """The fields of an event that say something, which keeps its line short."""
+    unknown = {name: nothing for name, (_, nothing) in KINDS[one["kind"]].items()}
+    return {name: value for name, value in one.items() if name not in unknown or value != unknown[name]}

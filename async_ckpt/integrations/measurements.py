@@ -1,0 +1,146 @@
+"""The metrics that every backend gets: their names, units and meaning, and their values for an operation.
+
+In: operations that have ended. Out: values for instruments. Knows nothing of: backends.
+
+Names follow OpenTelemetry's rules, and units are those of UCUM. A backend derives its own names from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from ..host.operations import Ended, under_way
+from ..report import SaveReport
+from ..storage.disk import free_bytes_at
+
+# Seconds: a stall is hoped to be a few milliseconds, and a save of a large model to a slow store may take an hour.
+_SHORT: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_LONG: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. `attributes` are the names of what tells its series apart; `buckets` are those of a histogram."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram", "active"]
+    unit: str
+    description: str
+    attributes: tuple[str, ...] = ("operation", "run")
+    buckets: tuple[float, ...] = ()
+
+
+OPERATIONS: Final = Metric(
+    "async_ckpt.operations",
+    "counter",
+    "{operation}",
+    "Operations that have ended, by their outcome: done, failed or skipped.",
+    ("operation", "run", "outcome", "error_type"),
+)
+ACTIVE: Final = Metric("async_ckpt.active_operations", "active", "{operation}", "Operations that are under way.")
+DURATION: Final = Metric(
+    "async_ckpt.operation.duration",
+    "histogram",
+    "s",
+    "Duration of an operation that was done; of a save, from its call until the checkpoint is durable and committed.",
+    buckets=_LONG,
+)
+PHASE: Final = Metric(
+    "async_ckpt.phase.duration",
+    "histogram",
+    "s",
+    "Duration of a part of a save: stage, write or commit. Parts overlap.",
+    ("operation", "run", "phase"),
+    buckets=_LONG,
+)
+STALL: Final = Metric(
+    "async_ckpt.stall.duration", "histogram", "s", "Time for which a save held the training.", buckets=_SHORT
+)
+IO: Final = Metric("async_ckpt.io", "counter", "By", "Bytes that saves have written, and pulls have read.")
+RETRIES: Final = Metric("async_ckpt.retries", "counter", "{retry}", "Requests to storage that were sent again.")
+RECOVERY_POINT: Final = Metric(
+    "async_ckpt.recovery_point.timestamp",
+    "gauge",
+    "s",
+    "Unix time since when work would be lost if the process died: the call of the newest save that is committed, or "
+    "the end of a later restore.",
+    ("run",),
+)
+RECOVERY_STEP: Final = Metric(
+    "async_ckpt.recovery_point.step", "gauge", "{step}", "The step that was committed or restored last.", ("run",)
+)
+STEP_SIZE: Final = Metric(
+    "async_ckpt.step.size",
+    "gauge",
+    "By",
+    "Bytes that this process wrote for the step that was committed last.",
+    ("run",),
+)
+FREE: Final = Metric(
+    "async_ckpt.storage.free",
+    "gauge",
+    "By",
+    "Free space at a root on a disk, looked at when a save has ended.",
+    ("run", "root"),
+)
+
+METRICS: Final = (
+    OPERATIONS, ACTIVE, DURATION, PHASE, STALL, IO, RETRIES, RECOVERY_POINT, RECOVERY_STEP, STEP_SIZE, FREE,
+)  # fmt: skip
+
+
+class Measurement(NamedTuple):
+    """A value for a metric: what to add to a counter or histogram, or what a gauge shows from now on."""
+
+    metric: Metric
+    value: float
+    attributes: Mapping[str, str]
+
+
+def measured(ended: Ended) -> Iterator[Measurement]:
+    """The values of one operation. It may take as long as a disk takes to tell how much space is free."""
+    run = {"run": ended.run}
+    series = {"operation": ended.kind, **run}
+    yield Measurement(OPERATIONS, 1, {**series, "outcome": ended.outcome, "error_type": ended.error_type})
+    report = ended.report
+    if ended.outcome == "done":
+        yield Measurement(DURATION, ended.seconds, series)
+        if report is not None:
+            yield Measurement(IO, report.num_bytes, series)
+        if isinstance(report, SaveReport):
+            yield Measurement(STALL, report.stall_seconds, series)
+            yield Measurement(RETRIES, report.retries, series)
+            for phase in ("stage", "write", "commit"):
+                yield Measurement(PHASE, getattr(report, f"{phase}_seconds"), {**series, "phase": phase})
+        if ended.run and ended.kind in ("save", "restore"):
+            yield Measurement(RECOVERY_POINT, ended.begin if ended.kind == "save" else ended.end, run)
+            if ended.step is not None:
+                yield Measurement(RECOVERY_STEP, ended.step, run)
+            if report is not None:
+                yield Measurement(STEP_SIZE, report.num_bytes, run)
+    if ended.kind in ("save", "publish"):
+        for root in ended.roots:
+            free = None if "://" in root else free_bytes_at(Path(root))
+            if free is not None:
+                yield Measurement(FREE, free, {**run, "root": root})
+
+
+class ActiveOperations:
+    """The number of operations that are under way, which one backend asks for. From any thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], None] = {}  # kinds and runs; only ever grows
+
+    def measured(self) -> list[Measurement]:
+        """A value for each kind and run of which an operation was ever seen under way, or has ended."""
+        counts = dict.fromkeys(self._seen.copy(), 0)
+        for operation in under_way():
+            self.note(operation.kind, operation.run)
+            counts[operation.kind, operation.run] = counts.get((operation.kind, operation.run), 0) + 1
+        return [Measurement(ACTIVE, n, {"operation": kind, "run": run}) for (kind, run), n in counts.items()]
+
+    def note(self, kind: str, run: str) -> None:
+        self._seen[kind, run] = None

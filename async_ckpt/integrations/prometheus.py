@@ -1,0 +1,97 @@
+"""Prometheus: a collector with the metrics of every save, publication, restore and pull of this process.
+
+In: operations that have ended. Out: metrics for the registry of `prometheus_client`. Knows nothing of: the way in which
+they are scraped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+    from prometheus_client import Metric as MetricFamily
+    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise ImportError('this needs the client of Prometheus: pip install "async_ckpt[prometheus]"') from error
+
+from ..host.operations import Ended, listen
+from .measurements import ACTIVE, METRICS, ActiveOperations, Metric, measured
+
+_UNITS: Final = {"s": "seconds", "By": "bytes"}
+
+
+class CheckpointCollector(Collector):
+    """The metrics of this process, registered with `prometheus_client` as soon as it is made.
+
+        from prometheus_client import start_http_server
+
+        collector = CheckpointCollector()
+        start_http_server(9464)  # http://localhost:9464/metrics
+
+    It counts every operation that ends from then on, of all checkpointers, publishers and subscribers. Make one in each
+    process that is scraped. What it counts, it counts on a thread of its own: a save does not wait for it.
+
+    Args:
+        registry: where to register. None registers nowhere: call `collect` yourself.
+
+    Raises ValueError if the registry has a collector already.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = REGISTRY) -> None:
+        self._instruments = {metric: _instrument(metric) for metric in METRICS if metric is not ACTIVE}
+        self._active = ActiveOperations()
+        self._registry = registry
+        if registry is not None:
+            registry.register(self)
+        self._listening = listen(self._count)
+
+    def collect(self) -> Iterable[MetricFamily]:
+        """All metrics as they are now."""
+        for instrument in self._instruments.values():
+            yield from instrument.collect()
+        active = GaugeMetricFamily(_name_of(ACTIVE), ACTIVE.description, labels=ACTIVE.attributes)
+        for measurement in self._active.measured():
+            active.add_metric([*measurement.attributes.values()], measurement.value)
+        yield active
+
+    def describe(self) -> Iterable[MetricFamily]:
+        """The names of the metrics, by which a registry refuses a second collector."""
+        return self.collect()
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until everything that has ended is counted. False if that takes longer than `timeout` seconds."""
+        return self._listening.flush(timeout)
+
+    def close(self) -> None:
+        """Count no more, and leave the registry. May be called again."""
+        self._listening.close()
+        registry, self._registry = self._registry, None
+        if registry is not None:
+            registry.unregister(self)
+
+    def _count(self, ended: Ended) -> None:
+        self._active.note(ended.kind, ended.run)
+        for metric, value, attributes in measured(ended):
+            child = self._instruments[metric].labels(**attributes)
+            if isinstance(child, Counter):
+                child.inc(value)
+            elif isinstance(child, Histogram):
+                child.observe(value)
+            else:
+                child.set(value)
+
+
+def _instrument(metric: Metric) -> Counter | Gauge | Histogram:
+    name, unit = _name_of(metric), _UNITS.get(metric.unit, "")
+    if metric.kind == "histogram":
+        return Histogram(name, metric.description, metric.attributes, unit=unit, buckets=metric.buckets, registry=None)
+    kind = Counter if metric.kind == "counter" else Gauge
+    return kind(name, metric.description, metric.attributes, unit=unit, registry=None)
+
+
+def _name_of(metric: Metric) -> str:
+    """The name in Prometheus, without the suffixes that the client appends: the unit, and `_total`."""
+    return metric.name.replace(".", "_")

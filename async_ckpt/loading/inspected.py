@@ -1,0 +1,239 @@
+"""The names in a checkpoint, with their shapes and places: what is in it, without reading it.
+
+In: a path. Out: a row of plain values for each name. Knows nothing of: statistics, terminals. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final, TypeAlias
+
+from ..notebooks.markup import bars, paragraph, table
+from ..report import sized
+from ..spec import DTYPES
+from ..state.names import dotted, shown
+from ..state.tree import StoredLeaf, ValuesByRank, leaves
+from ..storage.place import Anywhere, place_of
+from .archives.contents import Contents, Part
+from .archives.find import from_path
+
+# The statistics of tensors by their numbers, for an archive and the tensors that will be asked for.
+Measuring: TypeAlias = Callable[[Contents, Sequence[int]], Callable[[int], dict[str, float]]]
+
+_RANK: Final = re.compile(r"rank_(\d{5,})[^/]*$")
+# The names that a notebook shows.
+_SHOWN: Final = 100
+_SHOWN_ENTRIES: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class BytesInFile:
+    """A part of a tensor in a file: `num_bytes` from `offset` on. `rank` is the one that has written the file."""
+
+    file: str
+    offset: int
+    num_bytes: int
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NameRow:
+    """One name of a checkpoint. `kind` is "tensor", "array", "bytes", "object" or "value"; only a value has `value`.
+
+    `ranks` have written parts of a tensor, of a step that several ranks have saved. `places` are where its bytes are;
+    of such a step they have to be asked for, since every archive has to be opened to find them.
+    """
+
+    name: str
+    kind: str
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    num_bytes: int = 0
+    alias_of: str | None = None
+    ranks: tuple[int, ...] = ()
+    places: tuple[BytesInFile, ...] = ()
+    value: Any = None
+    stats: dict[str, float] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The names in a checkpoint, in its order, from `inspect`.
+
+    Printed, they are a table; in a notebook, below a picture of the sizes of the entries at the top level.
+
+        async_ckpt.inspect("runs/a").entries  # {"model": 497759232, "optimizer": 995518464}
+    """
+
+    path: str
+    names: tuple[NameRow, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors, tied ones once."""
+        return sum(self.entries.values())
+
+    @property
+    def entries(self) -> dict[str, int]:
+        """The bytes of the tensors below each entry at the top level, tied ones once."""
+        return entry_sizes(self.names)
+
+    def __str__(self) -> str:
+        rows = [f"{row.name}  {'  '.join(_cells(row)[1:])}".rstrip() for row in self.names]
+        return "\n".join([self._summary, *rows])
+
+    @property
+    def _summary(self) -> str:
+        return f"{self.path}: {len(self.names):,} names, {sized(self.num_bytes)}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        largest = sorted(self.entries.items(), key=lambda one: -one[1])[:_SHOWN_ENTRIES]
+        more = f"and {len(self.names) - _SHOWN:,} more" if len(self.names) > _SHOWN else ""
+        return (
+            paragraph(self._summary)
+            + bars("bytes of each entry at the top level", largest)
+            + table(("name", "type", "shape", "size"), map(_cells, self.names[:_SHOWN]))
+            + (paragraph(more) if more else "")
+        )
+
+
+def inspect(path: Anywhere) -> Inspection:
+    """The names in a checkpoint, with types, shapes, sizes and plain values. No tensor is read; nothing is unpickled.
+
+        print(async_ckpt.inspect("runs/a"))
+
+    `path` is an archive, the folder of a step, the root of a run (its newest step), a safetensors file, or a folder of
+    Hugging Face or torch.distributed.checkpoint; a path, a URL or a Place.
+
+    Raises NotCommittedError, CorruptCheckpointError, FormatVersionError and StorageUnavailableError.
+    """
+    rows = from_path(path, lambda parts: rows_of(parts, ()), verify=True)
+    return Inspection(place_of(path).shown, tuple(rows))
+
+
+def entry_sizes(rows: Sequence[NameRow]) -> dict[str, int]:
+    """The bytes below each entry at the top level, tied tensors once."""
+    sizes: dict[str, int] = {}
+    for row in rows:
+        if row.num_bytes and row.alias_of is None:
+            top = row.name.partition(".")[0]
+            sizes[top] = sizes.get(top, 0) + row.num_bytes
+    return sizes
+
+
+def _cells(row: NameRow) -> tuple[str, str, str, str]:
+    shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "scalar"
+    if row.kind == "value":
+        return row.name, "value", repr(row.value)[:80], ""
+    return row.name, row.dtype or row.kind, shape, sized(row.num_bytes) if row.dtype else ""
+
+
+def rows_of(
+    parts: Sequence[Part], patterns: Sequence[str], *, measured_by: Measuring | None = None, places: bool = False
+) -> list[NameRow]:
+    """The names that one of the patterns matches, or that lie below one, in the order of the checkpoint; without
+    patterns, all. `measured_by` gives the statistics of a tensor.
+    """
+    return [row for part in parts for row in _rows_in(part, patterns, measured_by, places=places)]
+
+
+def _rows_in(part: Part, patterns: Sequence[str], measured_by: Measuring | None, *, places: bool) -> Iterator[NameRow]:
+    archive = part.archive
+    archive.learn_names()
+    tree, _ = archive.tree(groups=part.groups)
+    matching = [
+        (path, leaf)
+        for path, leaf in walked(tree, ())
+        if not patterns or any(_matches(dotted(path), pattern) for pattern in patterns)
+    ]
+    stored = [leaf for _, leaf in matching if isinstance(leaf, StoredLeaf) and leaf.kind != "object"]
+    if measured_by or places:
+        archive.need((leaf.number, None) for leaf in stored)
+    numbers = [leaf.number for leaf in stored if leaf.kind == "tensor"]
+    statistics = None if measured_by is None else measured_by(archive, numbers)
+    for path, leaf in matching:
+        yield _row(archive, path, leaf, statistics, places=places)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+
+
+def _row(
+    archive: Contents,
+    path: tuple[Any, ...],
+    leaf: Any,
+    statistics: Callable[[int], dict[str, float]] | None,
+    *,
+    places: bool,
+) -> NameRow:
+    """The row of a leaf, with the statistics of a tensor if they are asked for."""
+    name = shown(path)
+    if not isinstance(leaf, StoredLeaf):
+        return NameRow(name, "value", value=leaf if _is_json(leaf) else repr(leaf)[:200])
+    if leaf.kind == "object":
+        return NameRow(name, "object")
+    tensor = archive.index.tensors[leaf.number]
+    primary = archive.primary(leaf.number)
+    num_bytes = math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
+    ranks = tuple(archive.writers(primary))
+    return NameRow(
+        name,
+        {"ndarray": "array"}.get(leaf.kind, leaf.kind),
+        tensor.dtype,
+        tuple(tensor.shape),
+        num_bytes,
+        None if primary == leaf.number else shown(archive.index.tensors[primary].path),
+        ranks,
+        places_of(archive, primary) if places or not ranks else (),
+        stats=statistics(primary) if statistics is not None and leaf.kind == "tensor" else None,
+    )
+
+
+def places_of(archive: Contents, number: int) -> tuple[BytesInFile, ...]:
+    """Where the bytes of a tensor are, each item once."""
+    return tuple(
+        BytesInFile(file.path, piece.extent.offset, piece.extent.length, _rank_of(file.path))
+        for file, piece, _ in archive.sources(number)
+    )
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(inner) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _rank_of(path: str) -> int | None:
+    match = _RANK.search(path)
+    return int(match[1]) if match else None
+
+
+def walked(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a tree with their paths; a list without tensors is one leaf. Values of ranks are below their name:
+    "rank 3".
+    """
+    inner: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        inner = list(value.items())
+    elif isinstance(value, ValuesByRank):
+        inner = [(f"rank {rank}", one) for rank, one in value.values.items()]
+    elif isinstance(value, list | tuple) and any(isinstance(leaf, StoredLeaf) for leaf in leaves(value)):
+        inner = list(enumerate(value))
+    if inner and not isinstance(value, StoredLeaf):
+        for key, one in inner:
+            yield from walked(one, (*path, key))
+    elif not isinstance(value, dict | ValuesByRank):
+        yield path, value

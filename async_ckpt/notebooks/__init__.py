@@ -1,0 +1,1 @@
+"""The HTML by which notebooks show values of this library."""
