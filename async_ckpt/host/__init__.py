@@ -2,6 +2,7 @@
 
 - `limits.py`: how much of the machine this process may use; `numa.py`: memory next to a device.
 - `memory.py`: buffers that a driver may page-lock, and segments of them; `pool.py`: the budget, and leases of segments.
+- `shared_memory.py`: memory that other processes map; `handover.py`: its descriptors, given to them.
 - `threads.py`: thread pools; `loop.py`: the background thread with its asyncio loop; `watched_calls.py`: foreign calls
   that may never return.
 - `waits.py`: waits with signs of life; `deadlines.py`: the limits of all waits.

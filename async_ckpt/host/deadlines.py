@@ -49,3 +49,5 @@ END_SECONDS: Final = 10.0
 # as long as a healthy disk may need.
 ABANDON_SECONDS: Final = 10.0
 LEAST_ABANDON_SECONDS: Final = 1.0
+# Listeners of operations, such as exporters of metrics, at the interpreter's exit.
+LISTENERS_SECONDS: Final = 5.0

@@ -5,7 +5,7 @@ In: sizes, devices. Out: buffers and segments. Knows nothing of: budgets, saves.
 A buffer is a private, anonymous map with huge pages. Its first touch costs a tenth of that of Python's default, a
 shared map. A forked child does not inherit it, so copy-on-write never slows a page that a device is writing to. A
 buffer has its exact size, while PyTorch's allocator of pinned memory, which some devices need, rounds up to a power of
-two.
+two. A `shared` buffer is memory that other processes can map.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..backends import backend_of
 from ..spec import MIB, PAGE_BYTES, align_up
 from .numa import node_of, prefer_node
 from .process import in_forked_child, never_end
+from .shared_memory import make_shared, provide
 from .threads import Crew
 
 _HUGE_PAGE_BYTES: Final = 2 * MIB
@@ -71,31 +72,45 @@ class HostBuffer:
     A pool creates and owns the buffer, and any thread may use it.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device | None = None) -> None:
-        """For a device that has no call to page-lock memory, the buffer is page-locked from the beginning."""
+    def __init__(self, num_bytes: int, device: torch.device | None = None, *, shared: bool = False) -> None:
+        """For a device that has no call to page-lock memory, the buffer is page-locked from the beginning.
+
+        Raises OSError if it is to be `shared`, and there is no such memory.
+        """
         self.num_bytes = num_bytes
+        self.fd: int | None = None  # by which other processes map it
         self.pinned_for: torch.device | None = None
         self.is_leaked = False
         # Held during the driver's call: a second one for the same pages is an error.
         self._pinning = threading.Lock()
         self._pid = os.getpid()
-        pinned = backend_of(device).host_memory(num_bytes) if device else None
+        pinned = backend_of(device).host_memory(num_bytes) if device and not shared else None
         self._is_registered = pinned is None
-        self._map: Any = _new_map(num_bytes + _HUGE_PAGE_BYTES) if pinned is None else _array_over(pinned)
+        if shared:
+            self._map, self.fd = make_shared(num_bytes)
+        else:
+            self._map = _new_map(num_bytes + _HUGE_PAGE_BYTES) if pinned is None else _array_over(pinned)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.address = align_up(begin, _HUGE_PAGE_BYTES) if pinned is None else begin
+        self.address = align_up(begin, _HUGE_PAGE_BYTES) if pinned is None and not shared else begin
         self._begin = self.address - begin
         self.view = memoryview(self._map).cast("B")[self._begin :][:num_bytes]
         if pinned is not None:
             self.pinned_for = device
+        if shared:
+            _shared[self.address] = self
 
     @classmethod
-    def near(cls, device: torch.device | None, num_bytes: int) -> HostBuffer:
-        """A new buffer, whose pages lie near the device that it is to be page-locked for."""
-        buffer = cls(num_bytes, device)
+    def near(cls, device: torch.device | None, num_bytes: int, *, shared: bool = False) -> HostBuffer:
+        """A new buffer, whose pages lie near the device that it is to be page-locked for.
+
+        Raises OSError if it is to be `shared`, and there is not so much memory of this kind.
+        """
+        buffer = cls(num_bytes, device, shared=shared)
         node = node_of(device) if device and not buffer.pinned else None
         if node is not None:
             prefer_node(buffer.address, num_bytes, node)
+        if buffer.fd is not None:
+            provide(buffer.fd, buffer.address, num_bytes)
         return buffer
 
     @property
@@ -166,7 +181,7 @@ class HostBuffer:
             try:
                 if not self.unpin():
                     self.leak()
-            except Exception:
+            except Exception:  # as said above, nothing may be there to tell of it  # nosec B110
                 pass
 
     def free(self) -> None:
@@ -176,7 +191,7 @@ class HostBuffer:
         self.__dict__.pop("tensor", None)
         try:
             self.view.release()
-            if self._is_registered:
+            if isinstance(self._map, mmap.mmap):
                 self._map.close()
         except BufferError:
             pass  # something still refers to the map, and closes it when it goes
@@ -226,6 +241,15 @@ class Segment:
 
 
 _leaked: list[HostBuffer] = []
+_shared: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()  # by address
+
+
+def shared_buffer_of(address: int, num_bytes: int) -> HostBuffer | None:
+    """The shared buffer of this process that has these bytes; None if they lie in other memory."""
+    for begin, buffer in list(_shared.items()):
+        if begin <= address and address + num_bytes <= begin + buffer.num_bytes:
+            return buffer
+    return None
 
 
 def advise_huge_pages(address: int, num_bytes: int) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -91,6 +91,14 @@ def wait_for_all(
         wait_for(future, None if deadline is None else max(0.0, deadline - TIMEKEEPER.now()), goes_on)
         for future in futures
     )
+
+
+def growing_pauses(first_seconds: float, longest_seconds: float) -> Iterator[float]:
+    """The seconds to pause between two looks at something, again and again: longer each time, up to the longest."""
+    seconds = first_seconds
+    while True:
+        yield seconds
+        seconds = min(1.5 * seconds, longest_seconds)
 
 
 class Completion(Future[None]):

@@ -110,11 +110,12 @@ class AsyncState:
                 snap = snapshot(self._parts(models), guard=self._guard(accelerator._optimizers) or None)
             return files
 
-        # All ranks meet here, and when all is begun: an error of any is raised on all. Of files that several ranks have
-        # under one name, the first rank's counts.
+        # All ranks meet here, when the folder is ready, and when all is begun: an error of any is raised on all. Of
+        # files that several ranks have under one name, the first rank's counts.
         of_ranks = meet(take)
         files = {name: data for files in reversed(of_ranks) for name, data in files.items()}
         self._accelerator.project_configuration.iteration += 1
+        meet(lambda: self._begin_folder(folder))
         meet(lambda: self._begin(snap, files, folder))
         return None if self._pending is None else self._pending[1]
 
@@ -127,7 +128,7 @@ class AsyncState:
             remove_retired(self._project)
 
     def _begin_folder(self, folder: Path) -> None:
-        """Behind a meeting of all ranks: remove what no rank looks at any more, and before the first save leftovers."""
+        """Remove what no rank looks at any more, and before the first save leftovers. No rank writes meanwhile."""
         if self._writes and self._is_named and self._beside is None:
             remove_leftovers(self._project)
         if self._writes and self._beside is not None:
@@ -169,7 +170,6 @@ class AsyncState:
 
     def _begin(self, snap: HeldSnapshot | None, files: dict[str, bytes], folder: Path) -> None:
         """Have this rank's part of a save written."""
-        self._begin_folder(folder)
         if snap is None:
             return
         with snap:

@@ -4,8 +4,10 @@
   from one publication to the next; `delta_base.py`: the weights that deltas are against; `difference.py`: a delta's
   bytes.
 - `versions.py`: the versions at a root, and which publisher owns it; `source.py`: the files of one version;
-  `rank_versions.py`: versions of a model that is spread over ranks.
+  `version_checks.py`: which of them are sound.
 - `subscriber.py`: `Subscriber`, which an engine calls; `replica.py` applies versions to weights in memory,
   `folder_replica.py` to those in a folder (with `notes.py`), `module.py` to a module.
+- `of_ranks/`: versions of a model that is spread over ranks.
+- `in_memory/`: the newest version of a publisher, or of all ranks, lent to processes of their host.
 - `proof.py`: whether weights are the version that a number says; `base_model.py`: the model under a root's first delta.
 """

@@ -23,17 +23,19 @@ from typing import Final
 import torch
 
 from ..around.export import is_left_out
-from ..around.hf_weights import Weights
-from ..around.shards import MAX_SHARD_BYTES, index_of, shards_of
+from ..around.hf_weights import ADAPTER_CONFIG, ADAPTER_FILE, Weights
+from ..around.shards import MAX_SHARD_BYTES, Shard, index_of, shards_of, view_of
 from ..errors import StorageUnavailableError
 from ..format import safetensors
 from ..format.delta import INDEX, checksum, identity_of, new_hash, structure_of
 from ..host.waits import ENDS_THE_CALL, Wait
+from ..staging.device import dense_blocks
 from ..state.dtypes import dtype_name
 from ..storage.confined import ConfinedFolder, read_at, write_at
 from ..storage.disk import free_bytes_at, full, preallocate, translated
 from .difference import checksum_of
 from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, InstalledFiles, Notes
+from .of_ranks.pieces import PiecedTensor
 from .replica import DamagedReplicaError, other_model
 from .source import Anchor, TensorPart, VersionSource, WeightsState
 
@@ -45,6 +47,8 @@ except ImportError:  # Windows
 _POLL_SECONDS: Final = 0.05
 # Present in the root of an empty disk.
 _OF_DISKS: Final = frozenset({"lost+found"})
+# Files that are loaded instead of a model's.
+_DECOYS: Final = frozenset({SINGLE, INDEX, ADAPTER_CONFIG})
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _log: Final = logging.getLogger("async_ckpt")
 
@@ -108,7 +112,7 @@ class FolderReplica:
                 return self._state_of_another(marker.version)
             if not self._has_all_files():
                 return None
-            if marker.boot == _boot() != "" and marker.stamps == self._stamps():
+            if marker.boot == boot_id() != "" and marker.stamps == self._stamps():
                 return marker.state
             if self._checksums() != marker.state.checksums:
                 return None
@@ -179,24 +183,35 @@ class FolderReplica:
 
     def become(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, PiecedTensor],
         version: int,
         identity: str,
         other_files: Mapping[str, bytes],
     ) -> None:
-        """Replace the weights and files by these."""
-        structure = structure_of((n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items())
+        """Replace the weights and files by these, which are an adapter's if its config is among them."""
+        structure = structure_of((n, dtype_name(t.dtype), t.shape) for n, t in tensors.items())
         if self.state is not None and self.state.structure != structure:
             raise other_model(f"version {version}", tensors.keys() - self.state.checksums.keys())
-        shards = shards_of(Weights("model", dict(tensors), {}, {}, dict), MAX_SHARD_BYTES)
+        stem = "adapter_model" if ADAPTER_CONFIG in other_files else "model"
+        empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+        shards = shards_of(Weights(stem, empty, {}, {}, dict), MAX_SHARD_BYTES)
+        checksums: dict[str, str] = {}
+
+        def pieces(shard: Shard) -> Iterator[memoryview]:
+            """The bytes of a file, of which one tensor at a time is in memory."""
+            yield memoryview(shard.head)
+            for name in shard.tensors:
+                whole = tensors[name].whole()
+                checksums[name] = checksum_of(whole)
+                yield from (view_of(block) for _, block in dense_blocks(whole, 0, whole.nbytes))
+
         with self._cleared(sum(shard.num_bytes for shard in shards)):
             for name, data in other_files.items():
                 self._files.put(f"{NEW}/{name}", [data])
             for shard in shards:
-                self._files.put(f"{NEW}/{shard.name}", (view for _, view in shard.pieces()))
+                self._files.put(f"{NEW}/{shard.name}", pieces(shard))
             if len(shards) > 1:
                 self._files.put(f"{NEW}/{INDEX}", [index_of(shards)])
-            checksums = {name: checksum_of(tensor) for name, tensor in tensors.items()}
             state = WeightsState(version, identity, structure, checksums)
             self._take_over([shard.name for shard in shards], state)
 
@@ -257,7 +272,7 @@ class FolderReplica:
 
     def _refuse_decoys(self, ours: Collection[str]) -> None:
         """Raise StorageUnavailableError for a user's file that loads instead of a version; warn of other weights."""
-        for name in {SINGLE, INDEX} - {*ours}:
+        for name in _DECOYS - {*ours} if ADAPTER_FILE not in ours else ():
             if self._files.stat(name) is not None:
                 raise StorageUnavailableError(
                     f"{self.folder / name} was not put there by a version, and would be loaded instead of one; move "
@@ -282,7 +297,7 @@ class FolderReplica:
                 data = source.read(name)
                 self._files.put(f"{NEW}/{name}", [data])
                 num_bytes += len(data)
-        if source.index.tensor_files != [SINGLE]:
+        if source.index.tensor_files not in ([SINGLE], [ADAPTER_FILE]):
             plain = {"metadata": {}, "weight_map": dict(source.index.files)}
             self._files.put(f"{NEW}/{INDEX}", [(json.dumps(plain, indent=2, sort_keys=True) + "\n").encode()])
         return num_bytes
@@ -378,7 +393,7 @@ class FolderReplica:
         return {name: whole[at + begin : at + end] for name, (_, begin, end) in rows.items()}
 
     def note(self, state: WeightsState | None) -> None:
-        self._notes.note(state, _boot(), self._stamps())
+        self._notes.note(state, boot_id(), self._stamps())
         self.state = state
 
     def _stamps(self) -> dict[str, str]:
@@ -406,7 +421,7 @@ def _header(fd: int) -> tuple[safetensors.HeaderTable, int]:
     return safetensors.parse_file_header(bytes(head), num_bytes), begin
 
 
-def _boot() -> str:
+def boot_id() -> str:
     """The id of the machine's current boot; empty if unknown. Files written since are there, synced or not."""
     try:
         return _BOOT.read_text().strip()

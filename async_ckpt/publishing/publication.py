@@ -28,7 +28,6 @@ from ..format.delta import (
     INDEX,
     DeltaFields,
     RankSlices,
-    SliceOf,
     VersionIndex,
     checksum,
     dump_delta,
@@ -38,6 +37,7 @@ from ..format.delta import (
     structure_of,
 )
 from ..host.loop import OffLoop
+from ..host.operations import Kind
 from ..host.threads import Crew, running_future
 from ..report import Progress, SaveReport
 from ..saving.copy_save import CopySave
@@ -52,6 +52,8 @@ from ..storage.interface import Sink, Storage
 from ..storage.local import LocalStorage
 from ..storage.scratch import Scratch
 from .difference import checksum_of, encode, overwritten_bytes
+from .in_memory.offer import OfferedWeights
+from .of_ranks.own_slices import OwnSlices
 from .replica import MemoryReplica
 from .series import VersionSeries
 from .source import WeightsState
@@ -71,7 +73,7 @@ class PublicationRequest(NamedTuple):
 
     version: int
     weights: Weights  # with the small files to publish beside them
-    slices: Mapping[str, SliceOf]  # of a model that is spread over ranks
+    slices: OwnSlices | None  # of a model that is spread over ranks
     acknowledged: int | None
     held: SnapshotView | None
     optimizers: Optimizers
@@ -88,11 +90,10 @@ class Publication(CopySave):
     def __init__(self, series: VersionSeries, request: PublicationRequest) -> None:
         weights, held = request.weights, request.held
         names, tensors = list(weights.tensors), list(weights.tensors.values())
-        self._folder = folder_of(request.version)
         # A store has no rename: files of two publishers must not have the same names, so each attempt has its own.
         self._attempt = f"files.{os.urandom(4).hex()}" if series.storage.remote else ""
         super().__init__(
-            series.storage.locate(self._folder),
+            series.storage.locate(folder_of(request.version)),
             [] if held is not None else tensors,
             [] if held is not None else names,
             after=[] if held is None else [held.completion],
@@ -103,12 +104,30 @@ class Publication(CopySave):
         )
         self._series, self._version, self._acknowledged = series, request.version, request.acknowledged
         self._slices = request.slices
+        self._lent: Mapping[str, str] | None = None  # the checksums of all tensors, if the version is lent
         self._total_bytes = sum(tensor.nbytes for tensor in tensors)
         copies = tensors if held is not None else self.copy.tensors
         self._weights = weights._replace(tensors=dict(zip(names, copies, strict=True)))
         self._result: tuple[VersionIndex, WeightsState, bytes] | None = None
         self._is_put = False  # whether the index may have been written
+        self.readable: Future[None] = running_future()  # resolves once it is lent or durable, or has failed
         self.ended: Future[None] = running_future()  # resolves once old versions are deleted, too
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def told_as(self, roots: tuple[str, ...]) -> tuple[Kind, tuple[str, ...]]:  # noqa: ARG002
+        return "publish", (self._series.versions.root,)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has failed, or is durable and has been cleaned up after."""
+        return self.ended.done() or self.has_failed
+
+    @property
+    def _folder(self) -> str:
+        return folder_of(self._version)
 
     @property
     def progress(self) -> Progress:
@@ -124,6 +143,11 @@ class Publication(CopySave):
                 self._series.versions.discard(self._version, self._attempt)
         self._release_weights()
         self._series.is_clean = False
+        # A publisher that has lost its root lends nothing more.
+        if self._series.offer is not None and (self._lent is not None or isinstance(error, ClosedError)):
+            self._series.offer.withdraw()
+        if not self.readable.done():
+            self.readable.set_exception(error)
         super().failed(error)
         self._series.base.crew.stop()
 
@@ -144,14 +168,28 @@ class Publication(CopySave):
             tensors=self._weights.as_published(self._weights.tensors), as_published=dict
         )
         structure = structure_of((n, dtype_name(t.dtype), tuple(t.shape)) for n, t in weights.tensors.items())
-        self._series.prepare(self._version, structure, self._check)
+        self._series.prepare(self._version, structure, weights.adapter, self._check)
         self._series.base.reserve(weights.tensors)
+        self._offer(structure)
         place, prefix = self._begin_folder()
         base = self._series.base.replica_for(self._version, self._series.versions, self._acknowledged)
         if base is None or self._exceeds_weights(base):
             self._result = self._write_anchor(place, prefix, structure)
         else:
             self._result = self._write_delta(place, prefix, structure, base)
+
+    def _offer(self, structure: str) -> None:
+        """Lend the weights to other processes of this host, before they are durable."""
+        if self._series.offer is None:
+            return
+        name, weights, start = self._series.loan_name(self._check), self._weights, self._series.start
+        num_ranks = 0 if start is None else start.size
+        offered = OfferedWeights(
+            self._version, structure, weights.tensors, weights.files, weights.adapter, self.rank_slices, num_ranks
+        )
+        self._lent = self._series.offer.offer(name, offered, self._check)
+        if self._lent is not None:
+            self.readable.set_result(None)
 
     def _begin_folder(self) -> tuple[Storage, str]:
         """The storage and the prefix for the files: beside the version's folder on a disk, inside it in a store."""
@@ -185,7 +223,8 @@ class Publication(CopySave):
             checksums=checksums,
             digests={name: checksum(data) for name, data in small_files},
             heads={shard.name: checksum(shard.head) for shard in shards},
-            slices=self._rank_slices(),
+            slices=self.rank_slices,
+            adapter=self._weights.adapter,
             attempt=self._attempt,
         )
         state = WeightsState(self._version, identity, structure, checksums)
@@ -194,7 +233,7 @@ class Publication(CopySave):
     def _copy_shards(self, shards: list[Shard], place: Storage, prefix: str) -> dict[str, str]:
         """Write the files, several parts at once, and compute the checksums of the tensors meanwhile."""
         parcels = [Parcel(partial(ShardReader, s), prefix + s.name, s.num_bytes) for s in shards]
-        checksums: dict[str, str] = {}
+        checksums = dict(self._lent or {})
 
         def finished(sink: Sink) -> None:
             self._num_bytes += sink.num_bytes
@@ -218,7 +257,8 @@ class Publication(CopySave):
 
         crew = Crew("anchor", 2, background=True)
         try:
-            crew.run_all([copy_all, *(partial(add_checksum, name) for name in self._weights.tensors)])
+            unknown = self._weights.tensors.keys() - checksums.keys()
+            crew.run_all([copy_all, *(partial(add_checksum, name) for name in unknown)])
         finally:
             crew.stop()
         return checksums
@@ -249,14 +289,18 @@ class Publication(CopySave):
             identity=state.identity,
             structure=structure,
             digests=digests,
-            slices=self._rank_slices(),
+            slices=self.rank_slices,
+            adapter=self._weights.adapter,
             attempt=self._attempt,
         )
         return index, state, dump_delta(index)
 
-    def _rank_slices(self) -> RankSlices:
-        start = self._series.start
-        return RankSlices() if start is None else RankSlices(start.word(self._check), self._slices)
+    @property
+    def rank_slices(self) -> RankSlices:
+        """The slices of this rank, with the name of the start of all ranks. Waits for the name, and may raise."""
+        if self._series.start is None or self._slices is None:
+            return RankSlices()
+        return self._series.start.named(self._slices, self._check)
 
     def _exceeds_weights(self, base: MemoryReplica) -> bool:
         """Whether positions and values may take more bytes than the weights themselves."""
@@ -330,7 +374,9 @@ class Publication(CopySave):
             raise
         self._num_bytes += len(data)
         series.base.update(index, state, self._weights.tensors)
-        series.published(state)
+        series.published(index)
+        if not self.readable.done():
+            self.readable.set_result(None)
         self._release_weights()
         series.base.crew.stop()
 

@@ -15,28 +15,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-import torch
-
 from ..around.export import files_of
-from ..around.hf_weights import Weights, weights_of
-from ..errors import ClosedError, UnsupportedStateError
+from ..around.hf_checks import refuse_unreadable
+from ..around.hf_weights import weights_of
+from ..errors import ClosedError, NotCommittedError, UnsupportedStateError
 from ..format.delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
+from ..host.deadlines import PEER_SECONDS
 from ..host.process import OnceInProcess
+from ..host.shared_memory import CAN_SHARE
 from ..host.threads import running_future
-from ..host.waits import ENDS_THE_WAIT, Wait, wait_for
+from ..host.waits import ENDS_THE_WAIT, Wait, growing_pauses, wait_for
 from ..ranks.world import world_of
-from ..saving.handle import SaveHandle
+from ..saving.handle import SaveHandle, progress_of
 from ..saving.policy import whole_step
-from ..spans import Spans
+from ..spans import TIMEKEEPER, Spans
 from ..spec import whole_bytes, whole_count
 from ..staging.guard import unwrapped
 from ..staging.held_snapshot import refuse_guard
-from ..state.captured import SnapshotView, module_of
+from ..state.captured import SnapshotView
 from ..storage.compressed import zstandard_package
 from ..storage.place import Anywhere, local_place, written_at
 from .delta_base import DeltaPolicy
+from .in_memory.borrow import PublisherMemory
+from .in_memory.offer import MemoryOffer
+from .of_ranks.own_slices import OwnSlices, RanksStart, own_slices
+from .of_ranks.rank_versions import RankVersions, place_of_rank
 from .publication import Publication, PublicationRequest
-from .rank_versions import RanksStart, RankVersions, own_slices, place_of_rank
 from .series import VersionSeries
 from .versions import Versions
 
@@ -47,6 +51,9 @@ def _counting(_: str) -> Iterator[int]:
 
 # By root: the number of this publisher of spread models there, the same on each rank.
 _publisher_numbers: Final = OnceInProcess(_counting)
+# From look to look whether all ranks have published a version.
+_FIRST_LOOK_SECONDS: Final = 0.005
+_LOOK_SECONDS: Final = 1.0
 
 
 class Publisher:
@@ -82,6 +89,12 @@ class Publisher:
             that are ahead come back. By default such a version raises StepExistsError or StepBehindError.
         host_bytes: the most host memory for the weights that deltas are against, together with snapshots that are
             open or still being read; by default half of the free memory.
+        local: whether to lend the newest version, in memory, to every `Subscriber` of the same host and user, which
+            then has it before it is durable. This keeps the weights once more in host memory, and at most twice more
+            while readers are slow. Ranks of a spread model each lend what they hold; readers on the host of all of
+            them put it together.
+
+    Raises ValueError for `local` on a system that has no memory for it, which is any but Linux.
     """
 
     def __init__(
@@ -94,6 +107,7 @@ class Publisher:
         acknowledged: Callable[[], int | None] | None = None,
         on_rollback: Literal["retire"] | None = None,
         host_bytes: int | None = None,
+        local: bool = False,
     ) -> None:
         if encoding not in (None, *ENCODINGS):
             raise ValueError(f'encoding must be "xor", "overwrite" or None, got {encoding!r:.100}')
@@ -116,11 +130,16 @@ class Publisher:
             keep=None if keep is None else whole_count("keep", keep),
             retires=on_rollback == "retire",
         )
+        if not isinstance(local, bool):
+            raise TypeError(f"local must be True or False, got {local!r:.100}")
+        if local and not CAN_SHARE:
+            raise ValueError("local=True needs Linux; leave it out, and readers take versions from the root")
+        self._offer = MemoryOffer(host_bytes) if local else None
         self._root = self._place.storage()
         self._series: VersionSeries | None = None  # made by the first publication; under _lock
         self._lock = threading.Lock()
         self._acknowledged = acknowledged
-        self._pending: list[tuple[SaveHandle, Future[None]]] = []  # replaced as a whole, under _lock
+        self._pending: list[Publication] = []  # replaced as a whole, under _lock
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -145,11 +164,15 @@ class Publisher:
             config_folder: as for `export_hf`; its files are in anchors only.
             guard: as for `save`.
 
-        Raises UnsupportedStateError for a model that cannot be published, such as an adapter, or a quantised model,
-        whose names in memory differ from those in its checkpoints. The handle raises StepExistsError or
-        StepBehindError for a version that is not newer, StateMismatchError for another model than before, ClosedError
-        if another publisher has taken the root, MemoryError, StorageFullError and StorageUnavailableError. The
-        versions published before stay as they were then, and the next delta is against them.
+        Of a model with a LoRA adapter, the adapter is published, in the files that PEFT writes. Of a quantised model,
+        weights and scales are as in its checkpoints.
+
+        Raises UnsupportedStateError for a model that cannot be published, such as one of several active adapters, or
+        one that is quantised by a method whose weights in memory differ from those in its checkpoints. The handle
+        raises StepExistsError or StepBehindError for a version that is not newer, StateMismatchError for another model
+        or adapter than before, ClosedError if another publisher has taken the root, MemoryError, StorageFullError and
+        StorageUnavailableError. The versions published before stay as they were then, and the next delta is against
+        them.
         """
         self._refuse_if_forked()
         if self._is_closed:
@@ -163,7 +186,7 @@ class Publisher:
             held = state_or_snapshot if isinstance(state_or_snapshot, SnapshotView) else None
             refuse_guard([held] if held is not None else [], guard)
             weights = weights_of(state_or_snapshot, config_files)
-            _refuse_unmapped(state_or_snapshot, weights)
+            refuse_unreadable(state_or_snapshot, weights)
             spread = weights.is_spread
             weights, slices = own_slices(weights) if spread else (weights, {})
             if spread and world_of(None, None).rank:
@@ -178,28 +201,71 @@ class Publisher:
             base = None if self._acknowledged is None else self._acknowledged()
             base = None if base is None else whole_step(base, what="what acknowledged() returns")
             weights = weights._replace(files={**weights.files, **config_files})
-            request = PublicationRequest(number, weights, slices, base, held, unwrapped(guard), spans, called)
+            own = None if series.start is None else OwnSlices(slices, series.start.count(number))
+            request = PublicationRequest(number, weights, own, base, held, unwrapped(guard), spans, called)
             publication = Publication(series, request)
             handle = publication.begin()
         finally:
-            called.set_result(spans.total())
+            called.set_result(spans.called())
         with self._lock:
-            running = [(other, ended) for other, ended in self._pending if not ended.done()]
-            self._pending = [*running, (handle, publication.ended)]
+            running = [other for other in self._pending if not other.has_ended]
+            self._pending = [*running, publication]
         return handle
 
     def _get_series(self, *, spread: bool) -> VersionSeries:
         """The series of versions; the first publication makes it, on whichever thread."""
         with self._lock:
             if self._series is None and not spread:
-                self._series = self._new_series(self._root)
+                self._series = self._new_series(self._root, offer=self._offer)
             elif self._series is None:
                 world = world_of(None, None)
                 root = self._root.locate("")
                 start = RanksStart(world, root, next(_publisher_numbers(root)))
                 place = place_of_rank(self._place, world.rank, world.size)
-                self._series = self._new_series(place.storage(), start=start)
+                self._series = self._new_series(place.storage(), start=start, offer=self._offer)
             return self._series
+
+    def wait_readable(self, version: int, timeout: float | None = None) -> None:
+        """Wait until a `Subscriber` can pull a version of this publisher.
+
+            publisher.publish(model, version=step)
+            publisher.wait_readable(step)  # then tell the engines
+
+        With `local=True` that is when the version lies in memory, and perhaps not yet at the root; otherwise when it is
+        durable. If the model is spread over ranks, that is when it is so on all of them, for which they have half an
+        hour if there is no timeout. `timeout` is in seconds. Raises TimeoutError, the error of a version that has
+        failed, and NotCommittedError for one that was never published.
+        """
+        self._refuse_if_forked()
+        begin = TIMEKEEPER.now()
+        found = next((one for one in reversed(self._pending) if one.version == version), None)
+        if found is not None:
+            wait = Wait("for readers", ENDS_THE_WAIT)
+            if not wait_for(found.readable, timeout, lambda: wait.goes_on(lambda: progress_of([found.handle]))):
+                raise TimeoutError(f"version {version} cannot be read yet after {timeout} s")
+            found.readable.result(0.0)
+            if self._series is not None and self._series.start is not None:
+                deadline = TIMEKEEPER.now() + PEER_SECONDS if timeout is None else begin + timeout
+                self._wait_for_ranks(found, self._series.start, deadline)
+            if found.has_failed:
+                found.handle.result(0.0)
+        elif version not in self.versions():
+            root = self._root.locate("")
+            raise NotCommittedError(f"{root}: there is no version {version}", path=root, step=version)
+
+    def _wait_for_ranks(self, own: Publication, start: RanksStart, deadline: float) -> None:
+        """Wait until readers can have what all ranks publish, or this rank has failed to."""
+        wait, pauses = Wait("for readers", ENDS_THE_WAIT), growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
+        goes_on = partial(wait.goes_on, lambda: f"all ranks to publish version {own.version}")
+        token, name = start.word(goes_on), own.rank_slices.start
+        ranks, memory = RankVersions(self._place), PublisherMemory()
+        while not (memory.lends(token, own.version, name) or ranks.is_of_start(own.version, start.size, name)):
+            if own.has_failed:
+                return
+            if TIMEKEEPER.now() > deadline:
+                raise TimeoutError(f"version {own.version} cannot be read yet: not all ranks have published it")
+            goes_on()
+            TIMEKEEPER.sleep(next(pauses))
 
     def versions(self) -> list[int]:
         """The versions at the root, ascending.
@@ -221,6 +287,9 @@ class Publisher:
             return  # it belongs to the parent process
         self._is_closed = True
         self._wait()
+        self._pending = []
+        if self._offer is not None:
+            self._offer.close()
         if self._series is not None:
             self._series.base.close()
 
@@ -231,10 +300,10 @@ class Publisher:
     def _wait(self) -> None:
         """Wait until all publications have ended, and old versions are deleted."""
         wait = Wait("to close a Publisher", ENDS_THE_WAIT)
-        for handle, ended in self._pending:
-            wait_for(handle, goes_on=partial(wait.goes_on, lambda: self._root.locate("")))
-            if Future.exception(handle) is None:
-                wait_for(ended)
+        for one in self._pending:
+            wait_for(one.handle, goes_on=partial(wait.goes_on, lambda: self._root.locate("")))
+            if Future.exception(one.handle) is None:
+                wait_for(one.ended)
 
     def __enter__(self) -> Self:
         return self
@@ -253,19 +322,3 @@ def _config_files(folder: Path) -> dict[str, bytes]:
         if not stays_inside(name) or not name.isprintable():
             raise ValueError(f"config_folder {folder} has a file that is called {name!a}; rename it")
     return files
-
-
-def _refuse_unmapped(given: Any, weights: Weights) -> None:
-    """Raises UnsupportedStateError for weights whose names no receiver would know."""
-    live = module_of(given) if isinstance(given, SnapshotView) else given
-    parts = live.modules() if isinstance(live, torch.nn.Module) else ()
-    if weights.stem != "model":
-        why = "it is an adapter, and versions are whole models; merge it first, or use export_hf for each step"
-    elif any(getattr(part, "hf_quantizer", None) is not None for part in parts):
-        why = (
-            "it is quantised, so its names in memory are not those of its checkpoints; publish a mapping of the names "
-            "and tensors that the engine loads"
-        )
-    else:
-        return
-    raise UnsupportedStateError(f"this model cannot be published: {why}", path="")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -32,6 +32,14 @@ from .versions import Versions
 
 _ALIGNMENT: Final = 64
 _log: Final = logging.getLogger("async_ckpt")
+
+
+class PullResult(NamedTuple):
+    """The version that was built on, and the numbers of versions applied and bytes read."""
+
+    base: int | None
+    num_versions: int
+    num_bytes: int
 
 
 class DamagedReplicaError(CorruptCheckpointError):
@@ -77,14 +85,15 @@ def update_replica(
     *,
     base: BaseModel | None = None,
     before_apply: Callable[[Sequence[VersionIndex]], None] = lambda _: None,
-) -> tuple[list[VersionIndex], int]:
-    """Apply what lies between a replica and a version. Returns the indices that were applied, and the bytes read.
+) -> PullResult:
+    """Apply what lies between a replica and a version.
 
     `base` is the base model of the oldest delta; `before_apply` is called with each chain before it is applied.
     After an error the replica has the last version that was applied as a whole. Raises NotCommittedError,
     CorruptCheckpointError, StateMismatchError, StorageUnavailableError, StorageFullError.
     """
-    chain = versions.chain(target, replica.state, base)
+    before = replica.state
+    chain = versions.chain(target, before, base)
     if replica.state is not None and not is_that_version(replica, chain, versions, target, crew, base):
         _log.warning(
             "the weights here are not those of version %d; they begin with an anchor again", replica.state.version
@@ -99,7 +108,8 @@ def update_replica(
         num_bytes = _apply_chain(replica, versions, chain, crew, base)
     if not chain and replica.state is not None:
         _note_verified(replica, versions.read_or_base(target, base, fresh=False))
-    return chain, num_bytes
+    built_on = None if before is None or (chain and chain[0].is_anchor) else before.version
+    return PullResult(built_on, len(chain), num_bytes)
 
 
 def _restarted_chain(

@@ -10,7 +10,7 @@ Nothing here changes before the change that it records is durable.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from ..errors import (
@@ -19,12 +19,14 @@ from ..errors import (
     StepBehindError,
     StepExistsError,
 )
-from ..format.delta import folder_of
+from ..format.delta import VersionIndex, folder_of
+from ..format.lent import loan_of_rank
 from ..storage.interface import Storage
 from ..storage.place import Place
 from .delta_base import DeltaBase, DeltaPolicy
-from .rank_versions import RanksStart, RankVersions
-from .source import WeightsState
+from .in_memory.offer import MemoryOffer
+from .of_ranks.own_slices import RanksStart
+from .of_ranks.rank_versions import RankVersions
 from .versions import Ownership, Versions, mark_replaced
 
 _log: Final = logging.getLogger("async_ckpt")
@@ -81,8 +83,8 @@ class Replacement:
         whole = self._ranks.sizes()
         if self._start is None:
             return max([*above, *whole])
-        word = self._start.word(check)
-        alive = (number for number in above if self._versions.start_of(number) == word)
+        start = self._start
+        alive = (number for number in above if start.has(self._versions.start_of(number), check))
         return max([-1, *whole, *alive, *self._ranks.plain_numbers()])
 
     def delete(self, ownership: Ownership) -> None:
@@ -118,19 +120,25 @@ class VersionSeries:
         keep: int | None,
         retires: bool,
         start: RanksStart | None = None,
+        offer: MemoryOffer | None = None,
     ) -> None:
-        """Begin a series. `place` is the root of all ranks; `start` is None for a whole model."""
-        self.storage, self.start = storage, start
+        """Begin a series. `place` is the root of all ranks; `start` is None for a whole model.
+
+        Versions are lent in memory, too, if there is an `offer`.
+        """
+        self.storage, self.start, self.offer = storage, start, offer
         self.is_clean = False  # nothing unfinished is left, of this publisher or one before it
         self._keep, self._ranks = keep, RankVersions(place)
-        is_first_rank = start is not None and start.is_first
-        of_all = Ownership(self._ranks.storage) if is_first_rank else None
+        # Rank 0 knows the name of the start without waiting. As the token at the root it leads readers to all ranks.
+        of_all = None
+        if start is not None and start.is_first:
+            of_all = Ownership(self._ranks.storage, token=start.word(lambda: None))
         self.versions, self.ownership = Versions(storage), Ownership(storage, also=of_all)
         self.base = DeltaBase(deltas)
         self.replacement = Replacement(self.versions, self._ranks, start, is_allowed=retires)
-        self._structure = ""  # of the newest version
+        self._newest: VersionIndex | None = None  # that was added: its number, structure and adapter
 
-    def prepare(self, version: int, structure: str, check: Callable[[], None]) -> None:
+    def prepare(self, version: int, structure: str, adapter: Mapping[str, str], check: Callable[[], None]) -> None:
         """Check that a version may be added, and take the root for it.
 
         It sends requests to the storage; `check` may end a wait by raising.
@@ -140,12 +148,9 @@ class VersionSeries:
             self.ownership.check()
         existing = self.versions.numbers()
         self.replacement.check(version, existing, check)
-        before = self._structure or self._published_structure(existing)
-        if before not in ("", structure):
-            raise StateMismatchError(
-                f"{root}: the versions there have tensors of other names, dtypes or shapes, and readers apply one "
-                "version to the other; publish another model to a root of its own"
-            )
+        before = self._newest or self._newest_published(existing)
+        if before is not None:
+            _refuse_other_model(root, before, structure, adapter)
         if not self.ownership.is_taken:  # only now: a refused publisher takes the root from nobody
             self.ownership.take()
             self.storage.sweep_uploads()
@@ -159,18 +164,24 @@ class VersionSeries:
                 step=version,
             )
 
-    def _published_structure(self, existing: list[int]) -> str:
-        """The structure in the newest index that can be read; empty if there is none."""
+    def loan_name(self, check: Callable[[], None]) -> str:
+        """The name by which versions are lent; ranks other than 0 wait for that of their start."""
+        if self.start is None:
+            return self.ownership.token
+        return loan_of_rank(self.start.word(check), self.start.rank)
+
+    def _newest_published(self, existing: list[int]) -> VersionIndex | None:
+        """The newest index that can be read; None if there is none."""
         for number in reversed(existing):
             try:
-                return self.versions.read(number).structure
+                return self.versions.read(number)
             except CheckpointError as error:
                 _log.warning("version %d is passed over: %s", number, error)
-        return ""
+        return None
 
-    def published(self, state: WeightsState) -> None:
+    def published(self, index: VersionIndex) -> None:
         """Take note of a version that has become durable."""
-        self._structure = state.structure
+        self._newest = VersionIndex(index.version, {}, structure=index.structure, adapter=index.adapter)
         self.replacement.mark_durable()
 
     def retain(self) -> None:
@@ -189,6 +200,23 @@ class VersionSeries:
             for name, versions in self._ranks.of_other_worlds(_size(self.start)).items():
                 if versions.numbers() and not _retain_from(oldest, versions, self.ownership):
                     self._ranks.remove(name)
+
+
+def _refuse_other_model(root: str, before: VersionIndex, structure: str, adapter: Mapping[str, str]) -> None:
+    """Raises StateMismatchError for weights that readers cannot apply to those of a version, or not use like them."""
+    if before.structure not in ("", structure):
+        raise StateMismatchError(
+            f"{root}: the versions there have tensors of other names, dtypes or shapes, and readers apply one "
+            "version to the other; publish another model to a root of its own"
+        )
+    for name in sorted(before.adapter.keys() | adapter.keys()) if before.structure else ():
+        was, now = before.adapter.get(name, "empty"), adapter.get(name, "empty")
+        if was != now:
+            raise StateMismatchError(
+                f"{root}: the versions there are of an adapter whose {name} is {was:.200}, and here it is {now:.200}; "
+                "readers of deltas keep the config that they have. Publish another adapter, or one for another base, "
+                f"to a root of its own; if it is the same, give a config_folder with the earlier {name}"
+            )
 
 
 def _is_first(start: RanksStart | None) -> bool:

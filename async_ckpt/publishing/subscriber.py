@@ -7,32 +7,32 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from shutil import rmtree
-from typing import Final, NamedTuple, Self
+from typing import Final, Protocol, Self
 
 import torch
 
 from ..errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCommittedError
-from ..format.delta import VersionIndex, folder_of, version_of
+from ..format.delta import VersionIndex
 from ..host.loop import get_loop
+from ..host.operations import Operation, observed
 from ..host.threads import Crew
-from ..report import PullReport, VerifyReport
+from ..report import PullReport
 from ..saving.default import held_memory
 from ..saving.policy import whole_step
-from ..spans import Clock, Spans, monotonic
-from ..storage.place import Anywhere, Place, local_place, written_at
+from ..storage.place import Anywhere, local_place, written_at
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
-from .module import fill, refuse_misfit
-from .rank_versions import RankVersions, WholeVersion, assemble, folder_of_rank, worlds_in
-from .replica import MemoryReplica, Replica, new_crew, update_replica
-from .source import Anchor, VersionSource, WeightsState
+from .in_memory.borrow import PublisherMemory
+from .module import Kinds, fill, refuse_misfit
+from .of_ranks.pieces import PiecedTensor
+from .of_ranks.rank_replicas import RankReplicas
+from .of_ranks.rank_versions import RankVersions, identity_of_ranks
+from .replica import MemoryReplica, PullResult, Replica, new_crew, update_replica
+from .source import Anchor
 from .versions import Versions
 
 # The number of attempts of a pull while versions that it reads are being replaced.
@@ -49,7 +49,8 @@ class Subscriber:
             subscriber.pull(into="/local/model")
 
     It needs only the files: a process that starts late, or was killed, has the newest weights after one `pull`.
-    It writes nothing at the root.
+    It writes nothing at the root. If the publisher lends its newest version to processes of this host and user
+    (`local=True`), the version is taken from there, and otherwise from the root.
 
     Args:
         root: where the versions are: a path, a URL or a Place.
@@ -65,14 +66,23 @@ class Subscriber:
         self._base = None if base is None else BaseModel(local_place(base).absolute())
         self._versions, self._ranks = Versions(place.storage()), RankVersions(place)
         self._sizes: dict[int, int] = {}  # the size of the world, by version that ranks have published
-        self._slices: dict[int, dict[int, MemoryReplica]] = {}  # in memory: by size of the world, by rank
+        self._slices = RankReplicas(self._ranks, _allocate)
         self._read: set[int] = set()  # the versions that the pull under way reads
         self._crew = new_crew()
         self._closed = threading.Event()
         # Host memory of each module that was pulled into; used by one `pull` at a time.
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, MemoryReplica] = weakref.WeakKeyDictionary()
+        self._memory = PublisherMemory()  # of a publisher; one `pull` at a time borrows from it
         self._pulling = threading.Lock()
         self._pid = os.getpid()
+
+    @property
+    def root(self) -> str:
+        """The root, as messages show it: without secrets.
+
+        print(subscriber.root)  # s3://bucket/weights
+        """
+        return self._versions.root
 
     def versions(self) -> list[int]:
         """The versions that are whole, ascending.
@@ -80,7 +90,21 @@ class Subscriber:
         subscriber.versions()  # [100, 101, 102]
         """
         self._refuse_if_closed()
-        return self._numbers()
+        numbers = self._numbers()
+        lent = self._lent(numbers)
+        # A version that is lent is the publisher's newest; those above it are about to be replaced.
+        return numbers if lent is None else [*(number for number in numbers if number < lent[0]), lent[0]]
+
+    def _lent(self, numbers: list[int]) -> tuple[int, str] | None:
+        """The version that is the newest because it is lent in memory, with its identity; None if there is none.
+
+        `numbers` are those at the root, which has just been listed.
+        """
+        lent = self._memory.newest(self._versions.owner_token(), max(numbers, default=None))
+        if lent is None and self._pulling.acquire(blocking=False):
+            self._memory.drop()  # of a publisher that has ended
+            self._pulling.release()
+        return lent
 
     def _numbers(self) -> list[int]:
         """The versions that are whole: one listing, one of each world of ranks, and a request for each new version."""
@@ -96,6 +120,24 @@ class Subscriber:
         subscriber.latest()  # 102
         """
         return max(self.versions(), default=None)
+
+    def newest(self) -> tuple[int, str] | None:
+        """The newest version and the identity of its weights, or None.
+
+            subscriber.newest()  # (102, '1f0e…')
+
+        The identity differs if a version is published again with other weights. It is empty if the version cannot be
+        read. The root is listed once, and once more for each world of ranks that has published there.
+        """
+        self._refuse_if_closed()
+        return self._newest()
+
+    def _newest(self) -> tuple[int, str] | None:
+        numbers = self._numbers()
+        lent = self._lent(numbers)
+        if lent is not None or not numbers:
+            return lent
+        return numbers[-1], self._identity(numbers[-1])
 
     def pull(self, into: str | os.PathLike[str] | torch.nn.Module, version: int | None = None) -> PullReport:
         """Bring a folder or a module to a version, and return what that took.
@@ -124,22 +166,62 @@ class Subscriber:
         MemoryError, StorageUnavailableError and StorageFullError.
         """
         self._refuse_if_closed()
-        spans = Spans()
+        with observed("pull", (self.root,)) as operation:
+            report = self._pull_now(into, version, operation)
+            operation.end(report.version, report)
+        return report
+
+    def _pull_now(
+        self, into: str | os.PathLike[str] | torch.nn.Module, version: int | None, operation: Operation
+    ) -> PullReport:
         number = None if version is None else whole_step(version, what="version")
         if not self._pulling.acquire(blocking=False):
             raise RuntimeError("another pull of this Subscriber is under way; use one for each thread")
         try:
             # Independent of the caller's mode: our tensors are plain ones on the host.
             with torch.inference_mode(False), torch.device("cpu"):
-                target, result = self._pull_newest(into, number)
+                lent = self._pull_lent(into, number)
+                target, result = lent or self._pull_newest(into, number)
         finally:
             self._crew.stop()
             self._pulling.release()
-        return PullReport(target, *result, spans.total())
+        return PullReport(
+            target, result.base, result.num_versions, result.num_bytes, operation.seconds, from_memory=lent is not None
+        )
+
+    def _pull_lent(
+        self, into: str | os.PathLike[str] | torch.nn.Module, number: int | None
+    ) -> tuple[int, PullResult] | None:
+        """Take a version from the memory of its publisher; None if it is not there."""
+        with self._memory.borrowed(self._versions.owner_token(fresh=True), number) as found:
+            if found is None:
+                return None
+            try:
+                return found.number, self._take(into, found)
+            except CorruptCheckpointError as error:
+                _log.warning("%s; it is taken from the root", error)
+                return None
+
+    def _take(self, into: str | os.PathLike[str] | torch.nn.Module, version: WholeWeights) -> PullResult:
+        """Read a version, and replace the weights of the target by it."""
+        if isinstance(into, torch.nn.Module):
+            source = self._describe(version.number)
+            refuse_misfit(into, version.kinds, version.adapter, source)
+            result = version.read(self._crew)
+            fill(into, version.tensors, version.adapter, source, self._crew)
+            return result
+        folder = self._folder(into)
+        with folder.locked():
+            state = folder.state
+            if state is not None and (state.version, state.identity) == (version.number, version.identity):
+                return PullResult(version.number, 0, 0)
+            result, files = version.read(self._crew), version.files
+            folder.become(version.tensors, version.number, version.identity, files)
+        return result._replace(num_bytes=result.num_bytes + sum(map(len, files.values())))
 
     def _pull_newest(
         self, into: str | os.PathLike[str] | torch.nn.Module, number: int | None
-    ) -> tuple[int, _PullResult]:
+    ) -> tuple[int, PullResult]:
         """Pull a version, and start again if versions that it read were replaced meanwhile."""
         for has_more in reversed(range(_TRIES)):
             target = self._target(number)
@@ -147,7 +229,7 @@ class Subscriber:
             try:
                 if size is None:
                     return target, self._pull(self._replica(into), target, into)
-                return target, self._pull_of_ranks(into, target, size)
+                return target, self._take(into, self._slices.version(target, size))
             except (CorruptCheckpointError, NotCommittedError) as error:
                 if not (has_more and self._were_replaced(target, size)):
                     raise
@@ -159,68 +241,21 @@ class Subscriber:
             return self._ranks.were_replaced(target, size)
         return self._versions.were_replaced(self._read)
 
-    def _pull(self, replica: Replica, target: int, into: object) -> _PullResult:
+    def _pull(self, replica: Replica, target: int, into: object) -> PullResult:
         self._read = {target}
         with replica.locked():
-            before = replica.state
-            chain, num_bytes = update_replica(
+            result = update_replica(
                 replica, self._versions, target, self._crew, base=self._base, before_apply=self._note_versions
             )
             if isinstance(into, torch.nn.Module) and isinstance(replica, MemoryReplica):
-                fill(into, {n: replica.tensor(n) for n in replica.tensors}, self._describe(target))
-        return _PullResult(_built_on(before, chain), len(chain), num_bytes)
+                adapter = self._versions.read_or_base(target, self._base, fresh=False).adapter
+                tensors = {name: PiecedTensor.of(replica.tensor(name)) for name in replica.tensors}
+                fill(into, tensors, adapter, self._describe(target), self._crew)
+        return result
 
     def _note_versions(self, chain: Sequence[VersionIndex]) -> None:
         """Note which versions of the root this pull reads; the base model is not one of them."""
         self._read |= {i.version for i in chain if self._base is None or not self._base.is_source_of(i)}
-
-    def _pull_of_ranks(self, into: str | os.PathLike[str] | torch.nn.Module, target: int, size: int) -> _PullResult:
-        """Update the slices of each rank to the version, in memory; then assemble whole tensors."""
-        folder = None if isinstance(into, torch.nn.Module) else self._folder(into)
-        with nullcontext() if folder is None else folder.locked():
-            version = self._ranks.read_whole(target, size)
-            before = None if folder is None else folder.state
-            if (
-                folder is not None
-                and before is not None
-                and (before.version, before.identity) == (target, version.identity)
-            ):
-                return _PullResult(target, 0, 0)
-            if isinstance(into, torch.nn.Module):
-                given = {name: (whole.dtype, whole.shape) for name, whole in version.tensors.items()}
-                refuse_misfit(into, given, self._describe(target))
-            result = _PullResult(None, 0, 0)
-            for rank in range(size):
-                versions, replica = self._ranks.of_rank(rank, size), self._slices_of(rank, size)
-                held = replica.state
-                chain, num_read = update_replica(replica, versions, target, self._crew)
-                version.compare(rank, replica.state.identity if replica.state else "", versions.root)
-                num_versions, num_bytes = max(result.num_versions, len(chain)), result.num_bytes + num_read
-                result = _PullResult(_built_on(held, chain), num_versions, num_bytes)
-            tensors = version.tensors.items()
-            if isinstance(into, torch.nn.Module):
-                whole = {name: assemble(tensor, self._slices[size]) for name, tensor in tensors}
-                fill(into, whole, self._describe(target))
-            elif folder is not None:
-                config_files = self._config_files(version, size)
-                whole = {name: assemble(tensor, self._slices[size]) for name, tensor in tensors}
-                folder.become(whole, target, version.identity, config_files)
-        return result
-
-    def _config_files(self, version: WholeVersion, size: int) -> dict[str, bytes]:
-        """Config, tokenizer and the like, which rank 0 has published with the anchor that the version is built on."""
-        versions = self._ranks.of_rank(0, size)
-        chain = versions.chain(version.number, None)
-        version.compare(0, chain[-1].identity, versions.root)
-        source = VersionSource(versions.storage, chain[0])
-        return {name: bytes(source.read(name)) for name in source.other_files()}
-
-    def _slices_of(self, rank: int, size: int) -> MemoryReplica:
-        if size not in self._slices:
-            self._slices = {size: {}}  # drop those of another world
-        if rank not in self._slices[size]:
-            self._slices[size][rank] = MemoryReplica(_allocate)
-        return self._slices[size][rank]
 
     def watch(self, *, poll_seconds: float = 1.0) -> Iterator[int]:
         """Yield the newest version, and each newer one as it comes, until `close`.
@@ -242,9 +277,8 @@ class Subscriber:
     def _watch(self, poll_seconds: float) -> Iterator[int]:
         seen: tuple[int, str] | None = None
         while not self._closed.is_set():
-            newest = max(self._numbers(), default=None)
             # A lower number, or the same with other weights, counts as well: the training went back to a checkpoint.
-            current = None if newest is None else (newest, self._identity(newest))
+            current = self._newest()
             if current is not None and current != seen:
                 seen = current
                 yield current[0]
@@ -257,7 +291,7 @@ class Subscriber:
         try:
             if size is None:
                 return self._versions.read(version).identity
-            return "".join(index.identity for index in self._ranks.indices(version, size))
+            return identity_of_ranks(index.identity for index in self._ranks.indices(version, size))
         except CheckpointError:
             return ""
 
@@ -270,7 +304,8 @@ class Subscriber:
             return  # it belongs to the parent process
         self._closed.set()
         self._modules.clear()
-        self._slices = {}
+        self._memory.drop()
+        self._slices.drop()
 
     def __enter__(self) -> Self:
         return self
@@ -326,23 +361,37 @@ class Subscriber:
                 live = reference()
                 if live is not None:
                     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in anchor.tensors.items()}
-                    refuse_misfit(live, kinds, anchor.source.path)
+                    refuse_misfit(live, kinds, anchor.source.index.adapter, anchor.source.path)
 
             replica = self._modules[module] = MemoryReplica(_allocate, check_model)
         return replica
 
 
-class _PullResult(NamedTuple):
-    """The version that was built on, and the numbers of versions applied and bytes read."""
+class WholeWeights(Protocol):
+    """A version that replaces all weights of a target, whatever it had: of ranks, or from the memory of a publisher."""
 
-    base: int | None
-    num_versions: int
-    num_bytes: int
+    @property
+    def number(self) -> int: ...
 
+    @property
+    def identity(self) -> str: ...
 
-def _built_on(before: WeightsState | None, chain: Sequence[VersionIndex]) -> int | None:
-    """The version that the target had, if the chain was applied to it."""
-    return None if before is None or (chain and chain[0].is_anchor) else before.version
+    @property
+    def adapter(self) -> Mapping[str, str]: ...
+
+    @property
+    def kinds(self) -> Kinds: ...
+
+    @property
+    def tensors(self) -> Mapping[str, PiecedTensor]:
+        """The tensors, once they are read."""
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """The small files beside the weights."""
+
+    def read(self, crew: Crew) -> PullResult:
+        """Read and compare all bytes. Raises CorruptCheckpointError."""
 
 
 def _allocate(num_bytes: int) -> torch.Tensor:
@@ -353,100 +402,3 @@ def _allocate(num_bytes: int) -> torch.Tensor:
             f"a pull into a module, or of versions that ranks have published, takes the weights once in host memory, "
             f"{num_bytes:,} bytes, which are not free; pull into a folder, or free some"
         ) from None
-
-
-# --- the soundness of all versions ---------------------------------------------------------------------------------
-
-
-def verify_versions(
-    place: Place, *, base: str | os.PathLike[str] | None = None, clock: Clock = monotonic
-) -> VerifyReport:
-    """Verify the versions at a root. Raises CorruptCheckpointError after all of them were read."""
-    begin, root = clock(), place.storage().locate("")
-    with tempfile.TemporaryDirectory(prefix="async-ckpt-verify-") as scratch:
-        checks = [*checks_of_versions(place, Path(scratch), base=None if base is None else local_place(base))]
-    errors = {check.version: check.error for check in checks if check.error is not None}
-    sound = tuple(sorted({check.version for check in checks} - errors.keys()))
-    if errors:
-        damaged = tuple(sorted(errors))
-        shown = (", ".join(map(str, numbers)) or "none" for numbers in (damaged, sound))
-        raise CorruptCheckpointError(
-            "{}: damaged: version {}; sound: {}. {}".format(root, *shown, errors[damaged[0]]),
-            path=root,
-            damaged_steps=damaged,
-            sound_steps=sound,
-        ) from errors[damaged[0]]
-    if not sound:
-        raise NotCommittedError(f"{root}: no version there is whole", path=root, step=None)
-    return VerifyReport(root, len(checks), sum(check.num_bytes for check in checks), clock() - begin, versions=sound)
-
-
-def has_versions(names: Iterable[str]) -> bool:
-    """Whether these names at a root are those of versions, or of the ranks that publish some."""
-    listed = list(names)
-    return any(version_of(name) is not None for name in listed) or bool(worlds_in(listed))
-
-
-class VersionCheck(NamedTuple):
-    """A version that was checked, at the root of all or in the folder of a rank, and its error if it is not sound.
-
-    `kind` is "anchor", "delta" or, if its index cannot be read, "damaged". `num_bytes` are those of its files.
-    """
-
-    version: int
-    folder: str  # below the root: empty, or the folder of a rank
-    kind: str
-    num_bytes: int
-    error: CheckpointError | None
-
-
-def checks_of_versions(place: Place, scratch: Path, *, base: Path | None = None) -> Iterator[VersionCheck]:
-    """Check all versions at a root, and those of the ranks that publish slices there.
-
-    Each is applied to a folder that is thrown away, in ascending order, so that every checksum is compared and each
-    delta is applied once. A version that is built on a damaged one cannot be had either, up to the next anchor.
-
-    `base` is the folder of a base model that is not published. `scratch` gets as many bytes as the model has, and for
-    anchors twice as many. Raises StorageUnavailableError and StorageFullError.
-    """
-    base_model, ranks, crew = BaseModel(base) if base is not None else None, RankVersions(place), new_crew()
-    names = ranks.storage.names("")
-    try:
-        yield from _checks_at("", Versions(ranks.storage), scratch / "versions", base_model, crew)
-        for size, begun in sorted(worlds_in(names).items()):
-            for rank in sorted(begun):
-                folder = folder_of_rank(rank, size)
-                yield from _checks_at(folder, ranks.of_rank(rank, size), scratch / folder, None, crew)
-        for version, size in ranks.sizes(names).items():
-            try:
-                ranks.read_whole(version, size)
-            except (CorruptCheckpointError, NotCommittedError) as error:
-                yield VersionCheck(version, "", "damaged", 0, error)
-    finally:
-        crew.stop()
-
-
-def _checks_at(
-    folder: str, versions: Versions, scratch: Path, base: BaseModel | None, crew: Crew
-) -> Iterator[VersionCheck]:
-    damaged: set[int] = set()
-    for number in versions.numbers():
-        kind, error = "damaged", None
-        try:
-            index = versions.read(number)
-            kind = "anchor" if index.base is None else "delta"
-            if index.base in damaged:
-                raise CorruptCheckpointError(
-                    f"{versions.root}: version {number} is a delta against version {index.base}, which is damaged",
-                    path=versions.root,
-                )
-            replica = FolderReplica(scratch)
-            with replica.locked():
-                update_replica(replica, versions, number, crew, base=base)
-        except (CorruptCheckpointError, NotCommittedError) as caught:
-            if number not in versions.numbers():
-                continue  # retention was faster
-            error = caught
-            damaged.add(number)
-        yield VersionCheck(number, folder, kind, sum(versions.storage.sizes(folder_of(number)).values()), error)
-    rmtree(scratch, ignore_errors=True)

@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ..errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCommittedError
+from ..fields import items
+from ..fields import parsed as parsed_json
 from ..format.delta import (
     INDEX,
     VersionIndex,
     checksum,
     folder_of,
     is_attempt,
+    number_of,
     parse,
     version_of,
 )
@@ -73,6 +76,7 @@ class Versions:
         self.storage = storage
         self._known: dict[int, _CachedIndex] = {}  # by version; under _lock
         self._marks: frozenset[str] = frozenset()  # in the last listing; under _lock
+        self._owner_token: str | None = None  # of the publisher of that time; under _lock
         self._lock = threading.Lock()
 
     @property
@@ -89,6 +93,7 @@ class Versions:
         with self._lock:
             before, self._marks = self._marks, marks_in(listed)
             kept = self._known if before == self._marks else {}
+            self._owner_token = self._owner_token if before == self._marks and self.storage.remote else None
             self._known = {n: known for n, known in kept.items() if n in folders and known.stamp == self._stamp(n)}
             known = set(self._known)
         asked = {f"{folder_of(number)}/{INDEX}": number for number in sorted(folders - known)}
@@ -211,6 +216,18 @@ class Versions:
             number = index.base
         return chain[::-1]
 
+    def owner_token(self, *, fresh: bool = False) -> str:
+        """The token of the publisher that has the root; empty if none has.
+
+        In a store it is remembered until a listing shows that another publisher has come, unless it is to be `fresh`.
+        """
+        with self._lock:
+            known = None if fresh else self._owner_token
+        token = Ownership.token_of_owner(self.storage) if known is None else known
+        with self._lock:
+            self._owner_token = token
+        return token
+
     def is_complete(self, number: int) -> bool:
         """Whether a version exists, and all versions that it is built on."""
         existing, current = self.numbers(), number
@@ -294,9 +311,9 @@ class Versions:
         records = list(filter(_UNFINISHED.fullmatch, self.storage.names("")))
         for name in records:
             try:
-                begun = [int(number) for number in json.loads(self.storage.read(name)[0])["versions"]]
+                begun: tuple[int, ...] = items(parsed_json(self.storage.read(name)[0])["versions"], number_of)
             except (FileNotFoundError, ValueError, KeyError, TypeError):
-                begun = []  # unreadable
+                begun = ()  # unreadable
             for number in begun:
                 if number not in existing:
                     self.storage.delete_all(folder_of(number))
@@ -344,9 +361,10 @@ class Ownership:
     `also` owns the root of all, so that it and a publisher of another world learn of each other.
     """
 
-    def __init__(self, storage: Storage, also: Ownership | None = None) -> None:
+    def __init__(self, storage: Storage, also: Ownership | None = None, token: str = "") -> None:
+        """`token` is a new one unless it is given."""
         self._storage, self._also = storage, also
-        self.token = os.urandom(8).hex()
+        self.token = token or os.urandom(8).hex()
         self._note = b""
         self.is_taken = False
 
@@ -396,12 +414,18 @@ class Ownership:
     def _owner(self) -> dict[str, object] | None:
         """The note of the publisher that has taken the root; None if none has."""
         try:
-            note = json.loads(self._storage.read(_OWNER)[0])
+            note = parsed_json(self._storage.read(_OWNER)[0])
         except FileNotFoundError:
             return None
-        except (ValueError, RecursionError):
+        except ValueError:
             return {"unsealed": {}}
         return note if isinstance(note, dict) else {"unsealed": {}}
+
+    @classmethod
+    def token_of_owner(cls, storage: Storage) -> str:
+        """The token of the publisher that has this root; empty if none has."""
+        token = (cls(storage)._owner() or {}).get("token")
+        return token if isinstance(token, str) else ""
 
     def check(self) -> None:
         """Raises ClosedError if another publisher has taken the root since."""

@@ -20,6 +20,8 @@ FIGURES = {
         "deepspeed_archive_beside_decoupled",
     },
     "ray": {"ray_archive_beside_own", "ray_archive_beside_CheckpointUploadMode.ASYNC"},
+    "verl": {"verl_archive_beside_plain", "verl_archive_beside_own", "verl_archive_durable"},
+    "skyrl": {"skyrl_async_ckpt_beside_plain", "skyrl_async_ckpt_beside_own", "skyrl_async_ckpt_durable"},
 }
 
 

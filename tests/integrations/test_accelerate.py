@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from children import Nursery
 from racing import Thrown
 from rank_worlds import Worlds
 
@@ -250,10 +249,7 @@ def test_the_figures_of_each_save_go_to_the_trackers(tmp_path):
 # --- several ranks ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with Nursery(tmp_path_factory.mktemp("children"), "accelerated") as started:
-        yield started
+WARM = ("accelerated",)
 
 
 _RANKS = """
@@ -313,6 +309,32 @@ def test_a_save_that_fails_on_one_rank_is_raised_on_all(worlds, tmp_path, layout
     assert told[1] == ["PeerFailedError"] * 2
     assert len(told[0]) == 2
     assert names(tmp_path) >= {"file", "two"}
+
+
+_SLOW_RANK = """
+import time
+import warnings
+warnings.simplefilter("ignore")
+from accelerated import *
+training = Training({folder!r}, sharded=True)
+training.accelerator.project_configuration.automatic_checkpoint_naming = False
+state = AsyncState(training.accelerator, "archive")
+make_ready = state._begin_folder
+def late(folder):
+    time.sleep(0.5 * (here.rank == 0))
+    make_ready(folder)
+state._begin_folder = late
+for _ in range(2):
+    state.save_state({folder!r} + "/again")
+    state.wait()
+here.tell({{"ended": True}})
+"""
+
+
+def test_a_rank_that_removes_what_was_left_late_removes_nothing_of_a_save_that_others_begin(worlds, tmp_path):
+    ended = worlds.run(2, _SLOW_RANK.format(folder=str(tmp_path)))
+    assert [end.told[-1] for end in ended] == [{"ended": True}] * 2
+    assert len([*(tmp_path / "again" / "training.tar").glob("rank_*.tar")]) == 2
 
 
 def test_four_ranks_of_fsdp2_are_loaded_by_four_and_by_two(worlds, tmp_path):

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,7 @@ if not NAMES:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 
-@pytest.fixture(scope="module")
-def lightning_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Its children have imported Lightning already."""
-    with Nursery(tmp_path_factory.mktemp("children"), NAMES[0]) as started:
-        yield started
-
-
-@pytest.fixture
-def ranks(lightning_nursery: Nursery, tmp_path: Path) -> Worlds:
-    return Worlds(lightning_nursery, tmp_path)
-
+WARM = NAMES[:1]
 
 BEGIN = """
 import json, os, signal, sys, threading
@@ -67,17 +56,15 @@ def trained(nursery: Nursery, folder: Path, number: int = NEVER) -> tuple[dict[s
     return tuple(json.loads(ended.out.splitlines()[-1]))
 
 
-def test_whenever_a_training_is_killed_its_newest_checkpoint_is_whole_and_it_goes_on_bit_for_bit(
-    lightning_nursery, quick_path
-):
+def test_whenever_a_training_is_killed_its_newest_checkpoint_is_whole_and_it_goes_on_bit_for_bit(nursery, quick_path):
     """Killed at calls that change the disk, a write half done."""
-    _, losses, num_calls = trained(lightning_nursery, quick_path / "whole")
+    _, losses, num_calls = trained(nursery, quick_path / "whole")
     assert len(losses) == 12
     for number in some([*range(1, num_calls, max(1, num_calls // 20))], 6):
         folder = quick_path / f"killed-{number}"
-        killed = lightning_nursery.run(TRAIN, folder, number)
+        killed = nursery.run(TRAIN, folder, number)
         assert killed.status in (-signal.SIGKILL, 0), killed.err
-        whole, resumed, _ = trained(lightning_nursery, folder)
+        whole, resumed, _ = trained(nursery, folder)
         last = whole.get("last.ckpt", 0)
         # The link may not have moved yet to the newest file, nor the oldest be removed; each is whole.
         assert {*whole.values()} <= {last - 1, last, last + 1}
@@ -101,7 +88,7 @@ def let_go_when_waited_for(name):
 """
 
 
-def test_ctrl_c_waits_for_the_save_under_way(lightning_nursery, tmp_path):
+def test_ctrl_c_waits_for_the_save_under_way(nursery, tmp_path):
     script = """
 model = kit.Model()
 
@@ -114,13 +101,13 @@ saved = kit.ModelCheckpoint(folder, every_n_train_steps=2, filename="{step}")
 with quiet():
     trainer_of(kit, folder, checkpoints, saved).fit(model, batches())
 """
-    ended = lightning_nursery.run(BEGIN + HOLD + script, tmp_path)
+    ended = nursery.run(BEGIN + HOLD + script, tmp_path)
     assert ended.status == 1  # Lightning's own
     assert [path.name for path in tmp_path.iterdir()] == ["step=2.ckpt"]
     assert loaded(tmp_path / "step=2.ckpt")["global_step"] == 2
 
 
-def test_the_exit_of_the_interpreter_waits_for_saves_and_for_what_follows_them(lightning_nursery, tmp_path):
+def test_the_exit_of_the_interpreter_waits_for_saves_and_for_what_follows_them(nursery, tmp_path):
     """As with Fabric, which has no end of its own."""
     (tmp_path / "old.ckpt").touch()
     script = """
@@ -129,13 +116,13 @@ checkpoints.remove_checkpoint(folder / "old.ckpt")
 checkpoints.save_checkpoint({"step": 2}, folder / "2.ckpt")
 let_go_when_waited_for("drain_at_exit")
 """
-    ended = lightning_nursery.run(BEGIN + HOLD + script, tmp_path)
+    ended = nursery.run(BEGIN + HOLD + script, tmp_path)
     assert ended.status == 0, ended.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.ckpt", "2.ckpt"]
     assert loaded(tmp_path / "2.ckpt") == {"step": 2}
 
 
-def test_a_save_that_fails_at_the_exit_is_told_of_and_is_the_exit_status(lightning_nursery, tmp_path):
+def test_a_save_that_fails_at_the_exit_is_told_of_and_is_the_exit_status(nursery, tmp_path):
     script = """
 from async_ckpt import StorageFullError
 
@@ -145,12 +132,12 @@ def full(self, *args):
 LocalSink.finish = full
 checkpoints.save_checkpoint({"step": 1}, folder / "1.ckpt")
 """
-    ended = lightning_nursery.run(BEGIN + script, tmp_path)
+    ended = nursery.run(BEGIN + script, tmp_path)
     assert ended.status == 75
     assert "1.ckpt was not saved: StorageFullError: no space left" in ended.err
 
 
-def test_a_second_training_in_the_same_folder_is_refused_while_the_first_lives(lightning_nursery, tmp_path):
+def test_a_second_training_in_the_same_folder_is_refused_while_the_first_lives(nursery, tmp_path):
     """In the process of the first one, and after that in another process."""
     script = """
 def train_beside():
@@ -170,17 +157,17 @@ with quiet():
 """
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    first = lightning_nursery.start(BEGIN + script, tmp_path / "run", stdin=str(pipe))
+    first = nursery.start(BEGIN + script, tmp_path / "run", stdin=str(pipe))
     with pipe.open("w"):
         first.wait_for_line("training")
-        second = lightning_nursery.run(BEGIN + script, tmp_path / "run")
+        second = nursery.run(BEGIN + script, tmp_path / "run")
     refusal = f"{tmp_path / 'run'}: another trainer (process {first.pid} on "
     assert second.status == 1
     assert f"RunTakenError: {refusal}" in second.err
     ended = first.ended()
     assert ended.status == 0, ended.err
     assert refusal in ended.out
-    third = lightning_nursery.run(BEGIN + script, tmp_path / "run")
+    third = nursery.run(BEGIN + script, tmp_path / "run")
     assert third.status == 0, third.err
 
 
@@ -212,26 +199,26 @@ def train(model, folder, ckpt_path=None, *, steps=12, ours=True, saved=(), **opt
 ELASTIC = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": 0}
 
 
-def losses_of(ranks: Worlds, size: int, script: str, **options: Any) -> dict[str, str]:
-    return ranks.run(size, RANKS + script, **ELASTIC, **options)[0].told[-1]
+def losses_of(worlds: Worlds, size: int, script: str, **options: Any) -> dict[str, str]:
+    return worlds.run(size, RANKS + script, **ELASTIC, **options)[0].told[-1]
 
 
-def test_ddp_of_two_goes_on_bit_for_bit(ranks, tmp_path):
+def test_ddp_of_two_goes_on_bit_for_bit(worlds, tmp_path):
     train = "train(kit.Model(), {!r}, {!r}, steps={}, ours={}, strategy='ddp')"
-    plain = losses_of(ranks, 2, train.format(str(tmp_path / "plain"), None, 8, False))
-    begun = losses_of(ranks, 2, train.format(str(tmp_path / "ours"), None, 4, True))
+    plain = losses_of(worlds, 2, train.format(str(tmp_path / "plain"), None, 8, False))
+    begun = losses_of(worlds, 2, train.format(str(tmp_path / "ours"), None, 4, True))
     path = tmp_path / "ours" / "step=4.ckpt"
     assert loaded(path)["global_step"] == 4
-    resumed = losses_of(ranks, 2, train.format(str(tmp_path / "ours"), str(path), 8, True))
+    resumed = losses_of(worlds, 2, train.format(str(tmp_path / "ours"), str(path), 8, True))
     assert begun | resumed == plain
 
 
-def test_fsdp2_of_four_goes_on_on_two_as_with_lightnings_own_folders(ranks, tmp_path):
+def test_fsdp2_of_four_goes_on_on_two_as_with_lightnings_own_folders(worlds, tmp_path):
     """Ours and Lightning's, and a training that begins with one and goes on with the other."""
     train = "train(Sharded(16), {!r}, {!r}, steps={}, ours={}, strategy=model_parallel({}))"
     for ours in (True, False):
         folder = str(tmp_path / f"{ours}")
-        losses_of(ranks, 4, train.format(folder, None, 4, ours, ours))
+        losses_of(worlds, 4, train.format(folder, None, 4, ours, ours))
     assert sorted(path.name for path in (tmp_path / "True").iterdir()) == ["step=4.ckpt"]
     names = sorted(path.name for path in (tmp_path / "True" / "step=4.ckpt").iterdir())
     assert [name.partition(".")[0] for name in names] == [
@@ -243,7 +230,7 @@ def test_fsdp2_of_four_goes_on_on_two_as_with_lightnings_own_folders(ranks, tmp_
     ]
     resumed = [
         losses_of(
-            ranks,
+            worlds,
             2,
             train.format(str(tmp_path / f"new-{i}"), str(tmp_path / f"{begun}" / "step=4.ckpt"), 8, ours, ours),
         )
@@ -256,13 +243,13 @@ def test_fsdp2_of_four_goes_on_on_two_as_with_lightnings_own_folders(ranks, tmp_
     assert {name: tuple(weight.shape) for name, weight in weights.items()}["layers.0.weight"] == (16, 4)
 
 
-def test_fsdp2_of_one_rank_goes_on_on_two(ranks, tmp_path):
+def test_fsdp2_of_one_rank_goes_on_on_two(worlds, tmp_path):
     train = f"train(Sharded(16), {str(tmp_path / 'run')!r}, {{!r}}, steps={{}}, strategy=model_parallel())"
-    losses_of(ranks, 1, train.format(None, 4))
-    assert [*losses_of(ranks, 2, train.format(str(tmp_path / "run" / "step=4.ckpt"), 6))] == ["4", "5"]
+    losses_of(worlds, 1, train.format(None, 4))
+    assert [*losses_of(worlds, 2, train.format(str(tmp_path / "run" / "step=4.ckpt"), 6))] == ["4", "5"]
 
 
-def test_fabric_saves_shards_and_loads_them_on_another_mesh(ranks, tmp_path):
+def test_fabric_saves_shards_and_loads_them_on_another_mesh(worlds, tmp_path):
     script = """
 import torch
 from async_ckpt import load
@@ -305,16 +292,16 @@ else:
 """
     path = tmp_path / "x.ckpt"
     script = script.replace("PATH", repr(str(path)))
-    saved = ranks.run(4, RANKS + script, **ELASTIC)
+    saved = worlds.run(4, RANKS + script, **ELASTIC)
     assert saved[0].told[0][1] == [0, 1, 2]
-    restored = ranks.run(2, RANKS + script, **ELASTIC)
+    restored = worlds.run(2, RANKS + script, **ELASTIC)
     for rank in restored:  # on another number of ranks, each gets the statistics of rank 0
         assert rank.told[0] == [saved[0].told[0][0], 2, ["a"], {}, 10.0]
     assert [entry.name for entry in tmp_path.iterdir() if "ckpt" in entry.name] == ["x.ckpt"]
 
 
 @pytest.mark.parametrize("package", ["fabric", "pytorch"])
-def test_the_methods_of_fsdp_strategy_save_shards_and_load_them_on_another_number_of_ranks(ranks, tmp_path, package):
+def test_the_methods_of_fsdp_strategy_save_shards_and_load_them_on_another_number_of_ranks(worlds, tmp_path, package):
     """Called by hand, since Lightning takes that strategy on GPUs only."""
     script = """
 import torch
@@ -365,28 +352,28 @@ else:
     here.tell([load(), step()])
 """
     script = script.replace("PACKAGE", package).replace("PATH", repr(str(tmp_path / "x.ckpt")))
-    saved = ranks.run(4, RANKS + script, **ELASTIC)
-    restored = ranks.run(2, RANKS + script, **ELASTIC)
+    saved = worlds.run(4, RANKS + script, **ELASTIC)
+    restored = worlds.run(2, RANKS + script, **ELASTIC)
     assert restored[0].told == [[{} if package == "fabric" else {"global_step": 2}, saved[0].told[0]]]
 
 
-def test_a_folder_of_shards_has_no_name_before_it_is_whole(ranks, tmp_path):
+def test_a_folder_of_shards_has_no_name_before_it_is_whole(worlds, tmp_path):
     script = """
 here.at("manifest", here.die) if here.rank == 0 else None
 train(Sharded(16), FOLDER, steps=4, strategy=model_parallel())
 """
     script = RANKS + script.replace("FOLDER", repr(str(tmp_path / "run")))
-    world = ranks.start(2, script, **ELASTIC)
+    world = worlds.start(2, script, **ELASTIC)
     world.wait_for("dead0")
     world.kill(1)
     world.ended(killed={0, 1})
     assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == []
     assert [path.name for path in (tmp_path / "run").glob(".*saving")] == [".step=2.ckpt.async_ckpt-saving"]
-    losses_of(ranks, 2, f"train(Sharded(16), {str(tmp_path / 'run')!r}, steps=4, strategy=model_parallel())")
+    losses_of(worlds, 2, f"train(Sharded(16), {str(tmp_path / 'run')!r}, steps=4, strategy=model_parallel())")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step=4.ckpt"]
 
 
-def test_a_folder_that_another_training_has_is_refused_on_all_ranks(ranks, tmp_path):
+def test_a_folder_that_another_training_has_is_refused_on_all_ranks(worlds, tmp_path):
     script = """
 try:
     train(kit.Model(), FOLDER, strategy="ddp")
@@ -396,14 +383,14 @@ except Exception as error:
     with FolderHold(tmp_path / "run"):
         told = [
             rank.told[0]
-            for rank in ranks.run(2, RANKS + script.replace("FOLDER", repr(str(tmp_path / "run"))), **ELASTIC)
+            for rank in worlds.run(2, RANKS + script.replace("FOLDER", repr(str(tmp_path / "run"))), **ELASTIC)
         ]
     assert [name for name, _ in told] == ["RunTakenError", "PeerFailedError"]
     assert all(f"another trainer (process {os.getpid()} on " in text for _, text in told)
 
 
 @pytest.mark.parametrize("knows", ["the rank itself", "rank 0"])
-def test_a_rank_that_fails_fails_the_next_save_on_all_ranks(ranks, tmp_path, knows):
+def test_a_rank_that_fails_fails_the_next_save_on_all_ranks(worlds, tmp_path, knows):
     """Also while rank 0 has not heard of it yet: it would wait for the shards of a rank that has ended its training."""
     script = """
 from async_ckpt import StorageFullError
@@ -431,7 +418,7 @@ except Exception as error:
     here.say("raised")
 """
     script = script.replace("FIRST", "1" if knows == "the rank itself" else "0")
-    first, second = ranks.run(2, RANKS + script.replace("FOLDER", repr(str(tmp_path / "run"))), **ELASTIC)
+    first, second = worlds.run(2, RANKS + script.replace("FOLDER", repr(str(tmp_path / "run"))), **ELASTIC)
     assert first.told[0][:2] == [4, "PeerFailedError"]
     assert second.told[0][:2] == [4, "StorageFullError"]
     assert "rank 1" in first.told[0][2]
@@ -440,7 +427,7 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("point", ["write", "manifest"])
-def test_a_folder_that_is_deleted_while_shards_are_saved_there_fails_that_save(ranks, tmp_path, point):
+def test_a_folder_that_is_deleted_while_shards_are_saved_there_fails_that_save(worlds, tmp_path, point):
     """If rank 0 alone is concerned, the others would hear of it at the next save."""
     script = """
 import shutil
@@ -457,7 +444,7 @@ except Exception as error:
     here.tell(type(error).__name__)
 """
     script = script.replace("FOLDER", repr(str(tmp_path / "run"))).replace("POINT", repr(point))
-    first, _ = ranks.run(2, RANKS + script, **ELASTIC)
+    first, _ = worlds.run(2, RANKS + script, **ELASTIC)
     assert first.told == ["StorageUnavailableError"]
     assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == []
 
@@ -483,13 +470,13 @@ here.tell(count())
 
 
 def test_whenever_ranks_that_save_shards_are_killed_their_newest_folder_is_whole_and_they_go_on_bit_for_bit(
-    ranks, quick_path
+    worlds, quick_path
 ):
     def run(folder: Path, ckpt_path: object = None, number: int = NEVER, who: int = 0) -> list[Any]:
         script = DYING_TOGETHER.format(
             number=number, who=who, never=NEVER, folder=str(folder), ckpt_path=ckpt_path and str(ckpt_path)
         )
-        return ranks.start(2, RANKS + script, **ELASTIC).ended(failed=() if number == NEVER else {0, 1})
+        return worlds.start(2, RANKS + script, **ELASTIC).ended(failed=() if number == NEVER else {0, 1})
 
     whole = run(quick_path / "whole")
     losses, num_calls = whole[0].told[0], [rank.told[1] for rank in whole]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import Ended, Nursery
+from children import Ended
 from clients import environment_of
 from racing import until
 from slices import some
@@ -26,14 +26,8 @@ pytest.importorskip("accelerate")
 
 from trainers import folders
 
+WARM = ("trainers", "accelerated")
 NEVER = 10**9
-
-
-@pytest.fixture(scope="module")
-def nursery(_authority: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Runs scripts in processes that have imported the frameworks already."""
-    with Nursery(tmp_path_factory.mktemp("children"), "trainers", "accelerated") as started:
-        yield started
 
 
 def to_the_end(run: Callable[[object, int], Ended], place: object) -> dict[str, Any]:

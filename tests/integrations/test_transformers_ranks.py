@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from children import Nursery
 from rank_worlds import Worlds
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -17,12 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs scripts in processes that have imported the framework already."""
-    with Nursery(tmp_path_factory.mktemp("children"), "trainers", "accelerate") as started:
-        yield started
-
+WARM = ("trainers", "accelerate")
 
 _TRAIN = """
 import warnings
@@ -52,6 +46,28 @@ def trained(
 
 
 # --- several ranks ------------------------------------------------------------------------------------------------
+
+
+_SLOW_RANK = """
+import time
+from trainers import *
+from async_ckpt.integrations.common.run_folders import LocalRun
+begin = LocalRun.begin
+def late(run, name):
+    time.sleep(0.3 * (here.rank == 0))
+    begin(run, name)
+LocalRun.begin = late
+trainer = trainer_of(sharded(Archives), {folder!r}, model=untied, max_steps=6, per_device_train_batch_size=4)
+trainer.train()
+here.tell({{"folders": folders({folder!r})}})
+"""
+
+
+def test_a_rank_that_removes_what_was_left_late_removes_nothing_of_a_save_that_others_begin(worlds, tmp_path):
+    ended = worlds.run(2, _SLOW_RANK.format(folder=str(tmp_path)))
+    there = next(told["folders"] for told in ended[0].told if "folders" in told)
+    assert there == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert [len([*(tmp_path / name / "training.tar").glob("rank_*.tar")]) for name in there] == [2] * 3
 
 
 @pytest.mark.parametrize("kind", ["Files", "Archives"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -24,14 +25,14 @@ from async_ckpt import (
     UnsupportedStateError,
 )
 from async_ckpt.around.hf_weights import Weights
-from async_ckpt.format.delta import INDEX
-from async_ckpt.host.threads import Crew
-from async_ckpt.publishing import rank_versions
-from async_ckpt.publishing import subscriber as publishing_subscriber
-from async_ckpt.publishing.rank_versions import SlicedTensor, assemble, own_slices
-from async_ckpt.publishing.replica import MemoryReplica
-from async_ckpt.publishing.source import TensorLocation, WeightsState
+from async_ckpt.format.delta import INDEX, SliceOf
+from async_ckpt.publishing.of_ranks import rank_replicas, rank_versions
+from async_ckpt.publishing.of_ranks.own_slices import own_slices
+from async_ckpt.publishing.of_ranks.pieces import PiecedTensor, TensorPiece, sliced_tensors
+from async_ckpt.publishing.replica import PullResult
+from async_ckpt.publishing.source import WeightsState
 from async_ckpt.slicing.cover import Box
+from async_ckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -207,7 +208,7 @@ def test_a_pull_never_mixes_two_starts(worlds: Worlds, s3, bucket: str, tmp_path
     text = f"Place({place.url!r}, options={s3.options if store else {}})"
     published(worlds, 2, "fsdp()", text, versions=[1, 2, 3])
     subscriber, model, num_read = Subscriber(place), network(), 0
-    real = publishing_subscriber.update_replica
+    real = rank_replicas.update_replica
 
     def bring(replica, versions, target, crew):
         nonlocal num_read
@@ -217,7 +218,7 @@ def test_a_pull_never_mixes_two_starts(worlds: Worlds, s3, bucket: str, tmp_path
             worlds.run(2, AGAIN.format(out=text, versions=[3]))
         return found
 
-    monkeypatch.setattr(publishing_subscriber, "update_replica", bring)
+    monkeypatch.setattr(rank_replicas, "update_replica", bring)
     report = subscriber.pull(model)
     again = dict(torch.load(f"{worlds.root}-again.pt"))
     assert report.version == 3
@@ -238,9 +239,9 @@ def test_slices_whose_digests_are_not_those_of_one_start_are_refused(worlds: Wor
         lambda *_: False,  # what is read stays as it was
     )
     monkeypatch.setattr(
-        publishing_subscriber,
+        rank_replicas,
         "update_replica",
-        lambda replica, *_: (replica.note(WeightsState(2, "another", "", {})), ([], 0))[1],
+        lambda replica, *_: (replica.note(WeightsState(2, "another", "", {})), PullResult(None, 0, 0))[1],
     )
     with pytest.raises(CorruptCheckpointError, match="was published again while it was read"):
         Subscriber(out).pull(model)
@@ -279,6 +280,40 @@ def test_a_version_that_only_rank_0_has_published_again_in_a_root_that_was_empti
         assert subscriber.versions() == [1]
 
 
+def test_a_version_that_a_rank_deletes_while_it_is_looked_at_is_not_whole(worlds: Worlds, tmp_path: Path, monkeypatch):
+    out = tmp_path / "out"
+    published(worlds, 2, "fsdp()", out, versions=[1, 2])
+    existing = LocalStorage.existing
+
+    def then_deleted(self, paths):
+        found = existing(self, paths)
+        if any("rank_00001" in path and "v000001" in path for path in paths):
+            shutil.rmtree(out / "rank_00001_of_00002" / "weight_v000001")
+        return found
+
+    monkeypatch.setattr(LocalStorage, "existing", then_deleted)
+    assert Subscriber(out).versions() == [2]
+
+
+TWICE = """
+import async_ckpt
+model = fsdp()["model"]
+with async_ckpt.Publisher(here.root) as publisher:
+    if here.rank == 0:
+        for again in (False, True):
+            try:
+                publisher.publish(model, 1).result()
+            except async_ckpt.StepExistsError:
+                here.tell(again)
+    here.meet("refused")
+"""
+
+
+def test_a_version_that_other_ranks_of_the_same_start_may_still_publish_is_not_published_again(worlds: Worlds):
+    worlds.root.parent.mkdir(exist_ok=True, parents=True)
+    assert worlds.run(2, TWICE)[0].told == [True]
+
+
 OTHERWISE = """
 import async_ckpt
 from pathlib import Path
@@ -314,14 +349,26 @@ def test_models_whose_checkpoints_are_cut_otherwise_are_refused():
 
 def test_every_element_is_taken_from_the_lowest_rank_that_has_it_and_bits_stay():
     bits = torch.tensor([[0x7FC1, 1, 2], [3, 4, 0x7F81]], dtype=torch.int16)
-    parts = {0: (bits[:, :2], Box((0, 0), (2, 2))), 1: (bits + 1, Box((0, 0), (2, 3)))}
-    replicas = {rank: MemoryReplica(lambda n: torch.empty(n, dtype=torch.uint8)) for rank in parts}
-    for rank, (part, box) in parts.items():
-        replicas[rank].lay_out({f"w{box}": TensorLocation("", "bfloat16", box.sizes, 0, part.nbytes)})
-        replicas[rank].take_over({f"w{box}": part.contiguous().view(torch.bfloat16)}, Crew("test", 1))
-    whole = SlicedTensor("bfloat16", (2, 3), [(rank, f"w{box}", box) for rank, (_, box) in parts.items()])
+    held = [(Box((0, 0), (2, 2)), bits[:, :2]), (Box((0, 0), (2, 3)), bits + 1)]
+    pieces = [TensorPiece(box, part.contiguous().view(torch.bfloat16)) for box, part in held]
+    tensor = PiecedTensor(torch.bfloat16, (2, 3), pieces)
     wanted = torch.cat([bits[:, :2], bits[:, 2:] + 1], 1)
-    assert torch.equal(assemble(whole, replicas).view(torch.int16), wanted)
+    assert torch.equal(tensor.whole().view(torch.int16), wanted)
+    turned = torch.zeros(3, 2, dtype=torch.bfloat16).T
+    tensor.copy_to(turned)
+    assert torch.equal(turned.contiguous().view(torch.int16), wanted)
+
+
+def test_slices_that_lower_ranks_have_are_left_out():
+    """As plain tensors, which every rank has, and replicas that do not say so."""
+
+    def part(begin: int, end: int) -> dict[str, SliceOf]:
+        return {f"w[{begin}:{end}]": SliceOf("w", "float32", (6,), (begin,), (end - begin,))}
+
+    found = sliced_tensors([part(0, 2), part(0, 2), {}, part(1, 4), part(2, 6), part(0, 6)])
+    assert [rank for rank, _, _ in found["w"].slices] == [0, 3, 4]
+    with pytest.raises(ValueError, match=r"no rank has published w\[2:4\]"):
+        sliced_tensors([part(0, 2), part(4, 6)])
 
 
 SPREAD_IN_PART = """

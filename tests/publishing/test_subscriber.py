@@ -186,6 +186,7 @@ def test_a_poll_of_a_bucket_is_one_request(bucket, proxy, s3, monkeypatch):
             lambda self, *a, _real=real, _n=name: (asked.append(_n), _real(self, *a))[1],
         )
     subscriber.pull(gpt2())
+    subscriber.latest()  # learns who publishes here
     asked.clear()
     assert subscriber.versions() == [1, 2]
     assert asked == ["names"]
@@ -680,19 +681,19 @@ def test_a_pull_that_is_killed_with_half_of_a_delta_applied_is_taken_up(change, 
 def test_after_a_restart_of_the_machine_every_byte_is_compared(line, local, monkeypatch):
     subscriber = line.subscriber()
     subscriber.pull(local, 2)
-    monkeypatch.setattr(folders, "_boot", lambda: "another")
+    monkeypatch.setattr(folders, "boot_id", lambda: "another")
     assert subscriber.pull(local, 2).num_versions == 0
     assert subscriber.pull(local, 3).base == 2
     line.assert_is(3, local)
-    monkeypatch.setattr(folders, "_boot", lambda: "yet another")
+    monkeypatch.setattr(folders, "boot_id", lambda: "yet another")
     flip(local / "model.safetensors", -1)  # which was not synced
     assert subscriber.pull(local, 3).base is None
     line.assert_is(3, local)
-    monkeypatch.setattr(folders, "_boot", lambda: "and another")
+    monkeypatch.setattr(folders, "boot_id", lambda: "and another")
     os.truncate(local / "model.safetensors", 5)
     assert subscriber.pull(local).base is None
     line.assert_is(4, local)
-    monkeypatch.setattr(folders, "_boot", lambda: "")  # nobody can tell
+    monkeypatch.setattr(folders, "boot_id", lambda: "")  # nobody can tell
     assert subscriber.pull(local).num_versions == 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from racing import until
-from states import SEGMENT, is_start, open_run
+from states import SEGMENT, is_incidental, open_run
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, Place
@@ -37,7 +37,7 @@ class Bucket:
 
     def keys(self) -> list[str]:
         """All objects, but for those that tell which processes have had a run."""
-        return [key for key in self.server.keys(self.name) if not is_start(key.rpartition("/")[2])]
+        return [key for key in self.server.keys(self.name) if not is_incidental(key.rpartition("/")[2])]
 
     def uploads(self) -> list[str]:
         return self.server.uploads(self.name)
@@ -92,7 +92,7 @@ class OnServer(RunAt):
         until(lambda: self._bucket.uploads() == [])
         names = (key.removeprefix("runs/a/") for key in self._bucket.keys())  # noqa: SIM118
         # A background thread may ask for the store's clock by an object of its own at any time.
-        return [name for name in names if not is_start(name) and not name.startswith(".async_ckpt-probe-")]
+        return [name for name in names if not is_incidental(name) and not name.startswith(".async_ckpt-probe-")]
 
     def read(self, name: str) -> bytes:
         return self._bucket.read(f"runs/a/{name}")
@@ -107,7 +107,7 @@ class InMemory(RunAt):
         from fsspec.implementations.memory import MemoryFileSystem
 
         names = (p.removeprefix(f"{self._root}/") for p in MemoryFileSystem.store if p.startswith(self._root))
-        return sorted(name for name in names if not is_start(name))
+        return sorted(name for name in names if not is_incidental(name))
 
     def read(self, name: str) -> bytes:
         from fsspec.implementations.memory import MemoryFileSystem

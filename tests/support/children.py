@@ -155,9 +155,11 @@ _ROOT = Path(async_ckpt.__file__).parents[1]
 
 
 class Nursery:
-    """Runs scripts in processes of their own, at the price of a fork each. These have imported `modules`, too."""
+    """Runs scripts in processes of their own, at the price of a fork each. These have imported `modules`, too, and were
+    started with `env` besides their own.
+    """
 
-    def __init__(self, folder: Path, *modules: str) -> None:
+    def __init__(self, folder: Path, *modules: str, env: Mapping[str, str] | None = None) -> None:
         self._folder = folder
         self._numbers = itertools.count()
         self._process = subprocess.Popen(
@@ -174,6 +176,7 @@ class Nursery:
                 ),
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
+                **(env or {}),
             },
         )
 

@@ -16,7 +16,7 @@ from async_ckpt.format.layout import TensorPlan, lay_out
 from async_ckpt.loading.archives.archive import OpenArchive
 from async_ckpt.loading.archives.contents import Part
 from async_ckpt.loading.archives.merged_archives import MergedArchives
-from async_ckpt.loading.load import state_of
+from async_ckpt.loading.load import LoadOptions, state_of
 from async_ckpt.loading.rebuild import account_of, layout_of
 from async_ckpt.loading.restore import RestoreOptions, restore_state
 from async_ckpt.runs import layouts
@@ -123,10 +123,9 @@ def opened(paths: Sequence[Path], *, verify: bool = True, **how: Any) -> Iterato
 
 def load_all(paths: Sequence[Path], *, verify: bool = True, select: Any = None, **how: Any) -> Any:
     """The state that these archives are, in full tensors."""
-    options: dict[str, Any] = {"map_location": None, "trust": False, "mmap": False, "types": ()}
-    options |= {name: how.pop(name) for name in list(how) if name in options}
+    chosen = {name: how.pop(name) for name in LoadOptions._fields if name in how}
     with opened(paths, verify=verify, **how) as merged:
-        return state_of([Part(merged)], select=select, **options)
+        return state_of([Part(merged)], LoadOptions(select=select, **chosen))
 
 
 def restore_at(rank: int, world: int, paths: Sequence[Path], live: Any, *, verify: bool = True, **how: Any) -> None:

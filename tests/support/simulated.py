@@ -409,6 +409,9 @@ class Module:
         SIM.scheduler.check_process()
         return SIM.thread.device
 
+    def set_device(self, device: Any) -> None:
+        SIM.thread.device = _index(device)
+
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
         before, SIM.thread.device = SIM.thread.device, _index(device)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
-from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,16 +17,15 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from loguru import logger  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed import device_mesh  # noqa: E402
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-# Transformers looks for flash_attn while it is imported.
-_flash, _padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
-_flash.__path__ = []
-_padding.pad_input = _padding.unpad_input = None  # type: ignore[attr-defined]
-sys.modules.setdefault("flash_attn", _flash)
-sys.modules.setdefault("flash_attn.bert_padding", _padding)
+from benchmarks.frameworks import have_skyrl_without_gpu  # noqa: E402
+
+have_skyrl_without_gpu()
+_mesh_of = device_mesh.init_device_mesh
+device_mesh.init_device_mesh = lambda _, *shape, **names: _mesh_of("cpu", *shape, **names)
 
 from skyrl.backends.skyrl_train.distributed import fsdp_utils  # noqa: E402
 from skyrl.backends.skyrl_train.distributed.fsdp_strategy import FSDPStrategy  # noqa: E402
@@ -42,8 +39,8 @@ from async_ckpt.integrations.skyrl import FSDPCheckpoints, TrainerCheckpoints  #
 
 logger.remove()
 logging.getLogger("skyrl").setLevel("ERROR")
-torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+torch.cuda.set_device = lambda _: None
 
 
 def _sync_buffers(model: torch.nn.Module, _: Any) -> None:
@@ -58,19 +55,11 @@ def _sync_buffers(model: torch.nn.Module, _: Any) -> None:
 fsdp_utils._sync_non_persistent_buffers = _sync_buffers
 
 
-class _OnProcessors:
-    """Ranks on processors, for a strategy."""
-
-    def setup_distributed(self) -> None:
-        self.world_size = dist.get_world_size()
-        self.device_mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("fsdp",))
+class PlainStrategy(FSDPStrategy):
+    """SkyRL's own."""
 
     def print(self, *_: Any) -> None:
         """Nothing: what a script prints is what it tells its test."""
-
-
-class PlainStrategy(_OnProcessors, FSDPStrategy):
-    """SkyRL's own."""
 
 
 class Strategy(FSDPCheckpoints, PlainStrategy):
@@ -85,6 +74,16 @@ def plain_strategy() -> PlainStrategy:
     return PlainStrategy(FSDPConfig(), OptimizerConfig(lr=1e-2), ModelConfig(), num_training_steps=20)
 
 
+def model_of() -> LlamaForCausalLM:
+    """A small model, always the same."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=False, attention_dropout=0.2, attn_implementation="eager",
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
 class Training:
     """A worker of SkyRL by what its checkpoint calls need: a strategy, a model, an optimizer, a scheduler."""
 
@@ -92,12 +91,7 @@ class Training:
         """Without a `layout`, by plain SkyRL. Dropout draws from the generator of each rank."""
         self.strategy = strategy = Strategy(layout) if layout else plain_strategy()
         strategy.setup_distributed()
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            tie_word_embeddings=False, attention_dropout=0.2, attn_implementation="eager",
-        )  # fmt: skip
-        wrapper = HFModelWrapper(LlamaForCausalLM(config).train())
+        wrapper = HFModelWrapper(model_of().train())
         self.model, self.optimizer, self.scheduler = strategy.prepare((wrapper, None, None))
         torch.manual_seed(7 + dist.get_rank())
         self.step = 0

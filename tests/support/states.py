@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from async_ckpt import AsyncCheckpointer, Place
+from async_ckpt.events.log import NAME as HISTORY
 
 MIB = 1 << 20
 SEGMENT = 4 * MIB
@@ -64,15 +65,15 @@ def restored(ckpt: AsyncCheckpointer, saved: Any, live: Any, **how: Any) -> Any:
     return live
 
 
-def is_start(name: str) -> bool:
-    """Whether a file in a run's root tells which process has the run; it stays there."""
-    return name.startswith("start-") and name.endswith(".json")
+def is_incidental(name: str) -> bool:
+    """Whether a file in a run's root tells which process has the run, or is its history; it stays there."""
+    return name == HISTORY or (name.startswith("start-") and name.endswith(".json"))
 
 
 def names_below(root: str | os.PathLike[str]) -> list[str]:
-    """Every file below a folder, but for those that tell which processes have had the run."""
+    """Every file below a folder, but for those that tell which processes have had the run, and its history."""
     top = Path(root)
-    files = (path for path in top.rglob("*") if not (path.is_dir() or is_start(path.name)))
+    files = (path for path in top.rglob("*") if not (path.is_dir() or is_incidental(path.name)))
     return sorted(str(path.relative_to(top)) for path in files)
 
 

@@ -1,4 +1,5 @@
-"""The folder in which a trainer's checkpoints lie: one trainer at a time, and old checkpoints that make room.
+"""The folder in which a trainer's checkpoints lie: one trainer at a time, old checkpoints that make room, the file that
+names the newest one.
 
 In: a folder, and that of the newest checkpoint in it. Out: nothing; folders are gone. Knows nothing of: the contents of
 a checkpoint, and frameworks.
@@ -25,6 +26,7 @@ from ...errors import RunTakenError
 from ...host.process import in_forked_child
 from ...spans import wall_time
 from ...storage.disk import make_folder
+from ...storage.local import LocalStorage
 from ...storage.locks import forget, hold_if_free, read_held
 from ...storage.scratch import sweep
 
@@ -34,6 +36,13 @@ _RETIRED: Final = ".retired"
 _BESIDE: Final = ".checkpoint*.tar"
 # The number of a checkpoint in the names that trainers give: "checkpoint-100", "checkpoint_3".
 _NUMBER: Final = re.compile(r"checkpoint[-_](\d+)")
+
+
+def name_latest(file: Path, name: str) -> None:
+    """Have a framework's file name a durable checkpoint, durably and at once. Leftovers of killed writers go."""
+    LocalStorage(file.parent).replace(file.name, name.encode())
+    with suppress(OSError):  # it is named
+        sweep(file.parent, file.name)
 
 
 class FolderHold:

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from ...storage.disk import free_bytes_at, full
 
-# Where a few KiB are files for a moment, if there is such a place.
-_IN_MEMORY: Final = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+# Where a few KiB are files for a moment, in a folder with a random name, if there is such a place.
+_IN_MEMORY: Final = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # nosec B108
 
 
 def written_by(method: Callable[[str], object], *, in_memory: bool = False) -> dict[str, bytes]:

@@ -480,7 +480,7 @@ def _value_in_blob(data: Any) -> tuple[Any, bool]:
     if blob.startswith(b"PK\x03\x04"):
         with suppress(Exception):  # it may be another kind of zip file
             # This process has just pickled it, from its own objects.
-            return torch.load(io.BytesIO(blob), weights_only=False), False
+            return torch.load(io.BytesIO(blob), weights_only=False), False  # nosec B614
     return blob, True
 
 

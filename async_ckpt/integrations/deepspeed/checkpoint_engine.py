@@ -25,11 +25,11 @@ import torch
 from ...around.wrap import wrap
 from ...errors import NotCommittedError
 from ...host.threads import Crew, running_future
-from ...host.waits import ENDS_THE_WAIT, Wait, wait_for
+from ...host.waits import wait_for
 from ...oneoff import save
 from ...report import SaveReport
-from ...saving.handle import SaveHandle, progress_of
-from ...saving.ledger import leave_warning, wait_for_ends
+from ...saving.handle import SaveHandle
+from ...saving.ledger import leave_warning, wait_for_ends, wait_in_training
 from ...spans import monotonic
 from ...storage.place import Anywhere, local_place, place_of, written_at
 from ..common.folders import hold_for, let_go
@@ -320,13 +320,10 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     def _after_last(self, then: Callable[[], Any] = lambda: None) -> Any:
         """Wait for the save before on this rank, raise its error, and do something."""
-        pending, wait = self._pending, Wait("in the training", ENDS_THE_WAIT)
+        pending = self._pending
         if pending is not None:
-            handles = [] if pending.handle is None else [pending.handle]
-            wait_for(pending.ended, None, lambda: wait.goes_on(lambda: progress_of(handles)))
+            wait_in_training(pending.ended, [] if pending.handle is None else [pending.handle])
             self._pending = None
-            if pending.handle is not None:
-                pending.handle.exception()  # is passed on from here
             pending.ended.result()
             if (report := pending.report()) is not None:
                 self._reports.append(report)

@@ -15,7 +15,6 @@ renamed: the archives lie under the tag from the beginning, and their manifest m
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,15 +22,16 @@ from typing import Final
 
 from ...errors import PeerFailedError
 from ...host.deadlines import PEER_SECONDS
+from ...host.waits import growing_pauses
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import parse
 from ...runs.sweep import is_library_name
-from ...spans import monotonic
+from ...spans import TIMEKEEPER, monotonic
 from ...storage.disk import sync_folder
-from ...storage.local import LocalStorage
 from ...storage.locks import TEMP_SUFFIX
 from ...storage.place import Place
 from ...storage.scratch import Scratch, publish, sweep
+from ..common.folders import name_latest
 
 LATEST: Final = "latest"
 _ONE_ARCHIVE: Final = "rank_00000.tar"
@@ -40,11 +40,6 @@ _FILES: Final = "files"
 # How long rank 0 pauses between two looks for the files of the others.
 _LOOK_SECONDS: Final = 0.02
 _LONGEST_LOOK_SECONDS: Final = 0.5
-
-
-def name_latest(save_dir: Path, tag: str) -> None:
-    """Have `latest` name a durable checkpoint, durably and at once."""
-    LocalStorage(save_dir).replace(LATEST, tag.encode())
 
 
 class TagFolder:
@@ -99,7 +94,7 @@ class TagFolder:
         sync_folder(files)
         publish(files, self.target, replaced=_is_of_archives)
         if self._save_latest:
-            name_latest(self.save_dir, self.tag)
+            name_latest(self.save_dir / LATEST, self.tag)
 
     def failed(self, error: BaseException) -> None:
         """Tell rank 0 that this rank has failed."""
@@ -118,7 +113,7 @@ class TagFolder:
         os.replace(temp, self._hidden / f"{_name(self._rank)}.{how}")
 
     def _wait_for_others(self) -> None:
-        left, pause, seconds = {*range(1, self._world_size)}, threading.Event(), _LOOK_SECONDS
+        left, pauses = {*range(1, self._world_size)}, growing_pauses(_LOOK_SECONDS, _LONGEST_LOOK_SECONDS)
         deadline = monotonic() + PEER_SECONDS
         while True:
             names = {*os.listdir(self._hidden)}
@@ -135,8 +130,7 @@ class TagFolder:
                     "all ranks must see the same folder",
                     rank=min(left),
                 )
-            pause.wait(seconds)
-            seconds = min(1.5 * seconds, _LONGEST_LOOK_SECONDS)
+            TIMEKEEPER.sleep(next(pauses))
 
 
 class StoredFolder:

@@ -108,7 +108,8 @@ def fill(engine: Any, archive: Place, saved_world_size: int, *, optimizer: bool,
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     number = rank if rank < saved_world_size else 0
     # The pickle is our own, as those are which DeepSpeed loads.
-    rest = torch.load(io.BytesIO(load(archive, select=RESTS)[RESTS][number]), map_location="cpu", weights_only=False)
+    pickled = io.BytesIO(load(archive, select=RESTS)[RESTS][number])
+    rest = torch.load(pickled, map_location="cpu", weights_only=False)  # nosec B614
     with _Partitioned(engine.optimizer):
         inner, flats = innermost(engine.optimizer), _flats(engine)
         assert inner is not None

@@ -93,7 +93,8 @@ class TrainerShards(StrategyShards):
             return self.plain.load_checkpoint(path, **options)
         optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(strategy.optimizers)}
         _fill(archives, "state_dict", strategy.model, optimizers, strict=strategy.lightning_module.strict_loading)
-        return torch.load(path / REST, map_location="cpu", **options)
+        # Lightning says in the options what it trusts.
+        return torch.load(path / REST, map_location="cpu", **options)  # nosec B614
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint behind the saves under way."""
@@ -136,7 +137,8 @@ class FabricShards(StrategyShards):
         optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
         for key, value in models.items():
             _fill(archives, key, value, optimizers if value is model else {}, strict=strict)
-        rest = torch.load(path / REST, map_location="cpu", **options)
+        # Lightning says in the options what it trusts.
+        rest = torch.load(path / REST, map_location="cpu", **options)  # nosec B614
         wanted = state.keys() - models.keys() - optimizers.keys()
         if strict and (missing := sorted(wanted - rest.keys())):
             raise KeyError(f"{path} has no {missing[0]!r}; leave it out of the state, or pass strict=False")

@@ -208,10 +208,13 @@ class FSDPWorkerCheckpoints:
     def init_model(self, *args: Any, **kwargs: Any) -> Any:
         """Make model and strategy as SkyRL does, and have the strategy save behind the training."""
         result = super().init_model(*args, **kwargs)  # type: ignore[misc]
-        made = type(self.strategy)
-        if not issubclass(made, FSDPCheckpoints):
-            # SkyRL's worker names the class of its strategy in the middle of this method.
-            self.strategy.__class__ = type(made.__name__, (FSDPCheckpoints, made), {"layout": self.layout})
+        made = self.strategy
+        if not isinstance(made, FSDPCheckpoints):
+            # SkyRL's worker names the class of its strategy in the middle of this method; no object of that one can be
+            # given another class.
+            kind = type(type(made).__name__, (FSDPCheckpoints, type(made)), {"layout": self.layout})
+            self.strategy = object.__new__(kind)
+            vars(self.strategy).update(vars(made))
         return result
 
     def has_pending_save(self) -> bool:

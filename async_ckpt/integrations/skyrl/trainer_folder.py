@@ -16,7 +16,6 @@ import inspect
 import logging
 import os
 import re
-import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,11 +26,13 @@ from typing import Any, Final
 import torch
 
 from ...host.threads import Crew, running_future
-from ...host.waits import ENDS_THE_WAIT, Wait, wait_for
-from ...storage.local import LocalStorage
+from ...host.waits import growing_pauses
+from ...saving.ledger import wait_in_training
+from ...spans import TIMEKEEPER
 from ...storage.locks import TEMP_SUFFIX
 from ...storage.place import place_of
 from ...storage.scratch import Scratch, publish, sweep, sync_all
+from ..common.folders import name_latest
 from .worker_calls import WorkerCalls
 
 _LATEST: Final = "latest_ckpt_global_step.txt"
@@ -91,9 +92,9 @@ class TrainerCheckpoints:
 
     def wait_for_checkpoints(self) -> None:
         """Return when the save under way is durable, and named. Raises its error."""
-        saving, wait = self._saving, Wait("in the training", ENDS_THE_WAIT)
+        saving = self._saving
         if saving is not None:
-            wait_for(saving, None, lambda: wait.goes_on(lambda: "a checkpoint"))
+            wait_in_training(saving)
             self._saving = None
             saving.result()
 
@@ -152,7 +153,8 @@ class _FolderSave:
     def mend_config(self, ckpt_path: Any) -> None:
         """Note the path that the user has given in the trainer's state, in place of the hidden folder."""
         path = self._written / _STATE
-        state = torch.load(path, map_location="cpu", weights_only=False)  # the trainer has just written it
+        # The trainer has just written it.
+        state = torch.load(path, map_location="cpu", weights_only=False)  # nosec B614
         config = state["config"]
         config.get("trainer", config)["ckpt_path"] = ckpt_path
         torch.save(state, path)
@@ -171,7 +173,7 @@ class _FolderSave:
                 self._wait_for_workers(model)
             sync_all(self._written)
             publish(self._written, self.target, replaced=lambda _: True)
-            name_latest(self.target)
+            name_latest(self.target.parent / _LATEST, self.target.name.removeprefix("global_step_"))
         except BaseException as error:
             _log.error("%s was not saved: %s: %s", self.target, type(error).__name__, error)
             with suppress(Exception):
@@ -189,10 +191,9 @@ class _FolderSave:
 
     def _wait_for_workers(self, model: str) -> None:
         """Wait until the workers of a model are done, without holding their other work. Raises their error."""
-        pause, seconds = threading.Event(), _LOOK_SECONDS
+        pauses = growing_pauses(_LOOK_SECONDS, _LONGEST_LOOK_SECONDS)
         while self._workers.have_pending_save(model):
-            pause.wait(seconds)
-            seconds = min(1.5 * seconds, _LONGEST_LOOK_SECONDS)
+            TIMEKEEPER.sleep(next(pauses))
         self._workers.finalize(model)
 
     def _retire(self) -> None:
@@ -208,13 +209,6 @@ class _FolderSave:
         for number in others[: max(0, len(others) + 1 - max(1, self.limit))]:
             name = f"global_step_{number}"
             os.rename(self.target.parent / name, self.hidden / f"{name}.retired")
-
-
-def name_latest(target: Path) -> None:
-    """Have SkyRL's file name a durable checkpoint, durably and at once."""
-    match = _NUMBERED.fullmatch(target.name)
-    assert match is not None
-    LocalStorage(target.parent).replace(_LATEST, match[1].encode())
 
 
 def _settings_of(trainer: Any) -> Any:

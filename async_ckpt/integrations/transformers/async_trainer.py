@@ -228,8 +228,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002
         """Take the snapshot of a checkpoint, and have it written in the background.
 
-        All ranks meet twice, so that an error of any is raised on all: when each has its snapshot, with its part of the
-        checkpoint before behind it, and when all is begun.
+        All ranks meet three times, so that an error of any is raised on all: when each has its snapshot, with its part
+        of the checkpoint before behind it; when the folder is ready; and when all is begun.
         """
         began = monotonic()
         if self.hp_search_backend is None and trial is None:
@@ -248,7 +248,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         rng = {file: data for files in meet(take) for file, data in files.items()}
         run = self._enter(run_dir)
         self._note_best(run, name)
-        meet(lambda: self._begin(run, name, save, rng))
+        meet(lambda: self._make_ready(run, name))
+        meet(lambda: self._begin(save, rng))
         if self.args.push_to_hub:
             self._wait_on_all_ranks()
             if save is not None and self.args.should_save:
@@ -271,12 +272,16 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         snap = snapshot(parts, guard=self._guard([self.optimizer]) or None)
         return TrainerSave(run, name, snap, files, began)
 
-    def _begin(self, run: LocalRun | StoredRun, name: str, save: TrainerSave | None, rng: Mapping[str, bytes]) -> None:
+    def _make_ready(self, run: LocalRun | StoredRun, name: str) -> None:
+        """Remove what earlier saves have left where ranks are about to write. None of them writes meanwhile."""
+        if self.args.should_save:
+            _clear_jit_mark(Path(run.place(name)))
+            run.begin(name)
+
+    def _begin(self, save: TrainerSave | None, rng: Mapping[str, bytes]) -> None:
         """Have this rank's part of a save written."""
         if self.args.should_save:
             self._note_callbacks()
-            _clear_jit_mark(Path(run.place(name)))
-            run.begin(name)
         if save is not None:
             save.begin(self, rng)
             self._pending = save

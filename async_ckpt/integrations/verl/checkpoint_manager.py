@@ -24,11 +24,11 @@ import torch
 from ...around.export import export_hf
 from ...errors import NotCommittedError
 from ...host.threads import Crew, running_future
-from ...host.waits import ENDS_THE_WAIT, Wait, wait_for
+from ...host.waits import wait_for
 from ...oneoff import load, save, snapshot
 from ...report import SaveReport
-from ...saving.handle import SaveHandle, progress_of
-from ...saving.ledger import leave_warning, wait_for_ends
+from ...saving.handle import SaveHandle
+from ...saving.ledger import leave_warning, wait_for_ends, wait_in_training
 from ...spans import monotonic
 from ...state.rng import RngState
 from ..common.frameworks import require, require_names
@@ -374,7 +374,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     def _after_last(self, then: Callable[[], Any]) -> None:
         pending = self._pending
         if pending is not None:
-            _wait_in_training(pending, pending.ended)
+            wait_in_training(pending.ended, pending.handles)
             self._pending = None
             pending.ended.result()
             if pending.handles:
@@ -383,7 +383,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
     def _after_durable(self) -> None:
         if self._pending is not None:
-            _wait_in_training(self._pending, self._pending.durable)
+            wait_in_training(self._pending.durable, self._pending.handles)
             self._pending.durable.result()
 
     # --- loading ----------------------------------------------------------------------------------------------
@@ -434,12 +434,3 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                     f"{folder.path} has {', '.join(facts['contents'])} alone, and no {name}, which load_contents names"
                 )
         return facts
-
-
-def _wait_in_training(pending: _PartSave, future: Future[None]) -> None:
-    """Wait for a future of a save, on the training thread. Its error, and those of its parts, are raised from there."""
-    wait = Wait("in the training", ENDS_THE_WAIT)
-    wait_for(future, None, lambda: wait.goes_on(lambda: progress_of(pending.handles)))
-    for handle in pending.handles if future.exception() is not None else ():
-        wait_for(handle)
-        handle.exception()

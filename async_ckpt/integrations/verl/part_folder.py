@@ -26,9 +26,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from ...host.waits import growing_pauses
 from ...runs.manifest import NAME as MANIFEST
 from ...storage.disk import make_folder, sync_file, sync_folder
 from ...storage.local import LocalStorage
+from ..common.folders import name_latest
 from ..common.training_archive import archive_in
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
@@ -77,11 +79,10 @@ class PartFolder:
 
     def wait_for_trainer(self, went_on: threading.Event) -> None:
         """Wait until the trainer has written its file, or has gone on, or is at its end."""
-        seconds = _LOOK_SECONDS
+        pauses = growing_pauses(_LOOK_SECONDS, _LONGEST_LOOK_SECONDS)
         while self._step is not None and threading.main_thread().is_alive() and not self._has_data():
-            if went_on.wait(seconds):
+            if went_on.wait(next(pauses)):
                 return
-            seconds = min(1.5 * seconds, _LONGEST_LOOK_SECONDS)
 
     def name_step(self) -> None:
         """Have the tracker name the step of this folder, unless another model is still being saved."""
@@ -96,7 +97,7 @@ class PartFolder:
                 os.close(fd)
         sync_folder(step_folder)
         sync_folder(step_folder.parent)
-        LocalStorage(step_folder.parent).replace(TRACKER, str(self._step).encode())
+        name_latest(step_folder.parent / TRACKER, str(self._step))
 
     def is_named(self) -> bool:
         """Whether the tracker names the step of this folder."""

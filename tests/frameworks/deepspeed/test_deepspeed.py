@@ -3,55 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rank_worlds import Worlds
+from deepspeed_worlds import after, trained
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-frameworks")
 
 
-WARM = "deepspeed_runs"
-
-_TRAIN = """
-from deepspeed_runs import *
-training = Training({stage}, {layout!r}, **{config})
-loaded = training.engine.load_checkpoint({resume!r}) if {resume!r} else None
-training.train({last}, {folder!r})
-if training.checkpoints:
-    training.checkpoints.wait()
-here.tell({{"losses": training.losses, "client_state": loaded and loaded[1].get("step")}})
-"""
-
-
-def trained(
-    worlds: Worlds,
-    stage: int,
-    layout: str | None,
-    folder: Path | None,
-    resume: Path | None = None,
-    last: int = 6,
-    **config: Any,
-) -> list[dict[int, float]]:
-    """The losses of each rank by step."""
-    script = _TRAIN.format(
-        stage=stage,
-        layout=layout,
-        config=config,
-        folder=folder and str(folder),
-        resume=resume and str(resume),
-        last=last,
-    )
-    told = [end.told[-1] for end in worlds.run(2, script)]
-    return [{int(step): loss for step, loss in one["losses"].items()} for one in told]
+WARM = ("deepspeed_runs",)
 
 
 def files_in(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def after(step: int, losses: list[dict[int, float]]) -> list[dict[int, float]]:
-    return [{at: loss for at, loss in of_rank.items() if at > step} for of_rank in losses]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -74,10 +37,10 @@ from deepspeed_runs import *
 from async_ckpt.integrations.deepspeed import tag_folder
 training = Training({stage}, "deepspeed")
 real = tag_folder.name_latest
-def name_latest(save_dir, tag):
+def name_latest(file, tag):
     if tag == "global_step4" and {before}:
         here.die()
-    real(save_dir, tag)
+    real(file, tag)
     if tag == "global_step4":
         here.die()
 if here.rank == 0:

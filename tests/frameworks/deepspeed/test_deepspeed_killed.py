@@ -21,7 +21,7 @@ import async_ckpt
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-frameworks")
 
 
-WARM = "deepspeed_runs"
+WARM = ("deepspeed_runs",)
 NEVER = 10**9
 NUM_KILLS = 20
 

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: make test-frameworks")
 
 
-WARM = "deepspeed_runs"
+WARM = ("deepspeed_runs",)
 
 _TOLD = """
 import contextlib, io

@@ -12,7 +12,7 @@ from rank_worlds import Worlds
 
 pytest.importorskip("skyrl", reason="skyrl is not installed: make test-frameworks")
 
-WARM = "skyrl_runs"
+WARM = ("skyrl_runs",)
 FOLDER = "global_step_3/policy"
 OWN_FILES = [f"{what}_world_size_2_rank_{rank}.pt" for what in ("extra_state", "model", "optim") for rank in (0, 1)]
 
@@ -110,6 +110,57 @@ def test_without_the_optimizer_the_model_is_loaded_alone(worlds, tmp_path):
     assert [end.told for end in worlds.run(2, _WITHOUT_OPTIMIZER.format(folder=folder))] == [[True, 1]] * 2
     there, expected = (torch.load(f"{worlds.root}.{name}") for name in ("model", "expected"))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in there.items())
+
+
+_OWN_SAVE = """
+import warnings
+from skyrl_runs import *
+one = Training("async_ckpt")
+folders = [{root!r} + "/global_step_1/policy", {root!r} + "/global_step_2/policy"]
+one.train(1)
+one.save_checkpoint(folders[0], client_state={{"step": 1}})
+here.tell(one.load_checkpoint(folders[0])["client_state"])
+one.train(2)
+if here.rank == 1:
+    here.at("write", lambda: here.fail(OSError("gone")), step=2)
+one.save_checkpoint(folders[1], client_state={{"step": 2}})
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    told = one.load_checkpoint(folders[0])
+here.tell([told["client_state"], sum("goes on without" in str(one.message) for one in caught)])
+try:
+    one.strategy.finalize_pending_saves()
+except Exception as error:
+    here.tell("failed")
+"""
+
+
+def test_a_load_waits_for_the_save_under_way_and_goes_on_without_one_that_fails(worlds, tmp_path):
+    ended = worlds.run(2, _OWN_SAVE.format(root=str(tmp_path)))
+    assert [end.told for end in ended] == [[{"step": 1}, [{"step": 1}, 1], "failed"]] * 2
+
+
+_OTHER_RANKS = """
+from skyrl_runs import *
+one = Training("async_ckpt")
+one.train(1)
+before = [part.to_local().clone() for part in one.model.parameters()]
+try:
+    one.load_checkpoint({folder!r})
+except Exception as error:
+    here.tell([type(error).__name__, error.mismatched, str(error)])
+here.tell(all(map(torch.equal, before, [part.to_local() for part in one.model.parameters()])))
+"""
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_values_that_each_rank_has_saved_for_itself_are_refused_on_other_numbers_of_ranks(worlds, tmp_path, size):
+    folder, _ = saved(worlds, tmp_path, "async_ckpt")
+    for end in worlds.run(size, _OTHER_RANKS.format(folder=folder)):
+        (name, mismatched, text), is_as_before = end.told
+        assert (name, mismatched) == ("StateMismatchError", ["client_state.rank"])
+        assert "saved by each rank for itself, and there are not as many ranks now" in text
+        assert is_as_before
 
 
 _FAILS = """

@@ -12,7 +12,7 @@ from slices import some
 
 pytest.importorskip("skyrl", reason="skyrl is not installed: make test-frameworks")
 
-WARM = "skyrl_runs"
+WARM = ("skyrl_runs",)
 LATEST = "latest_ckpt_global_step.txt"
 
 _WHOLE = """

@@ -18,7 +18,7 @@ from async_ckpt import AsyncCheckpointer, Naming
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
 
-WARM = "titan_trainers"
+WARM = ("titan_trainers",)
 
 TRAIN = """
 from titan_trainers import *

@@ -14,7 +14,7 @@ from slices import some
 pytest.importorskip("verl", reason="verl is not installed: make test-frameworks")
 
 
-WARM = "verl_runs"
+WARM = ("verl_runs",)
 
 _TRAIN = """
 from verl_runs import *

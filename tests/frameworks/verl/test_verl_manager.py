@@ -16,7 +16,7 @@ import async_ckpt
 pytest.importorskip("verl", reason="verl is not installed: make test-frameworks")
 
 
-WARM = "verl_runs"
+WARM = ("verl_runs",)
 
 _TRAIN = """
 from verl_runs import *

@@ -1,4 +1,7 @@
-"""SkyRL's checkpoint calls: archives as SkyRL reads and writes them, while the engine goes on with other tenants."""
+"""SkyRL's checkpoint calls: archives as SkyRL reads and writes them, while the engine goes on with other tenants.
+
+What is saved is trained by SkyRL's own strategy, on one rank in this process, behind SkyRL's own dispatch.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,40 @@ import io
 import os
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from states import difference
-from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 import async_ckpt
 from async_ckpt import Place, RngState
 from async_ckpt.integrations.skyrl import CheckpointBackend
 from async_ckpt.testing import FaultyProxy
 from async_ckpt.testing.servers import Server
-from examples.dispatch import LocalDispatch, Trainee
 
-WORLD_SIZE = 3
-RANK_FILES = [
-    f"./{what}_world_size_{WORLD_SIZE}_rank_{rank}.pt"
-    for what in ("extra_state", "model", "optim")
-    for rank in range(WORLD_SIZE)
-]
+pytest.importorskip("skyrl", reason="skyrl is not installed: make test-frameworks")
+
+from skyrl_runs import OneWorker, Training
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's and SkyRL's own
+
+RANK_FILES = [f"./{what}_world_size_1_rank_0.pt" for what in ("extra_state", "model", "optim")]
 MEMBERS = [
     ".",
-    *RANK_FILES[:3],
+    RANK_FILES[0],
     "./fsdp_config.json",
     "./huggingface",
     "./huggingface/config.json",
     "./huggingface/tokenizer_config.json",
-    *RANK_FILES[3:],
+    *RANK_FILES[1:],
 ]
 
 
@@ -49,42 +54,47 @@ class Tokenizer:
         Path(folder, "tokenizer_config.json").write_text('{"tokenizer_class": "ByteTokenizer"}')
 
 
-def trainee(seed: int = 0) -> Trainee:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 7), nn.Dropout(0.3), nn.LayerNorm(7), nn.Linear(7, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
-    return Trainee(model, optimizer, scheduler, {"model_type": "mlp", "hidden_size": 7})
+class Tenants(OneWorker):
+    """Trainings by the ids of their owners."""
+
+    def __init__(self, trainings: Mapping[str, Training]) -> None:
+        super().__init__(next(iter(trainings.values())))
+        self._trainings = trainings
+
+    def save_checkpoint(self, *args: Any, model_id: str | None = None, **kwargs: Any) -> None:
+        self._training = self._trainings[model_id]
+        super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, model_id: str | None = None, **kwargs: Any) -> None:
+        self._training = self._trainings[model_id]
+        super().load_checkpoint(*args, **kwargs)
 
 
-def train(one: Trainee, steps: int) -> list[str]:
-    """The loss of each step, in every bit. Data and dropout are drawn from the global generator."""
-    losses = []
-    for _ in range(steps):
-        one.optimizer.zero_grad()
-        loss = one.model(torch.randn(5, 8)).square().mean()
-        loss.backward()
-        one.optimizer.step()
-        one.scheduler.step()
-        losses.append(loss.item().hex())
-    return losses
+def train(one: Training, steps: int) -> list[str]:
+    """The loss of each step, in every bit. Dropout is drawn from the global generator."""
+    return one.train(one.step + steps)
 
 
-def state_of(one: Trainee) -> dict[str, Any]:
-    parts = {"model": one.model, "optimizer": one.optimizer, "scheduler": one.scheduler}
-    return copied({name: part.state_dict() for name, part in parts.items()})
+def training(steps: int) -> Training:
+    one = Training(None)
+    one.train(steps)
+    return one
+
+
+def state_of(one: Training) -> dict[str, Any]:
+    return copied({name: part.state_dict() for name, part in one.parts.items()})
 
 
 def copied(state: Any) -> Any:
     """A copy that training does not change."""
     file = io.BytesIO()
-    torch.save(state, file)
+    torch.save(tree_map_only(DTensor, DTensor.to_local, state), file)
     file.seek(0)
     return torch.load(file)
 
 
-def backend_of(one: Trainee, **options: Any) -> CheckpointBackend:
-    return CheckpointBackend(LocalDispatch({"a": one}, world_size=WORLD_SIZE), tokenizer=Tokenizer(), **options)
+def backend_of(one: Training, **options: Any) -> CheckpointBackend:
+    return CheckpointBackend(OneWorker(one), tokenizer=Tokenizer(), **options)
 
 
 def with_options(options: dict[str, Any]) -> Callable[[Any], Place]:
@@ -95,11 +105,16 @@ def everything_below(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture
-def trained() -> Trainee:
-    one = trainee()
-    train(one, 3)
-    return one
+def trained() -> Training:
+    return training(3)
 
 
 @pytest.fixture
@@ -122,9 +137,7 @@ def test_skyrl_reads_the_archive_as_it_reads_its_own(trained, tmp_path):
     path = tmp_path / "model_a" / "000003.tar.gz"
     with backend_of(trained) as backend:
         backend.save_checkpoint(path, "a").result()
-    LocalDispatch({"a": trained}, world_size=WORLD_SIZE).save_checkpoint(
-        "policy", str(tmp_path / "direct"), Tokenizer()
-    )
+    OneWorker(trained).save_checkpoint("policy", str(tmp_path / "direct"), Tokenizer())
 
     with tarfile.open(path, "r") as tar:
         tar.extractall(tmp_path / "out", filter="data")
@@ -137,9 +150,7 @@ def test_skyrl_reads_the_archive_as_it_reads_its_own(trained, tmp_path):
 def test_members_have_the_names_and_the_order_that_tarfile_gives_them(trained, tmp_path):
     with backend_of(trained) as backend:
         backend.save_checkpoint(tmp_path / "ours.tar.gz", "a").result()
-    LocalDispatch({"a": trained}, world_size=WORLD_SIZE).save_checkpoint(
-        "policy", str(tmp_path / "direct"), Tokenizer()
-    )
+    OneWorker(trained).save_checkpoint("policy", str(tmp_path / "direct"), Tokenizer())
     with tarfile.open(tmp_path / "theirs.tar.gz", "w") as tar:
         tar.add(tmp_path / "direct", arcname=".")
 
@@ -167,9 +178,9 @@ def write_gzip(folder: Path, path: Path) -> None:
 def test_archives_that_skyrl_wrote_are_loaded(trained, tmp_path, write):
     """Its trainers write plain tars called .tar.gz, its JAX backend gzip frames without a leading dot."""
     (tmp_path / "direct").mkdir()
-    LocalDispatch({"a": trained}, world_size=WORLD_SIZE).save_checkpoint("policy", str(tmp_path / "direct"))
+    OneWorker(trained).save_checkpoint("policy", str(tmp_path / "direct"))
     write(tmp_path / "direct", tmp_path / "000003.tar.gz")
-    fresh = trainee(1)
+    fresh = training(1)
 
     backend_of(fresh).load_checkpoint(tmp_path / "000003.tar.gz", "a", load_optimizer=True)
 
@@ -187,8 +198,9 @@ def test_training_goes_on_from_a_load_as_if_it_had_never_stopped(trained, tmp_pa
     with backend_of(trained, **options) as backend:
         backend.save_checkpoint(path, "a")
         expected = train(trained, 5)  # while the save goes on
-    fresh = trainee(1)
+    fresh = training(1)
     backend_of(fresh, **options).load_checkpoint(path, "a", load_optimizer=True)
+    fresh.step = 3
 
     assert train(fresh, 5) == expected
     assert difference(state_of(fresh), state_of(trained)) is None
@@ -197,7 +209,7 @@ def test_training_goes_on_from_a_load_as_if_it_had_never_stopped(trained, tmp_pa
 def test_without_the_optimizer_a_load_leaves_it_and_its_scheduler_alone(trained, tmp_path):
     with backend_of(trained) as backend:
         backend.save_checkpoint(tmp_path / "x.tar.gz", "a")
-    fresh = trainee(1)
+    fresh = training(1)
     train(fresh, 1)
     before = state_of(fresh)
 
@@ -210,9 +222,7 @@ def test_without_the_optimizer_a_load_leaves_it_and_its_scheduler_alone(trained,
 
 
 def test_tenants_get_back_their_own(tmp_path):
-    tenants = {name: trainee(seed) for seed, name in enumerate(["a", "b", "c"])}
-    for steps, one in enumerate(tenants.values()):
-        train(one, steps)
+    tenants = {name: training(steps) for steps, name in enumerate(["a", "b", "c"])}
     saved = {name: state_of(one) for name, one in tenants.items()}
     roles = dict.fromkeys(tenants, "policy")
 
@@ -223,7 +233,7 @@ def test_tenants_get_back_their_own(tmp_path):
             backend.load_checkpoint(tmp_path / name / f"{step:06d}.tar.gz", name)
 
     async def all_of_them() -> None:
-        with CheckpointBackend(LocalDispatch(tenants, world_size=2), role=roles) as backend:
+        with CheckpointBackend(Tenants(tenants), role=roles) as backend:
             await asyncio.gather(*(tenant(backend, name) for name in tenants))
 
     asyncio.run(all_of_them())
@@ -262,7 +272,7 @@ def test_a_load_waits_for_the_save_to_its_path(trained, tmp_path, proxy, through
     hold = proxy.delay(None, method="PUT")
     order = []
 
-    class Watching(LocalDispatch):
+    class Watching(OneWorker):
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             order.append(handle.done())
             super().load_checkpoint(*args, **kwargs)
@@ -271,7 +281,7 @@ def test_a_load_waits_for_the_save_to_its_path(trained, tmp_path, proxy, through
         if hold.hits:  # in the load: nothing else would have let the upload go on
             hold.clear()
 
-    dispatch = Watching({"a": trained}, world_size=WORLD_SIZE)
+    dispatch = Watching(trained)
     options = {"place": through, "scratch": tmp_path / "scratch"}
     with CheckpointBackend(dispatch, validate=let_it_go, **options) as backend:
         handle = backend.save_checkpoint(f"s3://{bucket}/a.tar.gz", "a")
@@ -347,7 +357,7 @@ def test_a_failed_save_is_a_warning_at_the_next_one_and_raised_at_the_end(
 
 def test_an_unknown_model_is_refused_before_anything_is_written(trained, tmp_path):
     roles = {"a": "policy"}
-    backend = CheckpointBackend(LocalDispatch({"a": trained}), role=roles)
+    backend = CheckpointBackend(Tenants({"a": trained}), role=roles)
     for call in (backend.save_checkpoint, backend.save_sampler_checkpoint, backend.load_checkpoint):
         with pytest.raises(ValueError, match=r"no model 'b' here \(known: 'a'\); create it first"):
             call(tmp_path / "new" / "x.tar.gz", "b")
@@ -361,12 +371,12 @@ def test_an_unknown_model_is_refused_before_anything_is_written(trained, tmp_pat
 def test_the_state_of_a_model_is_validated_once_per_call_and_first(trained, tmp_path):
     story = []
 
-    class Telling(LocalDispatch):
+    class Telling(OneWorker):
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
             story.append("written")
             super().save_checkpoint(*args, **kwargs)
 
-    backend = CheckpointBackend(Telling({"a": trained}), validate=story.append)
+    backend = CheckpointBackend(Telling(trained), validate=story.append)
     backend.save_checkpoint(tmp_path / "x.tar.gz", "a").result()
     backend.load_checkpoint(tmp_path / "x.tar.gz", "a")
 
@@ -384,8 +394,8 @@ def test_what_has_no_checkpoint_methods_is_refused_when_the_backend_is_made():
 class OldDispatch:
     """As it was before tenants and asynchronous saves."""
 
-    def __init__(self, one: Trainee) -> None:
-        self._inner = LocalDispatch({"a": one}, world_size=2)
+    def __init__(self, one: Training) -> None:
+        self._inner = OneWorker(one)
 
     def save_checkpoint(self, model: str, ckpt_dir: str, tokenizer: Any = None) -> None:
         self._inner.save_checkpoint(model, ckpt_dir, tokenizer)
@@ -417,7 +427,7 @@ def test_a_dispatch_without_the_newer_methods_is_served_too(trained, tmp_path):
 def test_a_save_that_workers_go_on_with_is_complete_before_it_is_packed(trained, tmp_path):
     """As with Megatron's: the call returns before the files are there, and `finalize_pending_saves` waits for them."""
 
-    class Megatron(LocalDispatch):
+    class Megatron(OneWorker):
         pending: Any = None
 
         def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -428,14 +438,14 @@ def test_a_save_that_workers_go_on_with_is_complete_before_it_is_packed(trained,
             args, kwargs = self.pending
             super().save_checkpoint(*args, **kwargs)
 
-    with CheckpointBackend(Megatron({"a": trained}, world_size=WORLD_SIZE)) as backend:
+    with CheckpointBackend(Megatron(trained)) as backend:
         backend.save_checkpoint(tmp_path / "x.tar.gz", "a")
 
     with tarfile.open(tmp_path / "x.tar.gz") as tar:
         assert set(RANK_FILES) <= set(tar.getnames())
 
 
-class Creating(LocalDispatch):
+class Creating(OneWorker):
     """Its workers make the folder by themselves, and would take one that is there for somebody else's."""
 
     def save_checkpoint(self, model: str, ckpt_dir: str, *args: Any, **kwargs: Any) -> None:
@@ -450,7 +460,7 @@ class Creating(LocalDispatch):
 
 @pytest.mark.parametrize("call", ["save_checkpoint", "save_sampler_checkpoint"])
 def test_workers_are_given_a_folder_that_is_not_there_yet_as_skyrl_does(trained, tmp_path, call):
-    dispatch = Creating({"a": trained}, world_size=WORLD_SIZE)
+    dispatch = Creating(trained)
     with CheckpointBackend(dispatch, tokenizer=Tokenizer()) as backend:
         getattr(backend, call)(tmp_path / "ours.tar.gz", "a")
     with backend_of(trained) as backend:
@@ -465,13 +475,13 @@ def test_workers_are_given_a_folder_that_is_not_there_yet_as_skyrl_does(trained,
     assert everything_below(tmp_path) == ["expected.tar.gz", "ours.tar.gz"]
 
 
-class Idle(LocalDispatch):
+class Idle(OneWorker):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
 def test_workers_that_write_nothing_save_nothing(trained, tmp_path):
-    backend = CheckpointBackend(Idle({"a": trained}))
+    backend = CheckpointBackend(Idle(trained))
     with pytest.raises(async_ckpt.NothingWrittenError, match="nothing was written"):
         backend.save_checkpoint(tmp_path / "x.tar.gz", "a").result()
     backend.close()
@@ -482,7 +492,7 @@ def test_workers_that_write_nothing_save_nothing(trained, tmp_path):
 # --- failures -------------------------------------------------------------------------------------------------
 
 
-class Failing(LocalDispatch):
+class Failing(OneWorker):
     """Its second rank runs out of memory: some files are there, others are not."""
 
     def save_checkpoint(self, model: str, ckpt_dir: str, *args: Any, **kwargs: Any) -> None:
@@ -507,7 +517,7 @@ def test_workers_that_fail_publish_nothing_and_leave_no_files(trained, tmp_path,
     before = (tmp_path / "x.tar.gz").read_bytes()
 
     with pytest.raises(MemoryError, match="rank 1"):
-        getattr(CheckpointBackend(Failing({"a": trained})), call)(tmp_path / "x.tar.gz", "a")
+        getattr(CheckpointBackend(Failing(trained)), call)(tmp_path / "x.tar.gz", "a")
 
     assert everything_below(tmp_path) == ["x.tar.gz"]
     assert (tmp_path / "x.tar.gz").read_bytes() == before
@@ -533,7 +543,7 @@ def test_nothing_is_saved_after_the_end_and_ending_twice_is_ending_once(trained,
 # --- where the workers write ----------------------------------------------------------------------------------
 
 
-class Noting(LocalDispatch):
+class Noting(OneWorker):
     folders: list[Path]
 
     def save_checkpoint(self, model: str, ckpt_dir: str, *args: Any, **kwargs: Any) -> None:
@@ -547,7 +557,7 @@ class Noting(LocalDispatch):
 
 @pytest.mark.parametrize("scratch", [None, "shared"])
 def test_workers_write_and_read_beside_the_archive_or_where_they_are_told(trained, tmp_path, scratch):
-    dispatch = Noting({"a": trained})
+    dispatch = Noting(trained)
     where = tmp_path / (scratch or "model_a")
     with CheckpointBackend(dispatch, scratch=where if scratch else None) as backend:
         backend.save_checkpoint(tmp_path / "model_a" / "x.tar.gz", "a")
@@ -601,7 +611,7 @@ def test_paths_are_strings_paths_and_file_urls(trained, tmp_path, monkeypatch):
 # --- weights for sampling -------------------------------------------------------------------------------------
 
 
-class Sending(LocalDispatch):
+class Sending(OneWorker):
     """Has inference engines, which get the weights in memory."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -619,9 +629,10 @@ def test_a_sampler_checkpoint_is_the_export_of_the_model(trained, tmp_path):
         backend.save_sampler_checkpoint(path, "a")
 
     with async_ckpt.unpack(path) as folder:
-        assert everything_below(folder) == ["config.json", "model.safetensors", "tokenizer_config.json"]
+        names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json"]
+        assert everything_below(folder) == names
         weights = load_file(folder / "model.safetensors")
-    assert difference(weights, dict(sorted(trained.model.state_dict().items()))) is None
+    assert difference(weights, dict(sorted(state_of(trained)["model"].items()))) is None
     assert everything_below(path.parent) == [path.name]
 
 
@@ -657,7 +668,7 @@ def test_a_marker_is_not_loaded_as_weights(trained, tmp_path):
 @pytest.mark.parametrize("persist", [False, True])
 @pytest.mark.parametrize(("lora", "sent_to"), [(False, [None]), (True, ["a"])])
 def test_the_inference_engines_get_the_weights_whatever_is_kept(trained, tmp_path, persist, lora, sent_to):
-    dispatch = Sending({"a": trained})
+    dispatch = Sending(trained)
     with CheckpointBackend(dispatch, lora=lora) as backend:
         backend.save_sampler_checkpoint(tmp_path / "x.tar.gz", "a", persist=persist)
 
@@ -681,7 +692,7 @@ async def test_only_the_policy_can_be_sampled_from(trained, tmp_path, persist):
 
 async def test_on_an_event_loop_sending_weights_is_awaited(trained, tmp_path):
     """A call that would have to hold the loop is refused before anything is sent."""
-    dispatch = Sending({"a": trained})
+    dispatch = Sending(trained)
     with CheckpointBackend(dispatch) as backend:
         with pytest.raises(RuntimeError, match="await save_sampler_checkpoint_async instead"):
             backend.save_sampler_checkpoint(tmp_path / "x.tar.gz", "a")
@@ -699,7 +710,7 @@ async def test_weights_that_could_not_be_sent_leave_no_marker(trained, tmp_path)
         async def save_weights_for_sampler(self, model_id: str | None = None) -> None:
             raise ConnectionError("an engine is gone")
 
-    with CheckpointBackend(Broken({"a": trained})) as backend, pytest.raises(ConnectionError):
+    with CheckpointBackend(Broken(trained)) as backend, pytest.raises(ConnectionError):
         await backend.save_sampler_checkpoint_async(tmp_path / "x.tar.gz", "a", persist=False)
 
     assert everything_below(tmp_path) == []

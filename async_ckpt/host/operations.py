@@ -1,0 +1,225 @@
+"""The operations of this process, told to listeners when they have ended: what metrics and traces are made of.
+
+In: saves, publications, restores and pulls, as they begin and end. Out: calls of listeners. Knows nothing of: what an
+operation does, and what a listener does with it.
+
+Each listener has a thread of its own, so one that raises or never returns costs no save and no other listener anything.
+The thread that ends an operation only puts a value into a queue. It takes no lock, since a signal may interrupt it
+between any two lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import Context, copy_context
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from ..report import PullReport, SaveReport
+from ..spans import TIMEKEEPER, Interval, Spans, wall_time
+from .process import in_forked_child
+from .threads import start_thread
+
+Kind = Literal["save", "publish", "restore", "pull"]
+Outcome = Literal["done", "failed", "skipped"]
+
+# Operations that wait for a listener; any more are dropped, so that a listener that hangs takes little memory.
+_MAX_QUEUED: Final = 1000
+_MAX_ERROR_CHARACTERS: Final = 500
+
+_log: Final = logging.getLogger("async_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An operation that has ended. Times are in seconds since the epoch.
+
+    `roots` are those of the run, or of the publication; empty for a save to a path of its own. `step` is the version of
+    a publication or pull; None if there is none. `phases` overlap. `report` is that of a save or pull that has not
+    failed. `error` and its type are texts, since an exception would keep the caller's objects alive. `context` has the
+    context variables of the call.
+    """
+
+    kind: Kind
+    roots: tuple[str, ...]
+    step: int | None
+    outcome: Outcome
+    begin: float
+    end: float
+    phases: tuple[Interval, ...]
+    report: SaveReport | PullReport | None
+    error_type: str
+    error: str
+    context: Context
+
+    @property
+    def run(self) -> str:
+        """The first root, which stands for the run; empty for a save to a path of its own."""
+        return self.roots[0] if self.roots else ""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+class Operation:
+    """A save, publication, restore or pull that is under way. Whoever carries it out creates it, and calls `end`."""
+
+    def __init__(self, kind: Kind, roots: tuple[str, ...], spans: Spans, context: Context | None = None) -> None:
+        """`spans` began with the operation. `context` is by default that of this thread."""
+        self.kind, self.roots = kind, tuple(root.rstrip("/") or "/" for root in roots)
+        self._spans, self._context = spans, copy_context() if context is None else context
+        self._epoch = wall_time() - spans.clock()
+        _under_way[id(self)] = self
+
+    @property
+    def run(self) -> str:
+        """The first root; empty for a save to a path of its own."""
+        return self.roots[0] if self.roots else ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return self._spans.total()
+
+    def end(
+        self,
+        step: int | None,
+        report: SaveReport | PullReport | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Have all listeners called with the operation. Returns at once. It is skipped if its report says so."""
+        _under_way.pop(id(self), None)
+        if not _listening:
+            return
+        outcome: Outcome = "done" if error is None else "failed"
+        if isinstance(report, SaveReport) and report.status == "skipped":
+            outcome = "skipped"
+        ended = Ended(
+            kind=self.kind,
+            roots=self.roots,
+            step=step,
+            outcome=outcome,
+            begin=self._epoch + self._spans.begin,
+            end=self._epoch + self._spans.clock(),
+            phases=tuple(
+                Interval(p.name, self._epoch + p.begin, self._epoch + p.end) for p in self._spans.phases.copy().values()
+            ),
+            report=report,
+            error_type="" if error is None else type(error).__name__,
+            error=_text_of(error),
+            context=self._context,
+        )
+        for listening in _listening:
+            listening.put(ended)
+
+
+def _text_of(error: BaseException | None) -> str:
+    try:
+        return "" if error is None else str(error)[:_MAX_ERROR_CHARACTERS]
+    except Exception:  # an exception class of the user's
+        return ""
+
+
+@contextmanager
+def observed(kind: Kind, roots: tuple[str, ...]) -> Iterator[Operation]:
+    """Observe a call, which ends the operation itself, or raises."""
+    operation = Operation(kind, roots, Spans())
+    try:
+        yield operation
+    except BaseException as error:
+        operation.end(None, error=error)
+        raise
+
+
+class Listening:
+    """A listener and its thread, which calls it in the order in which operations end. `listen` creates it."""
+
+    def __init__(self, listener: Callable[[Ended], None]) -> None:
+        self._listener = listener
+        self._queue: queue.SimpleQueue[Ended | threading.Event | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._has_failed = self._has_dropped = False  # each is logged once
+        start_thread("listener", self._run, daemon=True)
+
+    def put(self, ended: Ended) -> None:
+        if self._queue.qsize() < _MAX_QUEUED:
+            self._queue.put(ended)
+        elif not self._has_dropped:
+            self._has_dropped = True
+            _log.error("%r does not return; it is not told of operations until it does", self)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until the listener was called with all operations that ended before. False after `timeout` seconds."""
+        if self._is_closed:
+            return True
+        called = threading.Event()
+        self._queue.put(called)
+        return called.wait(timeout)
+
+    def close(self) -> None:
+        """Call the listener with no later operation. Returns at once, and may be called again."""
+        global _listening
+        self._is_closed = True
+        with _changing:
+            _listening = tuple(one for one in _listening if one is not self)
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                self._listener(item)
+            except Exception:
+                if not self._has_failed:
+                    _log.exception("%r raised; no save is affected, and its later errors are not logged", self)
+                self._has_failed = True
+            del item  # its context must not live until the next operation comes
+
+    def __repr__(self) -> str:
+        return f"<Listening {getattr(self._listener, '__qualname__', self._listener)}>"
+
+
+_changing = threading.Lock()
+_listening: tuple[Listening, ...] = ()  # replaced as a whole, under _changing; any thread reads it
+_under_way: dict[int, Operation] = {}  # by id; each use is one call of the dict's, which is atomic
+
+
+def listen(listener: Callable[[Ended], None]) -> Listening:
+    """Call `listener` with each operation that ends from now on, on a thread of its own.
+
+        listening = listen(lambda ended: print(ended.kind, ended.step, ended.outcome, ended.seconds))
+
+    The first error of the listener is logged. A forked child has no listeners.
+    """
+    global _listening
+    listening = Listening(listener)
+    with _changing:
+        _listening = (*_listening, listening)
+    return listening
+
+
+def under_way() -> list[Operation]:
+    """The operations that have not ended, the oldest first."""
+    return list(_under_way.copy().values())
+
+
+def flush_all(timeout: float) -> None:
+    """Wait until all listeners were called with the operations that ended before, for `timeout` seconds at most."""
+    deadline = TIMEKEEPER.now() + timeout
+    for listening in _listening:
+        listening.flush(max(0.0, deadline - TIMEKEEPER.now()))
+
+
+@in_forked_child
+def _forget() -> None:
+    """Begin anew in a forked child, which has neither the threads of the listeners nor the parent's operations."""
+    global _changing, _listening
+    _changing, _listening = threading.Lock(), ()
+    _under_way.clear()

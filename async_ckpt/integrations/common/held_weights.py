@@ -1,0 +1,152 @@
+"""The weights of held snapshots, one after the other, by the names that engines know.
+
+In: a part of a snapshot, and later that of the next one. Out: names, shapes and layouts that stay, and tensors. Knows
+nothing of: engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ...around.hf_weights import Weights, weights_of
+from ...errors import StateMismatchError, UnsupportedStateError
+from ...slicing.sharded import Placed, is_dtensor, is_sharded
+from ...state.captured import SnapshotView
+
+
+class HeldTensor(NamedTuple):
+    """One tensor of a model as a whole; `spec` is torch's DTensorSpec if ranks hold slices of it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    spec: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def placements(self) -> tuple[int | None, ...] | None:
+        """By axis of the mesh the dimension that is cut along it, or None; None if it is cut in another way."""
+        kinds = {type(placement).__name__ for placement in self.spec.placements}
+        if not kinds <= {"Shard", "Replicate"}:
+            return None
+        return tuple(getattr(placement, "dim", None) for placement in self.spec.placements)
+
+
+class SnapshotWeights:
+    """The weights of a model in a snapshot, by the names that `export_hf` writes.
+
+        weights = SnapshotWeights(snap["model"])
+        for name, tensor in weights.whole(): ...
+
+    A snapshot that is closed meanwhile is read to the end, as by every reader; the next call raises ClosedError. Made
+    on the thread that has the training, and used by one thread at a time.
+
+    Raises TypeError for anything but a part of a snapshot, and UnsupportedStateError for a part that is no model.
+    """
+
+    def __init__(self, view: SnapshotView) -> None:
+        self.tensors = _described(_weights_in(view))
+        self._view = view
+
+    def renew(self, view: SnapshotView) -> None:
+        """Go on with a later snapshot of the same model.
+
+        Raises StateMismatchError if it has other names, shapes, dtypes or layouts; then the snapshot before stays.
+        """
+        tensors = _described(_weights_in(view))
+        before, after = {t.name: t for t in self.tensors}, {t.name: t for t in tensors}
+        mismatched = sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
+        if before == after:
+            self._view = view
+            return
+        missing, unexpected = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
+        named = [*missing, *unexpected, *mismatched]
+        raise StateMismatchError(
+            f"the snapshot is of another model than the engine was told of ({', '.join(named[:5])!a:.300}); begin a "
+            "transfer of its own for it",
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
+            mismatched=tuple(mismatched),
+        )
+
+    def whole(self, device: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor as a whole, on the host or on `device`, in the order of `tensors`.
+
+        Tensors that ranks hold slices of are gathered, one at a time: then all of these ranks must go through all
+        items. Waits until the snapshot is complete. Raises ClosedError and TornSnapshotError.
+        """
+        return self._each(device, whole=True)
+
+    def local(self, device: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Like `whole`, but of each tensor the slice that this rank holds, without the other ranks.
+
+        Only a tensor without `placements` is gathered.
+        """
+        return self._each(device, whole=False)
+
+    def _each(self, device: Any, *, whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        weights, completion = _weights_in(self._view), self._view.completion
+        error = completion.exception()
+        if error is not None:
+            raise error
+        tensors: dict[str, Any] = (
+            dict(weights.tensors) if weights.is_spread else weights.as_published(dict(weights.tensors))
+        )
+        del weights
+        for described in self.tensors:
+            tensor = tensors.pop(described.name)  # what was read is given back once nothing needs it
+            with torch.no_grad():
+                if described.spec is not None:
+                    is_whole = whole or described.placements is None
+                    tensor = _gathered(tensor) if is_whole else tensor._local_tensor
+                yield described.name, tensor if device is None else tensor.to(device)
+
+
+def _weights_in(view: SnapshotView) -> Weights:
+    if not isinstance(view, SnapshotView):
+        raise TypeError(
+            f"the weights must be in a snapshot, got {type(view).__name__}; take one and give its part: "
+            'async_ckpt.snapshot({"model": model})["model"]'
+        )
+    weights = weights_of(view, {})
+    if weights.stem != "model":
+        raise UnsupportedStateError(
+            "this is an adapter, and engines take whole models here; write it by export_hf, and have the engine load "
+            "that folder",
+            path="",
+        )
+    for name, tensor in weights.tensors.items():
+        if is_sharded(tensor) and not is_dtensor(tensor):
+            raise UnsupportedStateError(f"{name!a} is a shard that only DTensors may be here; export it", path=name)
+    return weights
+
+
+def _described(weights: Weights) -> list[HeldTensor]:
+    published = weights.described()
+    if not weights.is_spread:
+        return [HeldTensor(name, tensor.dtype, tuple(tensor.shape), None) for name, tensor in published.items()]
+    if published.keys() != weights.tensors.keys():
+        raise UnsupportedStateError(
+            "this model is spread over ranks, and has other tensors in memory than in its checkpoints; export it with "
+            "export_hf instead",
+            path="",
+        )
+    spread: dict[str, Any] = weights.tensors
+    return [
+        HeldTensor(name, tensor.dtype, tuple(tensor.shape), tensor._spec if is_dtensor(tensor) else None)
+        for name, tensor in spread.items()
+    ]
+
+
+def _gathered(tensor: Any) -> torch.Tensor:
+    """The whole tensor of a DTensor whose slices are on the host, by a collective on the devices of its mesh."""
+    local = tensor._local_tensor.to(tensor.device_mesh.device_type)
+    whole: torch.Tensor = Placed.of(tensor).around(local).full_tensor()
+    return whole

@@ -1,0 +1,347 @@
+"""Weights that are stored anywhere, as a stream of tensors by the names that engines know.
+
+In: an archive, a step, a run, an export, or a published version. Out: names and tensors, one after the other. Knows
+nothing of: engines.
+
+The stream takes three pieces of 128 MiB, or three of the largest tensor, however large the model is: one that the
+caller uses, one that waits, and one that is being read on a thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Self, TypeAlias
+
+import torch
+
+from ...errors import NotCommittedError, StorageUnavailableError
+from ...host.threads import start_thread
+from ...host.waits import LIVENESS_SECONDS
+from ...loading.archives.contents import CPU, Contents, Part
+from ...loading.archives.find import committed_step, from_committed, from_path
+from ...loading.fill import Wanted, fill, planned
+from ...loading.load import load_parts
+from ...publishing.folder_replica import FolderReplica
+from ...publishing.source import WeightsState
+from ...publishing.subscriber import Subscriber
+from ...publishing.version_checks import has_versions
+from ...spec import MIB
+from ...state.tree import StoredLeaf, replaced
+from ...storage.place import Place
+
+PIECE_BYTES: Final = 128 * MIB
+_MODEL: Final = "model"
+
+Item: TypeAlias = tuple[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The place of a model's weights, in values that JSON knows.
+
+        StoredWeights("s3://bucket/run", step=1200)
+        StoredWeights("s3://bucket/weights", version=1200, folder="/local/model")
+
+    Args:
+        path: an archive, the folder of a step, a run, a folder of Hugging Face, or the root of a Publisher; a path or
+            URL.
+        step: of a run, a committed step; by default the newest.
+        version: of a Publisher's root, by default the newest.
+        part: the name of the entry with the weights, such as "policy"; by default "model", if the state has more than
+            tensors.
+        folder: for versions, a folder on this machine that they are pulled into, and read from. Processes may share it.
+        options: of the client of a URL, such as its endpoint.
+
+    Raises ValueError for values that do not fit together.
+    """
+
+    path: str
+    step: int | None = None
+    version: int | None = None
+    part: str | None = None
+    folder: str | None = None
+    options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.step is not None and self.version is not None:
+            raise ValueError("step is for a run and version for the root of a Publisher; give one of them")
+        for name, kind in (("path", str), ("step", int), ("version", int), ("part", str), ("folder", str)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not (isinstance(value, kind) or (value is None and name != "path")):
+                raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r:.100}")
+        self.place()
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], **defaults: Any) -> Self:
+        """From what JSON has given; `defaults` are for names that are not there. Raises ValueError for other names."""
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(given.keys() - set(known)):
+            raise ValueError(f"{unknown[0]!r} is not known here; there are {', '.join(known)}")
+        values = {**defaults, **given}
+        if "path" not in values:
+            raise ValueError('"path" is missing: where the weights are, a path or URL')
+        return cls(**values)
+
+    def place(self) -> Place:
+        """The path with its options."""
+        return Place(self.path, options=self.options) if self.options else Place(self.path)
+
+    def __str__(self) -> str:
+        numbers = [f"{name} {value}" for name in ("step", "version") if (value := getattr(self, name)) is not None]
+        return ", ".join([self.place().shown, *numbers])
+
+    def check(self) -> None:
+        """Raise what `tensors` raises where there is nothing to read; only indices are read."""
+        if self._is_published():
+            self._published_version()
+        else:
+            self._open(lambda parts: weights_in(parts, self.part))
+
+    def tensors(self) -> Iterator[Item]:
+        """The names and tensors of the weights, on the host, in the order in which they are stored.
+
+        Every byte is compared with its digest, where there are digests. Tied tensors come under each of their names.
+        Raises NotCommittedError for a step or version that does not exist or is not complete, KeyError for a `part`
+        that does not, CorruptCheckpointError, ValueError if versions have no `folder`, and StorageUnavailableError,
+        also if the weights are replaced while they are read.
+        """
+        return read_ahead(self._read)
+
+    # --- on the thread that reads -----------------------------------------------------------------------------
+
+    def _read(self, put: Callable[[deque[Item]], None]) -> None:
+        if not self._is_published():
+            self._open(_once(lambda parts: _read_all(weights_in(parts, self.part), put), self))
+            return
+        folder, state = self._pulled()
+        from_path(folder, _once(lambda parts: _read_all(weights_in(parts, None), put), self), verify=True)
+        after = _state_of(folder)
+        if after != state:
+            version = "none" if after is None else after.version
+            raise StorageUnavailableError(
+                f"{folder} was brought from version {state.version} to {version} while its weights were read; load "
+                "them again, and let engines of different versions have folders of their own",
+                path=str(folder),
+            )
+
+    def _open(self, use: Callable[[Sequence[Part]], Any]) -> Any:
+        if self.step is not None:
+            return from_committed(committed_step(self.place(), self.step), use, verify=True)
+        return from_path(self.place(), use, verify=True)
+
+    def _is_published(self) -> bool:
+        """Whether these are versions. Raises NotCommittedError if a version is wanted where there is none."""
+        storage = self.place().storage()
+        names = storage.names("")
+        if has_versions(names):
+            return True
+        if self.version is None:
+            return False
+        path = storage.locate("")
+        raise NotCommittedError(
+            f"{path}: version {self.version} is not there, nor any other; give the root of a Publisher",
+            path=path,
+            step=self.version,
+        )
+
+    def _published_version(self) -> int:
+        """The number of the version. Raises NotCommittedError if it is not there."""
+        with Subscriber(self.place()) as subscriber:
+            numbers = subscriber.versions()
+        version = max(numbers, default=None) if self.version is None else self.version
+        if version is None or version not in numbers:
+            advice = f"there are {numbers[0]} to {numbers[-1]}" if numbers else "none is complete"
+            raise NotCommittedError(
+                f"{self}: the version is not there; {advice}", path=self.place().shown, step=self.version
+            )
+        return version
+
+    def _pulled(self) -> tuple[Path, WeightsState]:
+        """The folder of the host, brought to the version, and its state."""
+        if self.folder is None:
+            raise ValueError(
+                f"{self.place().shown} has published versions, which are pulled into a folder of this machine first: "
+                'give one, such as "folder": "/local/model"; it may be shared by all engines of the host'
+            )
+        folder = Path(self.folder)
+        with Subscriber(self.place()) as subscriber:
+            report = subscriber.pull(folder, self.version)
+        state = _state_of(folder)
+        if state is None or state.version != report.version:
+            raise StorageUnavailableError(
+                f"{folder} was brought to another version than {report.version} meanwhile; load it again, and let "
+                "engines of different versions have folders of their own",
+                path=str(folder),
+            )
+        return folder, state
+
+
+def _state_of(folder: Path) -> WeightsState | None:
+    replica = FolderReplica(folder)
+    with replica.locked():
+        return replica.state
+
+
+def _once(use: Callable[[Sequence[Part]], None], weights: StoredWeights) -> Callable[[Sequence[Part]], None]:
+    """`use`, which has handed tensors on and cannot begin again: a second call raises StorageUnavailableError."""
+    calls: list[None] = []
+
+    def use_once(parts: Sequence[Part]) -> None:
+        if calls:
+            raise StorageUnavailableError(
+                f"{weights} was replaced, or could not be read, while its weights were being handed on; load it again",
+                path=weights.place().shown,
+            )
+        calls.append(None)
+        use(parts)
+
+    return use_once
+
+
+# --- the weights in a state ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class LocatedTensor:
+    """One tensor of an open file, by its number there."""
+
+    file: Contents
+    number: int
+
+
+def weights_in(parts: Sequence[Part], part: str | None) -> dict[str, LocatedTensor]:
+    """The tensors of a model in the state of these files, by name. Raises KeyError if there is no such part."""
+
+    def located(one: Part) -> Any:
+        one.archive.learn_names(everything=True)
+        value, _ = one.archive.tree(groups=one.groups)
+        return replaced(value, lambda leaf: LocatedTensor(one.archive, leaf.number) if _is_tensor(leaf) else None)
+
+    state = load_parts(parts, located)
+    path = parts[0].archive.path
+    if part is None:
+        has_more = isinstance(state, Mapping) and not all(isinstance(item, LocatedTensor) for item in state.values())
+        part = _MODEL if has_more and _MODEL in state else None
+        found = state if part is None else state[part]
+        if has_more and part is None:
+            names = ", ".join(map(str, state))
+            raise KeyError(f'{path} holds {names:.300}; say which of these are the weights, such as "part": "policy"')
+    else:
+        found = _entry(state, part, path)
+    tensors = dict(_named(found, ""))
+    if not tensors:
+        raise KeyError(f"{path} has no tensors{f' in {part!r}' if part else ''}; give the part that has the weights")
+    return tensors
+
+
+def _is_tensor(leaf: StoredLeaf) -> bool:
+    return leaf.kind == "tensor"
+
+
+def _entry(state: Any, part: str, path: str) -> Any:
+    """The entry of this name, or of the names between its dots."""
+    for key in [part] if isinstance(state, Mapping) and part in state else part.split("."):
+        if not isinstance(state, Mapping) or key not in state:
+            known = ", ".join(map(str, state)) if isinstance(state, Mapping) else "no names"
+            raise KeyError(f"part {part!r} is not in {path}; there are {known:.300}")
+        state = state[key]
+    return state
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, LocatedTensor]]:
+    if isinstance(value, LocatedTensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named(item, f"{name}.{key}" if name else str(key))
+
+
+def _read_all(tensors: Mapping[str, LocatedTensor], put: Callable[[deque[Item]], None]) -> None:
+    """Read the tensors in pieces, and hand each piece on."""
+    by_file: dict[int, tuple[Contents, dict[int, list[str]]]] = {}
+    for name, stored in tensors.items():
+        _, names = by_file.setdefault(id(stored.file), (stored.file, {}))
+        names.setdefault(stored.number, []).append(name)
+    for file, names in by_file.values():
+        file.need((number, None) for number in names)  # before `primary`: some ties are known only afterwards
+        of_primary: dict[int, list[str]] = {}
+        for number, given in names.items():
+            of_primary.setdefault(file.primary(number), []).extend(given)
+        piece: dict[int, torch.Tensor] = {}
+        num_bytes = 0
+        for number in of_primary:
+            piece[number] = file.empty(number, CPU)
+            num_bytes += piece[number].nbytes
+            if num_bytes >= PIECE_BYTES:
+                put(_filled(file, piece, of_primary))
+                num_bytes = 0
+        if piece:
+            put(_filled(file, piece, of_primary))
+
+
+def _filled(file: Contents, piece: dict[int, torch.Tensor], names: Mapping[int, Sequence[str]]) -> deque[Item]:
+    fill(planned([(file, [Wanted(number, tensor) for number, tensor in piece.items()])]))
+    items = deque((name, tensor) for number, tensor in piece.items() for name in names[number])
+    piece.clear()
+    return items
+
+
+# --- a reader that is ahead of its caller by one piece ------------------------------------------------------------
+
+
+class _UnwantedError(Exception):
+    """The caller wants no more."""
+
+
+@dataclass(frozen=True)
+class _End:
+    error: BaseException | None
+
+
+def read_ahead(read: Callable[[Callable[[deque[Item]], None]], None]) -> Iterator[Item]:
+    """The items of the pieces that `read` hands to the function that it is given, on a thread of its own.
+
+    Its error is raised where the caller has got to. The thread ends soon after the iterator is closed.
+    """
+    pieces: queue.Queue[deque[Item] | _End] = queue.Queue(1)
+    closed = threading.Event()
+
+    def put(piece: deque[Item] | _End) -> None:
+        while not closed.is_set():
+            with suppress(queue.Full):
+                pieces.put(piece, timeout=LIVENESS_SECONDS)
+                return
+        raise _UnwantedError
+
+    def run() -> None:
+        error = None
+        try:
+            read(put)
+        except BaseException as failed:
+            error = failed
+        with suppress(_UnwantedError):
+            put(_End(error))
+
+    thread = start_thread("weights", run, daemon=True)
+    try:
+        while True:
+            try:
+                piece = pieces.get(timeout=LIVENESS_SECONDS)
+            except queue.Empty:
+                if not thread.is_alive() and pieces.empty():
+                    raise RuntimeError("the thread that reads weights has died; load them again") from None
+                continue
+            if isinstance(piece, _End):
+                if piece.error is not None:
+                    raise piece.error
+                return
+            while piece:
+                yield piece.popleft()
+    finally:
+        closed.set()

@@ -1,0 +1,285 @@
+"""SGLang: the weights of a held snapshot for an engine on the same devices, or on the same host.
+
+In: an engine of SGLang, or its URL, and a part of a snapshot. Out: an engine that has the weights. Knows nothing of:
+files.
+
+The weights go in SGLang's flattened buckets: the bytes of several tensors in one, of which the engine gets a handle.
+Tensors with the largest items come first in each, so that every tensor is aligned.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from itertools import chain
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..backends import is_on_host
+from ..following.web import EngineError, HttpClient
+from ..spans import TIMEKEEPER
+from ..spec import MIB
+from ..state.captured import SnapshotView
+from .common.frameworks import require, require_names
+from .common.held_weights import SnapshotWeights
+from .common.joint_errors import meet
+
+OLDEST: Final = "0.5.23"
+NEWEST: Final = "0.5"
+_FORMAT: Final = "flattened_bucket"
+
+
+class UpdatableEngine(Protocol):
+    """The part of an engine that is used: `sglang.Engine` has it, and so has `HttpEngine`."""
+
+    def begin_weight_update(self) -> Any: ...
+
+    def update_weights_from_tensor(self, named_tensors: list[Any], load_format: str, flush_cache: bool) -> Any: ...
+
+    def end_weight_update(self) -> Any: ...
+
+
+def send_weights(
+    engine: UpdatableEngine | None,
+    view: SnapshotView,
+    *,
+    device: Any = None,
+    bucket_bytes: int = 512 * MIB,
+    tp_size: int = 1,
+    group: Any = None,
+    version: int | str | None = None,
+) -> None:
+    """Have an engine of SGLang take the weights of a snapshot, and return when it has them.
+
+        send_weights(engine, snap["model"], device="cuda")
+        send_weights(HttpEngine("http://127.0.0.1:30000"), snap["model"], device="cuda", version=step)
+
+    The engine must be on the same host, and take no requests meanwhile. After an error it may have some old and some
+    new weights: send them again before it generates.
+
+    Args:
+        engine: an `sglang.Engine`, or an `HttpEngine`. Of several ranks, that of the first alone is used.
+        view: the part of the snapshot that is the model.
+        device: where a bucket is put, of which the engine gets a handle: "cuda" for an engine on the same GPU. By
+            default it stays on the host, in memory that is shared by files.
+        bucket_bytes: the size of a bucket; a larger tensor has one of its own.
+        tp_size: the tensor parallelism of the engine, if one process sends to all of its ranks.
+        group: the process group of the training's ranks, if each sends to the engine's rank on the same device. All of
+            them call this. By default this process sends alone.
+        version: what the engine calls the weights from then on, such as the training step; an `HttpEngine` alone can
+            be told.
+
+    Raises RuntimeError if the engine refuses, with what it says; ConnectionError if it cannot be reached; TypeError for
+    anything but a part of a snapshot; ClosedError, TornSnapshotError and UnsupportedStateError; and PeerFailedError if
+    another rank of the group has failed.
+    """
+    if group is not None and tp_size != 1:
+        raise ValueError("tp_size is for one process that sends to all ranks of the engine; leave it out with group=")
+    if bucket_bytes < 1 or tp_size < 1:
+        raise ValueError(f"bucket_bytes and tp_size must be at least 1, got {bucket_bytes!r} and {tp_size!r}")
+    if version is not None and engine is not None and not hasattr(engine, "update_weight_version"):
+        raise ValueError(f"{type(engine).__name__} cannot be told the version of its weights; leave version out")
+    sglang = _sglang()
+    ranks = _SendingRanks(tp_size, group)
+    buckets = flattened_buckets(SnapshotWeights(view), bucket_bytes, device)
+    first = next(buckets, None)  # the snapshot may fail before the engine is told anything
+    if first is None:
+        raise ValueError("the model has no items to send")
+    caller = engine if ranks.is_first else None
+    _tell(ranks, caller, lambda engine: engine.begin_weight_update(), "begin_weight_update")
+    try:
+        for bucket, is_last in _with_last(chain([first], buckets)):
+            payloads = ranks.payloads(partial(_serialized, sglang, bucket))
+            load = partial(_load, payloads=payloads, is_last=is_last)
+            _tell(ranks, caller, load, "update_weights_from_tensor")
+    except BaseException:
+        if caller is not None:  # or the engine would refuse to begin another update
+            with suppress(Exception):
+                caller.end_weight_update()
+        raise
+    _tell(ranks, caller, lambda engine: engine.end_weight_update(), "end_weight_update")
+    if version is not None and caller is not None:
+        caller.update_weight_version(str(version))  # type: ignore[attr-defined]
+
+
+def flattened_buckets(weights: SnapshotWeights, bucket_bytes: int, device: Any = None) -> Iterator[Any]:
+    """SGLang's FlattenedTensorBuckets of these weights, each of at most `bucket_bytes` unless a tensor is larger."""
+    bucket_of = _sglang().tensor_bucket.FlattenedTensorBucket
+    tensors: list[tuple[str, torch.Tensor]] = []
+    room = bucket_bytes
+
+    def flattened() -> Any:
+        tensors.sort(key=lambda named: -named[1].element_size())
+        flat = bucket_of(named_tensors=tensors)
+        tensors.clear()
+        return flat
+
+    for name, tensor in weights.whole(device):
+        if not tensor.numel():
+            continue  # nothing to load
+        if tensors and tensor.nbytes > room:
+            yield flattened()
+            room = bucket_bytes
+        tensors.append((name, tensor))
+        room -= tensor.nbytes
+    if tensors:
+        yield flattened()
+
+
+class HttpEngine:
+    """An engine behind SGLang's HTTP server, on this host.
+
+    engine = HttpEngine("http://127.0.0.1:30000", timeout_seconds=120)
+
+    `api_key` is the server's admin key, if it has one. Calls raise ConnectionError if the server does not answer in
+    `timeout_seconds`, and return what it says otherwise. Raises ValueError for a URL that is none.
+    """
+
+    def __init__(self, url: str, *, timeout_seconds: float = 300.0, api_key: str | None = None) -> None:
+        self._client, self._timeout_seconds = HttpClient(url, key=api_key), timeout_seconds
+
+    def begin_weight_update(self) -> Any:
+        return self._post("begin_weight_update", {})
+
+    def update_weights_from_tensor(self, named_tensors: list[Any], load_format: str, flush_cache: bool) -> Any:
+        payloads = [base64.b64encode(payload).decode() for payload in named_tensors]
+        request = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": flush_cache}
+        return self._post("update_weights_from_tensor", request)
+
+    def end_weight_update(self) -> Any:
+        return self._post("end_weight_update", {})
+
+    def update_weight_version(self, version: str) -> Any:
+        return self._post("update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    def _post(self, route: str, body: dict[str, Any]) -> Any:
+        try:
+            reply = self._client.post(f"/{route}", body, deadline=TIMEKEEPER.now() + self._timeout_seconds)
+        except EngineError as error:
+            raise ConnectionError(
+                f"the engine has not answered ({error}); if it was in the middle of an update, it has some old and "
+                "some new weights"
+            ) from error
+        if reply.is_fine or reply.fields():
+            return reply.fields()
+        return {"success": False, "message": f"HTTP status {reply.status}: {reply.text:.500}"}
+
+
+# --- one process, or one of several -------------------------------------------------------------------------------
+
+
+class _SendingRanks:
+    """The ranks of a training that send to one engine together."""
+
+    def __init__(self, tp_size: int, group: Any) -> None:
+        self._tp_size, self._group = tp_size, group
+        self.is_first = group is None or dist.get_rank(group) == 0
+
+    def gather(self, brought: list[Any]) -> list[Any]:
+        """The lists of all ranks, one after the other."""
+        if self._group is None:
+            return brought
+        of_ranks: list[list[Any]] = [[] for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather_object(of_ranks, brought, group=self._group)
+        return [one for of_rank in of_ranks for one in of_rank]
+
+    def payloads(self, serialize: Callable[[], bytes]) -> list[bytes]:
+        """A handle for each rank of the engine. Each is opened once, so one process makes as many as it has ranks."""
+        if self._group is None:
+            return [serialize() for _ in range(self._tp_size)]
+        return meet(serialize, self.gather)
+
+
+def _tell(
+    ranks: _SendingRanks, engine: UpdatableEngine | None, call: Callable[[UpdatableEngine], Any], name: str
+) -> None:
+    """Call the engine on the first rank; the others wait, so that what they share stays, and hear of an error."""
+
+    def tell() -> None:
+        if engine is not None:
+            _check_answer(call(engine), name)
+        elif ranks.is_first:
+            raise TypeError("the first rank needs an engine, got None")
+
+    meet(tell, ranks.gather)
+
+
+def _load(engine: UpdatableEngine, *, payloads: list[Any], is_last: bool) -> Any:
+    return engine.update_weights_from_tensor(payloads, load_format=_FORMAT, flush_cache=is_last)
+
+
+def _check_answer(answer: Any, name: str) -> None:
+    """Raises RuntimeError for an answer that is not a success. Engines answer by a tuple, servers by a dict."""
+    if isinstance(answer, dict):
+        success, message = bool(answer.get("success")), answer.get("message", answer)
+    else:
+        success, message = (*answer, "")[:2]
+    if not success:
+        raise RuntimeError(
+            f"SGLang refuses {name}: {message}; if it was in the middle of an update, it has some old and some new "
+            "weights. Send weights of the model that the engine has, by the names that export_hf writes"
+        )
+
+
+def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    held: list[Any] = []
+    for item in items:
+        if held:
+            yield held.pop(), False
+        held.append(item)
+    if held:
+        yield held.pop(), True
+
+
+# --- what is used of SGLang ---------------------------------------------------------------------------------------
+
+
+class _Sglang(NamedTuple):
+    tensor_bucket: Any
+    serializer: Any
+    patch_reductions: Callable[[], None]  # those of torch, for good
+
+
+def _sglang() -> _Sglang:
+    """The parts of SGLang. Raises ImportError, and RuntimeError if one has moved."""
+    package = require("sglang", oldest=OLDEST, newest=NEWEST)
+    try:
+        tensor_bucket: Any = import_module("sglang.srt.weight_sync.tensor_bucket")
+        utils: Any = import_module("sglang.srt.utils")
+        patches: Any = import_module("sglang.srt.utils.patch_torch")
+    except ModuleNotFoundError as error:
+        if error.name is not None and not error.name.startswith("sglang"):
+            raise
+        raise RuntimeError(
+            f"sglang {getattr(package, '__version__', '')} has no module {error.name}, which async_ckpt needs; install "
+            "a version that was tested with it, which its page in docs/ names"
+        ) from error
+    require_names(package, tensor_bucket, ["FlattenedTensorBucket"])
+    bucket = tensor_bucket.FlattenedTensorBucket
+    require_names(package, bucket, ["supports_multi_dtypes", "get_flattened_tensor", "get_metadata"])
+    require_names(package, utils, ["MultiprocessingSerializer"])
+    require_names(package, patches, ["monkey_patch_torch_reductions"])
+    return _Sglang(tensor_bucket, utils.MultiprocessingSerializer, patches.monkey_patch_torch_reductions)
+
+
+def _serialized(sglang: _Sglang, bucket: Any) -> bytes:
+    """A handle of a bucket, which any process of this host can open once."""
+    flat = bucket.get_flattened_tensor()
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    if not is_on_host(flat):
+        sglang.patch_reductions()  # handles by the names of devices, which may have other numbers in the engine
+    elif hasattr(torch.multiprocessing.reductions, "_reduce_tensor_original"):
+        raise ValueError("in this process SGLang makes handles of the memory of devices alone; give device=")
+    else:  # descriptors reach children alone, names of files any process
+        torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        payload = {"flattened_tensor": flat, "metadata": bucket.get_metadata()}
+        serialized: bytes = sglang.serializer.serialize(payload)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+    return serialized

@@ -1,0 +1,93 @@
+"""The weights of one sync, copied to host memory as they come.
+
+In: names and tensors, one after the other, as verl's engines export them. Out: a snapshot of all of them.
+Knows nothing of: verl, versions.
+
+A tensor of the export is there for a moment: the next one may take its memory. So each is copied at once, into a few
+large buffers, which other processes of the host can map. A tensor is never cut.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Final
+
+import torch
+
+from ...errors import UnsupportedStateError
+from ...host.loop import get_loop
+from ...saving.default import held_memory
+from ...spec import align_up
+from ...state.capture import capture, why_not
+from ...state.captured import SnapshotCopies, SnapshotView, structure_of
+
+_ALIGNMENT: Final = 64
+_HALF_BYTES: Final = 2
+
+
+class GatheredWeights:
+    """The tensors of one sync. Made and filled by the thread that walks the export.
+
+    Buffers are of `room_bytes`, or of the size of a tensor that is larger. With `shared`, they are in memory that other
+    processes can map, as far as the system has it.
+    """
+
+    def __init__(self, room_bytes: int, *, shared: bool, max_bytes: int | None) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.num_bytes = 0
+        self._room_bytes, self._shared, self._max_bytes = room_bytes, shared, max_bytes
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._used_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor. Raises UnsupportedStateError, ValueError for a name that was there before, and MemoryError."""
+        why = why_not(tensor)
+        if why is not None:
+            raise UnsupportedStateError(f"{name!a}: {why}; nothing was sent", path=name)
+        if name in self.tensors:
+            raise ValueError(f"the weights have {name!a} twice; nothing was sent")
+        region = self._region(tensor.nbytes)
+        with torch.inference_mode(False), torch.no_grad():
+            copy = region.view(tensor.dtype).view(tensor.shape)
+            copy.copy_(tensor.detach())
+        self.tensors[name] = copy
+        self.num_bytes += tensor.nbytes
+
+    def _region(self, num_bytes: int) -> torch.Tensor:
+        begin = align_up(self._used_bytes, _ALIGNMENT)
+        if begin + num_bytes > len(self._buffer):
+            begin = 0
+            self._buffer = held_memory().lend(
+                max(num_bytes, self._room_bytes),
+                crew=get_loop().copiers,
+                max_bytes=self._max_bytes,
+                shared=self._shared,
+            )
+        self._used_bytes = begin + num_bytes
+        return self._buffer[begin : self._used_bytes]
+
+    def drop(self) -> None:
+        """Give the memory back; it is filled no further."""
+        self.tensors, self._buffer = {}, self._buffer[:0].clone()
+
+    @property
+    def room_for_all(self) -> int:
+        """The size of one buffer for as many weights again."""
+        return sum(align_up(tensor.nbytes, _ALIGNMENT) for tensor in self.tensors.values())
+
+    @property
+    def change_little(self) -> bool:
+        """Whether most bytes are of small floating point types, of which a step of training changes few."""
+        small = sum(
+            tensor.nbytes
+            for tensor in self.tensors.values()
+            if tensor.is_floating_point() and tensor.element_size() <= _HALF_BYTES
+        )
+        return 2 * small > self.num_bytes
+
+    def snapshot(self) -> SnapshotView:
+        """The tensors as a snapshot, which is not copied again. They must not be written to any more."""
+        captured = capture(self.tensors)
+        completion: Future[None] = Future()
+        completion.set_result(None)
+        return SnapshotView(SnapshotCopies(captured, captured.tensors, completion), structure_of(captured))

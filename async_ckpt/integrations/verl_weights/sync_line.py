@@ -1,0 +1,159 @@
+"""The line from the sender of weights to their receivers, by which they learn that a version can be read.
+
+In: small messages on rank 0 of the training. Out: the same at each receiver, or an error as soon as the sender is gone.
+Knows nothing of: weights, verl.
+
+The sender listens once, for all syncs. Receivers connect before weights are sent, and get lines of JSON. Nobody
+answers, so a receiver that hangs or dies holds up nothing. The end of a connection is the end of the sender.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+from ...errors import PeerFailedError
+
+# More than the rollouts of one training; the kernel may allow fewer.
+_MAX_WAITING: Final = 4096
+_READ_BYTES: Final = 65536
+
+
+class Address(NamedTuple):
+    """The address of a sender, and the name of one sync. Plain values, which Ray passes on."""
+
+    host: str
+    port: int
+    sync: str
+
+
+class SentVersion(NamedTuple):
+    """A version by its number, and the token of the publisher that has published it."""
+
+    number: int
+    token: str
+
+
+class SenderLine:
+    """The sender's end. Any thread may call `tell`."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=_MAX_WAITING)
+        self._listener.setblocking(False)
+        self._lock = threading.Lock()
+        self._told: list[bytes] = []  # in the present sync; under _lock, like the two below
+        self._connections: list[socket.socket] = []
+        self._sync = ""
+
+    def begin(self) -> Address:
+        """Begin a sync. Receivers that still wait for an earlier one are told that it is over."""
+        with self._lock:
+            self._accept()
+            self._hang_up()
+            self._told, self._sync = [], os.urandom(8).hex()
+            return Address(self._host, self._listener.getsockname()[1], self._sync)
+
+    def tell(self, address: Address, message: Mapping[str, Any]) -> None:
+        """Send a message to all receivers of a sync, unless the next one has begun."""
+        with self._lock:
+            if address.sync != self._sync:
+                return
+            self._told.append(json.dumps({**message, "sync": self._sync}).encode() + b"\n")
+            for connection in list(self._connections):
+                self._send(connection, self._told[-1])
+            self._accept()
+
+    def close(self) -> None:
+        with self._lock:
+            self._hang_up()
+            self._listener.close()
+
+    def _accept(self) -> None:
+        """Take in those who have connected, and tell them all that was told in this sync."""
+        with suppress(OSError):  # nobody else waits; or there is no descriptor left, and they see the end of the line
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._connections.append(connection)
+                self._send(connection, b"".join(self._told))
+
+    def _send(self, connection: socket.socket, data: bytes) -> None:
+        try:
+            whole = connection.send(data) == len(data) if data else True
+        except OSError:
+            whole = False
+        if not whole:  # it has died, or it reads nothing
+            self._connections.remove(connection)
+            connection.close()
+
+    def _hang_up(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+
+
+class ReceiverLine:
+    """A receiver's end, for one sync. Used by one coroutine at a time.
+
+    Raises PeerFailedError if the sender cannot be reached in this time.
+    """
+
+    def __init__(self, address: Address, timeout_seconds: float) -> None:
+        self._address, self._timeout_seconds = Address(*address), timeout_seconds
+        self._unread = b""
+        self._known: dict[str, Any] = {}
+        try:
+            self._socket = socket.create_connection(self._address[:2], timeout_seconds)
+        except OSError as error:
+            raise PeerFailedError(
+                f"rank 0 of the training cannot be reached at {self._address.host}:{self._address.port} ({error}); "
+                "see whether it is alive, and whether this host may connect to it",
+                rank=0,
+            ) from error
+        self._socket.setblocking(False)
+
+    async def wait_for(self, name: str) -> Any:
+        """Wait until the sender has told this. Raises PeerFailedError: it has failed, or died, or takes too long."""
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                while name not in self._known:
+                    self._learn(await asyncio.get_running_loop().sock_recv(self._socket, _READ_BYTES))
+        except TimeoutError:
+            raise PeerFailedError(
+                f"rank 0 of the training has sent no weights for {self._timeout_seconds:g} s; see what it does, or "
+                "raise timeout_seconds",
+                rank=0,
+            ) from None
+        except OSError as error:
+            raise self._is_gone() from error
+        return self._known[name]
+
+    def _learn(self, data: bytes) -> None:
+        if not data:
+            raise self._is_gone()
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            told = json.loads(line)
+            if told["sync"] != self._address.sync:
+                raise self._is_gone()
+            self._known.update(told)
+        if "error" in self._known:
+            raise PeerFailedError(f"rank 0 of the training could not send weights: {self._known['error']}", rank=0)
+
+    def _is_gone(self) -> PeerFailedError:
+        return PeerFailedError(
+            "rank 0 of the training has ended, or has begun another sync, before it had sent these weights; see its "
+            "log, and start it again",
+            rank=0,
+        )
+
+    def close(self) -> None:
+        self._socket.close()

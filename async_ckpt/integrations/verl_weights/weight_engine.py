@@ -1,0 +1,240 @@
+"""`AsyncCkptEngine`: a checkpoint engine of verl, by which rollouts get the weights of a training as versions.
+
+In: the calls of verl's `CheckpointEngineManager`, on all ranks of the training and in all workers of rollouts. Out: a
+version for each sync, and its tensors in the rollouts. Knows nothing of: how versions are written and read.
+
+One sync is `prepare`, `build_topology`, `init_process_group`, `send_weights` beside `receive_weights`, and `finalize`.
+Rank 0 of the training sends; the other ranks only take part in the export, which is collective.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from ...storage.place import Place
+from ..common.frameworks import require, require_names, version_of
+from .received import WeightReceiver
+from .sync_line import Address
+from .weight_sender import WeightSender
+
+BACKEND: Final = "async_ckpt"
+_OLDEST: Final = "0.9"
+_NEWEST: Final = "0.9"
+# The methods of engines, as verl's manager and workers call them.
+_METHODS: Final = frozenset(
+    ("prepare", "build_topology", "init_process_group", "finalize", "send_weights", "receive_weights", "get_weights")
+)
+
+_verl: Final = require("verl", oldest=_OLDEST, newest=_NEWEST)
+if TYPE_CHECKING:  # whichever version is installed, if any
+    CheckpointEngineRegistry: Any
+    CheckpointEngineWithCache: Any
+    ensure_async_iterator: Any
+else:
+    _base = import_module("verl.checkpoint_engine.base")
+    require_names(_verl, _base, ["CheckpointEngineRegistry", "CheckpointEngineWithCache", "ensure_async_iterator"])
+    from verl.checkpoint_engine.base import (
+        CheckpointEngineRegistry,
+        CheckpointEngineWithCache,
+        ensure_async_iterator,
+    )
+require_names(_verl, CheckpointEngineRegistry, ["register", "get", "new"])
+
+
+class _Sync(NamedTuple):
+    """The part of this worker in the present sync."""
+
+    role: str  # "sender", "exporter" or "receiver"
+    address: Address
+    num_elsewhere: int  # receivers on other hosts than the sender
+
+
+class AsyncCkptEngine(CheckpointEngineWithCache):  # type: ignore[misc]
+    """Sends weights to rollouts as versions at a root: through memory on one host, through files or a store elsewhere.
+
+    verl makes it: `backend=async_ckpt`, with what is in `engine_kwargs.async_ckpt` as arguments.
+
+    Args:
+        bucket_size: bytes of a buffer in host memory that the first weights are gathered in; verl gives it.
+        root: the place of the versions, as for a `Publisher`: a path that all hosts see, or a URL.
+        is_master: whether this is rank 0 of the training; verl says so.
+        local: whether rollouts on the host of rank 0 get weights from its memory. By default wherever this is possible,
+            which is on Linux.
+        cache: a folder on each host that has rollouts and not rank 0; they pull versions into it. By default one for
+            each root below the folder for temporary files.
+        options: options of the client of a URL, such as its endpoint.
+        publisher: options of the `Publisher`: anchor_every, keep (by default 5), encoding and host_bytes.
+        timeout_seconds: the longest wait for weights; of the sender for its root, and of a receiver for the sender.
+
+    Raises ValueError and TypeError for arguments that are not valid.
+    """
+
+    def __init__(
+        self,
+        bucket_size: int,
+        root: str | None = None,
+        *,
+        is_master: bool = False,
+        local: bool | None = None,
+        cache: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        publisher: Mapping[str, Any] | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if root is None:
+            raise ValueError(
+                "async_ckpt needs a root for its versions: "
+                "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.async_ckpt.root=/shared/weights"
+            )
+        if not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds must be above 0, got {timeout_seconds!r:.100}")
+        place = Place(root, options=dict(options)) if options else Place(root)
+        self._root, self._timeout_seconds = place.shown, float(timeout_seconds)
+        self._sync: _Sync | None = None
+        self._sender = self._receiver = None
+        if is_master:
+            self._sender = WeightSender(place, _own_address(), bucket_size, local=local, options=dict(publisher or {}))
+        else:
+            self._receiver = WeightReceiver(place, cache, self._timeout_seconds)
+
+    def prepare(self) -> dict[str, Any]:
+        """Begin a sync. What it returns, of all workers, is what `build_topology` gets."""
+        self._sync = None
+        return {
+            "root": self._root,
+            "host": _host(),
+            "address": None if self._sender is None else tuple(self._sender.begin()),
+        }
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """The arguments of `init_process_group` for the ranks of the training, and for the workers of rollouts.
+
+        Raises ValueError if the first worker is not rank 0 of the training, or workers have different roots.
+        """
+        if len(metadata) != actor_wg_world_size + rollout_world_size or not metadata or not metadata[0]["address"]:
+            raise ValueError(
+                f"{len(metadata)} workers have prepared, and {actor_wg_world_size} ranks of the training with rank 0 "
+                f"first and {rollout_world_size} workers of rollouts were expected; see how the workers were made"
+            )
+        if len(roots := {one["root"] for one in metadata}) > 1:
+            raise ValueError(f"the workers have different roots: {', '.join(sorted(roots))}; give all of them one")
+        sender, receivers = metadata[0], metadata[actor_wg_world_size:]
+        num_elsewhere = sum(one["host"] != sender["host"] for one in receivers)
+
+        def arguments(roles: list[str]) -> dict[str, list[Any]]:
+            alike = {"address": sender["address"], "num_elsewhere": num_elsewhere}
+            return {"role": roles, **{name: [value] * len(roles) for name, value in alike.items()}}
+
+        of_training = ["sender", *["exporter"] * (actor_wg_world_size - 1)]
+        return arguments(of_training), arguments(["receiver"] * rollout_world_size)
+
+    def init_process_group(self, role: str, address: tuple[str, int, str], num_elsewhere: int) -> None:
+        """Take a part in the sync. There is no process group: receivers connect to rank 0 of the training.
+
+        Raises PeerFailedError if that cannot be reached.
+        """
+        self._sync = _Sync(role, Address(*address), num_elsewhere)
+        if role == "receiver":
+            self._receiving("init_process_group").connect(self._sync.address)
+
+    def finalize(self) -> None:
+        """End the sync."""
+        self._sync = None
+        if self._receiver is not None:
+            self._receiver.hang_up()
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
+        """Send the weights of the model: the same call on all ranks of the training. Returns figures for a logger.
+
+        The version has the number `global_steps`, or the next one. It replaces versions that are not below it: those
+        of a training that was set back. Returns when all receivers can read it. If they are all on this host, it may
+        not be durable then; if it never will be, there is a warning. Raises as `Publisher.publish` and its handle do,
+        TimeoutError, and RuntimeError outside of a sync.
+        """
+        sync = self._in_sync("send_weights")
+        if sync.role == "exporter":
+            async for _ in ensure_async_iterator(weights):
+                pass
+            return {}
+        if self._sender is None:
+            raise RuntimeError("send_weights was called in a worker that receives; rank 0 of the training sends")
+        return await self._sender.send(
+            sync.address,
+            ensure_async_iterator(weights),
+            global_steps,
+            durably=sync.num_elsewhere > 0,
+            timeout_seconds=self._timeout_seconds,
+        )
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The names and tensors of the model, as they are sent in this sync.
+
+        A tensor is on the accelerator of this process, if there is one. Otherwise it is a view of shared memory, which
+        must not be written to, and which is valid until the iteration ends. Raises PeerFailedError if the sender has
+        failed or died, or sends another version than `global_steps`; ClosedError if another training has taken the
+        root; NotCommittedError, CorruptCheckpointError, StorageUnavailableError, StorageFullError and TimeoutError.
+        All of them come before the first tensor.
+        """
+        self._in_sync("receive_weights")
+        async for pair in self._receiving("receive_weights").receive(global_steps):
+            yield pair
+
+    async def get_weights(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The names and tensors of the version that was received last, once more, at any later time.
+
+        They come from the memory of the sender as long as that version is its newest, and else from the folder of this
+        host, or from the root. Raises as `receive_weights` does, and NotCommittedError if nothing was received yet.
+        """
+        async for pair in self._receiving("get_weights").again():
+            yield pair
+
+    def _in_sync(self, method: str) -> _Sync:
+        if self._sync is None:
+            raise RuntimeError(f"{method} was called outside of a sync; call prepare and init_process_group before")
+        return self._sync
+
+    def _receiving(self, method: str) -> WeightReceiver:
+        if self._receiver is None:
+            raise RuntimeError(f"{method} was called on rank 0 of the training, which sends; call it in rollouts")
+        return self._receiver
+
+
+def _own_address() -> str:
+    """The address of this host that other hosts of the cluster know."""
+    return str(import_module("ray.util").get_node_ip_address()).strip("[]")
+
+
+def _host() -> str:
+    """The name of this host, with what else has to be the same for two processes to share memory."""
+    parts = [socket.gethostname(), str(os.geteuid()) if hasattr(os, "geteuid") else ""]
+    with suppress(OSError):
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
+    return " ".join(parts)
+
+
+def _refuse_other_methods() -> None:
+    """Raises RuntimeError if this version of verl asks an engine for other methods."""
+    asked = frozenset(CheckpointEngineWithCache.__abstractmethods__)
+    if asked == _METHODS:
+        return
+    unknown, missing = sorted(asked - _METHODS), sorted(_METHODS - asked)
+    what = f"asks for {unknown[0]}" if unknown else f"does not ask for {missing[0]} any more"
+    raise RuntimeError(
+        f"verl {version_of(_verl)}: the interface of checkpoint engines has moved ({what}), and async_ckpt does not "
+        f"know the new one; install verl {_OLDEST} to {_NEWEST}, or use another checkpoint_engine.backend"
+    )
+
+
+_refuse_other_methods()
+CheckpointEngineRegistry.register(BACKEND)(AsyncCkptEngine)

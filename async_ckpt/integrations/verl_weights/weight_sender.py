@@ -1,0 +1,129 @@
+"""Rank 0 of the training: the weights of a sync become a version, and the receivers are told.
+
+In: the export of a model, tensor by tensor. Out: a version at a root, and in memory. Knows nothing of: verl, receivers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from ...host.shared_memory import CAN_SHARE
+from ...publishing.publisher import Publisher
+from ...publishing.versions import Versions
+from ...saving.handle import SaveHandle
+from ...spans import monotonic
+from ...storage.place import Place
+from .blocking_calls import off_loop
+from .gathered import GatheredWeights
+from .sync_line import Address, SenderLine, SentVersion
+
+# The options of a Publisher that a configuration may set, and the defaults here.
+_OPTIONS: Final = {"anchor_every": 20, "keep": 5, "encoding": "xor", "host_bytes": None}
+
+_log: Final = logging.getLogger("async_ckpt")
+
+
+class WeightSender:
+    """The sender of one training, which owns its publisher. Used by the coroutine of one sync at a time.
+
+    `address` is that of this host; `bucket_bytes` is the size of a buffer in the first sync.
+    """
+
+    def __init__(
+        self, root: Place, address: str, bucket_bytes: int, *, local: bool | None, options: Mapping[str, Any]
+    ) -> None:
+        if unknown := sorted(options.keys() - _OPTIONS.keys()):
+            raise ValueError(f"publisher has no option {unknown[0]!r}; there are {', '.join(_OPTIONS)}")
+        self._root, self._local = root, CAN_SHARE if local is None else local
+        self._options: dict[str, Any] = {**_OPTIONS, **options}
+        Publisher(root, local=self._local, **self._options).close()  # raises for options that are not valid
+        self._publisher: Publisher | None = None  # made when it is known what the weights are
+        self._versions = Versions(root.storage())
+        self._room_bytes = bucket_bytes
+        self._line = SenderLine(address)
+
+    def begin(self) -> Address:
+        """Begin a sync. Returns the address that its receivers connect to."""
+        return self._line.begin()
+
+    async def send(
+        self, address: Address, weights: AsyncIterator[tuple[str, torch.Tensor]], version: int | None, *,
+        durably: bool, timeout_seconds: float,
+    ) -> dict[str, float]:  # fmt: skip
+        """Publish the weights, and tell the receivers of the sync, who are told of an error, too. Returns figures.
+
+        Returns when a receiver on this host can read the version; if `durably`, when all others can.
+        """
+        begun = monotonic()
+        try:
+            gathered = await self._gather(weights)
+            gathered_at = monotonic()
+            async with asyncio.timeout(timeout_seconds):
+                handle = await self._publish(address, gathered, version, timeout_seconds)
+                if durably:
+                    await handle
+        except TimeoutError as error:
+            late = TimeoutError(
+                f"{self._root.shown}: no receiver can read the weights after {timeout_seconds:g} s; see whether the "
+                "root is slow, or raise timeout_seconds"
+            )
+            self._line.tell(address, {"error": str(late)})
+            raise late from error
+        except BaseException as error:
+            self._line.tell(address, {"error": f"{type(error).__name__}: {error}"})
+            raise
+        return {
+            "async_ckpt/num_bytes": float(gathered.num_bytes),
+            "async_ckpt/gather_seconds": gathered_at - begun,
+            "async_ckpt/publish_seconds": monotonic() - gathered_at,
+        }
+
+    async def _gather(self, weights: AsyncIterator[tuple[str, torch.Tensor]]) -> GatheredWeights:
+        """Copy all weights to host memory. After an error the export is walked to its end: other ranks take part."""
+        gathered = GatheredWeights(self._room_bytes, shared=self._local, max_bytes=self._options["host_bytes"])
+        failed = None
+        async for name, tensor in weights:
+            try:
+                if failed is None:
+                    gathered.add(name, tensor)
+            except Exception as error:
+                failed = error
+                gathered.drop()
+        if failed is not None:
+            raise failed
+        self._room_bytes = gathered.room_for_all
+        return gathered
+
+    async def _publish(
+        self, address: Address, gathered: GatheredWeights, version: int | None, timeout_seconds: float
+    ) -> SaveHandle:
+        """Publish weights as a version, and tell the receivers of it once it can be read on this host."""
+        publisher = self._publisher = self._publisher or self._new_publisher(gathered)
+        number = max(await off_loop(publisher.versions), default=-1) + 1 if version is None else version
+        handle = publisher.publish(gathered.snapshot(), number)
+        await off_loop(lambda: publisher.wait_readable(number, timeout_seconds))
+        token = await off_loop(lambda: self._versions.owner_token(fresh=True))
+        self._line.tell(address, {"version": SentVersion(number, token)})
+        handle.add_done_callback(partial(_tell_durable, self._line, address))
+        return handle
+
+    def _new_publisher(self, gathered: GatheredWeights) -> Publisher:
+        # Where nearly every byte changes, a delta saves nothing, and the base of deltas would take memory.
+        encoding = self._options["encoding"] if gathered.change_little else None
+        options = {**self._options, "encoding": encoding}
+        return Publisher(self._root, local=self._local, on_rollback="retire", **options)
+
+
+def _tell_durable(line: SenderLine, address: Address, handle: Any) -> None:
+    error = handle.exception()
+    if error is None:
+        line.tell(address, {"durable": True})
+    else:
+        _log.warning("the weights that were sent last are not at the root: %s", error)
+        line.tell(address, {"error": f"{type(error).__name__}: {error}"})

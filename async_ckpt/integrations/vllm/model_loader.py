@@ -1,0 +1,79 @@
+"""The load format `async_ckpt`: an engine of vLLM that starts with weights of this library, wherever they are.
+
+In: vLLM's load configuration. Out: a model with weights. Knows nothing of: what the weights are stored in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..common.frameworks import require
+from ..common.stored_weights import Item, StoredWeights
+from .handed_on import HandedOn
+from .registration import NEWEST, OLDEST
+
+if TYPE_CHECKING:  # whichever version is installed, if any
+    DefaultModelLoader: Any
+else:
+    from vllm.model_executor.model_loader import DefaultModelLoader
+
+_OF_VLLM: Final = "enable_weights_track"
+"""The key of vLLM's own loader that has a meaning here: whether parameters without a weight are an error."""
+# By model of an engine, what vLLM called it when it was loaded first. A reload may name other weights.
+_FIRST_NAMES: Final[WeakKeyDictionary[torch.nn.Module, str]] = WeakKeyDictionary()
+
+
+class StoredModelLoader(DefaultModelLoader):  # type: ignore[misc]
+    """vLLM's loader of models, with the weights of an archive, a step, a run, an export or a published version.
+
+    `model_loader_extra_config` has the arguments of `StoredWeights`; `path` is by default the model itself, and
+    `folder` vLLM's `download_dir`. The config and the tokenizer come from the model, as for every load format. When a
+    running engine reloads its weights from a place that the request names, they come from there, and not from `path`.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        require("vllm", oldest=OLDEST, newest=NEWEST)
+        given = dict(load_config.model_loader_extra_config)
+        own = {key: given.pop(key) for key in [_OF_VLLM] if key in given}
+        super().__init__(dataclasses.replace(load_config, model_loader_extra_config=own))
+        self._given = given
+        self._handed_on = HandedOn()
+
+    def weights(self, model_config: Any) -> StoredWeights:
+        """The place of the weights. Raises ValueError for keys that `StoredWeights` does not know."""
+        path = getattr(model_config, "model_weights", "") or model_config.model
+        return StoredWeights.of(self._given, path=path, folder=self.load_config.download_dir)
+
+    def _reloaded(self, model_config: Any, model: torch.nn.Module) -> StoredWeights:
+        """The place of the weights that a running engine loads."""
+        name = model_config.model
+        if _FIRST_NAMES.get(model, name) == name:
+            return self.weights(model_config)
+        return StoredWeights(name, folder=self._given.get("folder", self.load_config.download_dir))
+
+    def download_model(self, model_config: Any) -> None:
+        """Look whether the weights are there; nothing is downloaded. Raises NotCommittedError."""
+        self.weights(model_config).check()
+
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[Item]:
+        """The names and tensors. Raises what `StoredWeights.tensors` raises."""
+        if tuple(getattr(model, "secondary_weights", ())):
+            raise ValueError(
+                f"{type(model).__name__} takes weights of a second model beside its own, which this load format has "
+                "not; use vLLM's own load format with what export_hf has written"
+            )
+        return self._handed_on.each(self._reloaded(model_config, model).tensors())
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Fill the model. Raises StateMismatchError if the weights are not those of this model."""
+        self._handed_on = HandedOn()
+        weights = self.weights(model_config)
+        weights.check()
+        with self._handed_on.into(model, weights):
+            super().load_weights(model, model_config)
+        _FIRST_NAMES[model] = model_config.model

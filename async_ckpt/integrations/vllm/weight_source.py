@@ -1,0 +1,89 @@
+"""`SnapshotSource`: the weights of a held snapshot as vLLM's transfer engines take them.
+
+In: a part of a snapshot. Out: its metadata and tensors, whole or as this rank holds them. Knows nothing of: transports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...state.captured import SnapshotView
+from ..common.held_weights import HeldTensor, SnapshotWeights
+
+if TYPE_CHECKING:  # whichever version is installed, if any
+    WeightSource: Any
+else:
+    from vllm.distributed.weight_transfer import WeightSource
+
+
+class SnapshotSource(WeightSource):  # type: ignore[misc]
+    """A held snapshot as a WeightSource of vLLM, for its own transfer engines and for "async_ckpt".
+
+        source = SnapshotSource(snap["model"])
+        engine = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
+        engine.send_weights()
+        ...
+        source.renew(later["model"])  # of the next step, before the next `send_weights`
+
+    `iter_full` gathers tensors that ranks hold slices of, one at a time, by a collective on the devices of their mesh.
+    `iter_local` calls none. The names are those that `export_hf` writes.
+
+    Args:
+        view: the part of a snapshot that is the model, on every rank.
+        device: where the tensors are handed on, such as "cuda" for engines that send by NCCL or CUDA's IPC; by default
+            they stay on the host.
+
+    Raises TypeError for anything but a part of a snapshot, and UnsupportedStateError for a part that is no model.
+    """
+
+    def __init__(self, view: SnapshotView, *, device: Any = None) -> None:
+        self._weights, self._device = SnapshotWeights(view), device
+
+    @cached_property
+    def metadata(self) -> list[Any]:
+        """A ParamMeta of vLLM for each tensor, in the order of both iterations."""
+        return [_meta(tensor) for tensor in self._weights.tensors]
+
+    def renew(self, view: SnapshotView) -> None:
+        """Go on with a later snapshot of the same model.
+
+        source.renew(snap["model"])
+
+        Raises StateMismatchError if it has other names, shapes, dtypes or layouts.
+        """
+        self._weights.renew(view)
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor as a whole. Raises ClosedError if the snapshot is closed, and TornSnapshotError.
+
+        for name, tensor in source.iter_full(): ...
+        """
+        return self._weights.whole(self._device)
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The slice of each tensor that this rank holds, as its `placements` say. Raises as `iter_full` does.
+
+        for name, tensor in source.iter_local(): ...
+        """
+        return self._weights.local(self._device)
+
+
+def _meta(tensor: HeldTensor) -> Any:
+    transfer: Any = import_module("vllm.distributed.weight_transfer")
+    if tensor.spec is None:
+        return transfer.ParamMeta(tensor.name, tensor.dtype, tensor.shape)
+    grid, placements = tensor.spec.mesh.mesh, tensor.placements
+    return transfer.ParamMeta(
+        tensor.name,
+        tensor.dtype,
+        tensor.shape,
+        owners=tuple(grid.flatten().tolist()),
+        mesh_shape=tuple(grid.shape),
+        placements=placements
+        and tuple(transfer.Replicate() if dim is None else transfer.Shard(dim) for dim in placements),
+    )

@@ -1,0 +1,288 @@
+"""The transfer engines `async_ckpt` of vLLM: one in a training, and one in each worker of an engine.
+
+In: a WeightSource, or the place of stored weights. Out: an engine that has them. Knows nothing of: snapshots.
+
+A worker is always told of a place: a step or a version that any host sees, or a safetensors file of at most
+`bucket_bytes` in memory that all processes of the host share. The training writes such a file, waits until all workers
+have read it, and deletes it before it writes the next one; a file of a training that was killed is swept by the next.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from ...around.hf_weights import Tensors, Weights
+from ...around.shards import shards_of
+from ...backends import backend_of, is_host
+from ...spec import MIB
+from ...storage.disk import translated
+from ...storage.scratch import Scratch
+from ..common.frameworks import require
+from ..common.stored_weights import Item, StoredWeights
+from .handed_on import HandedOn
+from .registration import NAME, NEWEST, OLDEST
+
+if TYPE_CHECKING:  # whichever version is installed, if any
+    WeightTransferEngine: Any
+    TrainerWeightTransferEngine: Any
+    TrainerInitInfo: Any
+    WeightTransferInitInfo: Any
+    WeightTransferUpdateInfo: Any
+else:
+    from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightTransferEngine
+    from vllm.distributed.weight_transfer.base import (
+        TrainerInitInfo,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+
+_SCRATCH: Final = "async_ckpt-weights"
+
+
+@dataclass
+class ReceiverInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """The words that a worker is told once. `folder` is where it pulls published versions to, unless an update says."""
+
+    folder: str | None = None
+
+
+@dataclass
+class StoredUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One update: the arguments of `StoredWeights`; or `failed`, why the training will send no more."""
+
+    weights: dict[str, Any] | None = None
+    failed: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.weights is None) == (self.failed is None):
+            raise ValueError("an update has weights, or says why the training has failed")
+
+
+@dataclass
+class SenderInit(TrainerInitInfo):  # type: ignore[misc]
+    """The arguments of a training's engine, on every rank.
+
+        SenderInit(rank=0)
+
+    `rank`, a field of vLLM's class, is that of the training process; rank 0 talks to the engine.
+
+    Args:
+        buckets: a folder in memory that the workers see as well, for the weights of snapshots.
+        bucket_bytes: the size of a file there; a larger tensor has a file of its own.
+        folder: on the workers' hosts, where they pull published versions to.
+    """
+
+    backend: ClassVar[str] = NAME
+    buckets: str = "/dev/shm"  # a place of memory, in which buckets have random names  # nosec B108
+    bucket_bytes: int = 1024 * MIB
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be a number of bytes, at least 1, got {self.bucket_bytes!r}")
+
+
+# --- in a worker of an engine -------------------------------------------------------------------------------------
+
+
+class StoredWeightsEngine(WeightTransferEngine):  # type: ignore[misc]
+    """The receiving side: it reads the weights of the place that it is told of into the worker's model."""
+
+    init_info_cls = ReceiverInit
+    update_info_cls = StoredUpdate
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        require("vllm", oldest=OLDEST, newest=NEWEST)
+        super().__init__(*arguments, **options)
+        self._folder: str | None = None
+
+    def init_transfer_engine(self, init_info: ReceiverInit) -> None:
+        """Take what the training says once."""
+        self._folder = init_info.folder
+
+    def start_weight_update(self) -> None:
+        """Have the layers wait for weights as they are stored."""
+        _loader("reload").initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load what an update is about, and wait for the device. Raises as `receive_weights` does."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if not is_host(self.device):
+            backend_of(self.device).current_stream(self.device).synchronize()
+
+    def receive_weights(self, update_info: StoredUpdate) -> None:
+        """Load the weights of one place.
+
+        Raises StateMismatchError if they are not those of the model, what `StoredWeights.tensors` raises, and
+        RuntimeError if the training has failed in the middle of an update.
+        """
+        try:
+            self._load(update_info)
+        except BaseException as error:
+            try:
+                self._give_up()
+            except Exception as failure:
+                error.add_note(f"async_ckpt: the layers are not as they were: {failure}; start the engine again")
+            raise
+
+    def _load(self, update_info: StoredUpdate) -> None:
+        if update_info.weights is None:
+            raise RuntimeError(
+                f"the training has failed in the middle of an update of the weights: {update_info.failed}; the model "
+                "has some old and some new weights until the next update is whole"
+            )
+        weights = StoredWeights.of({"folder": self._folder} | update_info.weights)
+        handed_on = HandedOn()
+        in_part = _loader("mtp_validation").disable_mtp_completeness_check
+        with handed_on.into(self.model, weights), in_part():
+            self.model.load_weights(handed_on.each(weights.tensors()))
+
+    def _give_up(self) -> None:
+        """Give layers that wait for weights their old ones again: what they hold would be loaded by the next update."""
+        layerwise = _loader("reload.layerwise")
+        for layer in self.model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            info.load_numel = 0
+            info.loaded_weights.clear()
+        self.finish_weight_update()
+
+    def finish_weight_update(self) -> None:
+        """Have the layers take the weights that they have got."""
+        _loader("reload").finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+def _loader(name: str) -> Any:
+    """A module of vLLM's model loader, imported where an engine is used."""
+    return import_module(f"vllm.model_executor.model_loader.{name}")
+
+
+# --- in a training ------------------------------------------------------------------------------------------------
+
+
+class SnapshotSender(TrainerWeightTransferEngine):  # type: ignore[misc]
+    """The sending side, made by vLLM's `WeightTransferTrainerFactory.trainer_init` on every rank of a training.
+
+    engine = WeightTransferTrainerFactory.trainer_init(SenderInit(rank=0), client=client, source=source)
+    engine.send_weights(version=1200)  # from the source
+    engine.send_weights(StoredWeights("s3://bucket/weights", version=1200), version=1200)
+    """
+
+    init_info_cls = SenderInit
+
+    def __init__(self, init_info: SenderInit, *, client: Any, source: Any = None) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
+        self._init = init_info
+
+    @classmethod
+    def trainer_init(cls, init_info: SenderInit, *, client: Any, source: Any = None) -> SnapshotSender:
+        """Make the engine, and tell the workers of it. Every rank calls this.
+
+        Raises TypeError for a source without `iter_full`.
+        """
+        require("vllm", oldest=OLDEST, newest=NEWEST)
+        if source is not None and not source.implements_iter_full():
+            raise TypeError(f"whole tensors are sent, and {type(source).__name__} has no iter_full")
+        engine = cls(init_info, client=client, source=source)
+        if engine.is_sender:
+            client.init_weight_transfer_engine({"folder": init_info.folder})
+        return engine
+
+    def send_weights(self, weights: StoredWeights | None = None, *, version: int | str | None = None) -> None:
+        """Have the engine take new weights, and return when it has them. Every rank calls this.
+
+        engine.send_weights(version=1200)
+
+        After an error the engine may have some old and some new weights: send them again before it generates.
+
+        Args:
+            weights: a place that the hosts of all workers see; by default the weights of the source are sent.
+            version: what the engine calls the weights from then on, such as the training step.
+
+        Raises NotCommittedError and others for a place where nothing is complete, before the engine is told anything;
+        ClosedError and TornSnapshotError for a snapshot; StorageFullError if there is no room for a bucket; and what
+        the client raises, also if the engine has died.
+        """
+        if weights is not None:
+            if self.is_sender:
+                weights.check()
+                self._update([{k: v for k, v in asdict(weights).items() if v is not None}], version)
+        elif self.source is None:
+            raise ValueError("there are no weights to send: this engine was made without a source")
+        elif self.is_sender:
+            self._send(version)
+        else:
+            for _ in self.source.iter_full():
+                pass  # the gathers of the sender need this rank
+
+    def _send(self, version: int | str | None) -> None:
+        with ExitStack() as stack:
+            files = self._files(stack)
+            first = next(files, None)  # the source may fail before the engine is told anything
+            if first is None:
+                raise ValueError("the source has no weights")
+            self._update(chain([first], files), version)
+
+    def _files(self, stack: ExitStack) -> Iterator[dict[str, Any]]:
+        """Updates with one file after the other; each file is there until the next is asked for."""
+        scratch = stack.enter_context(Scratch(Path(self._init.buckets), _SCRATCH))
+        for number, tensors in enumerate(_buckets(self.source.iter_full(), self._init.bucket_bytes)):
+            path = scratch.folder / f"bucket-{number:05d}.safetensors"
+            (shard,) = shards_of(Weights("model", tensors, {}, {}, dict), sys.maxsize)
+            tensors.clear()
+            with translated(path, needed_bytes=shard.num_bytes), path.open("wb") as file:
+                for _, data in shard.pieces():
+                    file.write(data)
+            del shard
+            yield {"path": str(path)}
+            path.unlink(missing_ok=True)
+
+    def _update(self, places: Iterable[dict[str, Any]], version: int | str | None) -> None:
+        self._start()
+        try:
+            for place in places:
+                self.client.update_weights({"weights": place, "failed": None})
+        except BaseException as error:
+            # A worker that has not failed itself waits for more, and would refuse the next update.
+            self._end(f"{type(error).__name__}: {error}")
+            raise
+        if version is None:
+            self.client.finish_weight_update()
+        else:
+            self.client.finish_weight_update(weight_version=str(version))
+
+    def _start(self) -> None:
+        try:
+            self.client.start_weight_update()
+        except Exception:
+            # A training that was killed may have left an update open, which an error ends.
+            self._end("it was started again")
+            self.client.start_weight_update()
+
+    def _end(self, why: str) -> None:
+        """End an update by an error of the workers, if they can be reached."""
+        with suppress(Exception):
+            self.client.update_weights({"weights": None, "failed": why})
+
+
+def _buckets(items: Iterable[Item], max_bytes: int) -> Iterator[Tensors]:
+    """The items, on the host, in buckets of so many bytes; a larger tensor has one of its own."""
+    bucket: Tensors = {}
+    room = max_bytes
+    for name, tensor in items:
+        if bucket and tensor.nbytes > room:
+            yield bucket
+            bucket, room = {}, max_bytes
+        bucket[name] = tensor.detach().cpu().contiguous()
+        room -= tensor.nbytes
+    if bucket:
+        yield bucket
