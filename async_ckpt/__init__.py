@@ -1,11 +1,13 @@
 """Asynchronous checkpoints for PyTorch training.
 
-handle = async_ckpt.save(state, "out/x.tar")      # returns at once; handle.result() when it is durable
-state = async_ckpt.load("out/x.tar")
+    handle = async_ckpt.save(state, "out/x.tar")      # returns at once; handle.result() when it is durable
+    state = async_ckpt.load("out/x.tar")
 
-with async_ckpt.AsyncCheckpointer("runs/a", keep=3, guard=optimizer) as ckpt:
-    start = ckpt.restore({"model": model, "optimizer": optimizer})
-    ckpt.save({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}, step=100)
+    with async_ckpt.AsyncCheckpointer("runs/a", keep=3, guard=optimizer) as ckpt:
+        start = ckpt.restore({"model": model, "optimizer": optimizer})
+        ckpt.save({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()}, step=100)
+
+`help` of a name says all about it: `help(async_ckpt.save)`.
 """
 
 from importlib import import_module
@@ -50,6 +52,9 @@ __all__ = [
     "errors",
     "export_hf",
     "files",
+    "follow",
+    "history",
+    "inspect",
     "load",
     "merge",
     "pack",
@@ -82,6 +87,8 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .state.rng import RngState as RngState
     from .storage.compressed import Zstd as Zstd
     from .storage.place import Place as Place
+    from .loading.inspected import inspect as inspect
+    from .loading.run_history import history as history
     from .around.export import export_hf as export_hf
     from .around.merge import merge as merge
     from .around.pack import pack as pack
@@ -102,6 +109,7 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
         UnsupportedStateError as UnsupportedStateError,
         UntrustedObjectError as UntrustedObjectError,
     )
+    from .following.follower import follow as follow
     from .publishing.publisher import Publisher as Publisher
     from .publishing.subscriber import Subscriber as Subscriber
 else:
@@ -120,6 +128,8 @@ else:
         "SaveReport": ".report",
         "VerifyReport": ".report",
         "Zstd": ".storage.compressed",
+        "history": ".loading.run_history",
+        "inspect": ".loading.inspected",
         "load": ".oneoff",
         "release": ".oneoff",
         "save": ".oneoff",
@@ -129,6 +139,7 @@ else:
         "Subscriber": ".publishing.subscriber",
         "export_hf": ".around.export",
         "files": ".files",
+        "follow": ".following.follower",
         "merge": ".around.merge",
         "pack": ".around.pack",
         "unpack": ".around.unpack",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from .errors import CheckpointError
 from .host.loop import get_loop
+from .host.operations import observed
 from .loading.run_reader import RunReader
 from .ranks.agreement import tell_of_failure
 from .ranks.meeting import Meeting
@@ -41,6 +42,7 @@ from .storage.place import Anywhere, local_place
 from .trace import TraceFile
 
 if TYPE_CHECKING:
+    from .host.pool import SegmentPool
     from .loading.load import Verify
 
 
@@ -150,7 +152,7 @@ class AsyncCheckpointer(RunReader):
         self._saver = Saver(
             pool_for(segment_bytes, host_bytes),
             admission=Admission(max_in_flight, on_overlap),
-            ledger=Ledger(exit_timeout, strict=strict, progress=progress),
+            ledger=Ledger(exit_timeout, strict=strict, progress=progress, roots=self.roots),
             writers=writers,
             trace_file=None if trace is None else TraceFile(local_place(trace)),
             keep_warm=True,
@@ -319,6 +321,7 @@ class AsyncCheckpointer(RunReader):
 
             ckpt.catch_up()  # {"runs/a": [], "s3://bucket/run": [100, 200]}
 
+        The step of a save that has not ended yet is left out, even if its handle has failed already: call `wait` first.
         Raises StorageUnavailableError if a root is still unavailable, after the others have been caught up.
         """
         return self._lineage.catch_up()
@@ -417,14 +420,17 @@ class AsyncCheckpointer(RunReader):
             from_ranks=from_ranks,
             fallback=fallback,
         )
-        restored = call.restore(step, broadcast)
+        with observed("restore", self.roots) as operation:
+            restored = call.restore(step, broadcast)
+            seconds = operation.seconds
+            operation.end(restored)
         captured = self._saver.warm(state, call.state_dicts.of)
         if restored is None:
             for note in self._roots.foreign_notes():
                 warnings.warn(f"nothing was restored: {note}", RuntimeWarning, stacklevel=2)
             return None
         newest = self._roots.latest()
-        self._lineage.restored(behind=newest is not None and restored < newest)
+        self._lineage.restored(restored, behind=newest is not None and restored < newest, seconds=seconds)
         if captured is not None and (groups := call.restored_groups()):
             self._lineage.groups.restored(captured, groups, restored, self._roots.holding(restored))
         self._policy.restored(restored)
@@ -437,6 +443,9 @@ class AsyncCheckpointer(RunReader):
     ) -> None:
         if self._saver.belongs_here:  # in a forked child, the saves belong to the parent
             self._saver.ledger.see_decided(reader, meanwhile, overwrites=overwrites)
+
+    def _spare_memory(self) -> SegmentPool:
+        return self._saver.pool
 
     def __repr__(self) -> str:
         under_way = [save.handle for save in self._saver.ledger.saves() if not save.handle.done()]

@@ -1,15 +1,26 @@
 """The fields of JSON objects that anybody may have written, by their types.
 
-In: values of JSON. Out: the same, or ValueError. Knows nothing of: what they mean, files.
+In: JSON, and its values. Out: the same, or ValueError. Knows nothing of: what they mean, files.
 """
 
 from __future__ import annotations
 
-import math
+import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+
+_LARGEST: Final = sys.float_info.max
+
+
+def parsed(data: str | bytes) -> Any:
+    """The value of a text of JSON. Raises ValueError, also for one that is nested too deeply."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def text(value: object) -> str:
@@ -45,7 +56,8 @@ def whole(value: object) -> int:
 
 def number(value: object) -> float:
     """A finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    # An integer of JSON may be larger than any float: `math.isfinite` would raise OverflowError.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"{value!r:.100} is not a number")
     return float(value)
 

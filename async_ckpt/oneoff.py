@@ -15,7 +15,7 @@ import torch
 from .host.loop import get_loop
 from .loading.archives.find import from_path
 from .loading.archives.step_archives import Readers, selected_by
-from .loading.load import check_verify, state_of
+from .loading.load import LoadOptions, check_verify, state_of
 from .loading.verify import verify_path
 from .ranks.agreement import tell_of_failure
 from .ranks.one_off import OneOffFolder
@@ -193,7 +193,7 @@ def load(
     TypeError for invalid arguments.
     """
     check_verify(verify)
-    build = partial(state_of, map_location=map_location, select=select, trust=trust, mmap=mmap, types=types)
+    build = partial(state_of, options=LoadOptions(map_location, select, trust, mmap, types))
     return from_path(path, build, verify=verify, readers=Readers(None, from_ranks, wants=selected_by(select)))
 
 
@@ -221,7 +221,7 @@ def verify(path: Anywhere, *, base: str | os.PathLike[str] | None = None) -> Ver
     Raises NotCommittedError if there is no checkpoint, FormatVersionError for one of a newer version, ValueError for a
     file without digests, and StorageUnavailableError, also if the archive is replaced while it is read.
     """
-    from .publishing.subscriber import has_versions, verify_versions
+    from .publishing.version_checks import has_versions, verify_versions
 
     if has_versions(storage_at(path).names("")):
         return verify_versions(place_of(path), base=base)

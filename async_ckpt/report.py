@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from math import nan
 from typing import Any, Final, Literal
 
+from .notebooks.markup import bars, paragraph, table
+
 _NO_NUMBERS: Final = ("status", "step", "path", "destinations", "unchanged_groups")
 
 
@@ -21,12 +23,33 @@ def sized(num_bytes: float) -> str:
 
 
 class _NotebookText:
-    """A value that notebooks and IPython show as its text."""
+    """A value that IPython shows as its text, and notebooks as its text above a table of its fields."""
 
     __slots__ = ()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
         printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        rows = [(name, shown) for name, value in self._fields().items() if (shown := _in_cell(name, value))]
+        return f"{paragraph(str(self))}{self._picture()}{table((), rows)}"
+
+    def _fields(self) -> dict[str, Any]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+
+    def _picture(self) -> str:
+        return ""
+
+
+def _in_cell(name: str, value: Any) -> str:
+    """A field of a report for people; empty for one that says nothing."""
+    if name.endswith("_bytes"):
+        return sized(value)
+    if name.endswith("seconds"):
+        return f"{value:.3g} s"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +91,11 @@ class Destination:
     def bandwidth(self) -> float:
         """Bytes per second at this place, its own syncing included."""
         return self.num_bytes / self.write_seconds if self.write_seconds > 0 else 0.0
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"{self.path}: {self.error}"
+        return f"{self.path}: {sized(self.num_bytes)} at {sized(self.bandwidth)}/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +145,11 @@ class SaveReport(_NotebookText):
         for name in (*names, "bandwidth"):
             row[name] = nan if skipped and name != "stall_seconds" else float(getattr(self, name))
         return {prefix + key: value for key, value in row.items()}
+
+    def _picture(self) -> str:
+        names = ("stall", "stage", "write", "commit", "total")
+        seconds = [(name, float(getattr(self, f"{name}_seconds"))) for name in names]
+        return "" if self.status == "skipped" else bars("seconds of the parts of the save, which overlap", seconds)
 
     def __str__(self) -> str:
         if self.status == "skipped":
@@ -186,6 +219,8 @@ class PullReport(_NotebookText):
 
     `base` is the version that was there before and was built on; None if an anchor was read. `num_versions` counts the
     versions that were applied, 0 if the version was there already. `num_bytes` counts bytes read of tensors and files.
+    `from_memory` is true if the version came from the memory of its publisher, on this host, and not from the root: it
+    may not be durable yet.
     """
 
     version: int
@@ -193,18 +228,22 @@ class PullReport(_NotebookText):
     num_versions: int
     num_bytes: int
     seconds: float
+    from_memory: bool = False
 
     def as_dict(self, prefix: str = "") -> dict[str, float]:
         """The report as numbers for a logger, with the same keys on every call. NaN stands for no base.
 
         wandb.log(subscriber.pull(folder).as_dict("weights/"))
         """
-        row = {name: getattr(self, name) for name in ("version", "base", "num_versions", "num_bytes", "seconds")}
+        names = ("version", "base", "num_versions", "num_bytes", "seconds", "from_memory")
+        row = {name: getattr(self, name) for name in names}
         return {prefix + key: nan if value is None else float(value) for key, value in row.items()}
 
     def __str__(self) -> str:
         if not self.num_versions:
             return f"version {self.version} was there already"
+        if self.from_memory:
+            return f"version {self.version} from memory: {sized(self.num_bytes)} in {self.seconds:.2f} s"
         begin = "an anchor" if self.base is None else str(self.base)
         count = "1 version" if self.num_versions == 1 else f"{self.num_versions} versions"
         return f"version {self.version} from {begin}: {count}, {sized(self.num_bytes)} read in {self.seconds:.2f} s"

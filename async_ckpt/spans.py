@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -140,10 +140,18 @@ class _NoTrace(Trace):
 NO_TRACE: Final[Trace] = _NoTrace()
 
 
-class Spans:
-    """Seconds spent inside named spans of one save; a name entered twice adds up.
+class Interval(NamedTuple):
+    """A part of a story, from `begin` to `end` in seconds."""
 
-    One thread at a time writes, so there is no lock: the caller's until `save` returns, then the worker's loop.
+    name: str
+    begin: float
+    end: float
+
+
+class Spans:
+    """Seconds spent inside named spans of one save. A name entered twice adds up, and is one phase, with the gap.
+
+    One thread at a time writes to a name, so there is no lock.
     """
 
     def __init__(self, clock: Clock = monotonic, trace: Trace = NO_TRACE) -> None:
@@ -151,6 +159,7 @@ class Spans:
         self.trace = trace
         self.begin = clock()
         self.seconds: dict[str, float] = {}
+        self.phases: dict[str, Interval] = {}
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -158,7 +167,19 @@ class Spans:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - begin
+            self.add(name, begin)
+
+    def add(self, name: str, begin: float) -> float:
+        """Add a span that lasted from `begin` until now. Returns its seconds."""
+        end = self.clock()
+        first = self.phases.get(name)
+        self.phases[name] = Interval(name, begin if first is None else first.begin, end)
+        self.seconds[name] = self.seconds.get(name, 0.0) + end - begin
+        return end - begin
+
+    def called(self) -> float:
+        """Add the span of the call, which began with this object. Returns its seconds."""
+        return self.add("call", self.begin)
 
     def traced(self, name: str, fn: Callable[[], T], **facts: Any) -> Callable[[], T]:
         """The same function, with its calls in the trace."""

@@ -22,6 +22,8 @@ PAGE_BYTES: Final = 4096
 BLOCK_BYTES: Final = 4 * MIB
 # One slice of the file image, one leased piece of memory, one write, one part of a multipart upload.
 SEGMENT_BYTES: Final = 32 * MIB
+# Of a tensor or a mesh, as torch allows.
+MAX_DIMS: Final = 64
 
 Json: TypeAlias = Any
 

@@ -1,4 +1,4 @@
-"""The story of published weights: a training publishes, a rollout process follows, is killed, and catches up from files alone.
+"""The story of published weights: an engine follows a training by its sidecar, out of memory where there is any, else from files.
 
 In: a folder. Out: lines to read; exit code 1 if one bit of the logits differs.
 
@@ -11,7 +11,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,35 +35,32 @@ def main() -> None:
     published: dict[int, Event] = {}
     swapped: list[Event] = []
 
-    print(f"1. A training of {STEPS} steps saves and publishes one snapshot every {EVERY}; a rollout process generates")
-    with running(command("rollout")) as rollout:
-        heard = events(rollout)
-        next(event for event in heard if event["event"] == "ready")
-        with running(command("train_rollout", "--steps", str(STEPS))) as training:
-            told = events(training)
-            for event in heard:
-                swapped.append(event)
-                hear_until(told, event["version"], published)
-                show(event, published)
-                if len(swapped) == SWAPS_BEFORE_THE_KILL:
-                    break
-            rollout.kill()
-            last = swapped[-1]["version"]
-            print(f"\n2. The rollout process is killed at version {last}; the training goes on")
-            hear_until(told, STEPS, published)
-            sizes = [event["num_bytes"] for event in published.values()]
-            print(f"   published: {', '.join(map(str, published))}; {min(sizes):,} to {max(sizes):,} bytes each")
+    print(f"1. A training of {STEPS} steps saves and publishes one snapshot every {EVERY}; an engine generates")
+    with (
+        engine_with_sidecar() as (heard, kill),
+        running(command("train_rollout", str(ROOT), "--steps", str(STEPS))) as training,
+    ):
+        told = events(training)
+        for event in heard:
+            swapped.append(event)
+            hear_until(told, event["version"], published)
+            show(event, published)
+            if len(swapped) == SWAPS_BEFORE_THE_KILL:
+                break
+        kill()
+        last = swapped[-1]["version"]
+        print(f"\n2. The engine and its sidecar are killed at version {last}; the training goes on")
+        hear_until(told, STEPS, published)
+        sizes = [event["num_bytes"] for event in published.values()]
+        print(f"   published: {', '.join(map(str, published))}; {min(sizes):,} to {max(sizes):,} bytes each")
     if training.returncode != 0:
         sys.exit(f"the training ended with exit code {training.returncode}; see above")
 
-    print(
-        "\n3. The training has ended. The rollout process starts again, with untrained weights, and has only the files"
-    )
-    with running(command("rollout", "--until", str(STEPS))) as rollout:
-        for event in events(rollout):
-            if event["event"] == "swapped":
-                swapped.append(event)
-                show(event, published)
+    print("\n3. The training has ended. Both start again; the engine has untrained weights, and the sidecar the files")
+    with engine_with_sidecar("--until", str(STEPS)) as (heard, _):
+        for event in heard:
+            swapped.append(event)
+            show(event, published)
     wrong = [event["version"] for event in swapped if event["logits"] != published[event["version"]]["logits"]]
     if wrong or swapped[-1]["version"] != STEPS:
         sys.exit(f"NOT the weights of the training: versions {wrong or swapped[-1]['version']}")
@@ -76,8 +74,25 @@ def main() -> None:
     print(f"files: {ROOT}\ntime:  {time.perf_counter() - began:.0f} s")
 
 
+@contextmanager
+def engine_with_sidecar(*options: str) -> Iterator[tuple[Iterator[Event], Callable[[], None]]]:
+    """The versions that an engine takes over, each with the pull of its sidecar; and what kills both."""
+    with running(command("rollout", *options)) as engine:
+        told = events(engine)
+        follow = [sys.executable, "-m", "async_ckpt", "follow", str(ROOT / "weights"), "--into", str(ROOT / "model")]
+        with running([*follow, "--post", next(told)["url"], "--poll", "0.05", "--json"]) as sidecar:
+
+            def kill() -> None:
+                sidecar.kill()
+                engine.kill()
+
+            pulls = (event for event in events(sidecar) if event["kind"] == "pulled")
+            yield ({**pull, **swap} for swap, pull in zip(told, pulls, strict=False)), kill
+            sidecar.terminate()
+
+
 def command(module: str, *options: str) -> list[str]:
-    return [sys.executable, "-m", f"examples.{module}", str(ROOT), *options]
+    return [sys.executable, "-m", f"examples.{module}", *options]
 
 
 def hear_until(told: Iterator[Event], version: int, published: dict[int, Event]) -> None:
@@ -91,14 +106,15 @@ def hear_until(told: Iterator[Event], version: int, published: dict[int, Event])
 
 def show(event: Event, published: dict[int, Event]) -> None:
     version, base, count = event["version"], event["base"], event["num_versions"]
-    latency = max(0.0, event["at"] - published[version]["at"])
+    latency = event["at"] - published[version]["at"]
     deltas = count if base is not None else count - 1
     begin = "an anchor" if base is None else f"version {base}"
     kind = f"{begin} and {deltas} delta{'s' * (deltas != 1)}" if deltas else begin
+    kind = "from memory" if event["from_memory"] else kind
     same = "the same" if event["logits"] == published[version]["logits"] else "OTHER"
     print(
-        f"   version {version:3d}: {kind}, {event['num_bytes'] / 1e6:.2f} MB, pulled and swapped in {event['seconds'] * 1e3:.0f} ms, "
-        f"{latency:.2f} s after it was durable; {same} logits: {event['text'][:34]!r}"
+        f"   version {version:3d}: {kind}, {event['num_bytes'] / 1e6:.2f} MB, pulled in {event['seconds'] * 1e3:.0f} ms, "
+        f"loaded {abs(latency):.2f} s {'after' if latency >= 0 else 'before'} it was durable; {same} logits: {event['text'][:34]!r}"
     )
 
 

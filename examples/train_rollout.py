@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ def train(root: Path, steps: int) -> None:
     with (
         async_ckpt.AsyncCheckpointer(root / "run", keep=2, ranks=(0, 1)) as ckpt,
         # Killed between the two, or set back, a training comes to steps again that are published.
-        async_ckpt.Publisher(root / "weights", anchor_every=5, keep=4, on_rollback="retire") as publisher,
+        async_ckpt.Publisher(
+            root / "weights", anchor_every=5, keep=4, on_rollback="retire", local=sys.platform == "linux"
+        ) as publisher,
     ):
         start = ckpt.restore(state) or 0
         for step in range(start + 1, steps + 1):

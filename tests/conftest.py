@@ -242,9 +242,23 @@ def quick_path(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def nursery(_authority: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """What runs scripts in processes of their own, forked from one that has imported all they need."""
+def _nursery(_authority: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     with Nursery(tmp_path_factory.mktemp("children")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def nursery(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """What runs scripts in processes of their own, forked from one that has imported all they need.
+
+    A test file names more of that in `WARM`, such as a framework, and then has a process of its own.
+    """
+    warm = getattr(request.module, "WARM", ())
+    plain: Nursery = request.getfixturevalue("_nursery" if not warm else "_authority")
+    if not warm:
+        yield plain
+        return
+    with Nursery(tmp_path_factory.mktemp("children"), *warm) as started:
         yield started
 
 

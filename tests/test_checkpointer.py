@@ -367,11 +367,12 @@ def test_a_save_that_waits_for_its_turn_is_refused_when_the_checkpointer_is_clos
 
 def test_closing_gives_the_host_memory_back(tmp_path):
     ckpt = open_run(tmp_path)
+    before = ckpt.metrics()["pool_bytes"]  # what others of this process still use
     ckpt.save(state_at(1), step=1).result()
-    assert ckpt.metrics()["pool_bytes"] > 0
+    assert ckpt.metrics()["pool_bytes"] > before
     ckpt.close()
 
-    assert ckpt.metrics()["pool_bytes"] == 0
+    assert ckpt.metrics()["pool_bytes"] <= before
 
 
 def train_and_throw(ckpt: AsyncCheckpointer) -> None:

@@ -28,7 +28,8 @@ def train(root: Path) -> list[int]:
                 handle.add_done_callback(lambda done: print(done.result()))
         best: int = ckpt.best("loss", mode="min")
         numbers: dict[str, float] = ckpt.metrics("ckpt/")
-        print(best, len(numbers))
+        stalls: list[float] = [event["stall_seconds"] for event in ckpt.history() if event["kind"] == "save"]
+        print(best, len(numbers), stalls)
         ckpt.wait()
         return ckpt.steps()
 
@@ -84,6 +85,8 @@ if __name__ == "__main__":
     with async_ckpt.unpack("z.tar") as inner:
         print(list(inner.iterdir()))
     print(async_ckpt.verify("x.tar"))
+    sizes: dict[str, int] = async_ckpt.inspect("x.tar").entries
+    print(sizes, len(async_ckpt.history("runs/a")))
     try:
         async_ckpt.load("nothing")
     except async_ckpt.NotCommittedError as error:

@@ -110,7 +110,7 @@ def export_hf(
             PartsFolder.skip()
         raise
     finally:
-        called.set_result(spans.total())
+        called.set_result(spans.called())
 
 
 def _replaceable(folder: str) -> str:

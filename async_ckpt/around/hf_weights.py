@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ import torch
 from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..fields import is_unicode
+from ..format.safetensors import code_in_models
 from ..slicing.sharded import is_of_fsdp1, is_sharded, local_part
-from ..spec import DTYPES, with_article
+from ..spec import with_article
 from ..state.capture import why_not
 from ..state.captured import SnapshotView, module_of, tree_of
 from ..state.dtypes import dtype_name
@@ -29,6 +31,7 @@ from ..state.wrappers import look_wrapped, plain_model, plain_state_dict
 
 CONFIG: Final = "config.json"
 ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_FILE: Final = "adapter_model.safetensors"
 Tensors = dict[str, torch.Tensor]
 
 # The prefix of names in PEFT's files, however the adapter was added to the model.
@@ -43,6 +46,28 @@ _RESERVED: Final = "__metadata__"
 _EMBEDDINGS: Final = frozenset({"embed_tokens", "lm_head"})
 # In files the adapter's name is left out, so that one of these follows the kind directly.
 _LEAVES: Final = frozenset({"weight", "bias"})
+# The first matrix of a LoRA layer in PEFT's files, whose rows are the rank.
+_FIRST_MATRIX: Final = re.compile(r"\.(lora_A\.weight|lora_embedding_A)$")
+# The fields of an adapter's config on which the meaning of its tensors depends: the base, and then what is done with
+# them.
+OF_BASE: Final = ("base_model_name_or_path", "revision")
+_SETTINGS: Final = (
+    *OF_BASE,
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "use_bdlora",
+    "use_qalora",
+    "qalora_group_size",
+    "fan_in_fan_out",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "trainable_token_indices",
+)
 
 
 class Weights(NamedTuple):
@@ -54,6 +79,15 @@ class Weights(NamedTuple):
     files: dict[str, bytes]
     # Converts a copy of `tensors` to the names and shapes of published checkpoints.
     as_published: Callable[[Tensors], Tensors]
+    # The fields of an adapter's config on which the meaning of its tensors depends, as JSON; empty for a model.
+    adapter: Mapping[str, str] = MappingProxyType({})
+
+    def described(self) -> Tensors:
+        """The tensors of published checkpoints, on the meta device: their names, dtypes and shapes alone."""
+        empty = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in self.tensors.items()
+        }
+        return self.as_published(empty)
 
     @property
     def is_spread(self) -> bool:
@@ -69,7 +103,7 @@ class Weights(NamedTuple):
         """Whether a file of this name holds such weights, from this export or an earlier one."""
         if self.stem == "model":
             return re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", path) is not None
-        return path == "adapter_model.safetensors"
+        return path == ADAPTER_FILE
 
 
 def weights_of(given: Any, config_files: Mapping[str, bytes]) -> Weights:
@@ -216,7 +250,7 @@ def _as_published(model: Any, tensors: Tensors) -> Tensors:
 
 def _check(name: str, tensor: torch.Tensor) -> None:
     why = why_not(tensor := local_part(tensor))
-    if why is None and DTYPES[dtype_name(tensor.dtype)][1] is None:
+    if why is None and code_in_models(dtype_name(tensor.dtype)) is None:
         why = f"safetensors does not know {tensor.dtype}; convert it first"
     if why is None and not has_plain_bytes(tensor):
         why = f"it is on {tensor.device}; move it to the CPU first"
@@ -238,7 +272,7 @@ def _adapter_of(model: Any, tensors: Tensors, config_files: Mapping[str, bytes])
         files[ADAPTER_CONFIG] = json_bytes({**adapters[adapter].to_dict(), "inference_mode": True})
     else:
         adapter = _only_adapter(tensors)
-    config = json.loads(config_files.get(ADAPTER_CONFIG) or files[ADAPTER_CONFIG])
+    config = _config_in(config_files[ADAPTER_CONFIG] if ADAPTER_CONFIG in config_files else files[ADAPTER_CONFIG])
     if config.get("peft_type") != "LORA":
         raise UnsupportedStateError(
             f"an adapter of the type {config.get('peft_type')} cannot be exported, only LORA; "
@@ -252,7 +286,72 @@ def _adapter_of(model: Any, tensors: Tensors, config_files: Mapping[str, bytes])
         )
     selected = tensors if adapter is None else _adapter_only(tensors, adapter, config)
     named = {_ADAPTER_PREFIX + name.removeprefix(_ADAPTER_PREFIX): tensor for name, tensor in selected.items()}
-    return Weights("adapter_model", named, {}, files, lambda copy: copy)
+    _refuse_other_config(named, config)
+    return Weights("adapter_model", named, {}, files, lambda copy: copy, _settings_in(config))
+
+
+def _config_in(data: bytes) -> dict[str, Any]:
+    try:
+        config = json.loads(data)
+    except ValueError as error:
+        raise UnsupportedStateError(
+            f"{ADAPTER_CONFIG} is not JSON ({error}); give a config_folder with that of this adapter",
+            path=ADAPTER_CONFIG,
+        ) from error
+    if not isinstance(config, dict):
+        raise UnsupportedStateError(
+            f"{ADAPTER_CONFIG} is {with_article(type(config).__name__)}, not an object; give a config_folder with that "
+            "of this adapter",
+            path=ADAPTER_CONFIG,
+        )
+    return config
+
+
+def _settings_in(config: Mapping[str, Any]) -> dict[str, str]:
+    """The fields on which the meaning of an adapter's tensors depends, as JSON; without empty ones."""
+    given = {name: config[name] for name in _SETTINGS if config.get(name)}
+    return {name: json.dumps(value, sort_keys=True, default=_plain) for name, value in given.items()}
+
+
+def _refuse_other_config(tensors: Tensors, config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedStateError for tensors, named as in files, that cannot be those of the config."""
+    for name, tensor in tensors.items():
+        match = _FIRST_MATRIX.search(name)
+        if match is None:
+            continue
+        second = name[: match.start()] + match[0].replace("_A", "_B")
+        if second not in tensors:
+            raise UnsupportedStateError(
+                f"{name!a} has no {second!a} beside it; give all weights of the adapter", path=name
+            )
+        why = _why_misfit(name[: match.start()].removeprefix(_ADAPTER_PREFIX), tensor, config)
+        if why is not None:
+            raise UnsupportedStateError(
+                f"{name!a} has the shape {list(tensor.shape)}, and {why}; give the config of this adapter", path=name
+            )
+
+
+def _why_misfit(layer: str, first: torch.Tensor, config: Mapping[str, Any]) -> str | None:
+    """The reason why the first matrix of a layer is not one of the config; None if it may be."""
+    if config.get("target_parameters") or config.get("use_bdlora"):
+        return None  # these matrices are of several weights
+    rank, targets = _rank_of(layer, config), config.get("target_modules")
+    if rank is not None and first.shape[:1] != (rank,):
+        return f"by its {ADAPTER_CONFIG} this layer has the rank {rank}"
+    if not isinstance(targets, list | set) or not targets or config.get("ensure_weight_tying"):
+        return None  # a pattern, which the names of the base alone would tell, or layers that are tied to named ones
+    if any(f".{layer}".endswith(f".{target}") for target in targets):
+        return None
+    named = ", ".join(sorted(map(str, targets)))
+    return f"the target_modules of its {ADAPTER_CONFIG} ({named:.200}) do not name its layer"
+
+
+def _rank_of(layer: str, config: Mapping[str, Any]) -> int | None:
+    """The rank of a layer by PEFT's rules; None if the config does not say."""
+    for pattern, rank in (config.get("rank_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            return int(rank)
+    return config.get("r")
 
 
 def _active(model: Any, adapters: Iterable[str]) -> str:

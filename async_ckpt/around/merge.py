@@ -33,6 +33,7 @@ from ..state.capture import pickled
 from ..state.names import shown
 from ..state.skeletons import merge as merge_skeletons
 from ..state.tree import ValuesByRank, leaves, top_keys
+from ..storage.disk import make_folder
 from ..storage.interface import Storage
 from ..storage.place import Anywhere, written_at
 from ..storage.sequential import Appender
@@ -176,7 +177,7 @@ def _skeleton_of_groups(part: Part) -> Json:
 def _write(state: _MergedState, layout: Layout, storage: Storage, name: str) -> int:
     """Write the archive. Returns the number of retries."""
     if not storage.remote:
-        Path(storage.locate(name)).parent.mkdir(parents=True, exist_ok=True)
+        make_folder(Path(storage.locate(name)).parent)
     out = Appender(storage, name, limit_bytes=layout.file_bytes)
     memory = HostBuffer(min(SEGMENT_BYTES, layout.file_bytes))
     try:

@@ -140,7 +140,7 @@ def _stream(folder: Path, target: FileTarget, scratch: Scratch | None) -> SaveHa
         if scratch is not None:
             _keep(scratch, error)
         raise
-    packing.called.set_result(packing.spans.total())
+    packing.called.set_result(packing.spans.called())
     return handle
 
 
@@ -154,8 +154,8 @@ class _PackSave(Save):
         self.saver, self._folder, self._target, self._scratch = saver, folder, target, scratch
         self.path = target.path
         staged: Future[None] = Completion(lambda: f"the files of {self.path}: {self.progress}")
-        super().__init__(None, target.path, staged, lambda: self.progress)
-        self.spans, self.called = Spans(), running_future()  # `called` resolves when the caller has its handle
+        super().__init__(None, target.path, staged, lambda: self.progress, Spans())
+        self.called: Future[float] = running_future()  # resolves when the caller has its handle
         self._attempt: Attempt | None = None
 
     @property

@@ -106,7 +106,7 @@ def _head(tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> bytes
         entries.append(safetensors.Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape), at, end))
         at = end
     metadata = {other: kept for other, kept in tied.items() if kept in tensors} | {"format": "pt"}
-    return safetensors.header(entries, metadata, header_bytes_modulo=_HEADER_MODULO, at=0)
+    return safetensors.header(entries, metadata, header_bytes_modulo=_HEADER_MODULO, at=0, of_model=True)
 
 
 def index_of(shards: Sequence[Shard], weight_map: Mapping[str, str] | None = None, /, **more: Any) -> bytes:

@@ -260,6 +260,9 @@ class _StrictTarInfo(tarfile.TarInfo):
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> _StrictTarInfo:
+        # Where no link can be made, `tarfile` looks through all members that follow for one to put in its place.
+        if cast(_ForwardFile, tar.fileobj).header_bytes is None:
+            raise _DamagedError("it has a link that cannot be made")
         try:
             return super().fromtarfile(tar)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]

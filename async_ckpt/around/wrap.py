@@ -232,7 +232,7 @@ class _Reservation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.called.set_result(self.spans.total())
+        self.called.set_result(self.spans.called())
         with _busy_lock:
             if self.handle is None:
                 del _busy[self._key]

@@ -5,7 +5,7 @@
 - `selection.py` has the runs and steps that a place names, `sources.py` the items of a checkpoint of any format.
 - Each word has a module that finds out and shows: `listing.py` (ls), `inspection.py`, `soundness.py` (verify),
   `diffing.py`, `copying.py` (cp), `pruning.py`, `repair.py`, `conversion.py` (extract, convert), `bench.py`,
-  `doctor.py`.
+  `doctor.py`; `page/` draws whole runs (page), and `live/` has words that go on until they are ended (follow, watch).
 
 It calls the public API, and `loading` and `runs` where that does not suffice. Nothing imports it.
 """

@@ -29,6 +29,7 @@ from ..saving.saver import Saver
 from ..saving.targets import FileTarget
 from ..spec import DTYPES
 from ..state.dtypes import dtype_name
+from ..storage.disk import make_folder
 from ..storage.place import Place
 from ..storage.scratch import Scratch, publish, sync_all
 from ..storage.sequential import Appender
@@ -267,7 +268,7 @@ def _with_state(request: ConversionRequest, write: Callable[[Any], int]) -> int:
         return write(_stripped(state, request.strip))
 
     scratch = local_path(request.target.text).parent if request.target.is_local else Path.cwd()
-    scratch.mkdir(parents=True, exist_ok=True)
+    make_folder(scratch)
     return with_state(request.source, converted, scratch=scratch, **request.options)
 
 

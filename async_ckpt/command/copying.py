@@ -146,6 +146,8 @@ def copy_steps(
                     row.step: row if row.step in plans or mends else replace(row, outcome=_LENDER) for row in copied
                 }
     to.announce()
+    if is_whole and not to.root.starts:  # nobody has saved there
+        to.events.copy_from(source.run.events)
     to.sweeper.sweep()  # what an earlier copy that was killed has left
     return [rows[step] for step in sorted(rows)]
 

@@ -7,27 +7,25 @@ Knows nothing of: arguments. Nothing is unpickled.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from ..loading.archives.contents import Contents, Part
 from ..loading.archives.find import from_path
+from ..loading.inspected import NameRow, entry_sizes, places_of, rows_of, walked
 from ..report import sized
-from ..spec import DTYPES
-from ..state.names import dotted, shown
+from ..state.names import shown
 from ..state.tree import StoredLeaf
 from ..storage.place import Place
 from .screen import Answer, as_json_text, counted, escaped, in_table, print_json, print_table, print_text, short
-from .sources import TensorReader, walked
+from .sources import TensorReader
 
-_RANK: Final = re.compile(r"rank_(\d{5,})[^/]*$")
 # As torch prints: larger tensors are summed up by the items at the ends of each dimension.
 _PRINTED_ITEMS: Final = 1000
 _EDGE_ITEMS: Final = 3
@@ -38,39 +36,6 @@ _SHOWN_TOTALS: Final = 8
 _STATISTICS: Final = {
     "min": "min", "max": "max", "mean": "mean", "std": "std", "norm": "norm", "num_nan": "NaN", "num_inf": "Inf",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class BytesInFile:
-    """A part of a tensor in a file: `num_bytes` from `offset` on. `rank` is the one that has written the file."""
-
-    file: str
-    offset: int
-    num_bytes: int
-    rank: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NameRow:
-    """One name of a checkpoint. `kind` is "tensor", "array", "bytes", "object" or "value"; only a value has `value`.
-
-    `ranks` have written parts of a tensor, of a step that several ranks have saved. `places` are where its bytes are;
-    of such a step they have to be asked for, since every archive has to be opened to find them.
-    """
-
-    name: str
-    kind: str
-    dtype: str | None = None
-    shape: tuple[int, ...] | None = None
-    num_bytes: int = 0
-    alias_of: str | None = None
-    ranks: tuple[int, ...] = ()
-    places: tuple[BytesInFile, ...] = ()
-    value: Any = None
-    stats: dict[str, float] | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -> None:
@@ -163,11 +128,7 @@ def _value_or_place(row: NameRow, files: FilesOfRows) -> str:
 
 def _totals(rows: Sequence[NameRow], files: FilesOfRows) -> str:
     """The number of names and bytes, and the bytes of the largest top-level entries."""
-    totals: dict[str, int] = {}
-    for row in rows:
-        if row.num_bytes and row.alias_of is None:
-            top = row.name.partition(".")[0]
-            totals[top] = totals.get(top, 0) + row.num_bytes
+    totals = entry_sizes(rows)
     largest = sorted(totals, key=lambda top: -totals[top])
     parts = [f"{escaped(top)} {sized(totals[top])}" for top in largest[:_SHOWN_TOTALS]]
     if len(largest) > _SHOWN_TOTALS:
@@ -190,16 +151,11 @@ def _ranks(row: NameRow) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
 
 
-def _rank_of(path: str) -> int | None:
-    match = _RANK.search(path)
-    return int(match[1]) if match else None
-
-
 def _looked_at(
     parts: Sequence[Part], patterns: Sequence[str], *, stats: bool, places: bool
 ) -> tuple[list[NameRow], str | None]:
     """The rows, and the items of the tensor as torch prints them if it is the only one that was asked for."""
-    rows = rows_of(parts, patterns, stats=stats, places=places)
+    rows = rows_of(parts, patterns, measured_by=_statistics_of if stats else None, places=places)
     if not patterns or len(rows) != 1 or rows[0].kind not in ("tensor", "array"):
         return rows, None
     for part in parts:
@@ -207,7 +163,7 @@ def _looked_at(
         for path, leaf in walked(tree, ()):
             if shown(path) == rows[0].name and isinstance(leaf, StoredLeaf):
                 number = part.archive.primary(leaf.number)
-                return [replace(rows[0], places=_places(part.archive, number))], printed(part.archive, number)
+                return [replace(rows[0], places=places_of(part.archive, number))], printed(part.archive, number)
     return rows, None
 
 
@@ -239,74 +195,8 @@ def _text_of(items: torch.Tensor, *, is_summary: bool) -> str:
         torch.set_printoptions(profile="default")
 
 
-def rows_of(
-    parts: Sequence[Part], patterns: Sequence[str], *, stats: bool = False, places: bool = False
-) -> list[NameRow]:
-    """The names that one of the patterns matches, or that lie below one, in the order of the checkpoint; without
-    patterns, all.
-    """
-    return [row for part in parts for row in _rows_in(part, patterns, stats=stats, places=places)]
-
-
-def _rows_in(part: Part, patterns: Sequence[str], *, stats: bool, places: bool) -> Iterator[NameRow]:
-    archive = part.archive
-    archive.learn_names()
-    tree, _ = archive.tree(groups=part.groups)
-    matching = [
-        (path, leaf)
-        for path, leaf in walked(tree, ())
-        if not patterns or any(_matches(dotted(path), pattern) for pattern in patterns)
-    ]
-    stored = [leaf for _, leaf in matching if isinstance(leaf, StoredLeaf) and leaf.kind != "object"]
-    if stats or places:
-        archive.need((leaf.number, None) for leaf in stored)
-    reader = TensorReader(archive, [leaf.number for leaf in stored if leaf.kind == "tensor"]) if stats else None
-    for path, leaf in matching:
-        yield _row(archive, path, leaf, reader, places=places)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
-
-
-def _row(archive: Contents, path: tuple[Any, ...], leaf: Any, reader: TensorReader | None, *, places: bool) -> NameRow:
-    """The row of a leaf; with a reader, also the statistics of a tensor."""
-    name = shown(path)
-    if not isinstance(leaf, StoredLeaf):
-        return NameRow(name, "value", value=leaf if _is_json(leaf) else repr(leaf)[:200])
-    if leaf.kind == "object":
-        return NameRow(name, "object")
-    tensor = archive.index.tensors[leaf.number]
-    primary = archive.primary(leaf.number)
-    num_bytes = math.prod(tensor.shape) * DTYPES[tensor.dtype][0]
-    ranks = tuple(archive.writers(primary))
-    return NameRow(
-        name,
-        {"ndarray": "array"}.get(leaf.kind, leaf.kind),
-        tensor.dtype,
-        tuple(tensor.shape),
-        num_bytes,
-        None if primary == leaf.number else shown(archive.index.tensors[primary].path),
-        ranks,
-        _places(archive, primary) if places or not ranks else (),
-        stats=statistics(reader, primary) if reader is not None and leaf.kind == "tensor" else None,
-    )
-
-
-def _places(archive: Contents, number: int) -> tuple[BytesInFile, ...]:
-    """Where the bytes of a tensor are, each item once."""
-    return tuple(
-        BytesInFile(file.path, piece.extent.offset, piece.extent.length, _rank_of(file.path))
-        for file, piece, _ in archive.sources(number)
-    )
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(inner) for key, inner in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_json, value))
-    return value is None or isinstance(value, bool | int | float | str)
+def _statistics_of(archive: Contents, numbers: Sequence[int]) -> Callable[[int], dict[str, float]]:
+    return partial(statistics, TensorReader(archive, numbers))
 
 
 def statistics(reader: TensorReader, number: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ A manifest that cannot be read is a row like others; nothing is changed on stora
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ..errors import CheckpointError, FormatVersionError
 from ..host.threads import run_together
 from ..report import sized
+from ..runs.foreign_entries import step_formats
 from ..runs.manifest import NAME as MANIFEST
-from ..runs.manifest import Manifest, is_retired_name, parse_intent
+from ..runs.manifest import Manifest, is_retired_name
 from ..runs.manifest import parse as parse_manifest
-from ..runs.naming import TRACKERS, parse_step_name, pattern_of
+from ..runs.naming import TRACKERS, parse_step_name
 from ..runs.receipts import archives_of
 from ..runs.record import number
 from ..runs.retention import Commits
 from ..runs.run import Run
-from ..runs.starts import split_starts
 from ..spans import Clock, wall_time
 from ..storage.interface import Storage
 from ..storage.place import Place
@@ -187,7 +187,7 @@ def runs_in(place: Place, *, clock: Clock) -> list[RunRow]:
 
 def versions_of(place: Place) -> list[VersionRow]:
     """The versions of a publication, ascending; of each world of ranks those that a rank has begun."""
-    from ..publishing.rank_versions import RankVersions, worlds_in
+    from ..publishing.of_ranks.rank_versions import RankVersions, worlds_in
     from ..publishing.versions import Versions  # they need torch
 
     ranks = RankVersions(place)
@@ -352,14 +352,6 @@ def _mark_newest(rows: Sequence[StepRow], storage: Storage, names: Collection[st
                 for row in committed:
                     if text in (row.folder, str(row.step)):
                         row.marks.append(name if name != "latest" else "tracker")
-
-
-def step_formats(names: Iterable[str]) -> list[str]:
-    """The formats of the folders that may be steps, each once."""
-    others, _ = split_starts(sorted(names))
-    found = (parse_step_name(name) for name in others if parse_intent(name) is None and not name.startswith("."))
-    formats = {one.step_format for one in found if one is not None and "/" not in one.rest}
-    return sorted(one for one in formats if pattern_of(one) is not None)
 
 
 def _has_steps(storage: Storage, names: Sequence[str]) -> bool:

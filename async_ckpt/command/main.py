@@ -92,6 +92,34 @@ def ls(
     show(place, with_all=all_, check=check, best=best, as_json=as_json)
 
 
+@app.command(epilog=_example("page runs/a -o run.html"))
+@with_place
+def page(
+    places: Annotated[
+        list[Place],
+        typer.Argument(metavar="RUN", help="Runs, or a folder of runs; several are compared.", show_default=False),
+    ],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The HTML file, a path or URL.", show_default=False)
+    ] = "",
+    best: Annotated[
+        list[str] | None,
+        typer.Option(metavar="METRIC", help="The best steps to mark, as for ls; may be given several times."),
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show whole runs as pictures and tables, in one HTML file.
+
+    Saves over time, stalls, bandwidth, sizes, records, and what is kept. The file needs no network.
+    """
+    from .page.run_page import show
+
+    if not output:
+        raise Answer("-o says where the page goes, such as -o run.html", USAGE)
+    show(places, place_like(places[0], output), best=best or [], overwrite=overwrite, as_json=as_json)
+
+
 @app.command(epilog=_example("inspect runs/a/step_00000100 'model.*' --stats"))
 @with_place
 def inspect(
@@ -120,7 +148,7 @@ def inspect(
 def verify(
     place: Where,
     base: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="The model that a publication began with, if it is not there.")
+        Path | None, typer.Option(metavar="FOLDER", help="The model that deltas start from where there is no anchor.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -271,6 +299,73 @@ def convert(
         as_,
         as_json=as_json,
     )
+
+
+@app.command(epilog=_example("follow weights --into out/model --exec 'ls out/model' --once"))
+@with_place
+def follow(
+    root: Annotated[
+        Place, typer.Argument(metavar="ROOT", help="Where a Publisher puts its versions.", show_default=False)
+    ],
+    into: Annotated[
+        str, typer.Option(metavar="FOLDER", help="The folder that they are pulled into.", show_default=False)
+    ] = "",
+    sglang: Annotated[str | None, typer.Option(metavar="URL", help="The server of SGLang that is told.")] = None,
+    vllm: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The server of vLLM that is told; it needs VLLM_SERVER_DEV_MODE=1."),
+    ] = None,
+    exec_: Annotated[
+        str | None, typer.Option("--exec", metavar="CMD", help="A program that is run for each version.")
+    ] = None,
+    post: Annotated[str | None, typer.Option(metavar="URL", help="A server that gets a POST for each version.")] = None,
+    abort_requests: Annotated[
+        bool, typer.Option("--abort-requests", help="Abort the engine's requests rather than wait for them.")
+    ] = False,
+    answer_within: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long the engine may take to load a version.")
+    ] = 600.0,
+    poll: Annotated[float, typer.Option(metavar="SECONDS", help="The time between two looks at the root.")] = 1.0,
+    patience: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long the root may be gone before the command fails.")
+    ] = 1800.0,
+    status: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A JSON file that is written at each look at the root.")
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="The model that deltas start from where there is no anchor.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="End when the engine has the newest version.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Pull each new version into a folder, and have an engine load it.
+
+    A sidecar for one engine: SIGTERM ends it between two versions. With --json, each event is a document in a line.
+    """
+    from .live.sidecar import EngineChoice, FollowRequest, show
+
+    choice = EngineChoice(sglang, vllm, exec_, post, abort_requests, answer_within)
+    show(FollowRequest(root, into, base, once, status, poll, patience), choice, as_json=as_json)
+
+
+@app.command(epilog=_example("watch runs/a --once"))
+@with_place
+def watch(
+    place: Where,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look a single time; exit with 1 if there is a warning.")
+    ] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="The time between two looks.")] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show the status of a run, and go on until Ctrl-C.
+
+    The newest step and its age, the next one under way, the last saves and their trend, warnings. It only reads, and
+    asks a store at most twice a second. With --json, each look is a document in a line.
+    """
+    from .live.watch import show
+
+    show(place, once=once, interval=interval, as_json=as_json)
 
 
 @app.command(epilog=_example("bench runs --size 50MB --tensors 50"))

@@ -34,6 +34,8 @@ _OPTIONS: Final[dict[str, tuple[type, Any, str]]] = {
     "deadline": (float, _DEADLINE_SECONDS, "How long a store may take to answer a request."),
 }
 _METAVARS: Final = {"endpoint": "URL", "region": "NAME", "profile": "NAME", "deadline": "SECONDS"}
+# The types of parameters that are places, and those of their texts on the command line.
+_TEXTS: Final[dict[Any, Any]] = {Place: str, Place | None: str | None, list[Place]: list[str]}
 _KEYWORD: Final = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -52,13 +54,20 @@ def with_place(word: Callable[..., None]) -> Callable[..., None]:
             chosen = {one.name.rpartition("_")[2]: given.pop(one.name) for one in parameters}
             options |= {name: value for name, value in chosen.items() if value is not None}
             if given[place] is not None:
-                is_for_it = len(places) == 1 or not _is_local(given[place])
-                given[place] = place_of(given[place], **(options if is_for_it else {}))
+                given[place] = _opened(given[place], options, is_only=len(places) == 1)
         word(**given)
 
     called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {one.name: one.annotation for one in parameters}
     return called
+
+
+def _opened(where: str | list[str], options: dict[str, Any], *, is_only: bool) -> Place | list[Place]:
+    """The place at a path or URL, or those at several. Beside a URL, a path does without the options."""
+    several = where if isinstance(where, list) else [where]
+    are_for_all = is_only and all(map(_is_local, several))  # a path refuses them
+    opened = [place_of(one, **(options if are_for_all or not _is_local(one) else {})) for one in several]
+    return opened if isinstance(where, list) else opened[0]
 
 
 def place_of(where: str, *, anonymous: bool = False, deadline: float = _DEADLINE_SECONDS, **given: str | None) -> Place:
@@ -103,7 +112,7 @@ def _store_options(place: str) -> list[inspect.Parameter]:
 
 
 def _is_place(parameter: inspect.Parameter) -> bool:
-    return get_origin(parameter.annotation) is Annotated and get_args(parameter.annotation)[0] in (Place, Place | None)
+    return get_origin(parameter.annotation) is Annotated and get_args(parameter.annotation)[0] in _TEXTS
 
 
 def _as_argument(parameter: inspect.Parameter) -> inspect.Parameter:
@@ -111,5 +120,4 @@ def _as_argument(parameter: inspect.Parameter) -> inspect.Parameter:
     if not _is_place(parameter):
         return parameter.replace(kind=_KEYWORD)
     kind, argument = get_args(parameter.annotation)
-    text = str if kind is Place else str | None
-    return parameter.replace(kind=_KEYWORD, annotation=Annotated[text, argument])
+    return parameter.replace(kind=_KEYWORD, annotation=Annotated[_TEXTS[kind], argument])

@@ -170,4 +170,6 @@ def _planned(run: Run) -> list[PruneRow]:
 
 def _delete(one: ChosenRun) -> list[int]:
     newest = one.run.latest()
-    return [] if newest is None else one.run.retain(newest, replaced=None, in_flight=())
+    gone = [] if newest is None else one.run.retain(newest, replaced=None, in_flight=())
+    one.run.events.write()
+    return gone

@@ -47,16 +47,29 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
 
     Only where a terminal is too narrow for it, rich lays it out: for thousands of rows that takes seconds.
     """
-    cells = [[*columns], *map(list, rows)]
-    table = [column for column in zip(*cells, strict=True) if any(column[1:])]
-    widths = [*map(_width, table)]
-    if sys.stdout.isatty() and sum(widths) + 2 * len(table) > (to := _terminal()).width:
+    table = _columns_of(columns, rows)
+    if sys.stdout.isatty() and sum(map(_width, table)) + 2 * len(table) > (to := terminal()).width:
         _print_folded(to, table, right)
         return
-    aligned = (_aligned(column, width, column[0] in right) for column, width in zip(table, widths, strict=True))
-    head, *lines = ("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
+    head, *lines = _lines(table, right)
     print_text(head, "bold")
     sys.stdout.writelines(f"{line}\n" for line in lines)
+
+
+def table_lines(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> list[str]:
+    """The lines of such a table, the first with the names of its columns."""
+    return _lines(_columns_of(columns, rows), right)
+
+
+def _columns_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The columns that have a text, each with its name at the top."""
+    cells = [[*columns], *map(list, rows)]
+    return [column for column in zip(*cells, strict=True) if any(column[1:])]
+
+
+def _lines(table: Sequence[Sequence[str]], right: Iterable[str]) -> list[str]:
+    aligned = (_aligned(column, _width(column), column[0] in right) for column in table)
+    return ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
 
 
 def print_text(text: str, style: str = "") -> None:
@@ -66,10 +79,10 @@ def print_text(text: str, style: str = "") -> None:
         return
     from rich.text import Text
 
-    _terminal().print(Text(text, style=style), soft_wrap=True)
+    terminal().print(Text(text, style=style), soft_wrap=True)
 
 
-def _terminal() -> Console:
+def terminal() -> Console:
     """The terminal that stdout is. With NO_COLOR, it has no colours."""
     from rich.console import Console
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ..errors import FormatVersionError, NotCommittedError
+from ..runs.foreign_entries import step_formats
 from ..runs.naming import NAMINGS, STEP_FORMAT, TRACKER, TRACKERS, Naming, parse_step_name, words_for
 from ..runs.retention import best_of, describe_missing_metric
 from ..runs.run import Run
@@ -20,7 +21,7 @@ from ..spec import Keep
 from ..storage.interface import Storage
 from ..storage.place import Place
 from ..storage.url import parent_and_name
-from .listing import kind_of, nothing_at, parse_best, step_formats, unread_error
+from .listing import kind_of, nothing_at, parse_best, unread_error
 from .screen import USAGE, Answer
 
 _RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")

@@ -19,7 +19,7 @@ import typer
 from ..errors import CheckpointError, CorruptCheckpointError, FormatVersionError, StorageUnavailableError
 from ..loading.archives.find import opened_as_file, step_at
 from ..loading.verify import StepCheck, Verification, checks_of_run, notes_on, trackers_in
-from ..publishing.subscriber import VersionCheck, checks_of_versions
+from ..publishing.version_checks import VersionCheck, checks_of_versions
 from ..report import sized
 from ..runs.foreign_entries import OF_DCP
 from ..runs.naming import parse_step_name

@@ -26,12 +26,13 @@ from ..errors import CorruptCheckpointError, UntrustedObjectError
 from ..loading.archives.contents import Contents, Part
 from ..loading.archives.find import from_path, opened_as_file
 from ..loading.archives.step_archives import Readers, selected_by
-from ..loading.load import check_lent, check_select, state_of
+from ..loading.inspected import walked
+from ..loading.load import LoadOptions, check_lent, check_select, state_of
 from ..loading.ranges import Range, read_ranges
 from ..spec import align_up
 from ..state.names import Select, Selector, dotted, selector, shown
 from ..state.per_rank import PerRank
-from ..state.tree import StoredLeaf, ValuesByRank, leaves
+from ..state.tree import StoredLeaf
 from ..storage.interface import Reader
 from ..storage.local import LocalReader
 from ..storage.place import Place
@@ -124,12 +125,12 @@ def with_state(
             return use(state[0])
 
     def load(parts: Sequence[Part]) -> T:
-        options: dict[str, Any] = {"map_location": None, "select": select, "trust": trust, "types": ()}
+        options = LoadOptions(select=select, trust=trust)
         if all(part.archive.is_local_file for part in parts):
-            return use(state_of(parts, mmap=True, **options))
+            return use(state_of(parts, options._replace(mmap=True)))
         with tempfile.TemporaryFile(dir=scratch) as file:
             memory = partial(_memory_in, file.fileno())
-            state = state_of(parts, mmap=False, memory=memory, **options)
+            state = state_of(parts, options, memory=memory)
             if name := _name_by_rank(state, ()):
                 raise Answer(f"{place.shown}: each rank has its own {name}; pass --from-rank {name}=0, or another rank")
             return use(state)
@@ -194,7 +195,8 @@ def _as_local_file(reader: Reader, path: str) -> Iterator[str]:
 
 def _torch_load(local: str, path: str, *, trust: bool, is_zip: bool) -> Any:
     try:
-        return torch.load(local, map_location="cpu", weights_only=not trust, mmap=is_zip)
+        # Weights only, unless --trust is given.
+        return torch.load(local, map_location="cpu", weights_only=not trust, mmap=is_zip)  # nosec B614
     except pickle.UnpicklingError as error:
         if trust:
             raise CorruptCheckpointError(f"{path}: torch.load cannot read it ({error!s:.200})", path=path) from error
@@ -269,24 +271,6 @@ def _items_of_part(part: Part, select: Select) -> Iterator[NamedItem]:
             yield NamedItem(path, archive.dtype(number), tuple(tensor.shape), partial(reader.chunks, number))
         else:
             yield NamedItem(path, value=leaf)
-
-
-def walked(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The leaves of a tree with their paths; a list without tensors is one leaf. Values of ranks are below their name:
-    "rank 3".
-    """
-    inner: list[tuple[Any, Any]] = []
-    if isinstance(value, dict):
-        inner = list(value.items())
-    elif isinstance(value, ValuesByRank):
-        inner = [(f"rank {rank}", one) for rank, one in value.values.items()]
-    elif isinstance(value, list | tuple) and any(isinstance(leaf, StoredLeaf) for leaf in leaves(value)):
-        inner = list(enumerate(value))
-    if inner and not isinstance(value, StoredLeaf):
-        for key, one in inner:
-            yield from walked(one, (*path, key))
-    elif not isinstance(value, dict | ValuesByRank):
-        yield path, value
 
 
 class TensorReader:

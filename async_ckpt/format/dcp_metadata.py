@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NamedTuple, NoReturn
 
 from ..collector import no_collection
 from ..pickles.machine import ALL, PickleMachine
-from ..spec import DTYPES
+from ..spec import DTYPES, MAX_DIMS
 
 NAME: Final = ".metadata"
 _CHECKPOINT: Final = "torch.distributed.checkpoint"
@@ -54,7 +54,6 @@ _STORAGES: Final = {
     "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64",
     "ComplexFloat": "complex64", "ComplexDouble": "complex128",
 }  # fmt: skip
-_MAX_DIMS: Final = 64
 _WINDOW: Final = 4096  # holds all that torch.save usually writes at each end of a tensor's bytes
 _MAX_RECORD: Final = 1 << 20
 _MAX_WORD: Final = 16
@@ -198,7 +197,7 @@ class _MetadataReader:
         state = properties.state  # a tuple of five, or six from torch 2.15 on
         dtype = state[0].name.removeprefix("torch.") if isinstance(state, tuple) else ""
         shape = self._ints(fields["size"])
-        if dtype not in DTYPES or len(shape) > _MAX_DIMS or prod(n or 1 for n in shape) >= 2**63:
+        if dtype not in DTYPES or len(shape) > MAX_DIMS or prod(n or 1 for n in shape) >= 2**63:
             raise ValueError(f"{name!a:.200} has dtype {dtype!r:.50} and shape {shape!r:.200}")
         chunks = []
         for item in fields["chunks"]:
@@ -361,7 +360,7 @@ class _CallRecord:
 
 def _brief(value: Any) -> str:
     """A short text for messages: tuples nested in a small pickle may have a `repr` of any length."""
-    if isinstance(value, tuple | list) and len(value) <= _MAX_DIMS and all(type(n) in (int, str) for n in value):
+    if isinstance(value, tuple | list) and len(value) <= MAX_DIMS and all(type(n) in (int, str) for n in value):
         return f"{value!a:.200}"
     if isinstance(value, str | bytes):
         return f"{value[:200]!a:.200}"
@@ -387,7 +386,7 @@ def _ints(values: Any) -> tuple[int, ...]:
         (values,) = values.arguments or ((),)
     if (
         not isinstance(values, list | tuple)
-        or len(values) > _MAX_DIMS
+        or len(values) > MAX_DIMS
         or not all(type(n) is int and 0 <= n < 2**63 for n in values)
     ):
         raise ValueError(f"{_brief(values)} are not counts")

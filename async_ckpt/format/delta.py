@@ -195,6 +195,7 @@ class VersionIndex:
     digests: Mapping[str, str] = field(default_factory=dict)  # of other files, and of a delta's frames
     heads: Mapping[str, str] = field(default_factory=dict)  # of the headers of an anchor's files
     slices: RankSlices = RankSlices()
+    adapter: Mapping[str, str] = field(default_factory=dict)  # of an adapter: fields of its config, as JSON
     attempt: str = ""  # the folder inside the version's that has the files; empty on a disk
     is_sealed: bool = False  # it contains a digest of itself, as every Publisher's does
     stamp: str = field(default="", compare=False)  # the storage's version of the file that this was read from
@@ -230,6 +231,8 @@ class VersionIndex:
             ours["attempt"] = self.attempt
         if self.slices.start:
             ours |= {"start": self.slices.start, "slices": dict(self.slices.of_tensors)}
+        if self.adapter:
+            ours["adapter"] = dict(self.adapter)
         common: dict[str, Any] = {"version": f"{self.version:06d}", "checksum_format": OUR_CHECKSUMS}
         if self.delta is None:
             ours |= {"checksums": dict(self.checksums), "heads": dict(self.heads)}
@@ -363,6 +366,7 @@ def _ours(index: VersionIndex, ours: Mapping[str, Any]) -> VersionIndex:
         digests=digests,
         heads=_checksums(ours.get("heads", {}), "heads"),
         slices=RankSlices(start, slices),
+        adapter=_texts(ours.get("adapter", {}), "adapter"),
         attempt=attempt,
     )
 

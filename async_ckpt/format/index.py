@@ -17,21 +17,21 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 from ..errors import CorruptCheckpointError, FormatVersionError
-from ..spec import DTYPES, KIB, PAGE_BYTES, Extent, Json, MeshFacts, RankFacts, Spread, align_up
+from ..spec import DTYPES, KIB, MAX_DIMS, PAGE_BYTES, Extent, Json, MeshFacts, RankFacts, Spread, align_up
 from . import digests, safetensors, tar
 
 MEMBER: Final = "index.json"
 OBJECTS: Final = "objects.pt"
 FORMAT: Final = "async_ckpt"
 VERSION: Final = 1
-# A limit that no real run reaches. An index with more ranks is damaged or forged.
-MAX_RANKS: Final = 1 << 24
-_MAX_DIMS: Final = 64
+# A limit that no real run reaches. An index with more ranks is damaged or forged, and a list of so many still fits into
+# little memory: other files tell of ranks as ranges, of which a few bytes make a long list.
+MAX_RANKS: Final = 1 << 19
 # What `dump` writes around the rows, of which about so many bytes are parsed at a time.
 _BEFORE_ROWS, _BETWEEN_ROWS, _AFTER_ROWS = b'"tensors":[\n', b",\n", b"\n]"
 _PIECE_BYTES: Final = 256 * KIB
 # The offsets of a whole tensor, by its number of dimensions.
-_AT_BEGIN: Final = [(0,) * num_dims for num_dims in range(_MAX_DIMS + 1)]
+_AT_BEGIN: Final = [(0,) * num_dims for num_dims in range(MAX_DIMS + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,7 @@ def _tensors(raw: Iterable[Json], members: list[Member], ranks: RankFacts | None
             raise _InconsistentError(f"tensor {path!r:.200} has the unknown dtype {dtype!r:.50}")
         dtype = sys.intern(dtype)
         # Each number is checked before the product: one of thousands of long numbers takes minutes.
-        if len(row["shape"]) > _MAX_DIMS or not all(_count(n) < 2**63 for n in row["shape"]):
+        if len(row["shape"]) > MAX_DIMS or not all(_count(n) < 2**63 for n in row["shape"]):
             raise _InconsistentError(f"tensor {path!r:.200} has an absurd shape")
         shape = tuple(row["shape"])
         shape = shapes.setdefault(shape, shape)

@@ -16,7 +16,7 @@ from ..spec import DTYPES
 # Readers refuse a larger header (MAX_HEADER_SIZE of the reference implementation).
 MAX_HEADER_BYTES: Final = 100_000_000
 RESERVED_NAME: Final = "__metadata__"
-# Codes of newer writers, which many readers do not know yet, so this library does not write them.
+# Codes of newer writers, which many readers do not know yet, so archives do not have them.
 _PACKED: Final = "F4"  # two items to a byte
 _NEW_CODES: Final = {
     "C64": "complex64",
@@ -24,6 +24,8 @@ _NEW_CODES: Final = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
+# Those that models have: scales of MXFP8 are of no other dtype, and engines that load such models know the code.
+_CODES_OF_MODELS: Final = {"float8_e8m0fnu": "F8_E8M0"}
 _DTYPE_OF: Final = {code: name for name, (_, code) in DTYPES.items() if code} | _NEW_CODES
 
 
@@ -62,14 +64,28 @@ def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
     return (code, list(shape)) if code else ("U8", [*shape, item_bytes])
 
 
-def header(entries: Iterable[Entry], metadata: Mapping[str, str], *, header_bytes_modulo: int, at: int) -> bytes:
+def code_in_models(dtype: str) -> str | None:
+    """The code of a dtype in the file of a model; None if there is none."""
+    return DTYPES[dtype][1] or _CODES_OF_MODELS.get(dtype)
+
+
+def header(
+    entries: Iterable[Entry],
+    metadata: Mapping[str, str],
+    *,
+    header_bytes_modulo: int,
+    at: int,
+    of_model: bool = False,
+) -> bytes:
     """Length prefix and JSON, padded with spaces so that data begins on a multiple of `header_bytes_modulo`.
 
-    `at` is the file offset of the first byte returned.
+    `at` is the file offset of the first byte returned. The file of a model may have codes that archives do not have.
     """
     table: dict[str, object] = {RESERVED_NAME: dict(metadata)}
     for entry in entries:
         code, shape = stored_as(entry.dtype, entry.shape)
+        if of_model and (own := code_in_models(entry.dtype)):
+            code, shape = own, list(entry.shape)
         table[entry.name] = {"dtype": code, "shape": shape, "data_offsets": [entry.begin, entry.end]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(at + 8 + len(text)) % header_bytes_modulo)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from ..errors import (
@@ -23,8 +24,9 @@ from ..errors import (
 from ..format.digests import block_digest
 from ..host.deadlines import DECISION_SECONDS, PEER_SECONDS, SHARED_SECONDS
 from ..host.loop import Loop, OffLoop
-from ..runs.manifest import Archive, Manifest, RankFiles
-from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, table_of
+from ..host.waits import growing_pauses
+from ..runs.manifest import Archive, Manifest, RankFiles, SaveTimes
+from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, spread_of, table_of
 from ..spans import monotonic
 from ..state.division import Structure
 from .answers import in_words
@@ -49,8 +51,9 @@ class Alone:
     """The agreement of a process that saves alone, with nothing to agree on."""
 
     rank, world_size, has_others, decides, is_apart = 0, 1, False, True, False
+    spread: Final[Mapping[str, Any]] = MappingProxyType({})
 
-    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
+    async def agree(self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None]) -> None:
         """Do nothing: no other rank writes the step."""
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
@@ -88,10 +91,11 @@ class Agreement:
         self._root = ranks.root(run, joint)
         self._exchange = Exchange(run.storage, run.folder(joint.step), joint.attempt)
         self._others = [Exchange(other.storage, other.folder(joint.step), joint.attempt) for other in others]
-        self._has_said_yes = self._is_refused = False
+        self._has_said_yes = self._may_have_said_yes = self._is_refused = False
         self._is_committed_here = False  # as rank 0 knows
         self._table: Table | None = None  # that follows from the commit
         self._refused: Sequence[str] = ()  # attempts that were decided before
+        self.spread: Mapping[str, Any] = {}  # on rank 0, how much longer some ranks took than others
 
     @property
     def rank(self) -> int:
@@ -116,8 +120,10 @@ class Agreement:
         advice = self._ranks.meeting.advice
         return f"{advice[0].upper()}{advice[1:]}"
 
-    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> RankFiles | None:
-        """This rank's archive is durable: say so. On rank 0, go on once all ranks have.
+    async def agree(
+        self, archive: Archive, times: SaveTimes, off_loop: OffLoop, check: Callable[[], None]
+    ) -> RankFiles | None:
+        """This rank's archive is durable, after these `times`: say so. On rank 0, go on once all ranks have.
 
         `check` is called in between, and raises when nobody waits for it any more. Raises PeerFailedError; and where
         one of several roots is enough, StorageUnavailableError for one at which not all ranks can be.
@@ -139,7 +145,10 @@ class Agreement:
             archive.digest,
             archive.num_bytes,
             balance=part.balance,
+            seconds=times.seconds,
+            stall_seconds=times.stall_seconds,
         )
+        self._may_have_said_yes = True  # a put may arrive though it fails
         await off_loop(partial(self._put_receipt, receipt, self._more(part.structure)))
         if joint.instead is not None:
             self._raise_mistaken(joint.instead)
@@ -276,6 +285,7 @@ class Agreement:
             await _pause(seconds, check)
         self._root.is_shared = True
         ordered = [receipts[rank] for rank in range(size)]
+        self.spread = spread_of(ordered)
         comparison = Comparison(self._ranks, self._joint, self._run, self._exchange)
         self._table, of_ranks = await off_loop(partial(comparison.compare, ordered))
         return of_ranks
@@ -448,6 +458,8 @@ class Agreement:
                 return False  # rank 0 may still commit it
         elif not (joint.instead or self._is_refused or self._root.is_apart):
             self._put_refusal(in_words(error))
+            if self._may_have_said_yes:
+                return False  # rank 0 may have seen the yes before that
         return not joint.is_committed
 
     def discard(self) -> None:
@@ -488,10 +500,8 @@ def _asks_group(number: int) -> bool:
 def _looks(is_remote: bool, num_ranks: int = 1) -> Iterator[float]:
     """Seconds to pause between looks at what so many ranks look at."""
     least = num_ranks / _MAX_LOOKS_PER_SECOND if is_remote else 0.0
-    seconds = max(_FIRST_LOOK_SECONDS, least)
-    while True:
+    for seconds in growing_pauses(max(_FIRST_LOOK_SECONDS, least), max(_LOOK_SECONDS[is_remote], least)):
         yield seconds * _RANDOM.uniform(0.75, 1.25)
-        seconds = min(1.5 * seconds, max(_LOOK_SECONDS[is_remote], least))
 
 
 async def _pause(seconds: float, check: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import CheckpointError, CorruptCheckpointError
-from ..fields import count, table, text
+from ..fields import count, parsed, table, text
 from ..runs.receipts import Cause, Verdict
 from ..storage.interface import Storage
 from .world import Words, World
@@ -166,10 +166,10 @@ class SharedRoot:
     def _read_claim(self, name: str) -> dict[str, Any]:
         """Raises CorruptCheckpointError for a file that is no claim."""
         try:
-            claim = table(json.loads(self._storage.read(name)[0]))
+            claim = table(parsed(self._storage.read(name)[0]))
             size = count(claim["world_size"])
             return {"rank": count(claim["rank"]), "world_size": size, "nonce": text(claim["nonce"])}
-        except (ValueError, KeyError, RecursionError) as error:
+        except (ValueError, KeyError) as error:
             where = self._storage.locate(name)
             raise CorruptCheckpointError(
                 f"{where}: it is not the claim of a rank ({error!r:.200}); delete it, and start all ranks again",

@@ -17,6 +17,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from ..host.process import in_forked_child
+from ..host.waits import growing_pauses
 
 # From look to look at the store; it grows to the second.
 _FIRST_LOOK_SECONDS: Final = 0.005
@@ -193,10 +194,9 @@ class Words:
     def hear(self, keys: Sequence[str], wait: Callable[[float], None]) -> list[str]:
         """The words of these keys, once all are there. `wait` is called with seconds between looks, and may raise."""
         full = [f"{self._prefix}/{key}" for key in keys]
-        seconds = _FIRST_LOOK_SECONDS
+        pauses = growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
         while not self._store.check(full):
-            wait(seconds)
-            seconds = min(1.5 * seconds, _LOOK_SECONDS)
+            wait(next(pauses))
         return [word.decode() for word in self._store.multi_get(full)]
 
     def forget(self, key: str) -> None:

@@ -17,8 +17,9 @@ from ..storage.interface import Storage
 from .manifest import NAME as MANIFEST
 from .manifest import Manifest, is_retired_name, parse_intent
 from .manifest import parse as parse_manifest
-from .naming import advice_to_open, parse_step_name, words_for
+from .naming import advice_to_open, parse_step_name, pattern_of, words_for
 from .receipts import attempt_of_all
+from .starts import split_starts
 
 # The number of folders to look into for each naming: those of the newest steps.
 _LOOKED_INTO: Final = 10
@@ -52,6 +53,14 @@ def newest_of_other_namings(storage: Storage, is_own: Callable[[str], bool]) -> 
         if newest is not None and manifest is not None:
             newest_of_each.append(OtherNaming(newest, manifest, advice_to_open(newest, names)))
     return max(newest_of_each, key=lambda other: other.manifest.created, default=None)
+
+
+def step_formats(names: Iterable[str]) -> list[str]:
+    """The formats of the folders that may be steps, each once."""
+    others, _ = split_starts(sorted(names))
+    found = (parse_step_name(name) for name in others if parse_intent(name) is None and not name.startswith("."))
+    formats = {one.step_format for one in found if one is not None and "/" not in one.rest}
+    return sorted(one for one in formats if pattern_of(one) is not None)
 
 
 def foreign_kind(names: Collection[str]) -> str | None:

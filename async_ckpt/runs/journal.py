@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterable
 from typing import Any, Final
 
+from ..fields import parsed
 from .manifest import Manifest
 from .naming import JOURNAL
 
@@ -47,7 +48,7 @@ def parse(data: bytes) -> list[dict[str, Any]]:
     records = []
     for line in data.splitlines():
         try:
-            record = json.loads(line)
+            record = parsed(line)
         except ValueError:
             continue
         if isinstance(record, dict):

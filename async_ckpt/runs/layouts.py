@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from ..fields import count, entries, items, row, table, text, whole
+from ..format.index import MAX_RANKS
 from ..slicing.cover import Box
-from ..slicing.locator import StepItem, StepLayout, check_structure
+from ..slicing.locator import StepItem, StepLayout, check_mesh, check_structure
 from ..slicing.shares import KNOWN_VERSIONS
 from ..slicing.shares import VERSION as SHARES_VERSION
 from ..slicing.slices import Mesh
@@ -46,11 +47,16 @@ def parse(data: bytes) -> StepLayout:
         raise ValueError(f"shares by version {raw['shares']}")
     classes = Table.unpacked(raw).classes
     shared = Table.unpacked({"classes": raw["shared"], "differing": ()}).classes
+    if not all(classes.values()):
+        raise ValueError("a structure is that of no rank")
     structures = {digest: text(raw["structures"][digest]) for digest in classes}
     for lines in structures.values():
-        check_structure(lines)
+        check_structure(lines, sum(map(len, classes.values())))
+    root = _mesh(raw["root"])
+    if root is not None:
+        check_mesh(root, MAX_RANKS)
     apart = _apart(raw.get("apart", {}))
-    return StepLayout(classes, structures, shared, _mesh(raw["root"]), apart, items(raw.get("items", []), _item))
+    return StepLayout(classes, structures, shared, root, apart, items(raw.get("items", []), _item))
 
 
 def read(storage: Storage, folder: str, attempt: str, *, rebuilt: bool = False) -> StepLayout | None:

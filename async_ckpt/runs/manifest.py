@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from ..errors import CorruptCheckpointError, FormatVersionError
-from ..fields import count, items, number, table, text, whole
+from ..fields import count, items, number, parsed, table, text, whole
 from ..format.digests import DIGEST_BYTES, block_digest
 from ..format.index import MAX_RANKS
 
@@ -228,7 +228,7 @@ def unseal(data: bytes) -> Any:
     rest = data[len(_HEAD) + 2 * DIGEST_BYTES + len(_AFTER_DIGEST) :]
     if data != _HEAD + block_digest(rest).hex().encode() + _AFTER_DIGEST + rest:
         raise ValueError("it does not match its own digest")
-    return json.loads(data)
+    return parsed(data)
 
 
 def archive_name(rank: int, attempt: str) -> str:

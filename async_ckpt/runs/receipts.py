@@ -2,7 +2,7 @@
 
 In: a storage and an attempt. Out: the receipts, and the decision. Knows nothing of: waiting.
 
-    <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<copies>.<digest>.<size>.<balance>.<ok|err>
+    <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<copies>.<digest>.<size>.<balance>.<times>.<ok|err>
                                        one small object per rank
     <step>/verdict.<attempt>.json      rank 0's refusal: the manifest of this attempt will never be put
     <step>/archives.<attempt>.bin      sizes and digests of the archives, 24 bytes for each rank, to be read by range
@@ -57,14 +57,14 @@ class Table(NamedTuple):
     @classmethod
     def unpacked(cls, raw: Mapping[str, Any]) -> Self:
         """The table of this JSON. Raises ValueError or KeyError if it is not a table."""
-
-        def ranks(raw: object) -> list[int]:
-            runs = items(raw, partial(row, of=(count, partial(count, at_most=MAX_RANKS), whole)))
-            if sum(num for _, num, _ in runs) > MAX_RANKS:
-                raise ValueError("the table has too many ranks")
-            return [first + step * n for first, num, step in runs for n in range(num)]
-
-        classes = dict(entries(raw["classes"], ranks))
+        of_run = (count, partial(count, at_most=MAX_RANKS), whole)
+        runs = dict(entries(raw["classes"], partial(items, of=partial(row, of=of_run))))
+        if sum(num for ranges in runs.values() for _, num, _ in ranges) > MAX_RANKS:
+            raise ValueError("the table has too many ranks")
+        classes = {
+            structure: [first + step * n for first, num, step in ranges for n in range(num)]
+            for structure, ranges in runs.items()
+        }
         of_some = dict(entries(raw.get("of_some", {}), partial(items, of=text)))
         return cls(classes, items(raw["differing"], text), of_some)
 
@@ -74,7 +74,7 @@ NO_TABLE: Final = "0" * 16
 _RECORD: Final = struct.Struct("<Q16s")
 _NAME: Final = re.compile(
     r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.([0-9a-f]{16})\.([0-9a-f]{32})\."
-    r"(\d{1,18})\.([0-9a-f]{16})\.(ok|err)"
+    r"(\d{1,18})\.([0-9a-f]{16})\.(\d{1,15})\.(\d{1,15})\.(ok|err)"
 )
 _ALL: Final = re.compile(r"archives\.([0-9a-f]{8})\.bin")
 _FOLDER: Final = re.compile(r"receipts\.[0-9a-f]{8}")
@@ -109,7 +109,8 @@ class Receipt(NamedTuple):
     holds. `structure` is the digest of its state's structure. `values` has two halves: the digest of the values that
     should be equal on all ranks, and of those that should be equal on all ranks of its structure. `copies` is the
     digest of the values that it has compared with other ranks this time, `NO_TABLE` for none. The balances of ranks
-    that share add up (`slicing.shares`).
+    that share add up (`slicing.shares`). `seconds` is the time from the call until the archive was durable, and
+    `stall_seconds` what it cost the training; names have both in microseconds.
     """
 
     rank: int
@@ -121,10 +122,12 @@ class Receipt(NamedTuple):
     num_bytes: int = 0
     is_ok: bool = True
     balance: int = 0
+    seconds: float = 0.0
+    stall_seconds: float = 0.0
 
     @property
     def name(self) -> str:
-        end = "ok" if self.is_ok else "err"
+        end = f"{self.seconds * 1e6:.0f}.{self.stall_seconds * 1e6:.0f}.{'ok' if self.is_ok else 'err'}"
         digests = f"{self.table}.{self.structure}.{self.values}.{self.copies}.{self.digest}"
         return f"{self.rank:05d}.{digests}.{self.num_bytes}.{self.balance:016x}.{end}"
 
@@ -134,9 +137,24 @@ class Receipt(NamedTuple):
         match = _NAME.fullmatch(name)
         if match is None:
             return None
-        rank, table, structure, values, copies, digest, num_bytes, balance, end = match.groups()
+        rank, table, structure, values, copies, digest, num_bytes, balance, micros, stall_micros, end = match.groups()
         size, is_ok = int(num_bytes), end == "ok"
-        return cls(int(rank), table, structure, values, copies, digest, size, is_ok, int(balance, 16))
+        times = int(micros) / 1e6, int(stall_micros) / 1e6
+        return cls(int(rank), table, structure, values, copies, digest, size, is_ok, int(balance, 16), *times)
+
+
+def spread_of(receipts: Sequence[Receipt]) -> dict[str, Any]:
+    """The slowest and the median of these ranks, and those that stalled their training, as an event has them."""
+    by_time = sorted(receipts, key=lambda one: one.seconds)
+    by_stall = sorted(receipts, key=lambda one: one.stall_seconds)
+    return {
+        "slowest_rank": by_time[-1].rank,
+        "slowest_rank_seconds": by_time[-1].seconds,
+        "median_rank_seconds": by_time[len(by_time) // 2].seconds,
+        "most_stalled_rank": by_stall[-1].rank,
+        "most_stalled_rank_seconds": by_stall[-1].stall_seconds,
+        "median_rank_stall_seconds": by_stall[len(by_stall) // 2].stall_seconds,
+    }
 
 
 class Cause(NamedTuple):

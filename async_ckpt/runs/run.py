@@ -8,6 +8,7 @@ In: a storage and the naming of its steps. Out: commits that are whole or not th
     <root>/rollback-500.<attempt>.json                the intent of a rollback to this step: see `manifest`
     <root>/latest                                     the tracker: the newest step, for people, scripts and trainers
     <root>/checkpoints.jsonl                          one line per commit
+    <root>/history.jsonl, history/                    the log of events: see `events.log`
 
 Every decision is made from the present content of the storage, so several processes may share a root. The cost of a
 commit must not grow with the number of kept steps: a commit that this process has seen stays known until a listing, a
@@ -31,6 +32,7 @@ from ..errors import (
     StepExistsError,
     StorageUnavailableError,
 )
+from ..events.log import EventLog
 from ..spans import Clock
 from ..spec import Keep
 from ..storage.interface import Storage
@@ -47,7 +49,7 @@ from .sweep import Sweeper, is_library_name
 class Run:
     """The steps of a run at one root. `roots.open_roots` makes it for a checkpointer. From any thread.
 
-    Its `root` names and reads what is there, and its `sweeper` deletes.
+    Its `root` names and reads what is there, its `sweeper` deletes, and `events` is the log for people.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Run:
         self._start: Start | None = None  # of this process, from the first save on
         self._announcer = Announcer(self.root, tracker_of(tracker, step_format))
         self.sweeper = Sweeper(self.root)
+        self.events = EventLog(storage, clock)
 
     @property
     def storage(self) -> Storage:
@@ -262,6 +265,8 @@ class Run:
                 f"step {step} was committed by another writer in the meantime; that checkpoint was kept", step=step
             ) from error
         self.root.note_commit(manifest, newer, listing)
+        if retires:
+            self.events.note("rollback", step, retired=[retired.step for retired in retires])
         self._look_again()
         return manifest
 
@@ -325,7 +330,13 @@ class Run:
 
     def close(self) -> None:
         """Give up the root, so that another process can take it before this one ends."""
+        self.write_events(again=False)
         self._tenure.leave(self)
+
+    def write_events(self, *, again: bool = True) -> None:
+        """Write the events noted so far, if this process has taken the root: one that only reads changes nothing."""
+        if self.has_start:
+            self.events.write(again=again)
 
     def adopt(self, manifest: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
         """Commit, with its manifest and the rollback in it, a step whose archives were copied from another root.
@@ -385,6 +396,8 @@ class Run:
         for old in reversed(doomed):  # a step may borrow from older ones, so these are deleted after it
             self.sweeper.delete(old, inside[old], whole_folder=self.keep.whole_folder)
         view = view.without(doomed)
+        if doomed:
+            self.events.note("retention", step, deleted=doomed)
         self._announcer.rewrite(view)
         self._warn_of_what_is_kept(view)
         return doomed

@@ -27,6 +27,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from ..errors import CheckpointError, RunTakenError
+from ..fields import number
 from ..host.process import in_forked_child
 from ..spans import shown_time, wall_time
 from ..storage.interface import Storage
@@ -276,10 +277,11 @@ def about_start(storage: Storage, start: Start) -> dict[str, object]:
 
 
 def _taken_error(root: str, start: Start, about: dict[str, object], *, is_alive: bool) -> RunTakenError:
-    host, pid, since = about.get("host"), about.get("pid"), about.get("since")
+    host, pid, since = about.get("host"), about.get("pid"), 0.0
     host = host if isinstance(host, str) else "an unknown host"
     pid = pid if isinstance(pid, int) and not isinstance(pid, bool) else 0
-    since = float(since) if isinstance(since, int | float) else 0.0
+    with suppress(ValueError):
+        since = number(about.get("since"))
     owner = f"process {pid} on {host!a:.200}, which began to save there at {shown_time(since)} by its clock"
     if is_alive:
         text = (

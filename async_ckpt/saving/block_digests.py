@@ -96,6 +96,11 @@ class GroupDigests:
                 self._shared.setdefault(number, set()).add((begin, end))
         self._parts: dict[tuple[int, int, int], bytes] = {}
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each group in the archive. Groups that share a tensor have its bytes each."""
+        return {name: sum(extent.length for extent in extents) for name, extents in self._groups.items()}
+
     def note(self, number: int, block: memoryview) -> None:
         """Read block `number` of the file."""
         for begin, end in self._shared.get(number, ()):

@@ -45,7 +45,7 @@ class CopySave(Save):
         called: Future[float],
     ) -> None:
         self.path = path
-        self._spans, self._called = spans, called  # `called` resolves when the caller has its handle
+        self._called = called  # resolves when the caller has its handle
         # From now on the copy alone keeps the tensors alive.
         self.copy: Final = HostCopy(
             tensors,
@@ -58,7 +58,7 @@ class CopySave(Save):
         )
         # Tensors of held snapshots are not copied again; they have their bytes when the snapshots are complete.
         staged = all_of([self.copy.completion, *after], lambda: f"the copy of {path}")
-        super().__init__(None, path, staged, lambda: self.progress)
+        super().__init__(None, path, staged, lambda: self.progress, spans)
         self._num_tensors = num_tensors
         self._num_bytes = self._num_retries = 0  # of what is written
         self._out: Appender | None = None  # the object that is being written
@@ -88,11 +88,11 @@ class CopySave(Save):
         self.life.go(SaveState.WRITING)
         if turn is not None:
             await asyncio.wrap_future(turn)
-        with self._spans.span("write"):
+        with self.spans.span("write"):
             await self._write(off_loop)
         self._check()
         self.life.go(SaveState.DURABLE)
-        with self._spans.span("commit"):
+        with self.spans.span("commit"):
             await off_loop(self._commit)
         self.life.go(SaveState.COMMITTED)
         return self._report(await asyncio.wrap_future(self._called))
@@ -135,7 +135,7 @@ class CopySave(Save):
             await off_loop(self._scratch.remove)
 
     def _report(self, call_seconds: float) -> SaveReport:
-        seconds, total = self._spans.seconds, self._spans.total()
+        seconds, total = self.spans.seconds, self.spans.total()
         return SaveReport(
             status="committed",
             step=None,

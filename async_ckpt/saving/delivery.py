@@ -18,18 +18,18 @@ behind in a task of its own, which takes the object back when the call returns a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..errors import CheckpointError, StorageUnavailableError
 from ..host.deadlines import AGAIN_SECONDS, END_SECONDS, LAG_SECONDS
 from ..host.loop import OffLoop
 from ..host.threads import running_future
-from ..report import Destination
+from ..report import Destination, SaveReport
 from ..runs.manifest import Archive, SaveTimes
 from ..spans import Spans
 from ..storage.interface import Sink, Storage
@@ -39,6 +39,14 @@ _FIRST_PAUSE_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 5.0
 
 Verify: TypeAlias = Callable[[int, memoryview], None]
+
+
+class SaveOutcome(NamedTuple):
+    """The report of a committed save, and what only the history of its run has: the sizes of its groups in bytes."""
+
+    report: SaveReport
+    call_seconds: float
+    groups: Mapping[str, int]
 
 
 class Target:
@@ -51,7 +59,10 @@ class Target:
     """Bytes of other objects of the checkpoint, which `commit` writes."""
 
     times: SaveTimes | None = None
-    """How long the save took, set before `commit`."""
+    """How long the save has taken, set before `agree` and before `commit`."""
+
+    outcome: SaveOutcome | None = None
+    """What the save has come to, set before `afterwards`."""
 
     def __init__(self, storage: Storage, name: str, shown: str | None = None) -> None:
         """`shown` names the place in reports and messages, if that is not the object."""
@@ -117,6 +128,9 @@ class Target:
 
     def afterwards(self) -> None:
         """Apply retention. The checkpoint is true whatever happens here."""
+
+    def failed(self, error: BaseException, seconds: float) -> None:
+        """Tell the history that the save has failed after so many seconds, without a trace. Nobody waits for this."""
 
     def hangs(self, quiet: Future[None]) -> None:
         """Note that the save goes on without this place; its writes there are under way until `quiet` resolves."""

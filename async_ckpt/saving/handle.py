@@ -24,6 +24,7 @@ from ..errors import ClosedError
 from ..host.loop import OffLoop
 from ..host.threads import Task, is_library_thread, running_future
 from ..host.waits import ENDS_THE_WAIT, Wait, wait_for
+from ..notebooks.markup import bars, paragraph
 from ..report import Progress, SaveReport
 
 _DRAW_SECONDS: Final = 0.2
@@ -64,7 +65,13 @@ class SaveHandle(Future[SaveReport]):
         self._callbacks: list[Callable[[SaveHandle], Any]] = []  # under _callbacks_lock
         self.looked_at = False  # the outcome was retrieved; a race here costs one superfluous warning
         self.set_running_or_notify_cancel()
-        super().add_done_callback(lambda _: self._run_callbacks_soon())
+        super().add_done_callback(lambda _: self._end())
+
+    def _end(self) -> None:
+        """Keep the last progress in place of what counts it: whoever keeps a handle keeps no plan of its save."""
+        last = self._progress()
+        self._progress = lambda: last
+        self._run_callbacks_soon()
 
     @property
     def staging_completion(self) -> Future[None]:
@@ -184,6 +191,16 @@ class SaveHandle(Future[SaveReport]):
             raise RuntimeError("a thread of async_ckpt must not wait for a save: it would wait for itself")
         if os.getpid() != self._pid:
             raise ClosedError("this save runs in the parent process; wait for it there")
+
+    def _repr_html_(self) -> str:
+        if self.done() and super().exception() is None:
+            self.looked_at = True
+            return super().result()._repr_html_()
+        progress = self.progress
+        parts = [("staged", float(progress.staged_bytes)), ("written", float(progress.written_bytes))]
+        total = [("total", float(progress.total_bytes))] if progress.total_bytes else []
+        error = f": {super().exception()}" if self.done() else ""
+        return f"{paragraph(repr(self) + error)}{bars('bytes of the archive so far', [*parts, *total])}"
 
     def __repr__(self) -> str:
         what = self.path if self.step is None else f"step={self.step}"

@@ -23,10 +23,12 @@ from weakref import WeakSet
 from ..errors import ClosedError, SaveAbandonedError
 from ..host import deadlines
 from ..host.loop import get_loop
+from ..host.operations import Operation
 from ..host.process import in_forked_child
 from ..host.threads import is_library_thread
-from ..host.waits import ENDS_THE_WAIT, Wait, wait_for_all
+from ..host.waits import ENDS_THE_WAIT, Wait, wait_for, wait_for_all
 from ..report import SaveReport
+from ..spans import Spans
 from ..spec import flag, seconds_or_none
 from .handle import Bars, SaveHandle, name_of, progress_of
 from .save import Save, wait_for_decisions
@@ -66,6 +68,15 @@ def wait_for_ends(handles: Sequence[SaveHandle]) -> None:
             raise error
 
 
+def wait_in_training(ended: Future[None], handles: Sequence[SaveHandle] = ()) -> None:
+    """Wait, with signs of life, for a save that has these parts. The caller raises its error, and so theirs."""
+    wait = Wait("in the training", ENDS_THE_WAIT)
+    wait_for(ended, None, lambda: wait.goes_on(lambda: progress_of(handles)))
+    for handle in handles:
+        wait_for(handle)
+        handle.exception()
+
+
 @in_forked_child
 def _forget_saves() -> None:
     global _saves
@@ -75,11 +86,19 @@ def _forget_saves() -> None:
 class Ledger:
     """The saves of one saver. Only the loop's thread changes it, so it needs no lock; any thread reads it."""
 
-    def __init__(self, exit_timeout: float | None = None, *, strict: bool = False, progress: bool = False) -> None:
-        """The arguments of the checkpointer. Raises TypeError, ValueError, and ImportError as `Bars` does."""
+    def __init__(
+        self,
+        exit_timeout: float | None = None,
+        *,
+        strict: bool = False,
+        progress: bool = False,
+        roots: tuple[str, ...] = (),
+    ) -> None:
+        """The arguments and roots of the checkpointer. Raises TypeError, ValueError, and ImportError as `Bars` does."""
         self._exit_timeout = seconds_or_none("exit_timeout", exit_timeout)
         self._strict = flag("strict", strict)
         self._bars = Bars() if flag("progress", progress) else None
+        self._roots = roots
         self._last: Future[None] | None = None  # resolved when the newest save is settled
         self._last_report: SaveReport | None = None
         self._stall_seconds = 0.0
@@ -96,9 +115,10 @@ class Ledger:
         # A failed save stays until somebody has looked at its error.
         others = [(ledger, s) for ledger, s in _saves if not s.finished.done() or s.is_unseen]
         _saves = [*others, (self, save)]
-        get_loop().begin(self._tell(save, turn))
+        operation = Operation(*save.told_as(self._roots), save.spans, save.context)
+        get_loop().begin(self._tell(save, turn, operation))
 
-    async def _tell(self, save: Save, turn: Future[None] | None) -> None:
+    async def _tell(self, save: Save, turn: Future[None] | None, operation: Operation) -> None:
         """Run a save, resolve its handle with the outcome, and then clean up after it, whose failure is logged."""
         global _saves
         handle, off_loop = save.handle, get_loop().off_loop
@@ -107,10 +127,14 @@ class Ledger:
             report = await save.tell(turn, off_loop)
         except BaseException as error:
             self._num_failed += 1
+            operation.end(handle.step, error=error)
             save.settled.set_result(None)
             handle.set_exception(error)
+            with suppress(Exception):  # a convenience, which must not become another error
+                await save.after_failure(error, off_loop)
         else:
             self._count(report)
+            operation.end(report.step, report)
             save.settled.set_result(None)
             handle.set_result(report)
             try:
@@ -133,9 +157,10 @@ class Ledger:
         self._num_committed += 1
         self._stall_seconds += report.stall_seconds
 
-    def skipped(self) -> None:
+    def skipped(self, handle: SaveHandle, spans: Spans) -> None:
         """Count a save that was not begun, since others are under way. From any thread."""
         self._num_skipped = next(self._skips)
+        Operation("save", self._roots, spans).end(handle.step, Future.result(handle))
 
     def saves(self) -> list[Save]:
         """The saves that have not finished, or have failed and are unseen, the oldest first."""

@@ -6,6 +6,7 @@ groups that it may borrow from them. Knows nothing of: how an archive is written
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -95,11 +96,18 @@ class Lineage:
     def has_one_root(self) -> bool:
         return len(self.roots.runs) == 1
 
-    def restored(self, *, behind: bool) -> None:
-        """Note that training goes on from a step; `behind` the newest commit."""
+    def restored(self, step: int, *, behind: bool, seconds: float) -> None:
+        """Note that training goes on from a step; `behind` the newest commit. The restore took so many seconds."""
         with self._lock:
             self.rolled_back = object() if behind else None
             self._digests = {}
+        self.note("restore", step, behind=behind, total_seconds=seconds)
+
+    def note(self, kind: str, step: int, **facts: Any) -> None:
+        """Note an event for the history of the run; on several ranks, rank 0 does. It is written with the next save."""
+        if self._ranks.world.rank == 0:
+            for run in self.roots.runs:
+                run.events.note(kind, step, **facts)
 
     def committed(self, *, since: object | None) -> None:
         """Note a commit whose save was begun after the restore `since`: the run goes on from there."""
@@ -238,6 +246,7 @@ class StepContents:
 
     def __init__(self, step: int, joint: JointSave | None = None) -> None:
         self.step, self.joint = step, joint
+        self.number = 0  # in the order of the calls; `UnchangedGroups.begin` gives it
         self.overwrite = False
         self.record: Mapping[str, Any] = {}
         self.borrowed: tuple[GroupLocation, ...] = ()
@@ -271,29 +280,64 @@ class StepContents:
             )
 
 
+class _Known(NamedTuple):
+    """The groups that one save left to be borrowed, by name."""
+
+    since: int
+    """The number of the joint save from which on they count."""
+    number: int
+    """That of the save, or of the restore."""
+    groups: dict[str, SavedGroup]
+
+
 class UnchangedGroups:
-    """The groups of a run that are committed, and that the next save may borrow. From any thread."""
+    """The groups of a run that are committed, and that the next save may borrow. From any thread.
+
+    A save replaces or retires what is committed at its step and above, perhaps even if it fails. Groups from there that
+    were known before it began are not lent any more: their archives may be gone.
+    """
 
     def __init__(self, slicer: Callable[[], Slicer | None] = lambda: None) -> None:
         """`slicer` finds the slices of tensors that this rank holds, if there are several ranks."""
         self._slicer = slicer
         self._lock = threading.Lock()
-        # Since the save of this number, ascending. Replaced as a whole; under _lock, and read without it.
-        self._known: list[tuple[int, dict[str, SavedGroup]]] = []
+        # Ascending. Replaced as a whole; under _lock, and read without it.
+        self._known: list[_Known] = []
+        self._numbers = itertools.count(1)
+        # (number, step) of the saves that began after the oldest of those. The caller's thread appends without a lock,
+        # since it may be interrupted; those before are removed under _lock.
+        self._begun: list[tuple[int, int]] = []
+
+    def begin(self, contents: StepContents) -> None:
+        """Note that a save begins. On the caller's thread, in the order of the calls."""
+        contents.number = next(self._numbers)
+        self._begun.append((contents.number, contents.step))
 
     def _written(self, joint: JointSave | None = None) -> dict[str, SavedGroup]:
         """The newest groups; with several ranks, those that all of them know of when the save begins."""
-        known = [written for number, written in self._known if joint is None or number <= joint.newest_decided]
-        return known[-1] if known else {}
+        known = self._newest(joint)
+        return known.groups if known else {}
+
+    def _newest(self, joint: JointSave | None = None) -> _Known | None:
+        known = [one for one in self._known if joint is None or one.since <= joint.newest_decided]
+        return known[-1] if known else None
+
+    def _to_lend(self, contents: StepContents) -> dict[str, SavedGroup]:
+        """The groups that no save has replaced or retired which began later than they were known: not even this one."""
+        known = self._newest(contents.joint)
+        if known is None:
+            return {}
+        steps = [step for number, step in self._begun.copy() if known.number < number <= contents.number]
+        lowest = min(steps, default=contents.step)
+        return {name: group for name, group in known.groups.items() if group.step < lowest}
 
     def without(
         self,
         state: Any,
         names: Collection[str],
+        contents: StepContents,
         *,
-        step: int,
         runs: Sequence[Run],
-        joint: JointSave | None = None,
     ) -> tuple[Any, tuple[GroupLocation, ...]]:
         """The state without the named groups that all these runs have already, and the archives that have them.
 
@@ -312,14 +356,14 @@ class UnchangedGroups:
                 )
             if not is_entry:
                 raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
-        if joint is not None and joint.is_any:
+        if contents.joint is not None and contents.joint.is_any:
             return state, ()
         borrowed: list[GroupLocation] = []
         # Without the lock: the caller's thread may be interrupted, and must not be while it holds one.
-        written = self._written(joint)
+        lent = self._to_lend(contents)
         for name in sorted(names):
-            known = written.get(name)
-            if known is None or known.step >= step or not known.runs.issuperset(runs):
+            known = lent.get(name)
+            if known is None or not known.runs.issuperset(runs):
                 continue  # it has to be written
             now = StateOutline(capture({name: _entry(state, name)}, slicer=self._slicer())).of(name)
             differences = known.outline.of(name).differences(now)
@@ -337,7 +381,7 @@ class UnchangedGroups:
 
     def lenders(self) -> set[int]:
         """The steps that the next save may borrow from."""
-        return {known.step for _, written in self._known for known in written.values()}
+        return {group.step for known in self._known for group in known.groups.values()}
 
     def committed(self, run: Run, archives: tuple[Archive, ...], contents: StepContents) -> None:
         """Note a commit at one run: from now on its groups may be borrowed from it."""
@@ -345,28 +389,36 @@ class UnchangedGroups:
             return
         step, joint = contents.step, contents.joint
         with self._lock:
-            newest = self._written()
-            if any(known.step > step for known in newest.values()):
-                for known in newest.values():  # it arrived late
-                    if known.archives == archives:
-                        known.runs.add(run)
+            known, newest = self._newest(), self._written()
+            if known is not None and contents.number < known.number:
+                for group in newest.values():  # it arrived late
+                    if group.archives == archives:
+                        group.runs.add(run)
                 return
             lent = {**newest, **self._written(joint)}  # at a second root, this save is the newest itself
             kept = {b.group: lent[b.group] for b in contents.borrowed if b.group in lent}
-            for group in contents.outline.groups:
-                before = newest.get(group)
+            for name in contents.outline.groups:
+                before = newest.get(name)
                 if before is None or before.archives != archives:
-                    written = tuple(GroupLocation(group, step, run.folder(step), archive) for archive in archives)
+                    written = tuple(GroupLocation(name, step, run.folder(step), archive) for archive in archives)
                     before = SavedGroup(step, written, contents.outline)
                 before.runs.add(run)
-                kept[group] = before
+                kept[name] = before
             if joint is None:
-                self._known = [(_FIRST, kept)]
+                self._set([_Known(_FIRST, contents.number, kept)])
                 return
-            entries = [*(entry for entry in self._known if entry[0] < joint.number), (joint.number, kept)]
+            entries = [one for one in self._known if one.since < joint.number]
+            entries.append(_Known(joint.number, contents.number, kept))
             # Entries that no save can ask for any more go, and with them the protection of their steps.
-            oldest = max((number for number, _ in entries if number <= joint.newest_decided + 1), default=_FIRST)
-            self._known = [entry for entry in entries if entry[0] >= oldest]
+            oldest = max((one.since for one in entries if one.since <= joint.newest_decided + 1), default=_FIRST)
+            self._set([one for one in entries if one.since >= oldest])
+
+    def _set(self, known: list[_Known]) -> None:
+        """Under the lock."""
+        self._known = known
+        for begun in self._begun.copy():
+            if begun[0] <= known[0].number:
+                self._begun.remove(begun)
 
     def restored(self, captured: Capture, groups: Collection[str], step: int, runs: Sequence[Run]) -> None:
         """Note that groups of a live state hold the bytes of a step at these runs: saves may borrow them, too."""
@@ -379,7 +431,7 @@ class UnchangedGroups:
         outline = StateOutline(captured)
         with self._lock:
             written = {group: SavedGroup(lent[0].step, lent, outline, set(runs)) for group, lent in parts.items()}
-            self._known = [(_FIRST, written)]
+            self._set([_Known(_FIRST, next(self._numbers), written)])
 
 
 def _entry(state: Any, name: Any) -> Any:

@@ -35,6 +35,8 @@ FIRST_SAVE_SECONDS: Final = 60.0
 MARGIN_SECONDS: Final = 30.0
 # The longest of these is expected next: enough steps to hold an evaluation, few enough to forget the compilation.
 _NUM_STEPS: Final = 100
+# Of saves that begin between two calls of `should_save`: more than any training makes.
+_NUM_STARTS: Final = 64
 _NUM_SAVES: Final = 5
 
 _log = logging.getLogger("async_ckpt")
@@ -173,7 +175,8 @@ class SavePolicy:
         wall_clock: Clock = wall_time,
     ) -> None:
         self._due, self._preempted, self._clock = due, preempted, clock
-        self._starts: deque[SaveStart] = deque()  # of saves that `should_save` has not looked at yet
+        # Of saves that `should_save` has not looked at yet; it may never be called, so only the newest are kept.
+        self._starts: deque[SaveStart] = deque(maxlen=_NUM_STARTS)
         self._lock = threading.Lock()
         self._saved_step: int | None = None  # of the newest save, or restored; under _lock, like all below
         self._saved_at = clock()

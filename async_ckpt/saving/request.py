@@ -38,6 +38,9 @@ class SaveRequest(ABC):
         """The path of the report, if the save is skipped."""
         return ""
 
+    def skipped(self) -> None:  # noqa: B027 - only a step of a run has a history
+        """Tell the history that the save was not begun, since others are under way."""
+
     @abstractmethod
     def targets(self) -> Sequence[Target]:
         """The places to write to, once it is this save's turn. Raises the refusal of the save."""
@@ -185,6 +188,10 @@ class StepRequest(SaveRequest):
         run = self._lineage.roots.runs[0]
         return run.storage.locate(run.folder(self.contents.step))
 
+    def skipped(self) -> None:
+        step = self.contents.step
+        self._lineage.note("skipped", step, first_step=step, count=1)
+
     def targets(self) -> Sequence[Target]:
         return step_targets(self._lineage, self.contents, self._ranks)
 
@@ -192,9 +199,8 @@ class StepRequest(SaveRequest):
         """The state without the groups that are borrowed from earlier steps."""
         runs = self._lineage.roots.runs
         state, self._state = self._state, None  # so that the save does not keep it alive
-        written, self.contents.borrowed = self._lineage.groups.without(
-            state, self._unchanged, step=self.contents.step, runs=runs, joint=self.joint
-        )
+        self._lineage.groups.begin(self.contents)
+        written, self.contents.borrowed = self._lineage.groups.without(state, self._unchanged, self.contents, runs=runs)
         return written
 
     def captured(self, captured: Capture) -> None:

@@ -17,15 +17,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextvars import copy_context
 from enum import Enum
 from functools import partial
 from typing import Final
 
 from ..host.life import Life
 from ..host.loop import OffLoop, get_loop
+from ..host.operations import Kind
 from ..host.threads import running_future
 from ..host.waits import LIVENESS_SECONDS, Wait, wait_for, wait_for_all
 from ..report import Progress, SaveReport
+from ..spans import Spans
 from .handle import SaveHandle, name_of, progress_of
 
 
@@ -63,9 +66,20 @@ class Save(ABC):
     exit_timeout: float | None = None  # seconds that the interpreter's exit waits for it
     num_missed = 0  # targets that have no committed checkpoint when the save has finished
 
-    def __init__(self, step: int | None, path: str, staged: Future[None], progress: Callable[[], Progress]) -> None:
-        """`staged` resolves when the caller may change the state. The handle keeps `progress`, and not the save."""
-        self.staged = staged
+    def __init__(
+        self,
+        step: int | None,
+        path: str,
+        staged: Future[None],
+        progress: Callable[[], Progress],
+        spans: Spans,
+    ) -> None:
+        """`staged` resolves when the caller may change the state. The handle keeps `progress`, and not the save.
+
+        `spans` began with the call.
+        """
+        self.staged, self.spans, self.context = staged, spans, copy_context()
+        staged.add_done_callback(partial(_add_stage, spans, spans.clock()))
         self.life = new_life()
         self.settled = running_future()  # committed or failed, so that the next save may commit
         self.finished = running_future()  # the cleanup and the progress bar have ended, too
@@ -77,6 +91,10 @@ class Save(ABC):
             progress=progress,
             submit_callbacks=get_loop().callbacks.submit,
         )
+
+    def told_as(self, roots: tuple[str, ...]) -> tuple[Kind, tuple[str, ...]]:
+        """The kind and the roots by which listeners know it. `roots` are those of the checkpointer."""
+        return "save", roots
 
     @abstractmethod
     async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
@@ -93,6 +111,9 @@ class Save(ABC):
     @abstractmethod
     async def afterwards(self, off_loop: OffLoop) -> None:
         """Clean up after the commit."""
+
+    async def after_failure(self, error: BaseException, off_loop: OffLoop) -> None:  # noqa: B027 - most tell nobody
+        """Tell people of the error. Nobody waits for this."""
 
     async def tell(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
         """Run the save, and remove every trace of it if it fails."""
@@ -128,6 +149,10 @@ class Save(ABC):
 
     def __repr__(self) -> str:
         return f"<Save of {name_of(self.handle)}: {self.life.now.value}>"
+
+
+def _add_stage(spans: Spans, begin: float, _: object) -> None:
+    spans.add("stage", begin)
 
 
 def wait_for_saves(saves: Sequence[Save], wait: Wait, timeout: float | None = None) -> None:

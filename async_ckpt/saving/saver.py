@@ -98,15 +98,17 @@ class Saver:
             with self._trace.span("wait for a place", step=step):
                 is_admitted = self._admit(slot, request.joint)
             if not is_admitted:
-                self.ledger.skipped()
-                return skipped(step, request.skipped_path, get_loop().callbacks.submit)
+                request.skipped()
+                handle = skipped(step, request.skipped_path, get_loop().callbacks.submit)
+                self.ledger.skipped(handle, spans)
+                return handle
             with self._trace.span("plan", step=step):
                 targets = request.targets()
                 save, device = self._set_up(request, targets, optimizers, spans)
             get_loop().soon(partial(self._begin_state, save, slot, device))
             with self._trace.span("snapshot", step=step):
                 save.snapshot.begin()
-            save.called.set_result(spans.total())
+            save.called.set_result(spans.called())
             return save.handle
         except BaseException as error:
             if save is None:

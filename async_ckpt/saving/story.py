@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Literal, Protocol, Self
 
 from ..errors import PeerFailedError, StorageUnavailableError
@@ -24,7 +25,7 @@ from ..runs.manifest import Archive, SaveTimes
 from ..spans import Spans
 from ..staging.snapshot import Snapshot
 from .block_digests import GroupDigest, GroupDigests
-from .delivery import Delivery, Target
+from .delivery import Delivery, SaveOutcome, Target
 from .drain import Drain, Writers
 from .save import Save, SaveState
 
@@ -179,8 +180,10 @@ class Attempt:
 
         Raises as soon as that is impossible.
         """
+        times = self._times()
         for delivery in self._deliveries if self._rule == "any" else durable:
             if delivery.part.task is None:
+                delivery.target.times = times
                 others = [other for other in self._deliveries if other is not delivery]
                 delivery.part.begin(delivery.take_part(self._archives[0], others))
         return await self._arrived({d: d.part.task for d in self._deliveries if d.part.task is not None})
@@ -204,9 +207,7 @@ class Attempt:
 
     async def commit(self, durable: Sequence[Delivery]) -> None:
         """Commit the durable deliveries. Raises the error of one that the save needs."""
-        seconds = self.spans.total()
-        call_seconds = self.called.result() if self.called.done() else seconds
-        times = SaveTimes(seconds, call_seconds + self.staging.stall_seconds)
+        times = self._times()
         for delivery in durable:
             delivery.target.times = times
             try:
@@ -266,6 +267,12 @@ class Attempt:
             unchanged_groups=unchanged_groups,
         )
 
+    def _times(self) -> SaveTimes:
+        """How long the save has taken so far."""
+        seconds = self.spans.total()
+        call_seconds = self.called.result() if self.called.done() else seconds
+        return SaveTimes(seconds, call_seconds + self.staging.stall_seconds)
+
     @property
     def _archives(self) -> tuple[Archive, ...]:
         """The archive as a manifest names it, the same at every target."""
@@ -301,7 +308,7 @@ class StateSave(Save):
     ) -> None:
         """`unchanged_in` names the groups with the bytes of the commit before. It is called once, after the commit."""
         drain = attempt.drain
-        super().__init__(step, attempt.targets[0].path, snapshot.completion, lambda: drain.progress)
+        super().__init__(step, attempt.targets[0].path, snapshot.completion, lambda: drain.progress, attempt.spans)
         self.attempt, self.snapshot = attempt, snapshot
         self.called = attempt.called
         self._num_tensors, self._groups, self._unchanged_in = num_tensors, groups, unchanged_in
@@ -309,15 +316,24 @@ class StateSave(Save):
     async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
         attempt = self.attempt
         await story(attempt, turn, off_loop, self.life)
-        return attempt.report(
-            await asyncio.wrap_future(self.called),
+        call_seconds = await asyncio.wrap_future(self.called)
+        report = attempt.report(
+            call_seconds,
             step=self.handle.step,
             num_tensors=self._num_tensors,
             unchanged_groups=self._unchanged_in(self._groups.result(attempt.drain.digests.of_blocks)),
         )
+        for target in attempt.targets:
+            target.outcome = SaveOutcome(report, call_seconds, self._groups.sizes)
+        return report
 
     def failed(self, error: BaseException) -> None:
         """Nothing to do: the attempt leaves no trace."""
+
+    async def after_failure(self, error: BaseException, off_loop: OffLoop) -> None:
+        seconds = self.attempt.spans.total()
+        for target in self.attempt.targets:
+            await off_loop(partial(target.failed, error, seconds))
 
     def give_up(self, error: BaseException) -> None:
         super().give_up(error)

@@ -9,11 +9,13 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
 from ..errors import CheckpointError, StepExistsError, StorageUnavailableError
+from ..events.shapes import MEASURED, brief, largest, shortened
 from ..host.loop import OffLoop, get_loop
 from ..ranks.agreement import Agreement, Alone, listen_again
 from ..ranks.attempts import JointSave
@@ -100,7 +102,8 @@ class JointTarget(Target):
     _manifest: Manifest | None = None  # that another rank has committed
 
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
-        self._of_ranks = await self._agreement.agree(archive, off_loop, check)
+        assert self.times is not None
+        self._of_ranks = await self._agreement.agree(archive, self.times, off_loop, check)
 
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
         self._manifest = await self._agreement.hear(off_loop, check)
@@ -367,20 +370,57 @@ class StepTarget(JointTarget):
             )
         if self.is_cache or not self._agreement.decides:
             return
-        replaced = self._replaces[0] if self._replaces else None
+        self._note_save()
         refusal: CheckpointError | None = None
-        if not self._is_announced:
-            try:
+        try:
+            if not self._is_announced:
                 self._announce()
-            except CheckpointError as error:
-                refusal = error  # a tracker that cannot be moved must not keep old steps for ever
+        except CheckpointError as error:
+            refusal = error  # a tracker that cannot be moved must not keep old steps for ever
+        try:
+            self._retain()
+        finally:
+            self._run.write_events()
+        self._lineage.catch_up_behind(self._run)
+        if refusal is not None:
+            raise refusal
+
+    def _retain(self) -> None:
+        replaced = self._replaces[0] if self._replaces else None
         self._agreement.afterwards()
         self._run.retain(self._contents.step, replaced=replaced, in_flight=self._lineage.in_flight())
         if self.storage.remote:
             self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)
-        self._lineage.catch_up_behind(self._run)
-        if refusal is not None:
-            raise refusal
+
+    def _note_save(self) -> None:
+        """Tell the history what the save has come to."""
+        if self.outcome is None:
+            return
+        report, call_seconds, groups = self.outcome
+        measured = {name: getattr(report, name) for name in MEASURED}
+        self._run.events.note(
+            "save",
+            self._contents.step,
+            **measured,
+            attempt=self._token,
+            call_seconds=call_seconds,
+            free_bytes=self.storage.free_bytes(),
+            groups=largest(groups),
+            unchanged=report.unchanged_groups,
+            borrowed={lent.group: lent.step for lent in self._contents.borrowed},
+            record=brief(self._contents.record),
+            destinations=[] if self._lineage.has_one_root else [*map(asdict, report.destinations)],
+            world_size=self._agreement.world_size,
+            **self._agreement.spread,
+        )
+
+    def failed(self, error: BaseException, seconds: float) -> None:
+        if self.is_cache or not self._agreement.decides or self._lineage.hangs(self._run):
+            return
+        facts = {"error": type(error).__name__, "message": shortened(str(error)), "total_seconds": seconds}
+        self._run.events.note("failed", self._contents.step, **facts)
+        if not (self.storage.remote and isinstance(error, StorageUnavailableError)):  # it would fail after a long wait
+            self._run.write_events()
 
     def hangs(self, quiet: Future[None]) -> None:
         self._lineage.left_behind(self._run, quiet)

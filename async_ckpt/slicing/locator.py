@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from .. import fields
-from ..spec import DTYPES
+from ..spec import DTYPES, MAX_DIMS
 from .cover import Box, cover
 from .shares import Holding, ReplicatedBytes, by_everybody, replicated_bytes, sharers
 from .slices import Cut, Ints, Mesh, Replicas, Slices
@@ -313,20 +313,33 @@ class ShardLocator:
         return coordinates
 
 
-def check_structure(text: str) -> None:
-    """Raises ValueError, KeyError or TypeError for what does not tell how a state looks to its ranks."""
+def check_structure(text: str, num_ranks: int) -> None:
+    """Raises ValueError, KeyError or TypeError for what does not tell how a state looks to its ranks.
+
+    A mesh that lies inside of the `num_ranks` that have saved has no more places than those.
+    """
     for line in _parsed(text)[0].values():
         spread = json.loads(line.spread)
         if isinstance(spread, dict):
             fields.items(spread["held"], partial(fields.row, of=(_counts, _counts)))
         elif spread is not None:
-            cuts, shape, strides, ranks, _ = fields.items(spread, lambda part: part)
+            cuts, shape, strides, ranks, is_inside = fields.items(spread, lambda part: part)
             fields.items(cuts, _counts)
-            _cuts(line.spread)
-            _counts(shape)
-            fields.items(strides, fields.whole)
-            if isinstance(ranks, list):
-                _counts(ranks)
+            listed = _counts(ranks) if isinstance(ranks, list) else ()
+            mesh = Mesh(0, _counts(shape), fields.items(strides, fields.whole), listed)
+            if is_inside and (isinstance(ranks, list) or not ranks):
+                check_mesh(mesh, num_ranks)
+            for cut in _cuts(line.spread):
+                if cut.dim >= len(line.shape) or cut.mesh_dim >= len(mesh.shape) or not cut.runs:
+                    raise ValueError(f"a tensor of shape {line.shape} is not cut by {cut} of a mesh {mesh.shape}")
+
+
+def check_mesh(mesh: Mesh, num_ranks: int) -> None:
+    """Raises ValueError for a mesh with more places than ranks, or whose strides or ranks do not fit its shape."""
+    if len(mesh.shape) > MAX_DIMS or not 0 < mesh.size <= num_ranks:
+        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} has not 1 to {num_ranks} places")
+    if len(mesh.ranks) != mesh.size if mesh.ranks else len(mesh.stride) != len(mesh.shape):
+        raise ValueError(f"a mesh of shape {mesh.shape!r:.100} does not say where its ranks are")
 
 
 _counts = partial(fields.items, of=fields.count)
@@ -336,7 +349,7 @@ def _parsed(text: str) -> tuple[dict[str, _TensorLine], dict[str, str], set[str]
     """The tensors of a structure, for each tied tensor the name of the stored one, and the names of other values."""
     tensors, tied, values = dict[str, _TensorLine](), dict[str, str](), set[str]()
     for line in text.splitlines():
-        name, dtype, shape, spread, *to = json.loads(line)
+        name, dtype, shape, spread, *to = fields.parsed(line)
         if isinstance(dtype, str) and dtype in DTYPES:
             tensors[fields.text(name)] = _TensorLine(DTYPES[dtype][0], _counts(shape), json.dumps(spread))
             if to:

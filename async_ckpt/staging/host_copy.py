@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final
@@ -44,6 +45,8 @@ _MAX_IDLE: Final = 8
 
 _ANY_COPY: Final = Wording("the copy of a snapshot")
 
+_log: Final = logging.getLogger("async_ckpt")
+
 _Key = tuple[torch.device, int, int]  # of a storage
 
 
@@ -69,18 +72,46 @@ class BufferPool:
         self._num_lent = 0
         self._lent_bytes = 0
         self._most_bytes = 0
+        self._sharers: list[Callable[[], None]] = []  # replaced as a whole, under _changed
+
+    @property
+    def is_shared(self) -> bool:
+        return bool(self._sharers)
+
+    def share(self, let_go: Callable[[], None]) -> None:
+        """Make copies in shared memory. `let_go` is called where memory is short, and lets go of copies if it can."""
+        with self._changed:
+            self._sharers = [*self._sharers, let_go]
+
+    def unshare(self, let_go: Callable[[], None]) -> None:
+        """Undo `share`."""
+        with self._changed:
+            self._sharers = [other for other in self._sharers if other != let_go]
+        if not self.is_shared:
+            for buffer in [buffer for buffer in self._idle.copy() if buffer.fd is not None]:
+                with suppress(ValueError):  # another thread has taken it
+                    self._idle.remove(buffer)
+                    buffer.free()
 
     def take(
-        self, num_bytes: int, *, device: torch.device | None, crew: Crew, max_bytes: int | None = None
+        self,
+        num_bytes: int,
+        *,
+        device: torch.device | None,
+        crew: Crew,
+        max_bytes: int | None = None,
+        shared: bool = False,
     ) -> HostBuffer:
         """Wait for a buffer of at least this size, page-locked for `device` by the crew.
 
         One copy alone never waits. If copies are `held`, raises MemoryError instead of waiting; `max_bytes` is then the
-        limit of all that are lent.
+        limit of all that are lent. A buffer that is to be `shared` is an ordinary one where the system refuses.
         """
         # A callback, or a function that runs on a copy, would wait for itself.
         may_wait = not is_library_thread() and not self._held
         if self._held and self._is_too_much(num_bytes, max_bytes):
+            for let_go in self._sharers:
+                let_go()
             gc.collect()  # copies in reference cycles are still counted
         wait = Wait("", ENDS_THE_CALL)
         while not self._lend(num_bytes, may_wait, max_bytes):
@@ -88,7 +119,7 @@ class BufferPool:
                 lambda: f"{sized(num_bytes)} of host memory, while earlier copies hold {sized(self._lent_bytes)}"
             )
         try:
-            buffer = self._fitting(num_bytes) or self._new(num_bytes, device)
+            buffer = self._fitting(num_bytes, shared) or self._new(num_bytes, device, shared)
             if device is not None and not buffer.pinned:
                 buffer.lock_by(crew, device)
         except BaseException:
@@ -96,10 +127,10 @@ class BufferPool:
             raise
         return buffer
 
-    def lend(self, num_bytes: int, *, crew: Crew, max_bytes: int | None = None) -> torch.Tensor:
+    def lend(self, num_bytes: int, *, crew: Crew, max_bytes: int | None = None, shared: bool = False) -> torch.Tensor:
         """A tensor of bytes, whose memory comes back when nothing refers to it. Raises as `take` does."""
         taken_bytes = max(1, num_bytes)
-        buffer = self.take(taken_bytes, device=None, crew=crew, max_bytes=max_bytes)
+        buffer = self.take(taken_bytes, device=None, crew=crew, max_bytes=max_bytes, shared=shared)
         return torch.frombuffer(self._owner_of(buffer, taken_bytes), dtype=torch.uint8)[:num_bytes]
 
     def _owner_of(self, buffer: HostBuffer, num_bytes: int) -> Any:
@@ -168,6 +199,9 @@ class BufferPool:
             return
         if self._held:
             self._unsettled.append(num_bytes)
+        if buffer.fd is not None and not self.is_shared:
+            buffer.free()
+            return
         self._idle.append(buffer)
         with suppress(IndexError):  # another thread has taken the last one
             while len(self._idle) > _MAX_IDLE or self._idle_bytes() > 2 * self._most_bytes:
@@ -179,22 +213,33 @@ class BufferPool:
             while True:
                 self._idle.popleft().free()
 
-    def _fitting(self, num_bytes: int) -> HostBuffer | None:
-        """The smallest idle buffer that is large enough, but not more than twice as large."""
-        fitting = [s for s in self._idle.copy() if num_bytes <= s.num_bytes <= 2 * num_bytes]
+    def _fitting(self, num_bytes: int, shared: bool) -> HostBuffer | None:
+        """The smallest idle buffer of this kind that is large enough, but not more than twice as large."""
+        idle = [s for s in self._idle.copy() if (s.fd is not None) == shared]
+        fitting = [s for s in idle if num_bytes <= s.num_bytes <= 2 * num_bytes]
         for buffer in sorted(fitting, key=lambda s: s.num_bytes):
             with suppress(ValueError):  # another thread has taken it
                 self._idle.remove(buffer)
                 return buffer
         return None
 
-    def _new(self, num_bytes: int, device: torch.device | None) -> HostBuffer:
+    def _new(self, num_bytes: int, device: torch.device | None, shared: bool) -> HostBuffer:
         if self._max_bytes is None:
             scarce = num_bytes > spare_memory_bytes()
         else:
             scarce = self._lent_bytes + self._idle_bytes() > self._max_bytes
         if scarce:
             self.release()
+        if shared:
+            try:
+                return HostBuffer.near(device, num_bytes, shared=True)
+            except OSError as error:
+                _log.warning(
+                    "%s of memory that other processes of this host could map are refused (%s); their readers take "
+                    "versions from the root",
+                    sized(num_bytes),
+                    error,
+                )
         return HostBuffer.near(device, num_bytes)
 
     def _limit(self) -> int:
@@ -293,7 +338,7 @@ class HostCopy:
         self.num_bytes = _place(parts)
         device = first_device(source.tensor for source in parts)
         taken_bytes = max(1, self.num_bytes)
-        buffer = memory.take(taken_bytes, device=device, crew=crew, max_bytes=max_bytes)
+        buffer = memory.take(taken_bytes, device=device, crew=crew, max_bytes=max_bytes, shared=memory.is_shared)
         self._buffer: HostBuffer | None = buffer
         owner = memory._owner_of(buffer, taken_bytes)
         try:

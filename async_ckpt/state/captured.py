@@ -97,7 +97,8 @@ class SnapshotCopies:
 
     def _objects(self) -> list[Any]:
         # This process has pickled them itself, so they are trusted.
-        return torch.load(io.BytesIO(self._pickled or b""), weights_only=False)  # type: ignore[no-any-return]
+        objects: list[Any] = torch.load(io.BytesIO(self._pickled or b""), weights_only=False)  # nosec B614
+        return objects
 
     def filled(self, structure: Any) -> Any:
         """A part of the structure in new containers and with new objects, which the caller may change."""

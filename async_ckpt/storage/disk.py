@@ -29,6 +29,7 @@ O_CLOEXEC: Final = getattr(os, "O_CLOEXEC", 0)
 O_BINARY: Final = getattr(os, "O_BINARY", 0)
 O_NONBLOCK: Final = getattr(os, "O_NONBLOCK", 0)
 O_DIRECTORY: Final = getattr(os, "O_DIRECTORY", 0)
+O_NOFOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
 _PIECE_BYTES: Final = 64 * 1024
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _RIGHTS: Final = "make sure that this user may read and write it, and enter the folders above it"
@@ -116,6 +117,25 @@ def open_regular(path: Path, flags: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def open_to_change(path: Path, flags: int) -> int:
+    """Open a regular file whose content is about to change, and create it if there is none.
+
+    A link is refused: with one, whoever may write to the folder could have this process change a file elsewhere.
+    Raises StorageUnavailableError.
+    """
+    try:
+        return open_regular(path, flags | O_NOFOLLOW)
+    except FileNotFoundError:
+        return os.open(path, flags | os.O_CREAT | O_NOFOLLOW | O_CLOEXEC | O_BINARY, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise StorageUnavailableError(
+                f"{path} is a link, and what it leads to is not changed; replace it by a copy, or delete it",
+                path=str(path),
+            ) from error
+        raise
 
 
 def read_regular(path: Path) -> tuple[bytes, os.stat_result]:

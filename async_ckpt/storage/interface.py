@@ -146,6 +146,24 @@ class Storage(Protocol):
         Returns the new version, or None if the place does not tell it. Raises FileExistsError for another version.
         """
 
+    def append_lines(self, path: str, lines: bytes) -> int | None:  # noqa: ARG002
+        """Add whole lines to a small object, which is created if it is missing. Returns its size. They are not durable.
+
+        None if no object can grow at this place: then nothing was written.
+        """
+        return None
+
+    def under_way(self, folder: str) -> tuple[int, int]:  # noqa: ARG002
+        """The bytes written so far of objects that another process is writing in a folder, and their sizes at the end.
+
+        Zeros in places where nobody sees an object before it is whole.
+        """
+        return 0, 0
+
+    def free_bytes(self) -> int | None:
+        """The bytes that may still be written here; None if that is not known, or has no limit."""
+        return None
+
     def move(self, path: str, to: str) -> None:
         """Rename a small object, durably."""
 

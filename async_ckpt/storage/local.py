@@ -33,6 +33,7 @@ from .disk import (
     identity,
     make_folder,
     open_regular,
+    open_to_change,
     pread_into,
     preallocate,
     pwrite,
@@ -45,7 +46,7 @@ from .disk import (
     translated,
 )
 from .interface import MemoryLoan, Reader, Storage
-from .locks import TEMP_SUFFIX, create_locked, delete_left, delete_temp, forget, hold, is_dead, is_held
+from .locks import TEMP_SUFFIX, create_locked, delete_left, delete_temp, forget, hold, is_dead, is_held, written_so_far
 from .stores import ORPHAN_SECONDS
 
 try:
@@ -139,6 +140,33 @@ class LocalStorage(Storage):
                         os.replace(temp, target)
                 sync_folder(target.parent)
         return new_version
+
+    def append_lines(self, path: str, lines: bytes) -> int:
+        target = self.root / path
+        with translated(target):
+            fd = open_to_change(target, os.O_RDWR | os.O_APPEND)
+            try:
+                size, last = os.fstat(fd).st_size, bytearray(b"\n")
+                if size:
+                    pread_into(fd, memoryview(last), size - 1)
+                # A writer that was killed may have left a line without its end.
+                rest = memoryview(lines if last == b"\n" else b"\n" + lines)
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+                return os.fstat(fd).st_size
+            finally:
+                os.close(fd)
+
+    def under_way(self, folder: str) -> tuple[int, int]:
+        temps = [self.root / folder / name for name in self.names(folder) if name.endswith(TEMP_SUFFIX)]
+        found = [written_so_far(temp) for temp in temps if not is_dead(temp, delete=False)]
+        return sum(written for written, _ in found), sum(total for _, total in found)
+
+    def free_bytes(self) -> int | None:
+        try:
+            return free_bytes_at(self.root)
+        except OSError:  # a folder above may not be looked into
+            return None
 
     def move(self, path: str, to: str) -> None:
         with translated(self.root / path, passing=(FileNotFoundError,)):

@@ -14,7 +14,7 @@ from typing import Final
 
 from ..errors import StorageUnavailableError
 from ..host.process import in_forked_child
-from .disk import O_BINARY, O_CLOEXEC, identity, make_folder, open_regular, remove_if_empty, sync_folder
+from .disk import O_BINARY, O_CLOEXEC, identity, make_folder, open_regular, open_to_change, remove_if_empty, sync_folder
 
 try:
     import fcntl
@@ -143,7 +143,7 @@ def hold_if_free(path: Path) -> int | None:
             with suppress(FileNotFoundError):
                 if identity(os.stat(path)) in _ours.values():
                     return None
-            fd = os.open(path, os.O_CREAT | os.O_RDWR | O_CLOEXEC | O_BINARY, 0o666)
+            fd = open_to_change(path, os.O_RDWR)
             key = _ours[fd] = identity(os.fstat(fd))
         try:
             if fcntl is not None:
@@ -191,6 +191,32 @@ def is_held(path: Path) -> bool:
         if fd is not None:
             os.close(fd)
     return False
+
+
+def written_so_far(temp: Path) -> tuple[int, int]:
+    """The bytes written to a temp file of another process, and its size, which is allocated at once.
+
+    Zeros for a file of this process, whose lock would be lost, and for one that is gone or is not readable.
+    """
+    try:
+        with _ours_lock:
+            if identity(os.stat(temp)) in _ours.values():
+                return 0, 0
+        fd = open_regular(temp, os.O_RDONLY | os.O_NOFOLLOW)
+    except (OSError, StorageUnavailableError):
+        return 0, 0
+    try:
+        size, at, written = os.fstat(fd).st_size, 0, 0
+        if not hasattr(os, "SEEK_DATA"):  # Windows
+            return 0, size
+        with suppress(OSError):  # there is no data from here on
+            while at < size:
+                begin = os.lseek(fd, at, os.SEEK_DATA)
+                at = os.lseek(fd, begin, os.SEEK_HOLE)
+                written += at - begin
+        return written, size
+    finally:
+        os.close(fd)
 
 
 def is_dead(path: Path, *, delete: bool) -> bool:

@@ -155,13 +155,21 @@ def text_of(path: StrPath) -> str:
 
 
 def local_path(text: str) -> Path:
-    """The path on this machine that a path or a `file://` URL means. Raises StorageUnavailableError."""
+    """The path on this machine that a path or a `file://` URL means.
+
+    Raises StorageUnavailableError, and ValueError for `~name` of an unknown user.
+    """
     refuse_chain(text)
     if scheme_of(text) == "file":
         text = unquote(urlsplit(text).path)
     if not text:
         raise ValueError("the path is empty")
-    path = Path(text).expanduser().absolute()
+    try:
+        path = Path(text).expanduser().absolute()
+    except RuntimeError as error:  # `~name` of a user that this host does not know
+        raise ValueError(
+            f"{text:.300}: {error}; write the path in full, or ./{text:.300} if its name begins so"
+        ) from error
     try:
         path.is_dir()
     except OSError as error:  # a name that is too long, or a file system that does not answer

@@ -223,9 +223,9 @@ def test_it_takes_a_few_segments_of_memory(tmp_path: Path, monkeypatch: pytest.M
     peak = 0
     make = HostBuffer.__init__
 
-    def counted(self: HostBuffer, *arguments: Any) -> None:
+    def counted(self: HostBuffer, *arguments: Any, **options: Any) -> None:
         nonlocal peak
-        make(self, *arguments)
+        make(self, *arguments, **options)
         live.add(self)
         peak = max(peak, sum(one.num_bytes for one in list(live)))
 

@@ -205,6 +205,27 @@ def test_a_link_may_go_up_as_far_as_the_folder_and_no_farther(place):
     refused(place, plain_tar([*inside, link("a/b/m", "../../../outside")]), why="out of the folder")
 
 
+@pytest.mark.parametrize(
+    "target", ["", "l" * 5000, "/".join(["l"] * 2500)], ids=["nothing", "a long name", "a long path"]
+)
+@pytest.mark.parametrize(
+    "later",
+    [[member("a", kind=tarfile.FIFOTYPE)], [member("a", b"y" * 100)], [member("l" * 5000, kind=tarfile.FIFOTYPE)]],
+    ids=["a pipe", "a file", "a pipe of that name"],
+)
+def test_nothing_is_put_in_the_place_of_a_link_that_cannot_be_made(place, target, later):
+    """`tarfile` would extract a later member there, which nobody has checked."""
+    members = [member("a", kind=tarfile.DIRTYPE), link("a/x", target), *later]
+    refused(place, plain_tar(members), CorruptCheckpointError, "cannot be made")
+
+
+def test_headers_behind_a_link_that_cannot_be_made_take_no_memory(place):
+    with little_memory(64 * MIB):
+        refused(
+            place, plain_tar([link("x", "")])[:512] + block(b"y", 2**62, b"x"), CorruptCheckpointError, "cannot be made"
+        )
+
+
 def test_a_name_with_a_nul_in_it_is_no_name(place):
     refused(place, pax(record("path", "a\0b")) + file_member() + END, CorruptCheckpointError)
 

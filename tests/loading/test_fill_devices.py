@@ -112,3 +112,14 @@ def test_a_restore_page_locks_nothing_that_the_pool_has_page_locked(tmp_path, si
 
         assert sim.sim.num_registrations == pinned
         assert torch.equal(state["w"].cpu(), torch.arange(4 * MIB))
+
+
+def test_a_load_of_a_run_page_locks_nothing_that_the_pool_has_page_locked(tmp_path, sim):
+    state = {"w": torch.arange(4 * MIB).to("sim")}
+    with open_run(tmp_path, segment_bytes=32 * MIB, host_bytes=256 * MIB) as ckpt:
+        ckpt.save(state, step=1).result()
+        pinned = sim.sim.num_registrations
+        loaded = ckpt.load(map_location="sim")
+
+        assert sim.sim.num_registrations == pinned
+        assert torch.equal(loaded["w"].cpu(), torch.arange(4 * MIB))

@@ -565,9 +565,7 @@ def test_the_newest_step_of_roots_is_a_newer_one_when_it_is_deleted_while_it_is_
     roots = Roots([Run(storage, clock=time.time)])
 
     def use(parts: Sequence[Part]) -> Any:
-        return load_module.state_of(
-            parts, map_location=None, select=None, trust=False, mmap=how.get("mmap", False), types=()
-        )
+        return load_module.state_of(parts, load_module.LoadOptions(mmap=how.get("mmap", False)))
 
     found = from_newest(roots, use, verify=how.get("verify", True))
     assert found is not None

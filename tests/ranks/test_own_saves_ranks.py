@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 from rank_worlds import Worlds
@@ -124,36 +123,3 @@ restored()
     assert first[0] == "interrupted"
     assert second[0] == ["PeerFailedError", True]
     assert first[1][:3] == second[1][:3] == [1, 1, True]
-
-
-STRATEGY = """
-import warnings
-from pathlib import Path
-from skyrl_ranks import Strategy, Trainee
-strategy = Strategy("async_ckpt")
-for step, folder in ((1, {folders}[0]), (2, {folders}[1])):
-    one = Trainee()
-    one.train(step)
-    if step == 2 and here.rank == 1:
-        here.at("write", lambda: here.fail(OSError("gone")), step=2)
-    strategy.save_checkpoint(one.model, folder, 0, *one.parts[1:], client_state={{"step": step}})
-    if step == 1:
-        _, told = strategy.load_checkpoint(one.model, folder, *one.parts[1:])
-        here.tell(told["client_state"])
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    _, told = strategy.load_checkpoint(one.model, {folders}[0], *one.parts[1:])
-here.tell([told["client_state"], sum("goes on without" in str(one.message) for one in caught)])
-try:
-    strategy.finalize_pending_saves()
-except Exception as error:
-    here.tell("failed")
-"""
-
-
-def test_the_strategy_of_skyrl_loads_what_it_is_just_saving_and_goes_on_without_what_fails(
-    worlds: Worlds, tmp_path: Path
-):
-    folders = [str(tmp_path / f"global_step_{step}" / "policy") for step in (1, 2)]
-    ends = worlds.run(2, STRATEGY.format(folders=folders))
-    assert [one.told for one in ends] == [[{"step": 1}, [{"step": 1}, 1], "failed"]] * 2

@@ -146,6 +146,7 @@ if here.rank == 0:
 ckpt.wait()
 here.meet("ended")
 here.tell(Path(ckpt.roots[1], "step_00000001/manifest.json").exists())
+delivery.LAG_SECONDS = 900.0
 here.meet("told")
 here.save(ckpt, small(2), 2)
 """

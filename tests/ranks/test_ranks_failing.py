@@ -104,6 +104,35 @@ def test_a_rank_that_can_write_nothing_at_the_root_says_so_to_the_others_at_once
     assert column(ended, 2, "status") == ["committed"] * 2
 
 
+# The receipt of rank 1 has arrived, and rank 0 has seen it, when rank 1 is told that it was lost.
+IN_DOUBT = """
+from async_ckpt import StorageUnavailableError
+def lose():
+    if not here.is_said("lost"):
+        here.hear("seen")
+        here.say("lost")
+        here.fail(StorageUnavailableError("no answer came", path="x"))
+def wait():
+    here.say("seen")
+    here.hear("ended")
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(1), 1)
+    here.at("manifest" if here.rank == 0 else "after receipt", wait if here.rank == 0 else lose, step=2)
+    here.save(ckpt, small(2), 2)
+    here.say("ended" if here.rank == 1 else "committed")
+    here.save(ckpt, small(3), 3)
+"""
+
+
+def test_an_archive_stays_whose_receipt_may_have_arrived(worlds):
+    ended = worlds.run(2, IN_DOUBT)
+
+    assert column(ended, 1, "status") == ["committed", None]
+    assert column(ended, 1, "error") == [None, "StorageUnavailableError"]
+    assert column(ended, 2, "status") == ["committed"] * 2
+    assert_whole(worlds, 1, 2, 3)
+
+
 SLOW = """
 with open_run(here.root) as ckpt:
     if here.rank == 0:

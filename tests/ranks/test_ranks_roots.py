@@ -242,14 +242,32 @@ def test_a_clock_that_is_hours_off_on_one_rank_changes_nothing(worlds, rank):
 
 
 MISTAKEN = """
-import time
+from racing import until
+from async_ckpt.ranks import agreement
 from async_ckpt.runs.receipts import Exchange
-put = Exchange.put_receipt
-def late(self, receipt, details):
-    if here.rank == 1 and self.storage.locate("").rstrip("/").endswith("/b"):
-        time.sleep(1.5)  # the receipt at the other root comes first
-    put(self, receipt, details)
-Exchange.put_receipt = late
+
+# Rank 1 puts its mistaken receipt at one root when it has learned of its mistake at the other, and waits for that
+# receipt; or when it has taken back its receipts without a wait.
+begin, put, withdraw, clock = agreement.Agreement._put_receipt, Exchange.put_receipt, Exchange.withdraw, agreement.monotonic
+mistaken, looks, withdrawn = [], [], []
+def begun(self, *receipt):
+    if here.rank == 1 and self._joint.step == 7:
+        mistaken.append(self._joint)
+    begin(self, *receipt)
+def late(self, *receipt):
+    if mistaken and self.storage.locate("").rstrip("/").endswith("/b"):
+        until(lambda: len(looks) > 1 or self in withdrawn)
+    put(self, *receipt)
+def noted(self, rank):
+    withdraw(self, rank)
+    withdrawn.append(self)
+def looked_at():
+    if mistaken and mistaken[0].instead is not None:
+        looks.append(clock())
+    return clock()
+agreement.Agreement._put_receipt, agreement.monotonic = begun, looked_at
+Exchange.put_receipt, Exchange.withdraw = late, noted
+
 with open_run({roots}, commit={commit!r}, max_in_flight=2) as ckpt:
     here.save(ckpt, small(1), 1)
     here.save(ckpt, small(2), 2 if here.rank == 0 else 7)

@@ -10,6 +10,8 @@ from rank_oracle import saved
 from rank_worlds import Worlds
 from states import difference, open_run
 
+import async_ckpt
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
 ONCE = """
@@ -112,3 +114,16 @@ def test_what_is_still_on_meta_is_refused_by_name_on_all_ranks(worlds):
     for one in worlds.run(2, script):
         assert "model.0.weight" in one.saves[0]["text"]
     assert open_run(worlds.root).steps() == []
+
+
+def test_the_history_has_one_event_for_all_ranks_with_the_slowest_and_the_median(worlds):
+    worlds.run(4, ONCE.format(make="fsdp()"))
+
+    (event,) = async_ckpt.history(worlds.root)
+
+    assert (event["kind"], event["step"], event["world_size"]) == ("save", 1, 4)
+    assert event["num_bytes"] >= sum(saved(worlds.root, 1).num_bytes)
+    assert event["slowest_rank"] in range(4)
+    assert event["most_stalled_rank"] in range(4)
+    assert event["slowest_rank_seconds"] >= event["median_rank_seconds"] > 0
+    assert event["most_stalled_rank_seconds"] >= event["median_rank_stall_seconds"] > 0

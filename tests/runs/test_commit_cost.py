@@ -10,8 +10,9 @@ from states import assert_is_state, journaled_steps, open_run, state_at
 from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.runs.manifest import Archive, Manifest
 
-# Beside one page of a listing for every thousand folders. An upload in parts asks for each of these, too.
-MOST_REQUESTS = 13
+# Beside one page of a listing for every thousand folders. An upload in parts asks for each of these, too. The history
+# takes one of them.
+MOST_REQUESTS = 14
 
 
 def seed(s3, bucket: str, num_steps: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from archives import little_memory
 from published import Line
 from rank_archives import commit, write_all
 from slices import is_tried
@@ -19,11 +20,17 @@ from states import open_run
 
 import async_ckpt
 from async_ckpt import CheckpointError, Publisher, StorageUnavailableError, Subscriber
+from async_ckpt.format.digests import block_digest
+from async_ckpt.format.lent import parse_lent
+from async_ckpt.runs import layouts
 from async_ckpt.runs.manifest import seal, unseal
+from async_ckpt.runs.receipts import Table
+from async_ckpt.slicing.locator import StepLayout, check_structure
+from async_ckpt.slicing.slices import Mesh
 from async_ckpt.storage.local import LocalStorage
 
 ODD: list[Any] = [
-    None, True, -1, 2**70, 1e308, float("nan"), "", "x", "\ud800", "../../x", "9" * 5000, [], {}, [[]], [None], {"x": 1}, ["x"] * 3,
+    None, True, -1, 2**70, 10**400, 1e308, float("nan"), "", "x", "\ud800", "../../x", "9" * 5000, [], {}, [[]], [None], {"x": 1}, ["x"] * 3,
 ]  # fmt: skip
 
 
@@ -121,6 +128,20 @@ def test_a_field_of_another_type_is_refused_by_name(sound: Path, tmp_path: Path,
     assert not wrong, "\n".join(map(str, wrong))
 
 
+@pytest.mark.parametrize("name", SEALED)
+def test_a_file_with_the_right_digest_that_is_nested_too_deeply_is_refused_by_name(
+    sound: Path, tmp_path: Path, name: str
+) -> None:
+    root = shutil.copytree(sound, tmp_path / "run")
+    (path,) = root.glob(name)
+    rest = b'"x": ' + b"[" * 100_000
+    data = b'{"digest": "' + block_digest(rest).hex().encode() + b'",\n' + rest
+    path.write_bytes(data)
+    assert [error for read in readers(root) if (error := raw_error(read))] == []
+    with pytest.raises(ValueError, match="nested too deeply"):
+        unseal(data)
+
+
 NO_JSON = [b"", b"\xff\xfe", b"null", b"[" * 100_000, b"[" * 100_000 + b"\n", b'{"x": ' + b"9" * 5000 + b"}"]
 
 
@@ -190,6 +211,54 @@ def test_the_files_of_a_publication_are_refused_by_name(line: Line, tmp_path: Pa
         shutil.rmtree(tmp_path / "copy")
 
     assert not wrong_answers(path, readers, 7)
+
+
+@pytest.mark.parametrize(
+    "classes", [{"a": [[0, 2**24, 1]]}, {str(n): [[0, 2**18, 1]] * 4 for n in range(100)}], ids=["one", "many"]
+)
+def test_a_table_of_ranks_in_a_few_bytes_makes_no_long_list(classes: Any) -> None:
+    with little_memory(64 << 20), pytest.raises(ValueError, match=r"too many ranks|not a count"):
+        Table.unpacked({"classes": classes, "differing": []})
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        [[], [2**62, 2], [1, 1], None, True],  # a mesh with more places than ranks
+        [[], [1] * 100, [1] * 100, None, True],
+        [[], [2], [1, 1], None, True],
+        [[], [2], [], [0, 1, 1], True],
+        [[[0, 1]], [2], [1], None, True],  # a cut by a dimension that the mesh does not have
+        [[[1, 0]], [2], [1], None, True],
+        [[[0, 0, 0]], [2], [1], None, True],
+    ],
+    ids=range(7),
+)
+def test_a_mesh_that_does_not_fit_the_ranks_or_the_tensor_is_no_layout(spread: Any) -> None:
+    check_structure(json.dumps(["w", "float32", [8], [[[0, 0, 1]], [2], [1], None, True]]), 2)
+    with little_memory(64 << 20), pytest.raises(ValueError, match="mesh"):
+        check_structure(json.dumps(["w", "float32", [8], spread]), 2)
+
+
+def test_a_structure_of_no_rank_and_a_root_of_more_places_than_ranks_are_no_layout() -> None:
+    structures = {"a": json.dumps(["w", "float32", [8], None]), "b": json.dumps(["w", "float32", [8], None])}
+    sound = layouts.dump(StepLayout({"a": [0, 1]}, structures), Table({"a": [0, 1]}))
+    layouts.parse(sound)
+    for classes, root in (({"a": [0, 1], "b": []}, None), ({"a": [0, 1]}, Mesh(1, (2**62, 2), (2, 1)))):
+        with little_memory(64 << 20), pytest.raises(ValueError, match=r"no rank|places"):
+            layouts.parse(layouts.dump(StepLayout(classes, structures, {}, root), Table(classes)))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [["float32", [10**400], 0, 0.0], ["float32", [1], 0, 0.0], ["float32", [1] * 100, 0, 0], ["float32", [True], 0, 0]],
+    ids=range(4),
+)
+def test_a_lent_table_whose_places_are_no_counts_is_refused(place: Any) -> None:
+    told = {"version": 1, "identity": "", "structure": "", "adapter": {}, "start": "", "slices": {}, "files": {}}
+    data = json.dumps(told | {"tensors": {"a": [*place, "0" * 32]}}).encode()
+    with pytest.raises(ValueError, match="lent version"):
+        parse_lent(memoryview(len(data).to_bytes(8, "little") * 2 + data), [64])
 
 
 @pytest.mark.parametrize("name", ["state.json", "files.json"])

@@ -65,3 +65,7 @@ def test_the_records_of_a_run_that_was_copied_or_moved_lead_into_the_new_place(t
 
 def test_lines_that_are_no_records_are_passed_over():
     assert parse(b'[1]\n\xff\xfe\n{"step": 1}\nnull\n{"step"') == [{"step": 1}]
+
+
+def test_a_line_that_is_nested_too_deeply_is_skipped():
+    assert parse(b'{"step": 1}\n' + b"[" * 100_000 + b'\n{"step": 2}\n') == [{"step": 1}, {"step": 2}]

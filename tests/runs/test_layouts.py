@@ -13,7 +13,7 @@ import torch
 from archives import forge_manifest
 from racing import until
 from scripted_disk import scripted
-from states import assert_is_state, is_start, names_below, open_run, records, state_at
+from states import assert_is_state, is_incidental, names_below, open_run, records, state_at
 
 import async_ckpt
 from async_ckpt import (
@@ -59,7 +59,7 @@ def test_a_tracker_holds_what_its_readers_parse_and_reads_back(tmp_path, options
     save(tmp_path, 400, 500, keep=1, **options)
 
     assert (tmp_path / tracker).read_text() == text
-    found = sorted(path.name for path in tmp_path.iterdir() if not is_start(path.name))
+    found = sorted(path.name for path in tmp_path.iterdir() if not is_incidental(path.name))
     assert found == sorted([folder, tracker, "checkpoints.jsonl"])
     with open_run(tmp_path, **options) as ckpt:
         assert_is_state(ckpt.load(), 500)

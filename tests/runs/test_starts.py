@@ -27,6 +27,7 @@ from async_ckpt import (
     StepBehindError,
     StorageUnavailableError,
 )
+from async_ckpt.runs.manifest import seal
 from async_ckpt.runs.starts import Commit, Start, Tenure, counts, out_of_line
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
@@ -64,6 +65,18 @@ def assert_line(root: Any, steps: list[int]) -> None:
 
 
 # --- two that both believe they are alive ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("since", [10**400, -(10**400), float("inf"), True, "x", None])
+def test_a_start_is_told_of_whatever_its_file_says_of_its_time(tmp_path, since):
+    with of_another_process(tmp_path) as old:
+        save(old, 1)
+        with of_another_process(tmp_path) as new:
+            save(new, 2)
+            (tmp_path / starts(tmp_path)[-1]).write_bytes(seal({"host": "h", "pid": 7, "since": since}))
+            with pytest.raises(RunTakenError, match="process 7 on 'h'") as taken:
+                save(old, 3)
+    assert taken.value.since == 0.0
 
 
 @pytest.mark.parametrize(

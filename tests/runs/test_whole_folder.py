@@ -12,7 +12,7 @@ from buckets import ENGINES, Bucket, InMemory, OnServer, RunAt
 from folders import read, write
 from fsspec.implementations.local import LocalFileSystem
 from scripted_disk import scripted
-from states import assert_is_state, is_start, open_run, state_at
+from states import assert_is_state, is_incidental, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, Keep, Place
 
@@ -66,7 +66,7 @@ def test_what_a_trainer_has_written_goes_with_the_step(disk):
         assert ckpt.steps() == [3]
         assert ckpt.metrics()["cleanup_failures"] == 0
     root = Path(disk.text)
-    left = sorted(name for name in os.listdir(root) if not is_start(name))
+    left = sorted(name for name in os.listdir(root) if not is_incidental(name))
     assert left == ["checkpoints.jsonl", "latest", "step_00000003"]
     assert TREE.items() <= read(folder_of(disk, 3)).items()
 

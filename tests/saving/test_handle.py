@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import threading
 
 import pytest
@@ -15,6 +16,7 @@ from states import MIB, open_run, state_at
 import async_ckpt
 from async_ckpt import SaveHandle, SaveReport, StorageUnavailableError
 from async_ckpt.host.threads import LibraryThread
+from async_ckpt.saving.drain import Drain
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
 
@@ -349,3 +351,26 @@ def test_handles_end_on_loops_in_several_threads(ckpt):
 def test_a_handle_that_is_thrown_away_does_not_stop_its_save(ckpt):
     ckpt.save(state_at(1), step=1)
     until(lambda: ckpt.steps() == [1])
+
+
+def living(kind: type) -> int:
+    gc.collect()
+    return sum(type(one) is kind for one in gc.get_objects())
+
+
+def test_whoever_keeps_a_handle_keeps_no_plan_of_its_save(tmp_path):
+    before = living(Drain)
+    with open_run(tmp_path) as ckpt:
+        handles = [ckpt.save(state_at(step), step=step) for step in range(1, 6)]
+        ckpt.wait()
+        assert living(Drain) <= before
+        assert all(handle.progress.fraction == 1.0 for handle in handles)
+
+
+def test_a_run_that_never_asks_should_save_keeps_no_handle_of_each_save(tmp_path):
+    before = living(SaveHandle)
+    with open_run(tmp_path, keep=1) as ckpt:
+        for step in range(1, 101):
+            ckpt.save({"n": step}, step=step).result()
+        ckpt.wait()
+        assert living(SaveHandle) - before < 80

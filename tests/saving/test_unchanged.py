@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -464,3 +465,45 @@ def test_a_report_counts_the_bytes_of_the_driver_as_well(tmp_path):
         archives = list((root / "step_00000001").glob("*.tar"))
         assert len(archives) == 2
         assert sum(path.stat().st_size for path in archives) == report.num_bytes == told.num_bytes
+
+
+SAVES: dict[str, Any] = {
+    "save": lambda ckpt, state: ckpt.save(state, ckpt.steps()[-1] + 1),
+    "borrow": lambda ckpt, state: ckpt.save(state, ckpt.steps()[-1] + 1, unchanged=["ref"]),
+    "again": lambda ckpt, state: ckpt.save(state, ckpt.steps()[-1], overwrite=True),
+    "in part": lambda ckpt, state: ckpt.save(state, ckpt.steps()[-1], overwrite=True, select="model"),
+    "back": lambda ckpt, state: ckpt.save(state, ckpt.steps()[-2:][0], overwrite=True),
+}
+
+
+@pytest.mark.parametrize("first", SAVES)
+def test_no_group_is_borrowed_from_an_archive_that_was_replaced_or_retired(tmp_path, first):
+    reference = {"w": torch.arange(4.0)}
+    for number, calls in enumerate(itertools.product(SAVES, repeat=3)):
+        root = tmp_path / str(number)
+        with AsyncCheckpointer(root, keep=4, on_rollback="retire") as ckpt:
+            for step in (1, 2):
+                ckpt.save({"model": torch.tensor([step]), "ref": reference}, step).result()
+            for call in (first, *calls):
+                SAVES[call](ckpt, {"model": torch.tensor([7]), "ref": reference}).result()
+            ckpt.wait()
+            for step in ckpt.steps():
+                loaded = ckpt.load(step)
+                assert "ref" not in loaded or torch.equal(loaded["ref"]["w"], reference["w"]), calls
+        shutil.rmtree(root)
+
+
+def test_no_group_is_borrowed_from_a_step_that_a_failed_save_may_have_replaced(tmp_path, monkeypatch):
+    state = {"model": {"w": torch.zeros(3)}, "ref": {"w": torch.arange(4.0)}}
+
+    def lost(*_: Any, **__: Any) -> None:
+        raise OSError(5, "the answer is lost")
+
+    with AsyncCheckpointer(tmp_path, keep=4) as ckpt:
+        ckpt.save(state, 1).result()
+        with monkeypatch.context() as broken:
+            broken.setattr(Run, "announce", lost)  # the manifest has been replaced by then
+            ckpt.save(state, 1, overwrite=True).exception()
+        ckpt.save(state, 2, unchanged=["ref"]).result()
+        ckpt.wait()
+        assert torch.equal(ckpt.load(2)["ref"]["w"], state["ref"]["w"])

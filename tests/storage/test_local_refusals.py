@@ -20,6 +20,7 @@ from states import MIB, assert_is_state, footprint, leftovers, open_run, state_a
 import async_ckpt
 from async_ckpt import StorageFullError, StorageUnavailableError
 from async_ckpt.host.memory import HostBuffer
+from async_ckpt.integrations.common.folders import FolderHold
 from async_ckpt.storage.local import LocalStorage
 
 SHM = Path("/dev/shm")
@@ -141,6 +142,32 @@ def test_a_run_with_a_pipe_for_a_file_says_so_and_waits_for_nobody(tmp_path, nam
         if "manifest" in name:
             with pytest.raises(StorageUnavailableError, match="a named pipe"):
                 Call(lambda: ckpt.load(1)).outcome()
+
+
+@needs_pipes
+def test_the_history_of_a_run_is_not_added_to_what_a_link_in_its_place_leads_to(tmp_path, caplog):
+    history, elsewhere = tmp_path / "run" / "history.jsonl", tmp_path / "elsewhere"
+    with open_run(tmp_path / "run") as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+        ckpt.wait()
+        history.rename(elsewhere)
+        history.symlink_to(elsewhere)
+        before = elsewhere.read_bytes()
+        assert ckpt.save(state_at(2), step=2).result().status == "committed"
+        ckpt.wait()
+    assert elsewhere.read_bytes() == before
+    assert "is a link, and what it leads to is not changed" in caplog.text
+
+
+@needs_pipes
+@pytest.mark.parametrize("make", [_link_to_nothing, _link_to_pipe, _pipe, lambda path: path.symlink_to("file")])
+def test_a_lock_is_not_written_to_what_a_link_in_its_place_leads_to(tmp_path, make):
+    (tmp_path / "file").write_bytes(b"of somebody else")
+    make(tmp_path / ".async_ckpt.lock")
+    with pytest.raises(StorageUnavailableError, match=r"link|named pipe"):
+        Call(FolderHold(tmp_path).__enter__).outcome()
+    assert (tmp_path / "file").read_bytes() == b"of somebody else"
+    assert not (tmp_path / "nowhere").exists()
 
 
 @needs_pipes

@@ -172,6 +172,14 @@ def test_a_store_without_conditions_is_found_out_and_said_once(s3, bucket, proxy
     assert far.names("") == ["a"]
 
 
+@pytest.mark.parametrize("put", [ObjectStorage.put_new, ObjectStorage.replace])
+def test_a_put_that_is_answered_by_404_says_that_the_bucket_is_not_there(far, proxy, put):
+    proxy.answer("NoSuchKey", kind="put_object", target="/x")
+
+    with pytest.raises(StorageUnavailableError, match="bucket does not exist"):
+        put(far, "x", b"one")
+
+
 def test_a_store_that_takes_e_tags_without_quotes_alone_replaces_what_was_read_and_nothing_else(far, proxy):
     assert_replaces_what_was_read_and_nothing_else(far, proxy)
 

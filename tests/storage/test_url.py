@@ -10,7 +10,7 @@ from async_ckpt.storage.fsspec.store import FsspecStorage
 from async_ckpt.storage.local import LocalStorage
 from async_ckpt.storage.place import Place, storage_at
 from async_ckpt.storage.s3.store import ObjectStorage
-from async_ckpt.storage.url import parent_and_name, place_and_name, shown
+from async_ckpt.storage.url import local_path, parent_and_name, place_and_name, shown
 
 
 @pytest.mark.parametrize(
@@ -140,3 +140,8 @@ def test_a_folder_is_divided_too_whether_or_not_a_slash_ends_it(path, place, nam
 )
 def test_a_url_is_shown_without_what_must_not_be_seen(url, seen):
     assert shown(url) == seen
+
+
+def test_the_home_of_a_user_whom_nobody_knows_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"~nobody-of-this-name/x: .*write the path in full"):
+        local_path("~nobody-of-this-name/x")

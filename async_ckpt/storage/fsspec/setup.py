@@ -100,7 +100,7 @@ def _remake(fs: Any) -> Any:
     """A copy of a filesystem with connections of this process, made by pickling."""
     never_end(fs)
     try:
-        return pickle.loads(pickle.dumps(fs))
+        return pickle.loads(pickle.dumps(fs))  # of bytes that were pickled in the same line  # nosec B301
     except Exception as error:
         raise InheritedError(f"fs={type(fs).__qualname__} belongs to the parent of this process") from error
 

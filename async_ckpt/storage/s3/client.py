@@ -218,10 +218,23 @@ class Client:
         )
 
     def put(self, path: str, data: bytes) -> str:
+        return self.persist(lambda: self.put_once(path, data))
+
+    def put_once(self, path: str, data: bytes, mode: Any = "overwrite") -> str:
+        """Put an object, perhaps on a condition, by one request. Returns its version.
+
+        Raises FileExistsError if another writer was first.
+        """
         import obstore
 
-        put = self.ask(path, lambda store: obstore.put(store, self.key(path), data, use_multipart=False))
-        return version_of(put)
+        key = self.key(path)
+        try:
+            return version_of(
+                self.ask_once(path, lambda store: obstore.put(store, key, data, mode=mode, use_multipart=False))
+            )
+        except FileNotFoundError:  # whatever a put needs that is not there, it is not the object
+            shown = self.locate(path)
+            raise StorageUnavailableError(f"{shown}: {stores.NO_BUCKET}", path=shown) from None
 
     def persist(self, call: Callable[[], T]) -> T:
         seconds = min(self.settings.deadline_seconds, REQUEST_SECONDS)

@@ -197,7 +197,7 @@ class ObjectStorage(Storage):
     def sweep_uploads(self) -> list[str]:
         """Abort stale uploads through s3fs, since obstore does not list uploads."""
         if self._client.settings.scheme != "s3":
-            return []  # other stores delete unfinished uploads by themselves
+            return []  # Azure deletes unfinished uploads by itself, Google by a lifecycle rule
         try:
             from ..fsspec.store import abort_stale_uploads
 
@@ -219,18 +219,12 @@ class ObjectStorage(Storage):
 
     def _put_if(self, path: str, data: bytes, mode: Any) -> str:
         """Put on a condition. Returns the version. Raises FileExistsError, unless an earlier try has succeeded."""
-        import obstore
-
         unsure = False  # an earlier try had no response, and may have succeeded
 
         def put() -> str:
             nonlocal unsure
             try:
-                return version_of(
-                    self._client.ask_once(
-                        path, lambda store: obstore.put(store, self._client.key(path), data, mode=mode)
-                    )
-                )
+                return self._client.put_once(path, data, mode)
             except FileExistsError:
                 with suppress(FileNotFoundError):
                     content, version = self.read(path) if unsure else (None, "")
@@ -292,14 +286,11 @@ class ObjectStorage(Storage):
 
     def _try_conditions(self) -> bool:
         """Make two puts on a probe that must be refused. Returns whether both are."""
-        import obstore
-
         modes: tuple[Any, ...] = ("create", {"e_tag": '"00000000000000000000000000000000"'})
         with self._client.probe() as path:
-            key = self._client.key(path)
             for mode in modes:
                 try:
-                    self._client.ask(path, partial(lambda mode, store: obstore.put(store, key, b"", mode=mode), mode))
+                    self._client.persist(partial(self._client.put_once, path, b"", mode))
                 except FileExistsError:
                     continue
                 except StorageUnavailableError as error:
