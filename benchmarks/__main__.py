@@ -54,11 +54,15 @@ def _tables() -> dict[str, Callable[[], Table]]:
         "groups": _groups,
         "ranks": _ranks,
         "publish": _publish,
+        "one_host": _one_host,
         "command": _command,
+        "history": _history,
         "trainers": _trainers,
         "torchtitan": lambda: _framework("torchtitan"),
         "deepspeed": lambda: _framework("deepspeed"),
         "ray": lambda: _framework("ray"),
+        "verl": lambda: _framework("verl"),
+        "skyrl": lambda: _framework("skyrl"),
         "dcp": _dcp,
         "gpu": _gpu,
     }
@@ -120,6 +124,12 @@ def _ranks() -> Table:
     return Table({"two_ranks": ranks.two_ranks, "beside_dcp": ranks.beside_dcp})
 
 
+def _one_host() -> Table:
+    from . import one_host
+
+    return Table(one_host.MEASURES, ("safetensors",))
+
+
 def _publish() -> Table:
     from . import publishing
 
@@ -130,6 +140,12 @@ def _command() -> Table:
     from . import command
 
     return Table(command.MEASURES, ("typer", "rich", "obstore"))
+
+
+def _history() -> Table:
+    from . import history
+
+    return Table(history.MEASURES, ("obstore",))
 
 
 def _trainers() -> Table:

@@ -33,8 +33,10 @@ from async_ckpt.runs.naming import STEP_FORMAT, TRACKER
 from async_ckpt.storage.s3.store import ObjectStorage
 
 from . import probe
+from .browser import MISSING, Chromium, opened, program
 from .limits import MIB, NUM_READERS, READ_BYTES, WarmMemory, drop_cache, seconds_of
 from .restarts import step_on_disk
+from .run_events import events_of_run, write_history
 from .setting import Setting, side_by_side
 from .store_server import store_server
 from .table import Figure, Target
@@ -86,6 +88,47 @@ def long_runs(setting: Setting) -> dict[str, Figure]:
         "command_ls_many": _seconds(f"{title} on the disk", on_disk.seconds, 1.0),
         "command_ls_store": _seconds(far, in_store.seconds, 3.0),
     }
+
+
+def pages(setting: Setting) -> dict[str, Figure]:
+    """The page of a run with thousands of saves: making it, and its pictures in a browser."""
+    count, root = setting.listed_steps, setting.folder / "run"
+    for step in range(1, count + 1):
+        _write(root, _files_of(step))
+    write_history(root, events_of_run(count, every=1))
+    file = setting.folder / "run.html"
+    call = ["page", str(root), "-o", str(file), "--overwrite"]
+    told = probe.command(call, setting.few_rounds)
+    peak = probe.command_peak_bytes("page.run_page", call) / MIB
+    title = f"page of a run of {count:,} steps"
+    return {
+        "command_page": _seconds(title, told.seconds, 5.0),
+        "command_page_memory": Figure(
+            "its memory, beyond that of the imports", "MiB", "fixed", Target("≤", 1.0), [(peak, _MEMORY_MIB)]
+        ),
+        "command_page_bytes": Figure("its file", "MB", "fixed", Target("≤", 1.0), [(file.stat().st_size / 1e6, 1.0)]),
+        "command_page_browser": Figure(
+            "its pictures in Chromium, from the navigation until all are drawn",
+            "s",
+            "fixed",
+            Target("≤", 1.0),
+            [(seconds, 1.0) for seconds in _drawing_seconds(file, setting)],
+            "" if program() else MISSING,
+        ),
+    }
+
+
+def _drawing_seconds(file: Path, setting: Setting) -> list[float]:
+    """Seconds until a browser has drawn a page; none without a browser."""
+    found = program()
+    if found is None:
+        return []
+    seconds = []
+    with Chromium(found, setting.folder / "profile") as browser:
+        for _ in range(setting.few_rounds + 1):
+            with opened(browser, file) as page:
+                seconds.append(page.drawn_seconds)
+    return seconds[1:]  # the first starts the browser's own processes
 
 
 def many_ranks(setting: Setting) -> dict[str, Figure]:
@@ -239,6 +282,7 @@ def _require(holds: bool, what: str) -> None:
 MEASURES: Final[dict[str, Callable[[Setting], dict[str, Figure]]]] = {
     "command_without_work": without_work,
     "command_long_runs": long_runs,
+    "command_pages": pages,
     "command_many_ranks": many_ranks,
     "command_reading": reading,
     "command_copying": copying,

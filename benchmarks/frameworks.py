@@ -11,21 +11,28 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import sys
 import tempfile
+import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+import typing_extensions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from .figures import Saves, Trains
 from .setting import Setting
 from .table import Figure
+from .trainers import Gpt2 as TransformersGpt2
 from .trainers import Way, beside_asynchronous, compared, figures_of
 from .workloads import Gpt2
 
@@ -370,4 +377,110 @@ def _controller_has_heard() -> None:
     train.get_all_reported_checkpoints(train.CheckpointConsistencyMode.COMMITTED)
 
 
-MEASURES: Final = {"torchtitan": torchtitan, "deepspeed": deepspeed, "ray": ray}
+# --- verl -----------------------------------------------------------------------------------------------------------
+
+
+def _under_fsdp2(
+    name: str, setting: Setting, ways_of: Callable[[TransformersGpt2, Path], Mapping[str, Way]]
+) -> dict[str, Figure]:
+    """All figures of a framework that trains Transformers' GPT-2 under FSDP2, as verl and SkyRL do."""
+    folder = setting.folder / name
+    with _one_rank(setting.folder / "world"):
+        subject = TransformersGpt2(setting)
+        subject.optimizer.zero_grad()
+        fully_shard(subject.model, mesh=init_device_mesh("cpu", (1,)))
+        subject.optimizer = torch.optim.AdamW(subject.model.parameters(), **_ADAMW)
+        subject.scheduler = torch.optim.lr_scheduler.LambdaLR(subject.optimizer, lambda _: 1.0)
+        subject.step()
+        plain = Saves(folder / "plain", subject.state, guard=subject.optimizer)
+        with plain.checkpointer:
+            return _measured(name, setting, subject, {"plain": plain, **ways_of(subject, folder)})
+
+
+def verl(setting: Setting) -> dict[str, Figure]:
+    warnings.simplefilter("ignore")
+    os.environ["VERL_LOGGING_LEVEL"] = "ERROR"
+    theirs: Any = import_module("verl.utils.checkpoint.fsdp_checkpoint_manager").FSDPCheckpointManager
+    ours: Any = import_module("async_ckpt.integrations.verl").VerlCheckpointManager
+    return _under_fsdp2(
+        "verl",
+        setting,
+        lambda subject, folder: {
+            "own": _way_of_verl(theirs, subject, folder / "own"),
+            "archive": _way_of_verl(ours, subject, folder / "archive"),
+        },
+    )
+
+
+def _way_of_verl(kind: Any, subject: TransformersGpt2, folder: Path) -> Way:
+    """The saves of a manager, each into the folder of a step, as verl's trainer names it."""
+    config: Any = import_module("verl.trainer.config").CheckpointConfig
+    is_ours = kind.__module__.startswith("async_ckpt")
+    manager = kind(subject.model, subject.optimizer, subject.scheduler, checkpoint_config=config(async_save=is_ours))
+    last, steps = 0, itertools.count(1)
+
+    def save() -> object:
+        nonlocal last
+        last = next(steps)
+        manager.save_checkpoint(str(folder / f"global_step_{last}" / "actor"), None, last)
+        return manager._pending.durable if is_ours else None
+
+    wait = manager.wait if is_ours else lambda: None
+    return Way(save, wait, lambda: folder / f"global_step_{last}", is_durable=is_ours)
+
+
+# --- SkyRL ----------------------------------------------------------------------------------------------------------
+
+
+def skyrl(setting: Setting) -> dict[str, Figure]:
+    """By the strategy of its workers, which hold the training for a save."""
+    warnings.simplefilter("ignore")
+    have_skyrl_without_gpu()
+    theirs: Any = import_module("skyrl.backends.skyrl_train.distributed.fsdp_strategy").FSDPStrategy
+    ours: Any = import_module("async_ckpt.integrations.skyrl").FSDPCheckpoints
+    return _under_fsdp2(
+        "skyrl",
+        setting,
+        lambda subject, folder: {
+            "own": _way_of_skyrl(theirs, subject, folder / "own"),
+            "async_ckpt": _way_of_skyrl(type("Strategy", (ours, theirs), {}), subject, folder / "async_ckpt"),
+        },
+    )
+
+
+def have_skyrl_without_gpu() -> None:
+    """Make SkyRL importable here. Its calls that wait for a GPU do nothing from then on.
+
+    It imports flash_attn, whose kernels are not called. On Python before 3.12 pydantic refuses the TypedDict of `typing`.
+    """
+    if sys.version_info < (3, 12):
+        typing.TypedDict = typing_extensions.TypedDict
+    import_module("transformers.trainer")  # which looks for the real flash_attn
+    for name in ("flash_attn", "flash_attn.bert_padding"):
+        sys.modules.setdefault(name, ModuleType(name))
+    padding: Any = sys.modules["flash_attn.bert_padding"]
+    padding.pad_input = padding.unpad_input = None
+    cuda: Any = torch.cuda
+    cuda.synchronize = cuda.empty_cache = lambda *_: None
+
+
+def _way_of_skyrl(kind: Any, subject: TransformersGpt2, folder: Path) -> Way:
+    """The saves of a strategy, each into the folder of a step, as SkyRL's trainer names it."""
+    config: Any = import_module("skyrl.train.config").FSDPConfig
+    strategy = kind(config())
+    strategy.world_size = 1
+    strategy.print = lambda *_: None
+    is_ours = hasattr(strategy, "finalize_pending_saves")
+    last, steps = 0, itertools.count(1)
+
+    def save() -> object:
+        nonlocal last
+        last = next(steps)
+        place = str(folder / f"global_step_{last}" / "policy")
+        return strategy.save_checkpoint(subject.model, place, 0, subject.optimizer, subject.scheduler)
+
+    wait = strategy.finalize_pending_saves if is_ours else lambda: None
+    return Way(save, wait, lambda: folder / f"global_step_{last}", is_durable=is_ours)
+
+
+MEASURES: Final = {"torchtitan": torchtitan, "deepspeed": deepspeed, "ray": ray, "verl": verl, "skyrl": skyrl}

@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Final
 
 import torch
+import xxhash
 
 MIB: Final = 1024 * 1024
 SEGMENT_BYTES: Final = 32 * MIB
@@ -31,6 +32,7 @@ NUM_READERS: Final = min(8, max(4, NUM_CPUS))
 # Where the system has none, the limit is what goes through its cache.
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _PAGE_BYTES: Final = 4096
+_DIGESTED_BYTES: Final = 4 * MIB
 
 
 class WarmMemory:
@@ -57,36 +59,39 @@ class WarmMemory:
 
     def _moves(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[int, int, int]]]:
         """(address in the piece, in the tensor, bytes) by piece."""
-        moves: list[list[tuple[int, int, int]]] = [[] for _ in self.pieces]
-        position = 0
-        for tensor in tensors:
-            source, end = tensor.data_ptr(), position + tensor.numel() * tensor.element_size()
-            while position < end:
-                number, at = divmod(position, self.piece_bytes)
-                length = min(end - position, self.piece_bytes - at)
-                moves[number].append((_address(self.pieces[number]) + at, source, length))
-                source, position = source + length, position + length
-        return moves
+        cuts = _cuts(tensors, self.piece_bytes, len(self.pieces))
+        return [
+            [(_address(piece) + at, source, length) for at, source, length in cut]
+            for piece, cut in zip(self.pieces, cuts, strict=True)
+        ]
 
-    def write_seconds(self, path: Path, num_bytes: int) -> float:
+    def write_seconds(self, path: Path, num_bytes: int, tensors: Sequence[torch.Tensor] = ()) -> float:
         """What `write` takes. The file is deleted again, untimed."""
         begin = perf_counter()
         try:
-            self.write(path, num_bytes)
+            self.write(path, num_bytes, tensors)
             return perf_counter() - begin
         finally:
             path.unlink()
 
-    def write(self, path: Path, num_bytes: int) -> None:
-        """A new file of this size, of whole pages, past the page cache, until it is durable."""
+    def write(self, path: Path, num_bytes: int, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """A new file of this size, of whole pages, past the page cache, until it is durable.
+
+        Before a piece is written, the bytes of `tensors` in it are copied to it, and digests are made of it.
+        """
+        moves = self._moves(tensors)
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _O_DIRECT, 0o644)
         try:
             os.posix_fallocate(fd, 0, num_bytes)
 
             def write(number: int) -> None:
                 at = number * self.piece_bytes
-                piece = memoryview(self.pieces[number])
-                os.pwrite(fd, piece[: min(self.piece_bytes, num_bytes - at)], at)
+                piece = memoryview(self.pieces[number])[: min(self.piece_bytes, num_bytes - at)]
+                for target, source, length in moves[number]:
+                    ctypes.memmove(target, source, length)
+                if moves[number]:
+                    digest(piece)
+                os.pwrite(fd, piece, at)
 
             count = -(-num_bytes // self.piece_bytes)
             seconds_of([partial(write, number) for number in range(count)], NUM_WRITERS)
@@ -120,16 +125,24 @@ class WarmMemory:
             os.close(fd)
         return count
 
-    def read_seconds(self, path: Path) -> float:
-        """The whole file, past the page cache, each piece of memory used again and again."""
+    def read_seconds(self, path: Path, into: Sequence[torch.Tensor] | None = None) -> float:
+        """The whole file, past the page cache, each piece of memory used again and again.
+
+        With `into`, digests are made of each piece, and bytes are copied to these tensors, as many as both have.
+        """
         num_bytes = path.stat().st_size
         free = deque(self.pieces)
+        targets = _cuts(into or (), self.piece_bytes, num_bytes // self.piece_bytes + 1)
         fd = os.open(path, os.O_RDONLY | _O_DIRECT)
 
         def read(at: int) -> None:
             piece = free.popleft()
             length = whole_pages(min(self.piece_bytes, num_bytes - at))
             os.preadv(fd, [memoryview(piece)[:length]], at)
+            if into is not None:
+                digest(memoryview(piece)[:length])
+                for offset, target, wanted in targets[at // self.piece_bytes]:
+                    ctypes.memmove(target, _address(piece) + offset, wanted)
             free.append(piece)
 
         try:
@@ -165,6 +178,28 @@ class WarmMemory:
             part.rename(target)
             os.fsync(folder_fd)
         return perf_counter() - begin
+
+
+def _cuts(tensors: Sequence[torch.Tensor], piece_bytes: int, num_pieces: int) -> list[list[tuple[int, int, int]]]:
+    """(offset in the piece, address in the tensor, bytes) by piece, for tensors that lie one after the other, as far as
+    there are pieces.
+    """
+    cuts: list[list[tuple[int, int, int]]] = [[] for _ in range(num_pieces)]
+    position = 0
+    for tensor in tensors:
+        source, end = tensor.data_ptr(), min(position + tensor.nbytes, num_pieces * piece_bytes)
+        while position < end:
+            number, at = divmod(position, piece_bytes)
+            length = min(end - position, piece_bytes - at)
+            cuts[number].append((at, source, length))
+            source, position = source + length, position + length
+    return cuts
+
+
+def digest(piece: memoryview) -> None:
+    """The digests of blocks of 4 MiB."""
+    for begin in range(0, len(piece), _DIGESTED_BYTES):
+        xxhash.xxh3_128_digest(piece[begin : begin + _DIGESTED_BYTES])
 
 
 def whole_pages(num_bytes: int) -> int:

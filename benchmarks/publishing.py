@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter, thread_time
-from typing import Final
+from typing import Any, Final, Protocol
 
 import torch
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, Publisher, SaveHandle, Subscriber
+from async_ckpt import AsyncCheckpointer, Publisher, Subscriber
 from async_ckpt.publishing.difference import apply, encode
 
 from .figures import clocked, one_thread
@@ -179,29 +181,77 @@ def handed_over(setting: Setting) -> dict[str, Figure]:
     return figures
 
 
-class _Beside:
-    """Saves, or saves and versions, of one snapshot each."""
+class More(Protocol):
+    """What is done with the weights of a snapshot besides its save."""
 
-    def __init__(self, subject: Training, weights: Weights, folder: Path, *, publishes: bool) -> None:
-        self._subject, self._weights = subject, weights
+    def begin(self, snap: Any, step: int) -> Future[Any]: ...
+
+    def wait(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Publishing:
+    """Versions of the weights."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self._publisher = Publisher(folder, **{"anchor_every": 10**6, "keep": 1, **options})
+
+    def begin(self, snap: Any, step: int) -> Future[Any]:
+        return self._publisher.publish(snap["rollout"], step)
+
+    def wait(self) -> None:
+        self._publisher._wait()
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+class Encoding:
+    """What a delta cannot leave out: one thread encodes weights like these against others, and keeps nothing."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._bases = {name: tensor.view(torch.uint8).flatten().clone() for name, tensor in weights.items()}
+        self._weights = {name: tensor.clone() for name, tensor in weights.items()}
+        change(self._weights)
+        self._thread = ThreadPoolExecutor(1)
+
+    def begin(self, *_: Any) -> Future[Any]:
+        return self._thread.submit(self._encode)
+
+    def _encode(self) -> None:
+        for name, tensor in self._weights.items():
+            encode(tensor, self._bases[name], "xor")
+
+    def wait(self) -> None:
+        """Nothing follows."""
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class Beside:
+    """Saves of one snapshot each, and what else is done with it."""
+
+    def __init__(self, subject: Training, weights: Weights, folder: Path, more: More | None = None) -> None:
+        self._subject, self._weights, self._more = subject, weights, more
         self._checkpointer = AsyncCheckpointer(folder / "run", keep=1)
-        self._publisher = Publisher(folder / "weights", anchor_every=10**6, keep=1) if publishes else None
         self._steps = itertools.count(1)
 
-    def begin(self) -> list[SaveHandle]:
+    def begin(self) -> list[Future[Any]]:
         change(self._weights)
         state = {**self._subject.state, "rollout": self._weights}
         step = next(self._steps)
         with async_ckpt.snapshot(state, guard=self._subject.optimizer) as snap:
-            handles = [self._checkpointer.save(snap, step)]
-            if self._publisher is not None:
-                handles.append(self._publisher.publish(snap["rollout"], step))
+            handles: list[Future[Any]] = [self._checkpointer.save(snap, step)]
+            if self._more is not None:
+                handles.append(self._more.begin(snap, step))
         return handles
 
     def lost(self) -> float:
         """What the steps that all of it overlaps took longer than as many others."""
         undisturbed = [clocked(self._subject.step)[0] for _ in range(_UNDISTURBED_STEPS)]
-        handles: list[SaveHandle] = []
+        handles: list[Future[Any]] = []
 
         def saving_step() -> None:
             handles.extend(self.begin())
@@ -219,31 +269,60 @@ class _Beside:
 
     def wait(self) -> None:
         self._checkpointer.wait()
-        if self._publisher is not None:
-            self._publisher._wait()
+        if self._more is not None:
+            self._more.wait()
 
     def close(self) -> None:
         self._checkpointer.close()
-        if self._publisher is not None:
-            self._publisher.close()
+        if self._more is not None:
+            self._more.close()
 
 
 def beside_saves(setting: Setting) -> dict[str, Figure]:
-    """A training on one thread, with a core free, that publishes its bf16 weights from the snapshot of its checkpoint."""
+    with _trained(setting) as (subject, weights):
+        folder = setting.folder
+        published = Beside(subject, weights, folder / "both", Publishing(folder / "weights"))
+        alone = Beside(subject, weights, folder / "alone")
+        to_save = _lost(setting, published, alone)
+        encoded = Beside(subject, weights, folder / "encoded", Encoding(weights))
+        again = Beside(subject, weights, folder / "again", Publishing(folder / "weights_again"))
+        to_limit = _lost(setting, again, encoded)
+    title = "training seconds lost to a save and a delta of one snapshot"
+    limit = "the save, and a thread that encodes such a delta and keeps nothing"
+    return {
+        "publish_beside": Figure(title, "s", "the save alone", None, to_save),
+        "publish_beside_limit": Figure("the same", "s", limit, Target("≤", 1.1), to_limit),
+    }
+
+
+def lost_beside(setting: Setting, title: str, **options: Any) -> Figure:
+    """A training that publishes its weights from the snapshot of its checkpoint, beside one that only saves it.
+
+    `options` are those of the publisher.
+    """
+    with _trained(setting) as (subject, weights):
+        both = Beside(subject, weights, setting.folder / "both", Publishing(setting.folder / "weights", **options))
+        alone = Beside(subject, weights, setting.folder / "alone")
+        return Figure(title, "s", "the save alone", Target("≤", 1.1), _lost(setting, both, alone))
+
+
+@contextmanager
+def _trained(setting: Setting) -> Iterator[tuple[Training, Weights]]:
+    """A training on one thread, with a core free, and its weights in bf16."""
     with one_thread():
         subject = Training(setting.training_bytes * 3 // 4, batch=32)
-        weights = {name: p.detach().bfloat16() for name, p in subject.model.named_parameters()}
-        both = _Beside(subject, weights, setting.folder / "both", publishes=True)
-        alone = _Beside(subject, weights, setting.folder / "alone", publishes=False)
-        try:
-            for warmed in (both, alone):
-                warmed.lost()
-            pairs = side_by_side(2 * setting.rounds, both.lost, alone.lost)
-        finally:
-            both.close()
-            alone.close()
-    title = "training seconds lost to a save and a delta of one snapshot"
-    return {"publish_beside": Figure(title, "s", "the save alone", Target("≤", 1.1), pairs)}
+        yield subject, {name: p.detach().bfloat16() for name, p in subject.model.named_parameters()}
+
+
+def _lost(setting: Setting, measured: Beside, limit: Beside) -> list[tuple[float, float]]:
+    """What a training loses to both, which are closed afterwards."""
+    try:
+        for warmed in (measured, limit):
+            warmed.lost()
+        return side_by_side(2 * setting.rounds, measured.lost, limit.lost)
+    finally:
+        measured.close()
+        limit.close()
 
 
 MEASURES: Final[dict[str, Callable[[Setting], dict[str, Figure]]]] = {

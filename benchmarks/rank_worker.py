@@ -3,10 +3,12 @@
 In: commands on stdin, one a line. Out: what each save has cost, as JSON on stdout. Knows nothing of: other worlds.
 
 Commands: "ours N" and "dcp N" save the state as number N, by us and by dcp.async_save, with the making of state dicts;
-"plugged N" and "unplugged N" save made ones by dcp.async_save, with our writer and without;
+"plugged N" and "unplugged N" save made ones by dcp.async_save, with our writer and without; "engine N" likewise with a
+writer that commits and writes nothing;
 "keep N" saves it by us and by torch to be loaded into other shards, of columns instead of rows or of rows on pairs of ranks:
 "restore-columns N" by us what we have saved, "load-columns N" by torch what torch has, "read-columns N" by torch and our
-reader what we have; "restore-pairs N" and so on likewise. "end" ends it.
+reader what we have; "restore-pairs N" and so on likewise; "bare-columns N" and "bare-pairs N" read the files that such a
+restore needs, and make digests and copies of as many bytes. "end" ends it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -23,18 +25,33 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, ones
 
 import async_ckpt
 from async_ckpt.integrations.dcp import TarStorageReader, TarStorageWriter
 
-from .limits import drop_cache
+from .limits import NUM_READERS, READ_BYTES, WarmMemory, drop_cache
 
 WIDTH = 1024
 dcp: Any = torch.distributed.checkpoint
+
+
+class NothingWritten(TarStorageWriter):
+    """What torch's engine and the stager take by themselves: a writer that writes nothing."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:  # noqa: ARG002
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        pass
 
 
 def main() -> None:
@@ -83,7 +100,7 @@ def saved_by_dcp(state: Any, folder: Path, begin: float, writer: Any = None) -> 
     whole = perf_counter() - begin
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=writer is not None)  # there is none if nothing was written
     return called, whole
 
 
@@ -111,19 +128,41 @@ def loaded(command: str, root: Path, model: Any, optimizer: Any) -> float:
     if how == "restore":
         with async_ckpt.AsyncCheckpointer(root / "kept") as ckpt:
             ckpt.restore(state)
-    elif how == "load":
+            return perf_counter() - begin  # then memory is made for the first save
+    if how == "load":
         dcp.load(state, checkpoint_id=str(root / "kept_dcp"))
+    elif how == "bare":
+        read(sorted(root.glob("kept/*/*.tar")), state, layout)
     else:
         dcp.load(state, storage_reader=TarStorageReader(root / "kept"))
     return perf_counter() - begin
 
 
+def read(archives: list[Path], state: Any, layout: str) -> None:
+    """All files, or those of the rows that this rank has half of; and as many bytes as its tensors have."""
+    half = dist.get_rank() % 2 * 2
+    files = archives if layout == "columns" else archives[half : half + 2]
+    parts = list(local_parts(state))
+    ring = WarmMemory(NUM_READERS * READ_BYTES, READ_BYTES)
+    for number, file in enumerate(files):
+        ring.read_seconds(file, parts[number :: len(files)])
+
+
+def local_parts(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of this rank."""
+    if isinstance(value, DTensor):
+        yield value.to_local()
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from local_parts(inner)
+
+
 def spread(value: Any, mesh: DeviceMesh, placements: list[Placement]) -> Any:
-    """The same with zeros, each matrix in another layout."""
+    """The same with ones, each matrix in another layout. What a training has initialized is in memory; zeros need not be."""
     if isinstance(value, DTensor):
         if value.dim() < 2:
-            return torch.zeros_like(value)
-        return zeros(value.shape, device_mesh=mesh, placements=placements)
+            return torch.ones_like(value)
+        return ones(value.shape, device_mesh=mesh, placements=placements)
     if isinstance(value, dict):
         return {key: spread(inner, mesh, placements) for key, inner in value.items()}
     return [spread(inner, mesh, placements) for inner in value] if isinstance(value, list) else value
@@ -143,23 +182,22 @@ def run(command: str, number: int, root: Path, ckpt: Any, state: Any) -> tuple[f
         return 0.0, 0.0
     if "-" in command:
         return 0.0, loaded(command, root, model, optimizer)
-    made = state_dicts(model, optimizer) if command in ("plugged", "unplugged") else None
+    made = state_dicts(model, optimizer) if command in ("plugged", "unplugged", "engine") else None
     dist.barrier()
     begin = perf_counter()
     if command == "ours":
         return saved_by_us(ckpt, state, number, begin)
     folder = root / f"{command}{number}"
-    if command == "plugged":
-        if not _WRITERS:
-            _WRITERS.append(TarStorageWriter(folder, guard=optimizer))
-        (writer,) = _WRITERS
+    if command in ("plugged", "engine"):
+        kind = TarStorageWriter if command == "plugged" else NothingWritten
+        writer = _WRITERS.setdefault(command, kind(folder, guard=optimizer))
         writer.reset(folder)
         return saved_by_dcp(made, folder, begin, writer)
     return saved_by_dcp(made or state_dicts(model, optimizer), folder, begin)
 
 
 # One for all saves, as in a training.
-_WRITERS: Final[list[TarStorageWriter]] = []
+_WRITERS: Final[dict[str, TarStorageWriter]] = {}
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from async_ckpt.ranks import world as ranks_world
 from async_ckpt.ranks.meeting import Meeting
 from async_ckpt.ranks.peers import Ranks
 from async_ckpt.runs.manifest import NAME as MANIFEST
-from async_ckpt.runs.manifest import Archive, Manifest, archive_name, parse, seal
+from async_ckpt.runs.manifest import Archive, Manifest, SaveTimes, archive_name, parse, seal
 from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt
 from async_ckpt.runs.roots import Roots
 from async_ckpt.runs.run import Run
@@ -370,6 +370,7 @@ class _Rank:
         self.committed_at = self._loop.time()
 
     async def say(self, archive: Archive) -> None:
+        self._target.times = SaveTimes(self._loop.time(), 0.0)
         await self._target.agree(archive, self.storage.off_loop, _goes_on)
 
     async def hear(self) -> None:

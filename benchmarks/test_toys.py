@@ -73,6 +73,10 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
             "publish_delta_safetensors",
         }
     },
+    "one_host": {
+        "figures": {"one_host_files", "one_host_memcpy", "one_host_beside"},
+        "ways": {"one_host_way_0", "one_host_way_5"},
+    },
     "command": {
         "figures": {
             "command_help",
@@ -80,12 +84,17 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
             "command_torch",
             "command_ls_many",
             "command_ls_store",
+            "command_page",
+            "command_page_memory",
+            "command_page_bytes",
+            "command_page_browser",
             "command_inspect",
             "command_verify",
             "command_cp",
             "command_memory_0",
         }
     },
+    "history": {"figures": {"history_disk", "history_requests", "history_saves", "history_bytes"}},
     "trainers": {
         "figures": {
             "transformers_transformers_beside_plain",

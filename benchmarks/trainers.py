@@ -131,7 +131,7 @@ def figures_of(name: str, costs: Mapping[str, Costs]) -> dict[str, Figure]:
     plain, own = costs["plain"], costs["own"]
     rows = {}
     for layout, of in layouts_of(costs).items():
-        limit = 1.25 if layout == "archive" else 1.6
+        limit = 1.25 if layout in ("archive", "async_ckpt") else 1.6
         what = f"{name}, layout {layout!r}"
         lost = _lost(of)
         note = f"{_milliseconds(lost)}; as many steps without a save are off by {_milliseconds([w.noise for w in of.windows])}"
