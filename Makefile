@@ -1,16 +1,17 @@
-# The words of CI: `.ci/run` is `make check test bench-check`.
+# The words of CI: `.ci/run` is `make check test bench-check`, and the tests of some frameworks.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Tests wait for disks, servers and other processes most of their time: with three workers per processor they end soonest.
 WORKERS = $$($(PYTHON) -c "import os; print(3 * (os.cpu_count() or 1))")
+export NO_MKDOCS_2_WARNING := 1  # docs are built by the pinned version
 export PYTHONDONTWRITEBYTECODE :=  # or each process of the tests would compile the library again
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Frameworks that need an environment of their own: each has constraints/<name>.txt and tests/frameworks/<name>/.
 FRAMEWORKS := $(basename $(notdir $(wildcard constraints/*.txt)))
 
-.PHONY: demo demo-s3 demo-ranks demo-rollout test test-python test-frameworks durations check bench bench-check bench-frameworks bench-gpu bench-s3 bench-scale format clean
+.PHONY: demo demo-s3 demo-ranks demo-rollout test test-python test-frameworks durations check audit attack bench bench-check bench-frameworks bench-gpu bench-s3 bench-scale docs format clean
 
 demo: $(VENV)/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
@@ -39,14 +40,27 @@ test-frameworks: $(FRAMEWORKS:%=test-%) ## frameworks that need an environment o
 test-%: .venv-frameworks/%/.ready
 	PYTHONPATH=$(CURDIR) $(<D)/bin/python -m pytest -n 2 tests/frameworks/$* tests/frameworks/test_measured.py
 
-check: $(VENV)/.check        ## lint, formatting, types, and what the package index is given
+check: $(VENV)/.check        ## lint, formatting, types, bandit, the site of the docs, and what the package index is given
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python .ci/prose.py
 	$(BIN)/mypy
+	$(BIN)/bandit -q -c pyproject.toml -r async_ckpt
+	$(BIN)/mkdocs build --quiet
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
+
+audit: $(VENV)/.audit        ## known weaknesses of the pinned packages, by a service on the network
+	$(BIN)/pip-audit --no-deps -r constraints.txt
+
+attack: $(VENV)/.attack      ## each promise of docs/guarantees.md attacked, and the tables there: an hour of it is the soak
+	$(BIN)/python -m tests.matrices.calls
+	$(BIN)/python -m tests.matrices.objects
+	$(BIN)/python -m tests.matrices.power
+	$(BIN)/python -m tests.matrices.hostile
+	$(BIN)/python -m tests.matrices.model
+	$(BIN)/python -W ignore -m tests.matrices.soak
 
 bench: $(VENV)/.bench        ## the figures of docs/benchmarks.md, on this machine
 	$(BIN)/python -m benchmarks
@@ -63,17 +77,20 @@ bench-s3: $(VENV)/.bench     ## the same of object stores, beside other clients
 bench-scale: $(VENV)/.bench  ## plans, commits and restarts of up to 16,384 ranks, most of them simulated
 	$(BIN)/python -m benchmarks scale
 
-bench-frameworks: bench-of-torchtitan bench-of-deepspeed bench-of-ray ## saves under these frameworks, beside their own
+bench-frameworks: bench-of-torchtitan bench-of-deepspeed bench-of-ray bench-of-verl bench-of-skyrl ## saves under these frameworks, beside their own
 
 bench-of-%: .venv-frameworks/%/.ready
 	PYTHONPATH=$(CURDIR) DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(<D)/bin/python -m benchmarks $*
+
+docs: $(VENV)/.docs          ## the pages of docs/ and an API reference: open build/site/index.html
+	$(BIN)/mkdocs build --quiet
 
 format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-* dist demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -86,18 +103,15 @@ $(VENV)/.base: $(VENV)/bin/python constraints.txt pyproject.toml
 	touch $@
 
 # Each of these is the extra of its name.
-$(VENV)/.demo $(VENV)/.rollout $(VENV)/.test $(VENV)/.bench $(VENV)/.check: $(VENV)/.base
+$(VENV)/.demo $(VENV)/.rollout $(VENV)/.test $(VENV)/.bench $(VENV)/.check $(VENV)/.docs $(VENV)/.attack $(VENV)/.audit: $(VENV)/.base
 	$(INSTALL) --no-build-isolation -e ".[$(patsubst .%,%,$(notdir $@))]"
 	touch $@
 
-# Packages that are built from source find the torch that is there already, and build no kernels for devices. A file whose
-# first lines say `# python: …` or `# pip: …` is installed by that Python (or PYTHON_<name>=…), or with these options.
-OPTION_OF = sed -n 's/^\# $(1): //p' $<
+# Packages that are built from source find the torch that is there already, and build no kernels for devices. A file with a
+# line `# pip: …` is installed with these options.
 .PRECIOUS: .venv-frameworks/%/.ready
 .venv-frameworks/%/.ready: constraints/%.txt
-	python=$(or $(PYTHON_$*),$$($(call OPTION_OF,python))); python=$${python:-$(PYTHON)}; \
-	  command -v $$python >/dev/null && $$python -c "" || { echo "$* needs $$python, which is not there: install it, or give PYTHON_$*=…" >&2; exit 1; }; \
-	  $$python -m venv $(@D)
+	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $< torch setuptools wheel
-	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation $$($(call OPTION_OF,pip)) -r $<
+	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation $$(sed -n 's/^\# pip: //p' $<) -r $<
 	touch $@

@@ -1,4 +1,4 @@
-"""Runs the console blocks of docs/command.md, writes their output there, and draws two of them as docs/command.svg.
+"""Runs the console blocks of docs/command.md, writes their output there, and draws some of them as docs/command.svg.
 
 Run by hand when the output of a command changes: `python .ci/console.py`. `tests/command/test_command_page.py` runs the
 same blocks and compares their output with the page, and the picture with the page's text.
@@ -23,8 +23,8 @@ from rich.text import Text
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, PICTURE = DOCS / "command.md", DOCS / "command.svg"
-BLOCK = re.compile(r"```console( of one machine)?\n(.*?)```", re.S)
-DRAWN = ("async-ckpt ls runs/a --best loss", "async-ckpt inspect runs/a")
+BLOCK = re.compile(r'```console( title="on one machine")?\n(.*?)```', re.S)
+DRAWN = ("async-ckpt ls runs/a --best loss", "async-ckpt watch runs/a --once", "async-ckpt inspect runs/a")
 COLUMNS = 120
 # These differ from run to run: the random part of a name, rates, and ages and times.
 VOLATILE = (
@@ -85,7 +85,7 @@ def rewritten(page: str) -> str:
 
 
 def drawn(page: str) -> str:
-    """Two calls of the page with their output, as a terminal shows them, as SVG."""
+    """Some calls of the page with their output, as a terminal shows them, as SVG."""
     outputs = dict(call for match in BLOCK.finditer(page) for call in calls_of(match[2]))
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, highlight=False)
     for call in DRAWN:
