@@ -227,8 +227,8 @@ class Root:
             paths = {step: self.manifest_path(step) for step in steps[first : first + _READ_TOGETHER]}
             contents = self.storage.read_many([*paths.values()])
             for step, path in paths.items():
-                if path in contents:
-                    look(step, contents[path])
+                if (content := contents.get(path)) is not None:
+                    look(step, content)
             self.do_all([partial(look, step, None) for step, path in paths.items() if path not in contents])
         with self._lock:
             self.newer_format = self.newer_format.difference(steps) | newer_format

@@ -130,10 +130,10 @@ class Storage(Protocol):
         file, raises StorageUnavailableError.
         """
 
-    def read_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str]]:  # noqa: ARG002
+    def read_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str] | None]:  # noqa: ARG002
         """The contents and versions of small objects, by their paths, as far as there is a faster way than `read`.
 
-        A path that is left out proves nothing about its object: only `read` tells whether it exists.
+        None is the content of an object that does not exist. A path that is left out proves nothing about its object.
         """
         return {}
 

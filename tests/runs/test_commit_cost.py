@@ -66,6 +66,23 @@ def test_with_several_roots_a_commit_asks_a_store_no_more(s3, bucket, proxy, tmp
         assert ckpt.steps() == list(range(4, 24))
 
 
+@pytest.mark.parametrize("num_retired", [2, 5, 20, 60])
+def test_steps_that_a_rollback_has_retired_cost_pages_of_a_listing_however_many_they_are(s3, bucket, proxy, num_retired):
+    seed(s3, bucket, num_retired + 1)
+    with open_run(through(proxy, s3, bucket), on_rollback="retire") as ckpt:
+        ckpt.save({"weight": torch.zeros(8)}, step=0, overwrite=True).result()
+        ckpt.wait()
+        save(ckpt, num_retired + 1)
+        for step in range(num_retired + 2, num_retired + 5):
+            before = len(proxy.requests)
+            save(ckpt, step)
+            asked = proxy.requests[before:]
+            assert len(asked) <= MOST_REQUESTS, "\n".join(f"{r.method} {r.target}" for r in asked)
+        before = len(proxy.requests)
+        assert ckpt.steps() == [0, *range(num_retired + 1, num_retired + 5)]
+        assert len(proxy.requests) - before <= 4
+
+
 def test_a_new_process_asks_for_what_it_does_not_know_all_at_once(s3, bucket, proxy):
     seed(s3, bucket, 12)
     held = proxy.delay(None, method="GET", target=r"manifest\.json")

@@ -6,9 +6,12 @@ In: keys, and requests about them. Out: responses, and errors of this library. K
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
+from posixpath import commonpath, dirname
 from typing import Any, Final, TypeVar
 
 from ... import spans
@@ -30,6 +33,11 @@ T = TypeVar("T")
 _READ_BYTES: Final = 256 * KIB
 # Small objects that are read at a time: their sizes do not count, the latency of the requests does.
 _MANY_READERS: Final = 128
+# The number of keys that a page of a listing has at most, in S3.
+_PAGE_KEYS: Final = 1000
+# A page that tells of fewer objects is no better than a request for each; and pages come one after the other.
+_LEAST_TOLD: Final = 4
+_MOST_PAGES: Final = 32
 
 
 class Client:
@@ -156,14 +164,51 @@ class Client:
 
         return self.ask(path, ask)
 
-    def get_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str]]:
-        """The contents and versions of small objects, without those that are missing, or that an error left out.
+    def find(self, paths: Sequence[str]) -> tuple[set[str], list[str]]:
+        """Which of these objects exist, by pages of a listing, as long as a page tells more than a few requests would.
+
+        Returns the paths of those that exist, and the paths of which nothing is known.
+        """
+        path_of = {self.key(path): path for path in paths}
+        keys = sorted(path_of)
+        there: set[str] = set()
+        unknown: list[str] = []
+        folder = commonpath(map(dirname, keys)) if keys else ""
+        at, last = 0, ""
+        while at < len(keys) - 1 and self.settings.scheme == "s3":  # others list from the beginning
+            page = self._page(path_of[keys[at]], folder, max(dirname(keys[at]), last))
+            if sorted(page) != list(page):
+                break  # directory buckets list in no order
+            last = next(reversed(page), "")
+            until = bisect_right(keys, last) if len(page) >= _PAGE_KEYS else len(keys)
+            for key in keys[at:until]:
+                if page.get(key):
+                    there.add(path_of[key])
+                elif key in page:
+                    unknown.append(path_of[key])  # an empty object may mark a folder of this name
+            num_told, at = until - at, until
+            if num_told < _LEAST_TOLD or len(keys) - at > _MOST_PAGES * num_told:
+                break
+        return there, unknown + [path_of[key] for key in keys[at:]]
+
+    def _page(self, path: str, folder: str, after: str) -> dict[str, int]:
+        """The next keys in a folder, with the sizes of their objects, as far as one request for this path lists them."""
+        import obstore
+
+        def list_one(store: Any, _: WatchedCall) -> dict[str, int]:
+            pages = obstore.list(store, folder or None, offset=after, chunk_size=_PAGE_KEYS)
+            return {meta["path"]: meta["size"] for page in islice(pages, 1) for meta in page}
+
+        return self.ask_watched(path, list_one)
+
+    def get_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str] | None]:
+        """The contents and versions of small objects: None for a missing one; an error leaves some out.
 
         Each thread makes its requests within one watched call: to watch each of them costs three times as much.
         """
         import obstore
 
-        contents: dict[str, tuple[bytes, str]] = {}
+        contents: dict[str, tuple[bytes, str] | None] = {}
         waiting = deque(paths)
 
         def get_some(store: Any, call: WatchedCall) -> None:
@@ -178,6 +223,7 @@ class Client:
                 except FileNotFoundError:
                     if not self._has_answered:  # perhaps it is the bucket that is missing
                         raise
+                    contents[path] = None
                 call.moved()
 
         def work() -> None:

@@ -90,8 +90,11 @@ class ObjectStorage(Storage):
 
         return self._client.ask(path, get)
 
-    def read_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str]]:
-        return self._client.get_many(paths) if len(paths) >= _LEAST_MANY else {}
+    def read_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str] | None]:
+        there, unknown = self._client.find(paths)
+        asked = [path for path in paths if path in there or path in {*unknown}]
+        contents = dict.fromkeys({*paths} - {*asked})
+        return contents | self._client.get_many(asked) if len(asked) >= _LEAST_MANY else contents
 
     def put_new(self, path: str, data: bytes) -> None:
         self._client.key(path)
@@ -159,7 +162,7 @@ class ObjectStorage(Storage):
         sizes = {path.removeprefix(f"{key}/"): size for path, size in sizes_by_key.items()}
         # An empty object may mark a folder by a slash, which obstore hides: then the listed name does not exist.
         empty = [f"{below}{path}" for path, size in sizes.items() if not size]
-        placeholders = {*empty} - {*self.existing(empty)}
+        placeholders = {*empty} - {*existing(self, empty)}
         return {path: size for path, size in sorted(sizes.items()) if f"{below}{path}" not in placeholders}
 
     def exists(self, path: str) -> bool:
@@ -170,7 +173,9 @@ class ObjectStorage(Storage):
         return True
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        return existing(self, paths)
+        there, unknown = self._client.find(paths)
+        there.update(existing(self, unknown))
+        return [path for path in paths if path in there]
 
     # --- leftovers of dead writers ----------------------------------------------------------------------------
 
