@@ -19,6 +19,7 @@ from ..errors import (
     CheckpointError,
     PeerFailedError,
     StepExistsError,
+    StorageFullError,
     StorageUnavailableError,
 )
 from ..format.digests import block_digest
@@ -347,7 +348,7 @@ class Agreement:
         return None if self.decides else await self._heard(off_loop, check, in_time)
 
     async def _heard(self, off_loop: OffLoop, check: Callable[[], None], in_time: float) -> Manifest:
-        deadline = monotonic() + in_time
+        deadline, is_unknown = monotonic() + in_time, False
         remote = self._run.storage.remote
         for number, pause in enumerate(_looks(remote, self.world_size)):
             # Rank 0 is not that quick; and many ranks that have said yes at one moment do not all look then.
@@ -374,12 +375,15 @@ class Agreement:
                 raise _peers_failed(self._joint, decision.causes)
             if self._joint.is_any and await off_loop(self._root.found_apart):
                 self._raise_apart()
-            if monotonic() > deadline:
+            if is_unknown or monotonic() > deadline:
                 break
+            # Rank 0 does not know itself: look once more.
+            is_unknown = _asks_group(number) and await off_loop(partial(self._root.is_unknown, self._joint.attempt))
         self._joint.life.go(JointState.LEFT)
+        silence = "cannot say" if is_unknown else f"has not said in {in_time:.0f} s"
         raise PeerFailedError(
-            f"{self._joint.what}: rank 0 has not said in {in_time:.0f} s whether it is committed. It may "
-            "be: look at what is committed when rank 0 is back",
+            f"{self._joint.what}: rank 0 {silence} whether it is committed. It may be: look at what is committed when "
+            f"{self._root.where if is_unknown else 'rank 0'} is back",
             rank=0,
             undecided=True,
         )
@@ -419,6 +423,16 @@ class Agreement:
         except StepExistsError:
             self._joint.maybe_at.discard(self._run)  # it is another one's
             raise
+        except StorageFullError:
+            if not self._run.storage.remote and not self._may_be_there():
+                self._joint.maybe_at.discard(self._run)
+            raise
+
+    def _may_be_there(self) -> bool:
+        try:
+            return self._exchange.decision(asks_for_verdict=False) is not None
+        except (CheckpointError, OSError):
+            return True
 
     def committed(self) -> None:
         """On rank 0: the manifest is there."""
@@ -449,6 +463,8 @@ class Agreement:
             if self._run in joint.maybe_at or (joint.maybe_at and not joint.is_committed):
                 if joint.is_committed and not self._is_committed_here:
                     self._root.say_verdict(Verdict(joint.attempt, (), joint.table))  # the others need not wait
+                elif not joint.is_committed:
+                    self._root.say_unknown(joint.attempt)
                 return False  # nobody knows whether it is committed here
             causes = tuple(joint.causes) or (Cause(0, in_words(error)),)
             self._put_verdict(Verdict(joint.attempt, () if joint.is_committed else causes, joint.table))

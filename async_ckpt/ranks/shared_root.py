@@ -163,6 +163,14 @@ class SharedRoot:
         word = self._word(f"verdict/{attempt}")
         return None if word is None else Verdict.unpacked(json.loads(word))
 
+    def say_unknown(self, attempt: str) -> bool:
+        """The same for rank 0 when it has given an attempt up without knowing whether it is committed here."""
+        return self._say(f"unknown/{attempt}")
+
+    def is_unknown(self, attempt: str) -> bool:
+        """Whether rank 0 has said so."""
+        return self._word(f"unknown/{attempt}") is not None
+
     def _read_claim(self, name: str) -> dict[str, Any]:
         """Raises CorruptCheckpointError for a file that is no claim."""
         try:

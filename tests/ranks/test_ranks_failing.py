@@ -304,3 +304,30 @@ def test_a_save_that_is_not_even_begun_on_one_rank_is_told_to_all(worlds):
     assert column(ended, 1, "raised_by") == ["handle", "save"]
     assert "rank 1: OSError: broken" in ended[0].saves[1]["text"]
     assert_whole(worlds, 1, 4)
+
+
+NO_MANIFEST = """
+from async_ckpt import StorageFullError, StorageUnavailableError
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(1), 1)
+    if here.rank == 0:
+        here.at("manifest", lambda: here.fail({error}("not now", path="x")), step=2)
+    here.save(ckpt, small(2), 2)
+    here.meet("told")
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "undecided", "says"),
+    [
+        ("StorageFullError", False, "not now"),
+        ("StorageUnavailableError", True, "rank 0 cannot say whether it is committed"),
+    ],
+)
+def test_who_waits_for_a_manifest_that_rank_0_could_not_put_is_told_so_at_once(worlds, error, undecided, says):
+    """A full disk has no manifest; after any other error it may be there, or come."""
+    ended = worlds.run(2, NO_MANIFEST.format(error=error))
+
+    assert ended[0].saves[1]["error"] == error
+    assert ended[1].saves[1]["undecided"] is undecided
+    assert says in ended[1].saves[1]["text"]

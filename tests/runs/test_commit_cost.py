@@ -67,7 +67,9 @@ def test_with_several_roots_a_commit_asks_a_store_no_more(s3, bucket, proxy, tmp
 
 
 @pytest.mark.parametrize("num_retired", [2, 5, 20, 60])
-def test_steps_that_a_rollback_has_retired_cost_pages_of_a_listing_however_many_they_are(s3, bucket, proxy, num_retired):
+def test_steps_that_a_rollback_has_retired_cost_pages_of_a_listing_however_many_they_are(
+    s3, bucket, proxy, num_retired
+):
     seed(s3, bucket, num_retired + 1)
     with open_run(through(proxy, s3, bucket), on_rollback="retire") as ckpt:
         ckpt.save({"weight": torch.zeros(8)}, step=0, overwrite=True).result()

@@ -173,7 +173,7 @@ class CallAttacker:
 
     def _run(self, name: str, root: Path, notes: Path, place: Place, code: int, log: Path | None = None) -> Ended:
         child = self._nursery.start(_JOB, name, root, notes, place.kind, place.number, code, log or "")
-        waker = threading.Thread(target=_wake, args=(child.pid,)) if code == _STOP else None
+        waker = threading.Thread(target=wake, args=(child.pid,)) if code == _STOP else None
         if waker is not None:
             waker.start()
         ended = child.ended(_PATIENCE)
@@ -182,7 +182,7 @@ class CallAttacker:
         return ended
 
 
-def _wake(pid: int) -> None:
+def wake(pid: int) -> None:
     """Let a process that has been stopped go on, until it is gone."""
     while True:
         time.sleep(_STOPPED_SECONDS)
