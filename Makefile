@@ -56,6 +56,7 @@ audit: $(VENV)/.audit        ## known weaknesses of the pinned packages, by a se
 
 attack: $(VENV)/.attack      ## each promise of docs/guarantees.md attacked, and the tables there: an hour of it is the soak
 	$(BIN)/python -m tests.matrices.calls
+	$(BIN)/python -m tests.matrices.ranks
 	$(BIN)/python -m tests.matrices.objects
 	$(BIN)/python -m tests.matrices.power
 	$(BIN)/python -m tests.matrices.hostile
