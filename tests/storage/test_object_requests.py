@@ -90,18 +90,71 @@ def test_many_objects_are_read_by_one_request_each(far, proxy):
     before = len(proxy.requests)
     contents = far.read_many([*paths, "20/x"])
 
-    assert {path: content for path, (content, _) in contents.items()} == {path: path.encode() for path in paths}
-    assert [request.method for request in proxy.requests[before:]] == ["GET"] * 21
+    assert contents.pop("20/x") is None
+    assert {path: content[0] for path, content in contents.items()} == {path: path.encode() for path in paths}
+    assert [request.kind for request in proxy.requests[before:]] == ["list_objects", *["get_object"] * 20]
     assert all(far.read(path) == content for path, content in contents.items())
 
 
-def test_an_error_ends_the_reading_of_many_objects_and_is_left_to_a_read_to_tell(far, proxy):
-    paths = [f"{number}/x" for number in range(1000)]
-    proxy.answer("AccessDenied", status=403, kind="get_object")
+def test_of_many_objects_those_that_are_missing_are_known_by_a_page_of_a_listing(far, proxy):
+    paths = [f"step_{number:05d}/manifest.json" for number in range(600)]
+    for path in paths[::20]:
+        far.replace(path, b"1")
+        far.replace(path.replace("manifest.json", "rank_00000.tar"), b"1")
     before = len(proxy.requests)
 
+    assert far.existing(paths) == paths[::20]
+    assert len(proxy.requests) - before == 1
+    assert {path for path, content in far.read_many(paths).items() if content} == {*paths[::20]}
+
+
+def test_more_objects_than_a_page_has_are_looked_for_on_several_pages(far, proxy, s3, bucket):
+    paths = [f"step_{number:05d}/manifest.json" for number in range(1100)]
+    for path in paths[3:]:
+        s3.client.put_object(Bucket=bucket, Key=f"run/{path}", Body=b"1")
+    before = len(proxy.requests)
+
+    assert far.existing(paths[::-1]) == paths[:2:-1]
+    assert [request.kind for request in proxy.requests[before:]] == ["list_objects"] * 2
+
+
+def test_where_pages_tell_little_each_object_is_asked_for(far, proxy, s3, bucket):
+    """A thousand archives lie between two manifests."""
+    for number in range(1200):
+        s3.client.put_object(Bucket=bucket, Key=f"run/step_00000/rank_{number:05d}.tar", Body=b"1")
+    paths = [f"step_{number:05d}/manifest.json" for number in range(6)]
+    far.replace(paths[4], b"1")
+    before = len(proxy.requests)
+
+    assert far.existing(paths) == [paths[4]]
+    assert [request.kind for request in proxy.requests[before:]] == ["list_objects", *["head_object"] * 5]
+
+
+def test_an_empty_object_that_marks_a_folder_is_no_object_of_its_name(far, s3, bucket):
+    s3.client.put_object(Bucket=bucket, Key="run/a/x/", Body=b"")
+    far.replace("b/x", b"")
+    far.replace("c/x", b"1")
+
+    assert far.existing(["a/x", "b/x", "c/x", ".y"]) == ["b/x", "c/x"]
+
+
+def test_pages_in_no_order_are_not_taken_for_more_than_they_say(far, monkeypatch):
+    """Directory buckets list their objects like that."""
+    for name in "abc":
+        far.replace(f"{name}/x", b"1")
+    monkeypatch.setattr(type(far._client), "_page", lambda *_: {"run/c/x": 1, "run/a/x": 1})
+
+    assert far.existing(["a/x", "b/x", "c/x", "d/x"]) == ["a/x", "b/x", "c/x"]
+
+
+def test_an_error_ends_the_reading_of_many_objects_and_is_left_to_a_read_to_tell(far, proxy):
+    paths = [f"{number}/x" for number in range(200)]
+    for path in paths:
+        far.replace(path, b"1")
+    fault = proxy.answer("AccessDenied", status=403, kind="get_object")
+
     assert far.read_many(paths) == {}
-    assert len(proxy.requests) - before < len(paths)
+    assert fault.hits < len(paths)
     with pytest.raises(StorageUnavailableError, match="AccessDenied"):
         far.read(paths[0])
 

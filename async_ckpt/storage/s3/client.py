@@ -165,7 +165,7 @@ class Client:
         return self.ask(path, ask)
 
     def find(self, paths: Sequence[str]) -> tuple[set[str], list[str]]:
-        """Which of these objects exist, by pages of a listing, as long as a page tells more than a few requests would.
+        """Look for these objects by pages of a listing, as long as a page tells more than a few requests would.
 
         Returns the paths of those that exist, and the paths of which nothing is known.
         """
@@ -192,7 +192,7 @@ class Client:
         return there, unknown + [path_of[key] for key in keys[at:]]
 
     def _page(self, path: str, folder: str, after: str) -> dict[str, int]:
-        """The next keys in a folder, with the sizes of their objects, as far as one request for this path lists them."""
+        """The next keys in a folder, and the sizes of their objects, as far as one request for this path lists them."""
         import obstore
 
         def list_one(store: Any, _: WatchedCall) -> dict[str, int]:

@@ -91,7 +91,10 @@ class ObjectStorage(Storage):
         return self._client.ask(path, get)
 
     def read_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str] | None]:
-        there, unknown = self._client.find(paths)
+        try:
+            there, unknown = self._client.find(paths)
+        except StorageUnavailableError:
+            return {}  # whoever reads them repeats this error, or waits for the store
         asked = [path for path in paths if path in there or path in {*unknown}]
         contents = dict.fromkeys({*paths} - {*asked})
         return contents | self._client.get_many(asked) if len(asked) >= _LEAST_MANY else contents
