@@ -367,7 +367,8 @@ class _Call(CopySave):
         folder = self._scratch.folder
         inner = folder / output.name
         if output.is_folder:
-            inner.mkdir()  # the function expects a folder
+            with translated(inner):
+                inner.mkdir()  # the function expects a folder
         self._call(self._as_given(str(inner)))
         with translated(folder):
             written = sorted(folder.iterdir())

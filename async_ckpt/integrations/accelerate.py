@@ -23,6 +23,7 @@ from ..around.wrap import wrap
 from ..oneoff import load, snapshot
 from ..saving.handle import SaveHandle
 from ..staging.held_snapshot import HeldSnapshot
+from ..storage.disk import translated
 from .common.folders import newest_in, number_of, remove_leftovers, remove_retired, retire
 from .common.frameworks import LOGGED_AS, require, require_names
 from .common.fsdp_files import kind_for, sharded_parts
@@ -287,10 +288,11 @@ class AsyncState:
 
 def _write_folder(parts: dict[str, Any], files: dict[str, bytes], archive: TrainingArchive | None, folder: str) -> None:
     """Fill a folder with accelerate's files, and with an archive, once that is durable. Runs in the background."""
-    os.makedirs(folder, exist_ok=True)
-    _remove_retired_beside(folder)
-    refuse_full(folder, parts)
-    write_files(files, folder)
+    with translated(Path(folder)):
+        os.makedirs(folder, exist_ok=True)
+        _remove_retired_beside(folder)
+        refuse_full(folder, parts)
+        write_files(files, folder)
     for number, weights in enumerate(parts.get("models", ())):
         utils.save(weights, _numbered(folder, "model", number, "safetensors"), safe_serialization=True)
     for number, state in enumerate(parts.get("optimizers", ())):

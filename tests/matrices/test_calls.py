@@ -12,7 +12,7 @@ import slices
 from tests.matrices.attack_driver import NOT_MET, is_in_shard
 from tests.matrices.calls import attack_scenarios
 from tests.matrices.calls.__main__ import MATRIX
-from tests.matrices.calls.attack_scenarios import Told
+from tests.matrices.calls.scenario import Told
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="the library that makes calls fail is built by cc"

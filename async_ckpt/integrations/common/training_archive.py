@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from ...oneoff import save
+from ...storage.disk import translated
 
 # The name of the archive in the folder: of a file, or of a folder if several ranks have written it.
 _NAME: Final = "training.tar"
@@ -51,19 +52,23 @@ class TrainingArchive:
 
         The archive of several ranks stays beside the folder as well, since other ranks may still look at it.
         """
-        source, target = self.durable(), Path(folder, _NAME)
-        if not isinstance(source, Path):
-            return
-        if not source.is_dir():
-            os.rename(source, target)
-            return
-        target.mkdir()
-        for path in source.iterdir():
-            if path.is_file():
-                try:
-                    os.link(path, target / path.name)
-                except OSError:  # a file system without links
-                    shutil.copyfile(path, target / path.name)
+        source = self.durable()
+        if isinstance(source, Path):
+            with translated(source):
+                _take(source, Path(folder, _NAME))
+
+
+def _take(source: Path, target: Path) -> None:
+    if not source.is_dir():
+        os.rename(source, target)
+        return
+    target.mkdir()
+    for path in source.iterdir():
+        if path.is_file():
+            try:
+                os.link(path, target / path.name)
+            except OSError:  # a file system without links
+                shutil.copyfile(path, target / path.name)
 
 
 def url_in(folder: str) -> str:

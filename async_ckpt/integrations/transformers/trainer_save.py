@@ -23,6 +23,7 @@ from ...saving.handle import SaveHandle
 from ...saving.ledger import all_saves
 from ...spans import monotonic
 from ...staging.held_snapshot import HeldSnapshot
+from ...storage.disk import translated
 from ..common.frameworks import LOGGED_AS
 from ..common.fsdp_files import FsdpFiles
 from ..common.run_folders import LocalRun, StoredRun
@@ -129,8 +130,9 @@ def _write_folder(
     """Fill the folder of a checkpoint."""
     trainer = rest.trainer
     trainer._run.make_room()
-    os.makedirs(folder, exist_ok=True)
-    refuse_full(folder, [weights, in_files])
+    with translated(Path(folder)):
+        os.makedirs(folder, exist_ok=True)
+        refuse_full(folder, [weights, in_files])
     if weights is not None:
         is_in_archive = not weights
         trainer._save(folder, state_dict=weights)

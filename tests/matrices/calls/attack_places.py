@@ -23,7 +23,8 @@ from typing import Final, NamedTuple
 from children import Ended, Nursery
 
 from tests.matrices.attack_driver import NOT_MET, Place
-from tests.matrices.calls.attack_scenarios import SCENARIOS, Scenario, Told
+from tests.matrices.calls.attack_scenarios import SCENARIOS
+from tests.matrices.calls.scenario import Scenario, Told
 
 SHIM: Final = Path(__file__).with_name("attack_shim.c")
 _PATIENCE: Final = 30.0

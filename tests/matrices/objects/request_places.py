@@ -30,7 +30,7 @@ from async_ckpt.testing import moto_server
 from async_ckpt.testing.servers import Server
 from tests.matrices.attack_driver import NOT_MET, Place
 from tests.matrices.calls.attack_places import broken, told_by
-from tests.matrices.calls.attack_scenarios import Told
+from tests.matrices.calls.scenario import Told
 from tests.matrices.objects.request_faults import FAULTS, Asked, AttackingProxy, Fault, strike
 from tests.matrices.objects.store_roots import SCENARIOS, StoreRoot, engine_of, takes_options
 

@@ -18,7 +18,7 @@ from racing import Skipping
 from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.storage.s3 import client, store
 from tests.matrices.calls import attack_scenarios
-from tests.matrices.calls.attack_scenarios import Notes, Scenario, Told, state_of
+from tests.matrices.calls.scenario import Notes, Scenario, Told, state_of
 
 # What the scenarios have on a disk in any case.
 _LOCAL: Final = frozenset({"given", "taken", "again", "next", "engine", "one.pt", "one.safetensors"})

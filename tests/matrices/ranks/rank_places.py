@@ -22,7 +22,7 @@ from rank_worlds import World, Worlds
 
 from tests.matrices.attack_driver import NOT_MET, Place
 from tests.matrices.calls.attack_places import FAULTS, build_shim, wake
-from tests.matrices.calls.attack_scenarios import Told
+from tests.matrices.calls.scenario import Told
 from tests.matrices.ranks.rank_scenarios import RANK_SCENARIOS, Decided
 
 _PATIENCE: Final = 60.0
