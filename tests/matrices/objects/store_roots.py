@@ -18,6 +18,7 @@ from racing import Skipping
 from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.storage.s3 import client, store
 from tests.matrices.calls import attack_scenarios
+from tests.matrices.calls.plugin_scenarios import PLUGINS
 from tests.matrices.calls.scenario import Notes, Scenario, Told, state_of
 
 # What the scenarios have on a disk in any case.
@@ -80,7 +81,7 @@ def _check_two_parts(root: Path, told: Told) -> None:
     SCENARIOS["save"].check(root, told)
 
 
-_OF_DISKS: Final = attack_scenarios.SCENARIOS
+_OF_DISKS: Final = {name: made for name, made in attack_scenarios.SCENARIOS.items() if name not in PLUGINS}
 _BY_S3FS: Final = {f"{name}, by s3fs": _OF_DISKS[name] for name in ("save", "overwrite", "rollback")}
 
 SCENARIOS: Final[Mapping[str, Scenario]] = {
