@@ -21,6 +21,7 @@ import torch
 from .. import AsyncCheckpointer
 from ..around.hf_weights import Weights
 from ..around.shards import INDEX, MAX_SHARD_BYTES, Shard, index_of, shards_of, view_of
+from ..around.torch_file import write_by_torch
 from ..report import sized
 from ..runs.naming import NAMINGS, STEP_FORMAT, Naming, parse_step_name
 from ..saving.planner import pool_for
@@ -238,7 +239,7 @@ def _write_step(request: ConversionRequest) -> int:
 def _write_torch(request: ConversionRequest) -> int:
     def write(state: Any) -> int:
         with _LocalTarget(request) as written:
-            torch.save(state, written)
+            write_by_torch(state, written)
             return written.stat().st_size
 
     return _with_state(request, write)

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
-import torch
-
+from ..around.torch_file import write_by_torch
 from ..around.wrap import wrap
 from ..oneoff import load, snapshot
 from ..saving.handle import SaveHandle
@@ -296,9 +295,9 @@ def _write_folder(parts: dict[str, Any], files: dict[str, bytes], archive: Train
     for number, weights in enumerate(parts.get("models", ())):
         utils.save(weights, _numbered(folder, "model", number, "safetensors"), safe_serialization=True)
     for number, state in enumerate(parts.get("optimizers", ())):
-        torch.save(state, _numbered(folder, "optimizer", number, "bin"))
+        write_by_torch(state, Path(_numbered(folder, "optimizer", number, "bin")))
     for number, state in enumerate(parts.get("custom", ())):
-        torch.save(state, os.path.join(folder, f"custom_checkpoint_{number}.pkl"))
+        write_by_torch(state, Path(folder, f"custom_checkpoint_{number}.pkl"))
     if archive is not None:
         archive.take_into(folder)
 

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
 
+from ...around.torch_file import write_by_torch
 from ...oneoff import load
 from ..dcp import to_dcp
 from .training_archive import TrainingArchive
@@ -62,7 +62,7 @@ class FsdpFiles(FsdpArchive):
         if self.save_model is not None:
             self.save_model(folder, state_dict={**state["model"]})  # which it empties
         for part in self.parts:
-            torch.save(state[part], Path(folder, _FILES[part]))
+            write_by_torch(state[part], Path(folder, _FILES[part]))
 
 
 class FsdpFolders(FsdpArchive):

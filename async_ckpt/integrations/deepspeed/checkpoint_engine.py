@@ -17,11 +17,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
+from ...around.torch_file import write_by_torch
 from ...around.wrap import wrap
 from ...errors import NotCommittedError
 from ...host.threads import Crew, running_future
@@ -31,6 +33,7 @@ from ...report import SaveReport
 from ...saving.handle import SaveHandle
 from ...saving.ledger import leave_warning, wait_for_ends, wait_in_training
 from ...spans import monotonic
+from ...storage.disk import translated
 from ...storage.place import Anywhere, local_place, place_of, written_at
 from ..common.folders import hold_for, let_go
 from ..common.frameworks import require, require_names
@@ -386,10 +389,11 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
 def _write_files(files: Mapping[str, Any], in_zip: bool, folder: str) -> None:
     """Write the files of one rank. Runs in the background."""
-    os.makedirs(folder, exist_ok=True)
-    refuse_full(folder, [*files.values()])
+    with translated(Path(folder)):
+        os.makedirs(folder, exist_ok=True)
+        refuse_full(folder, [*files.values()])
     for name, content in files.items():
-        torch.save(content, os.path.join(folder, name), _use_new_zipfile_serialization=in_zip)
+        write_by_torch(content, Path(folder, name), in_zip=in_zip)
 
 
 def _follow(folder: TagFolder | StoredFolder, handle: SaveHandle | None, ended: Future[None]) -> None:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
+from ...around.torch_file import write_by_torch
 from ...around.wrap import wrap
 from ...files import local_work_dir
 from ...report import SaveReport
@@ -139,7 +138,7 @@ def _write_folder(
         if is_in_archive:
             Path(folder, "model.safetensors").unlink(missing_ok=True)  # of no weights
     for name, value in in_files.items():
-        torch.save(value, os.path.join(folder, FILES[name]))
+        write_by_torch(value, Path(folder, FILES[name]))
     write_files(rest.files, folder)
     if archive is not None:
         archive.take_into(folder)
