@@ -10,7 +10,7 @@ import pytest
 import slices
 
 from tests.matrices.soak.__main__ import soak
-from tests.matrices.soak.watched_quantities import Bound, of_this_process, trend
+from tests.matrices.soak.watched_quantities import Bound, num_to_go, of_this_process, trend
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
 
@@ -41,3 +41,11 @@ def test_a_descriptor_that_stays_open_is_counted(tmp_path: Path):
     before = of_this_process()["descriptors"]
     with open(tmp_path / "kept", "w"):
         assert of_this_process()["descriptors"] == before + 1
+
+
+def test_what_a_rollback_has_retired_is_not_expected_to_go():
+    kept = ["run/step_1/rank_00000.aaaaaaaa.tar", "run/step_1/manifest.json"]
+    retired = ["run/step_2/rank_00000.bbbbbbbb.tar", "run/step_2/manifest.retired-0.json", "run/start-1.x"]
+    anew = [f"run/step_3/{name}" for name in ("a.tar", "b.tar", "manifest.json", "manifest.retired-1.json")]
+
+    assert num_to_go(kept + retired + anew) == 4

@@ -37,8 +37,8 @@ from tests.matrices.soak.watched_quantities import (
     BOUNDS,
     Sample,
     Trend,
-    counts,
     files_below,
+    num_to_go,
     of_reader,
     of_this_process,
     sampled,
@@ -189,9 +189,9 @@ class Soak:
     def _places_sample(self) -> Sample:
         folders = [self.folder / name for name in ("disk", "disk_weights", "both", "both_weights")]
         return {
-            "temporary files": files_below(Path(tempfile.gettempdir())),
-            "files of the runs on disk": sum(map(files_below, folders)),
-            "objects of the runs at the store": sum(map(counts, self.server.keys(_BUCKET))),
+            "temporary files": len(files_below(Path(tempfile.gettempdir()))),
+            "files of the runs on disk": sum(num_to_go(files_below(folder)) for folder in folders),
+            "objects of the runs at the store": num_to_go(self.server.keys(_BUCKET)),
             "open uploads": len(self.server.uploads(_BUCKET)),
         }
 

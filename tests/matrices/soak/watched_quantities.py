@@ -14,7 +14,7 @@ import gc
 import os
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -41,7 +41,7 @@ BOUNDS: Final[Mapping[str, Bound]] = {
     "memory of the reader": Bound("MiB", 24.0),
     "objects of Python": Bound("", 2_000.0),
     "descriptors": Bound("", 1.0),
-    "descriptors of the reader": Bound("", 1.0),
+    "descriptors of the reader": Bound("", 2.0),
     "threads": Bound("", 1.0),
     "memory files": Bound("", 0.5),
     "files in /dev/shm": Bound("", 0.5),
@@ -78,17 +78,29 @@ def of_reader(pid: int) -> Sample:
         return {}
 
 
-def files_below(folder: Path) -> int:
-    """Files that go while they are counted are no files."""
-    return sum(counts(name) for _, _, names in os.walk(folder) for name in names)
+def files_below(folder: Path) -> list[str]:
+    """Files that go while they are listed are no files."""
+    return [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
 
 
-def counts(name: str) -> bool:
-    """Whether a file or object is expected to go: those that tell which processes have had a run stay, by design, and so do
-    the manifests of what a rollback has retired.
+def num_to_go(paths: Iterable[str]) -> int:
+    """How many of these files or objects are expected to go.
+
+    Those that tell which processes have had a run stay, by design, and so does what a rollback has retired: a manifest, and
+    the archive of its attempt.
     """
-    last = name.rpartition("/")[2]
-    return not last.startswith(("start-", "manifest.retired-"))
+    names_in: dict[str, list[str]] = {}
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        names_in.setdefault(folder, []).append(name)
+    return sum(map(_num_to_go, names_in.values()))
+
+
+def _num_to_go(names: Sequence[str]) -> int:
+    retired = sum(name.startswith("manifest.retired-") for name in names)
+    if retired and "manifest.json" not in names:
+        return 0
+    return sum(not name.startswith("start-") for name in names) - 2 * retired
 
 
 def _name_of(fd: str) -> str:
