@@ -185,9 +185,12 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.fixture(scope="session")
-def _authority(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """All that clients of stores trust."""
-    clients.trust_one_authority(tmp_path_factory.mktemp("authority"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in clients.trusting_one_authority(tmp_path_factory.mktemp("authority")).items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ..errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCommittedError
-from ..fields import items
+from ..fields import is_unicode, items
 from ..fields import parsed as parsed_json
 from ..format.delta import (
     INDEX,
@@ -425,7 +425,7 @@ class Ownership:
     def token_of_owner(cls, storage: Storage) -> str:
         """The token of the publisher that has this root; empty if none has."""
         token = (cls(storage)._owner() or {}).get("token")
-        return token if isinstance(token, str) else ""
+        return token if isinstance(token, str) and is_unicode(token) else ""
 
     def check(self) -> None:
         """Raises ClosedError if another publisher has taken the root since."""

@@ -7,19 +7,18 @@ for http too, takes a hundred authorities.
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
 
-def trust_one_authority(folder: Path) -> None:
-    """From now on, in this process and in those that it starts. Nothing speaks TLS here."""
+def trusting_one_authority(folder: Path) -> dict[str, str]:
+    """The variables by which clients trust one authority, in a file in this folder. Nothing speaks TLS here."""
     import certifi
 
     end = "-----END CERTIFICATE-----\n"
     path = folder / "authority.pem"
     path.write_text(Path(certifi.where()).read_text(encoding="ascii").partition(end)[0] + end, encoding="ascii")
-    os.environ["AWS_CA_BUNDLE"] = os.environ["SSL_CERT_FILE"] = str(path)
+    return {"AWS_CA_BUNDLE": str(path), "SSL_CERT_FILE": str(path)}
 
 
 def read_services_once() -> None:

@@ -27,7 +27,7 @@ from tests.matrices.calls.attack_scenarios import SCENARIOS
 from tests.matrices.calls.scenario import Scenario, Told
 
 SHIM: Final = Path(__file__).with_name("attack_shim.c")
-_PATIENCE: Final = 30.0
+_PATIENCE: Final = 120.0
 _STOPPED_SECONDS: Final = 0.1
 
 # As the shim numbers them.

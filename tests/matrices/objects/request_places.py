@@ -34,7 +34,7 @@ from tests.matrices.calls.scenario import Told
 from tests.matrices.objects.request_faults import FAULTS, Asked, AttackingProxy, Fault, strike
 from tests.matrices.objects.store_roots import SCENARIOS, StoreRoot, engine_of, takes_options
 
-_PATIENCE: Final = 60.0
+_PATIENCE: Final = 120.0
 
 _JOB = """
 import sys, warnings
@@ -61,13 +61,12 @@ class _Ended:
 @contextmanager
 def request_attackers(folder: Path, num_workers: int) -> Iterator[Sequence[RequestAttacker]]:
     """Attackers who share a server. Each has a proxy before it, and a nursery."""
-    clients.trust_one_authority(folder)
     clients.read_services_once()
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOTO_S3_DEFAULT_KEY_BUFFER_SIZE", str(PART))  # parts stay in memory
         patch.setenv("AWS_MAX_ATTEMPTS", "1")  # s3fs, which lists uploads, has a clock of its own
         server = stack.enter_context(moto_server())
-        for name, value in clients.environment_of(server).items():
+        for name, value in (clients.environment_of(server) | clients.trusting_one_authority(folder)).items():
             patch.setenv(name, value)
         # For the checks, which are in this process, the day is over after which the leftovers of the dead are swept.
         patch.setattr(stores, "ORPHAN_SECONDS", -3600.0)
