@@ -92,7 +92,8 @@ class Agreement:
         self._root = ranks.root(run, joint)
         self._exchange = Exchange(run.storage, run.folder(joint.step), joint.attempt)
         self._others = [Exchange(other.storage, other.folder(joint.step), joint.attempt) for other in others]
-        self._has_said_yes = self._may_have_said_yes = self._is_refused = False
+        self._yes: Receipt | None = None  # that this rank has put
+        self._may_have_said_yes = self._is_refused = False
         self._is_committed_here = False  # as rank 0 knows
         self._table: Table | None = None  # that follows from the commit
         self._refused: Sequence[str] = ()  # attempts that were decided before
@@ -153,7 +154,7 @@ class Agreement:
         await off_loop(partial(self._put_receipt, receipt, self._more(part.structure)))
         if joint.instead is not None:
             self._raise_mistaken(joint.instead)
-        self._has_said_yes = True
+        self._yes = receipt
         return await self._all_receipts(off_loop, check) if self.decides else None
 
     def claim(self) -> None:
@@ -166,9 +167,8 @@ class Agreement:
         path = self._run.attempt_path(self._joint.step, self._joint.attempt, self.rank)
         if self._run.storage.exists(path):
             raise CheckpointError(
-                f"{self._run.storage.locate(path)} is there already: an earlier start of rank {self.rank} "
-                "has written it; it is "
-                "kept. Start all ranks together, without a process group with a new run_id="
+                f"{self._run.storage.locate(path)} is there already: an earlier start of rank {self.rank} has written "
+                "it; it is kept. Start all ranks together, without a process group with a new run_id="
             )
 
     async def _see_that_it_is_shared(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
@@ -246,8 +246,7 @@ class Agreement:
             raise StorageUnavailableError(reason, path=where)
         raise PeerFailedError(
             f"{self._joint.what} is not committed: {reason}, as far as this rank sees. "
-            f"{self._advice}; and "
-            "give a root that all ranks share",
+            f"{self._advice}; and give a root that all ranks share",
             rank=0,
         )
 
@@ -305,9 +304,8 @@ class Agreement:
             raise StorageUnavailableError(f"{where} is not shared by all ranks: {reason}", path=where)
         self._joint.causes.append(Cause(who, f"{where} is another folder there"))
         raise PeerFailedError(
-            f"{self._joint.what} is not committed: {where} must be shared by all ranks, but {reason}. "
-            "Give a root that all "
-            "ranks share: a folder on a shared file system, or an object store",
+            f"{self._joint.what} is not committed: {where} must be shared by all ranks, but {reason}. Give a root that "
+            "all ranks share: a folder on a shared file system, or an object store",
             rank=who if self.decides else 0,
         )
 
@@ -362,6 +360,8 @@ class Agreement:
             if decision is None and _asks_group(number):
                 await self._refuse_other(off_loop)
                 decision = await off_loop(partial(self._root.verdict, self._joint.attempt))
+                if decision is None:
+                    await off_loop(self._refuse_if_deleted)
             if isinstance(decision, Manifest):
                 table = await off_loop(partial(self._table_after, decision))
                 self._root.is_shared = True
@@ -387,6 +387,15 @@ class Agreement:
             rank=0,
             undecided=True,
         )
+
+    def _refuse_if_deleted(self) -> None:
+        """Somebody may have deleted the folder, and with it the receipt for which rank 0 waits: tell it so."""
+        with suppress(CheckpointError, OSError):
+            # After the commit rank 0 deletes the receipts itself, and does not ask any more.
+            if self._yes is not None and not self._exchange.has(self._yes):
+                where = self._run.storage.locate(self._exchange.folder)
+                cause = Cause(self.rank, f"what it has written to {where} was deleted")
+                self._root.say_refusal(self._joint.attempt, cause)
 
     def _verdict_of_all(self) -> Verdict | None:
         """Rank 0's no to all roots, wherever it could say so."""
@@ -469,7 +478,7 @@ class Agreement:
             causes = tuple(joint.causes) or (Cause(0, in_words(error)),)
             self._put_verdict(Verdict(joint.attempt, () if joint.is_committed else causes, joint.table))
             self._ranks.attempts.decide(joint, JointState.REFUSED, None)
-        elif self._has_said_yes:
+        elif self._yes is not None:
             if not (joint.is_decided or self._root.is_apart):
                 return False  # rank 0 may still commit it
         elif not (joint.instead or self._is_refused or self._root.is_apart):
@@ -484,11 +493,12 @@ class Agreement:
             self._root.withdraw()
 
     def _put_verdict(self, verdict: Verdict) -> None:
-        """At the root; where rank 0 can write nothing there, by the store of the process group."""
+        """Also by the store of the process group: rank 0 may be unable to write here, or the folder may be deleted."""
+        is_said = self._root.say_verdict(verdict)
         try:
             self._exchange.put_verdict(verdict)
         except (CheckpointError, OSError):
-            if not self._root.say_verdict(verdict):
+            if not is_said:
                 raise
 
     def _put_refusal(self, why: str) -> None:

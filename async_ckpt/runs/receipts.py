@@ -195,6 +195,10 @@ class Exchange:
         """Put this rank's receipt. `details` are its content, which is read only if `details_of` asks for it."""
         self.storage.replace(f"{self._receipts}/{receipt.name}", seal(details))
 
+    def has(self, receipt: Receipt) -> bool:
+        """Whether this receipt is there. Raises StorageUnavailableError."""
+        return self.storage.exists(f"{self._receipts}/{receipt.name}")
+
     def withdraw(self, rank: int) -> None:
         """Delete the receipts of this rank."""
         receipts = {name: Receipt.named(name) for name in self.storage.names(self._receipts)}

@@ -445,7 +445,8 @@ except Exception as error:
 """
     script = script.replace("FOLDER", repr(str(tmp_path / "run"))).replace("POINT", repr(point))
     first, _ = worlds.run(2, RANKS + script, **ELASTIC)
-    assert first.told == ["StorageUnavailableError"]
+    # The other one may have said yes before.
+    assert first.told in (["StorageUnavailableError"], ["PeerFailedError"])
     assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == []
 
 

@@ -104,6 +104,55 @@ def test_a_rank_that_can_write_nothing_at_the_root_says_so_to_the_others_at_once
     assert column(ended, 2, "status") == ["committed"] * 2
 
 
+# Rank 1 has said yes. What rank 0 puts from then on lies in a folder that it makes anew.
+DELETED = """
+import shutil
+def delete():
+    here.wait_for_others()
+    shutil.rmtree(os.path.join(here.root, "step_00000002"))
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(1), 1)
+    if here.rank == 0:
+        here.at("{point}", delete, step=2)
+    for step in (2, 3):
+        here.save(ckpt, small(step), step)
+"""
+
+
+@pytest.mark.parametrize("point", ["write", "receipt", "after receipt"])
+def test_a_folder_that_is_deleted_while_ranks_write_there_fails_that_save_at_once(worlds, point):
+    """Rank 0 would wait for a receipt that was there, and the others for its verdict."""
+    ended = worlds.run(2, DELETED.format(point=point))
+
+    assert None not in column(ended, 1, "error")
+    assert not any(column(ended, 1, "undecided"))
+    assert column(ended, 2, "status") == ["committed"] * 2
+
+
+# Rank 0's verdict goes with the folder.
+UNHEARD = """
+import shutil
+from async_ckpt import StorageFullError
+def delete():
+    shutil.rmtree(os.path.join(here.root, "step_00000002"))
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(1), 1)
+    if here.rank == 0:
+        here.at("receipt", lambda: here.fail(StorageFullError("no room here", path="x")), step=2)
+        here.at("after verdict", delete, step=2)
+    for step in (2, 3):
+        here.save(ckpt, small(step), step)
+"""
+
+
+def test_a_verdict_that_is_deleted_is_heard_all_the_same(worlds):
+    ended = worlds.run(2, UNHEARD)
+
+    assert column(ended, 1, "error") == ["StorageFullError", "PeerFailedError"]
+    assert "rank 0: StorageFullError: no room here" in ended[1].saves[1]["text"]
+    assert column(ended, 2, "status") == ["committed"] * 2
+
+
 # The receipt of rank 1 has arrived, and rank 0 has seen it, when rank 1 is told that it was lost.
 IN_DOUBT = """
 from async_ckpt import StorageUnavailableError

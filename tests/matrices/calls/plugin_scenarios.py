@@ -5,6 +5,7 @@ In: a folder. Out: scenarios, as far as their packages are installed. Knows noth
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -84,13 +85,17 @@ def _loaded_by_accelerate(path: Path) -> int:
     return number
 
 
+# Trainers have one state for a whole process, and the attacker prepares and checks on several threads.
+_ONE_AT_A_TIME = threading.Lock()
+
+
 def _scenario(by: Callable[[], Any], loaded: Callable[[Path], int], name: str) -> Scenario:
     def path_of(root: Path, step: int) -> Path:
         return root / "saved" / name.format(step)
 
     def prepare(root: Path) -> None:
         (root / "saved").mkdir()
-        with by() as save:
+        with _ONE_AT_A_TIME, by() as save:
             save(10, path_of(root, 1))
 
     def act(root: Path, notes: Notes) -> None:
@@ -104,10 +109,11 @@ def _scenario(by: Callable[[], Any], loaded: Callable[[Path], int], name: str) -
     def check(root: Path, told: Told) -> None:
         for step in (1, 2):
             if step in told.told or path_of(root, step).exists():
-                number = loaded(path_of(root, step))
+                with _ONE_AT_A_TIME:
+                    number = loaded(path_of(root, step))
                 allowed = told.may[step] if step in told.unsure else {told.told[step]}
                 assert number in allowed, f"{path_of(root, step).name} is {number}, and may be {allowed}"
-        with by() as save:
+        with _ONE_AT_A_TIME, by() as save:
             for step in (1, 2):
                 save(99, path_of(root, step))
                 assert loaded(path_of(root, step)) == 99
