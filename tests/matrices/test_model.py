@@ -8,25 +8,34 @@ import pytest
 from interleaved import line
 from slices import PART, is_tried, some
 
-from tests.matrices.model.commit_configurations import BROKEN, KNOWN, KNOWN_VIOLATION, QUICK, WHOLE
-from tests.matrices.model.commit_invariants import INVARIANTS
+from tests.matrices.model.commit_configurations import BROKEN, KNOWN, QUICK, QUICK_ROOTS, SLOW, VIOLATIONS, WHOLE
 from tests.matrices.model.commit_model import STANDS_FOR, Move, moves
 from tests.matrices.model.commit_replay import Replay, without_waiting
 from tests.matrices.model.commit_search import search, told
 from tests.matrices.model.commit_state import Configuration, first_state
+from tests.matrices.model.roots_model import RootsConfiguration
+
+Explored = Configuration | RootsConfiguration
 
 
-@pytest.mark.parametrize("configuration", QUICK, ids=lambda one: one.name)
-def test_what_is_promised_holds_in_every_state(configuration: Configuration) -> None:
+@pytest.mark.parametrize("configuration", [*QUICK, *QUICK_ROOTS], ids=lambda one: one.name)
+def test_what_is_promised_holds_in_every_state(configuration: Explored) -> None:
     found = search(configuration)
     assert not found.violation, told(found)
     assert found.is_whole
 
 
-@pytest.mark.parametrize(("configuration", "number"), some(BROKEN, 5), ids=lambda one: getattr(one, "name", ""))
-def test_a_broken_protocol_is_found(configuration: Configuration, number: int) -> None:
+@pytest.mark.parametrize(("configuration", "violation"), some(BROKEN, 5), ids=lambda one: getattr(one, "name", ""))
+def test_a_broken_protocol_is_found(configuration: Explored, violation: str) -> None:
     found = search(configuration)
-    assert found.violation == INVARIANTS[number], told(found)
+    assert found.violation == violation, told(found)
+
+
+@pytest.mark.parametrize("configuration", SLOW, ids=lambda one: one.name)
+def test_listings_must_show_what_was_put(configuration: Configuration) -> None:
+    """As docs/guarantees.md says of stores."""
+    found = search(configuration)
+    assert found.violation == VIOLATIONS[configuration.name], told(found)
 
 
 def walk(configuration: Configuration, dice: random.Random) -> list[Move]:
@@ -54,7 +63,8 @@ def test_the_library_takes_the_same_steps(seed: int) -> None:
 
 
 # In the others, what is broken shows in no step of a process.
-WAYS = [one for one, _ in BROKEN if one.broken not in ("readers take every manifest", "verdicts are not read")]
+UNSEEN = ("readers take every manifest", "verdicts are not read")
+WAYS = [one for one, _ in BROKEN if isinstance(one, Configuration) and one.broken not in UNSEEN]
 
 
 @pytest.mark.parametrize("broken", some(WAYS, 5), ids=lambda one: one.name)
@@ -68,7 +78,7 @@ def test_the_library_does_not_go_the_way_of_a_broken_protocol(broken: Configurat
 def test_a_process_that_sleeps_between_its_last_look_and_its_deletion_deletes_what_a_rollback_has_saved_anew() -> None:
     """Known, and told in docs/guarantees.md: a store has no deletion on a condition."""
     found = search(KNOWN)
-    assert found.violation == KNOWN_VIOLATION, told(found)
+    assert found.violation == VIOLATIONS[KNOWN.name], told(found)
     with without_waiting():
         replay = Replay(KNOWN)
         replay.follow(found.path)

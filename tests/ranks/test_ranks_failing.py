@@ -133,12 +133,15 @@ def test_a_folder_that_is_deleted_while_ranks_write_there_fails_that_save_at_onc
 UNHEARD = """
 import shutil
 from async_ckpt import StorageFullError
+def fail():
+    here.wait_for_others()
+    here.fail(StorageFullError("no room here", path="x"))
 def delete():
     shutil.rmtree(os.path.join(here.root, "step_00000002"))
 with open_run(here.root) as ckpt:
     here.save(ckpt, small(1), 1)
     if here.rank == 0:
-        here.at("receipt", lambda: here.fail(StorageFullError("no room here", path="x")), step=2)
+        here.at("receipt", fail, step=2)
         here.at("after verdict", delete, step=2)
     for step in (2, 3):
         here.save(ckpt, small(step), step)

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from time import monotonic
 
 from .. import report
-from .commit_configurations import BROKEN, KNOWN, KNOWN_VIOLATION, QUICK, WHOLE
+from .commit_configurations import BROKEN, KNOWN, QUICK, QUICK_ROOTS, ROOTS, SLOW, VIOLATIONS, WHOLE
 from .commit_invariants import INVARIANTS
 from .commit_search import Found, search, told
 from .commit_state import Configuration
+from .roots_model import INVARIANTS as ROOTS_INVARIANTS
+from .roots_model import RootsConfiguration
 
 HEAD = ("what is explored", "ranks", "states", "transitions", "longest way", "explored", "violations")
 
@@ -30,15 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     chosen = [
         one if options.ranks is None else one._replace(num_ranks=options.ranks)
-        for one in (QUICK if options.quick else (*WHOLE, KNOWN))
-        if options.only in one.name and options.starts in (None, len(one.plans))
+        for one in ((*QUICK, *QUICK_ROOTS) if options.quick else (*WHOLE, *ROOTS, KNOWN, *SLOW))
+        if options.only in one.name and options.starts in (None, _num_starts(one))
     ]
     begun = monotonic()
     rows, wrong = [], 0
     sums = {"states": 0, "transitions": 0}
     for one in chosen:
         found = search(one, options.bound)
-        is_known = one.name == KNOWN.name and found.violation == KNOWN_VIOLATION
+        is_known = bool(found.violation) and VIOLATIONS.get(one.name) == found.violation
         sums["states"] += found.states
         sums["transitions"] += found.transitions
         rows.append(_row(found, is_known))
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if found.violation and not is_known:
             wrong += 1
             print(told(found), f"\nagain: python -m tests.matrices.model --only {one.name!r}", sep="\n")
-    missed = [one for one, number in BROKEN if options.only in one.name and not _is_found(one, number)]
+    missed = [one for one, violation in BROKEN if options.only in one.name and not _is_found(one, violation)]
     for one in missed:
         print(f"no violation found: {one.name}")
     tried = sum(options.only in one.name for one, _ in BROKEN)
@@ -54,14 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.only and options.ranks is None and options.starts is None and not options.quick:
         counts = {
             **sums,
-            "invariants": len(INVARIANTS),
+            "invariants": len(INVARIANTS) + len(ROOTS_INVARIANTS),
             "broken protocols": tried,
             "not found": len(missed),
             "wrong": wrong,
         }
         command = "python -m tests.matrices.model"
         seconds = monotonic() - begun
-        details = {"invariants": INVARIANTS, "broken": [one.name for one, _ in BROKEN]}
+        details = {"invariants": [*INVARIANTS, *ROOTS_INVARIANTS], "broken": [one.name for one, _ in BROKEN]}
         kept = report.Report("model", HEAD, rows, counts, seconds, options.seed, command, details)
         report.show(report.keep(kept))
     return 1 if wrong or missed else 0
@@ -84,10 +86,14 @@ def _row(found: Found, is_known: bool) -> tuple[str | int, ...]:
     )
 
 
-def _is_found(broken: Configuration, number: int) -> bool:
+def _num_starts(configuration: Configuration | RootsConfiguration) -> int:
+    return len(configuration.plans) if isinstance(configuration, Configuration) else 1
+
+
+def _is_found(broken: Configuration | RootsConfiguration, violation: str) -> bool:
     found = search(broken)
     print(f"{broken.name}: {found.violation or 'nothing'}, after {len(found.path)} moves", flush=True)
-    return found.violation == INVARIANTS[number]
+    return found.violation == violation
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Final
 
+from . import roots_model
 from .commit_invariants import INVARIANTS
 from .commit_state import Configuration
+from .roots_model import RootsConfiguration
 
 WHOLE: Final = (
     Configuration("one start, three saves, one rank fails", 3, ((1, 1, 2),), faults=1),
@@ -31,15 +33,32 @@ QUICK: Final = (
 KNOWN: Final = Configuration(
     "two starts that keep one step, the second rolls back", 2, ((2, 4), (-3, -2)), retire=True, keep=1
 )
-KNOWN_VIOLATION: Final = INVARIANTS[8]
+# The library takes listings for what was put before. A store that hides one start, or one manifest, for a while breaks that.
+SLOW: Final = (
+    Configuration("two starts, a listing hides one for a while", 2, ((1,), (1,)), slow="starts"),
+    Configuration("two starts, a listing hides one manifest for a while", 2, ((2,), (1,)), slow="manifests"),
+)
+VIOLATIONS: Final = {KNOWN.name: INVARIANTS[8], **{one.name: INVARIANTS[0] for one in SLOW}}
+"""Which of these are known to violate which invariant."""
+
+ROOTS: Final = (
+    RootsConfiguration('two roots, "all": three faults, a lost answer', 2, "all", faults=3, lost=1),
+    RootsConfiguration('two roots, "all": a fault', 3, "all", faults=1),
+    RootsConfiguration('two roots, "all": a lost answer', 3, "all", lost=1),
+    RootsConfiguration('two roots, "any": three faults, a lost answer', 2, "any", faults=3, lost=1),
+    RootsConfiguration('two roots, "any": a fault, a lost answer', 3, "any", faults=1, lost=1),
+)
+QUICK_ROOTS: Final = (
+    RootsConfiguration('two roots, "all"', 2, "all", faults=1, lost=1),
+    RootsConfiguration('two roots, "any"', 2, "any", faults=1, lost=1),
+)
 
 
 def _broken(what: str, num_ranks: int, *plans: tuple[int, ...], **more: int) -> Configuration:
     return Configuration(what, num_ranks, plans, **more, broken=what)  # type: ignore[arg-type]
 
 
-# Each with the number of the invariant that is violated.
-BROKEN: Final = (
+_BROKEN: Final = (
     (_broken("receipts are not awaited", 3, (1,)), 4),
     (_broken("receipts before archives", 3, (1,)), 4),
     (_broken("refusals are not read", 3, (1,), faults=1), 4),
@@ -55,3 +74,19 @@ BROKEN: Final = (
     (_broken("no look before deleting", 1, (2, 4), (-3, -2), keep=1, retire=True), 8),
     (_broken("verdicts are not read", 3, (1,), faults=1), 9),
 )
+
+_ROOTS_BROKEN: Final = (
+    ("a lost yes is none", "any", 2),
+    ("refusals are not read", "all", 3),
+    ("receipts are not awaited", "all", 2),
+    ("a manifest that may be there is not", "any", 1),
+    ("what is committed elsewhere is deleted", "all", 2),
+)
+BROKEN: Final = (
+    *((one, INVARIANTS[number]) for one, number in _BROKEN),
+    *(
+        (RootsConfiguration(f"two roots: {what}", 2, rule, 2, 1, what), roots_model.INVARIANTS[number])
+        for what, rule, number in _ROOTS_BROKEN
+    ),
+)
+"""Each with the invariant that is violated."""

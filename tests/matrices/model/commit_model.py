@@ -92,11 +92,28 @@ def moves(configuration: Configuration, state: State) -> list[Move]:
             for outcome in process.outcomes():
                 changed = (*ranks[:rank], outcome.rank, *ranks[rank + 1 :])
                 starts = (*state.starts[:start], changed, *state.starts[start + 1 :])
-                then = State(outcome.store, starts, state.faults - outcome.is_fault)
+                then = State(outcome.store, starts, state.faults - outcome.is_fault, state.slow)
                 found.append(Move(start, rank, outcome.what, then, is_private))
                 if is_private:
                     return found[-1:]
+                found += _hidden(configuration, state.store, found[-1])
+    if state.store.hidden:
+        found.append(Move(-1, 0, "show", state._replace(store=state.store._replace(hidden=()))))
     return found
+
+
+def _hidden(configuration: Configuration, before: Store, move: Move) -> list[Move]:
+    """The same move, if it has put what listings may show late, and they do."""
+    then = move.then
+    put: set[Start | Manifest] = (
+        set(then.store.starts).difference(before.starts)
+        if configuration.slow == "starts"
+        else set(then.store.manifests).difference(before.manifests)
+    )
+    if not (then.slow and put):
+        return []
+    store = then.store._replace(hidden=tuple(sorted(put)))
+    return [move._replace(then=then._replace(store=store, slow=then.slow - 1))]
 
 
 def sorted_ranks(state: State) -> State:
@@ -115,6 +132,7 @@ class Process:
         self.configuration, self.state, self.start, self.number = configuration, state, start, rank
         self.ranks = state.starts[start]
         self.rank, self.store = self.ranks[rank], state.store
+        self.shown = self.store.listed_by(start)  # by listings
         self.plan, self.broken = configuration.plans[start], configuration.broken
 
     @property
@@ -184,16 +202,16 @@ class Process:
     def is_taken(self) -> bool:
         """`Tenure.refuse_if_later`."""
         own = self.rank.own
-        return own is not None and any(own.is_before(start) for start in self.store.starts)
+        return own is not None and any(own.is_before(start) for start in self.shown.starts)
 
     def listed(self, **more: object) -> Seen:
-        seen = Seen(tuple(one.step for one in self.store.manifests), self.store.intents)
+        seen = Seen(tuple(one.step for one in self.shown.manifests), self.store.intents)
         return seen._replace(**more)  # type: ignore[arg-type]
 
     # --- rank 0, up to its receipt ---
 
     def zero_restore(self) -> Iterator[Outcome]:
-        counted = line_of(self.store, self.broken)
+        counted = line_of(self.shown, self.broken)
         yield self.goes("check", base=counted[-1].step if counted else 0)
 
     def zero_check(self) -> Iterator[Outcome]:
@@ -201,7 +219,7 @@ class Process:
         yield self.goes("put verdict" if self._is_refused() else "list starts" if must_take else "put archive")
 
     def _is_refused(self) -> bool:
-        counted = [one.step for one in line_of(self.store, self.broken)]
+        counted = [one.step for one in line_of(self.shown, self.broken)]
         is_behind = bool(counted) and counted[-1] > self.step and not self.configuration.retire
         return self.is_taken or self.step in counted or is_behind
 
@@ -209,7 +227,7 @@ class Process:
         if self.is_taken:
             yield self.goes("put verdict")
         else:
-            number = 1 + max((start.number for start in self.store.starts), default=0)
+            number = 1 + max((start.number for start in self.shown.starts), default=0)
             yield self.goes("put start", seen=Seen(number=number))
 
     def zero_put_start(self) -> Iterator[Outcome]:
@@ -252,11 +270,12 @@ class Process:
     def zero_rename(self) -> Iterator[Outcome]:
         """What does not count is renamed; and what an earlier rollback has left is brought to its end."""
         seen, store = self.rank.seen, self.store
-        counted = line_of(store, self.broken)
-        retired = retired_by(store.manifests, seen.intents)
+        shown = self.shown
+        counted = line_of(shown, self.broken)
+        retired = retired_by(shown.manifests, seen.intents)
         stale = [
             one
-            for one in store.manifests
+            for one in shown.manifests
             if one not in counted and one.attempt not in retired and one.step in seen.steps
         ]
         is_behind = self.configuration.retire and bool(seen.steps) and seen.steps[-1] > self.step
@@ -289,7 +308,7 @@ class Process:
     def _retires(self, seen: Seen) -> tuple[Attempt, ...]:
         if not self.configuration.retire:
             return ()
-        return tuple(one.attempt for one in self.store.manifests if one.step in seen.steps and one.step > self.step)
+        return tuple(one.attempt for one in self.shown.manifests if one.step in seen.steps and one.step > self.step)
 
     def _intend(self, seen: Seen) -> Iterator[Outcome]:
         """`Run.commit`, up to the manifest: of a rollback, it puts the intent first."""
@@ -355,7 +374,8 @@ class Process:
     def _retain(self, outcome: Outcome) -> Outcome:
         """`Run.retain`: which steps are to go."""
         keep = self.configuration.keep
-        steps = [one.step for one in line_of(outcome.store, self.broken) if one.step in self.rank.seen.steps]
+        counted = line_of(outcome.store.listed_by(self.start), self.broken)
+        steps = [one.step for one in counted if one.step in self.rank.seen.steps]
         doomed = [step for step in steps if step < self.step][: max(0, len(steps) - keep)] if keep else []
         if not doomed:
             return self._after(outcome)

@@ -206,6 +206,8 @@ class Player:
         root = SimpleNamespace(
             is_apart=False, is_named=True, is_shared=True, where="", sees=lambda: True, claim=lambda: None,
             verdict=lambda attempt: None, refusal=lambda attempt: None, found_apart=lambda: False,
+            say_verdict=lambda verdict: False, say_refusal=lambda attempt, cause: False,
+            say_unknown=lambda attempt: False, is_unknown=lambda attempt: False,
         )  # fmt: skip
         attempts = SimpleNamespace(
             decide=lambda one, state, table: None if one.is_decided else one.life.go(state),

@@ -1,6 +1,7 @@
-"""All states of a configuration of the model, in the order of their distance from the first.
+"""All states of a configuration of a model, in the order of their distance from the first.
 
-In: a configuration. Out: how many there are, and the shortest way to one that violates an invariant. Knows nothing of: the protocol.
+In: a model, a configuration. Out: how many there are, and the shortest way to one that violates an invariant. Knows nothing of: the
+protocol.
 
 This is a search of its own, in Python. Of the checkers that the package index offers, TLC needs Java, SPIN and Stateright a compiler and a
 second language, and what is in Python checks formulas over graphs that are there already. A model in the language of the library can be
@@ -10,44 +11,94 @@ laid beside it, and its paths can be replayed against it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, NamedTuple
 
+from . import roots_model
 from .commit_invariants import stuck, violated
-from .commit_model import Move, moves, sorted_ranks
-from .commit_state import Configuration, State, Store, first_state
+from .commit_model import moves, sorted_ranks
+from .commit_state import Configuration, State, first_state
+from .roots_model import RootsConfiguration
 
 Key = tuple[int, ...]
+
+
+class Model(NamedTuple):
+    """What a search asks. Of a state it knows no more than that it can be taken apart, and put together again."""
+
+    first: Callable[[Any], Any]
+    moves: Callable[[Any, Any], Sequence[Any]]
+    sorted: Callable[[Any], Any]  # the same state with ranks of equal programs in one order
+    violated: Callable[[Any, Any, Any], str | None]
+    stuck: Callable[[Any], str | None]
+    apart: Callable[[Any], tuple[Any, ...]]
+    together: Callable[[Sequence[Any]], Any]
+    told: Callable[[Any], str]  # a move, for people
+
+
+def _together(parts: Sequence[Any]) -> State:
+    store, *starts, left = parts
+    return State(store, tuple(starts), *left)
+
+
+def _told(move: Any) -> str:
+    have = ", ".join(f"{one.step} of start {one.token + 1}" for one in move.then.store.manifests)
+    who = "the store" if move.start < 0 else f"start {move.start + 1}, rank {move.rank}"
+    return f"{who}: {move.what:22} steps: {have or 'none'}; tracker: {move.then.store.tracker}"
+
+
+_MODELS: Final = {
+    Configuration: Model(
+        first_state,
+        moves,
+        sorted_ranks,
+        violated,
+        stuck,
+        lambda state: (state.store, *state.starts, (state.faults, state.slow)),
+        _together,
+        _told,
+    ),
+    RootsConfiguration: Model(
+        roots_model.first_state,
+        roots_model.moves,
+        roots_model.sorted_ranks,
+        roots_model.violated,
+        roots_model.stuck,
+        tuple,
+        lambda parts: roots_model.State(*parts),
+        roots_model.told,
+    ),
+}
 
 
 @dataclass(slots=True)
 class Found:
     """What a search has found."""
 
-    configuration: Configuration
+    configuration: Any
     states: int = 0
     transitions: int = 0
     depth: int = 0
     ends: int = 0
     is_whole: bool = True
     violation: str = ""
-    path: list[Move] = field(default_factory=list)  # to the violation, or to the last state found
+    path: list[Any] = field(default_factory=list)  # to the violation, or to the last state found
 
 
 class _Numbers:
     """Parts of states as numbers, so that equal parts are held once."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self._numbers: dict[Any, int] = {}
         self._parts: list[Any] = []
 
-    def key(self, state: State) -> Key:
-        parts = [state.store, *state.starts, state.faults]
-        return tuple(map(self._number, parts))
+    def key(self, state: Any) -> Key:
+        return tuple(map(self._number, self._model.apart(self._model.sorted(state))))
 
-    def state(self, key: Key) -> State:
-        store, *starts, faults = (self._parts[number] for number in key)
-        return State(store, tuple(starts), faults)
+    def state(self, key: Key) -> Any:
+        return self._model.together([self._parts[number] for number in key])
 
     def _number(self, part: Any) -> int:
         number = self._numbers.get(part)
@@ -57,10 +108,11 @@ class _Numbers:
         return number
 
 
-def search(configuration: Configuration, bound: int = 1_000_000) -> Found:
+def search(configuration: Any, bound: int = 1_000_000) -> Found:
     """Explores all states, or the nearest `bound` of them, up to the first violation."""
-    found, numbers = Found(configuration), _Numbers()
-    first = numbers.key(sorted_ranks(first_state(configuration)))
+    model = _MODELS[type(configuration)]
+    found, numbers = Found(configuration), _Numbers(model)
+    first = numbers.key(model.first(configuration))
     before: dict[Key, Key | None] = {first: None}
     depths, waiting = {first: 0}, deque([first])
     last = first
@@ -68,14 +120,14 @@ def search(configuration: Configuration, bound: int = 1_000_000) -> Found:
         last = key = waiting.popleft()
         state, depth = numbers.state(key), depths.pop(key)
         found.depth = depth
-        following = moves(configuration, state)
+        following = model.moves(configuration, state)
         if not following:
             found.ends += 1
-            found.violation = stuck(state) or ""
+            found.violation = model.stuck(state) or ""
         for move in following:
             found.transitions += 1
-            then = numbers.key(sorted_ranks(move.then))
-            wrong = violated(configuration, state, move.then)
+            then = numbers.key(move.then)
+            wrong = model.violated(configuration, state, move.then)
             if then not in before and (len(before) < bound or wrong):
                 before[then] = key
                 depths[then] = depth + 1
@@ -88,7 +140,7 @@ def search(configuration: Configuration, bound: int = 1_000_000) -> Found:
                 before[then] = key
                 break
     found.states = len(before)
-    found.path = _path(configuration, _keys(before, last), numbers)
+    found.path = _path(model, configuration, _keys(before, last), numbers)
     return found
 
 
@@ -99,12 +151,11 @@ def _keys(before: dict[Key, Key | None], last: Key) -> list[Key]:
     return keys[::-1]
 
 
-def _path(configuration: Configuration, keys: list[Key], numbers: _Numbers) -> list[Move]:
+def _path(model: Model, configuration: Any, keys: list[Key], numbers: _Numbers) -> list[Any]:
     """The moves along these states, with each rank under its own number from the first to the last."""
-    state, path = first_state(configuration), []
+    state, path = model.first(configuration), []
     for key in keys[1:]:
-        wanted = numbers.state(key)
-        move = next(one for one in moves(configuration, state) if sorted_ranks(one.then) == wanted)
+        move = next(one for one in model.moves(configuration, state) if numbers.key(one.then) == key)
         path.append(move)
         state = move.then
     return path
@@ -112,10 +163,6 @@ def _path(configuration: Configuration, keys: list[Key], numbers: _Numbers) -> l
 
 def told(found: Found) -> str:
     """A path for people."""
+    shown = _MODELS[type(found.configuration)].told
     lines = [f"{found.configuration.name}: {found.violation or 'no violation'}, after {len(found.path)} moves"]
-    for number, move in enumerate(found.path, 1):
-        store: Store = move.then.store
-        have = ", ".join(f"{one.step} of start {one.token + 1}" for one in store.manifests)
-        who = f"start {move.start + 1}, rank {move.rank}"
-        lines.append(f"{number:4}  {who}: {move.what:22} steps: {have or 'none'}; tracker: {store.tracker}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"{number:4}  {shown(move)}" for number, move in enumerate(found.path, 1))])

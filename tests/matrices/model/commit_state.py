@@ -18,6 +18,7 @@ class Configuration(NamedTuple):
     retire: bool = False
     keep: int = 0  # so many steps; 0 keeps all
     faults: int = 0  # how many ranks fail or lose patience
+    slow: str = ""  # "starts" or "manifests": listings of other starts may show one of them late
     broken: str = ""  # how the protocol is changed, so that a violation must be found
 
 
@@ -44,7 +45,7 @@ class Manifest(NamedTuple):
 
 
 class Store(NamedTuple):
-    """What lies at the root, but for what belongs to one rank. The last two are only for the invariants."""
+    """What lies at the root, but for what belongs to one rank. `put` and `deleted` are only for the invariants."""
 
     starts: tuple[Start, ...] = ()
     manifests: tuple[Manifest, ...] = ()  # ascending
@@ -55,6 +56,17 @@ class Store(NamedTuple):
     version: int = 0  # of the tracker
     put: tuple[Manifest, ...] = ()  # all manifests that ever were, in their order
     deleted: tuple[Attempt, ...] = ()
+    hidden: tuple[Start | Manifest, ...] = ()  # from listings of other starts, at most one
+
+    def listed_by(self, start: int) -> Store:
+        """As the listings of this start show it."""
+        hidden = [one for one in self.hidden if one.token != start]
+        if not hidden:
+            return self
+        return self._replace(
+            starts=tuple(one for one in self.starts if one not in hidden),
+            manifests=tuple(one for one in self.manifests if one not in hidden),
+        )
 
     def at(self, step: int) -> Manifest | None:
         return next((one for one in self.manifests if one.step == step), None)
@@ -91,11 +103,12 @@ class State(NamedTuple):
     store: Store
     starts: tuple[tuple[Rank, ...], ...]
     faults: int
+    slow: int = 0  # how many puts may be shown late
 
 
 def first_state(configuration: Configuration) -> State:
     ranks = (Rank(),) * configuration.num_ranks
-    return State(Store(), (ranks,) * len(configuration.plans), configuration.faults)
+    return State(Store(), (ranks,) * len(configuration.plans), configuration.faults, bool(configuration.slow))
 
 
 # --- what a reader sees -----------------------------------------------------------------------------------------
