@@ -17,7 +17,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -28,7 +28,7 @@ from ..publishing.folder_replica import FolderReplica, boot_id
 from ..publishing.notes import FOLDER, LOCK, Notes
 from ..spans import TIMEKEEPER, wall_time
 from ..storage.confined import ConfinedFolder
-from ..storage.disk import translated
+from ..storage.disk import let_go, translated
 from .web import nobody_listens
 
 try:
@@ -184,8 +184,7 @@ class SharedFolder:
         try:
             yield fd
         finally:
-            with suppress(OSError):  # nothing was written
-                os.close(fd)
+            let_go(fd)
 
     def _wait(self, is_ready: Callable[[], bool], stop: Stop) -> bool:
         """Wait for other sidecars, whose locks go with them. False if `stop()` has come true before."""

@@ -45,6 +45,17 @@ _ADVICE: Final = {
 }
 
 
+def let_go(fd: int) -> None:
+    """Close a file that was only read, locked or synced. It is closed whatever the system answers, and an error can only be
+    one of writes that were never synced (close(2)).
+    """
+    try:
+        os.close(fd)
+    except OSError as error:
+        if error.errno == errno.EBADF:
+            raise
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable. A folder that cannot be opened or synced (Windows, some FUSE) is skipped."""
     try:
@@ -57,7 +68,7 @@ def sync_folder(folder: Path) -> None:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
             raise
     finally:
-        os.close(fd)
+        let_go(fd)
 
 
 def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullError:
@@ -114,7 +125,7 @@ def open_regular(path: Path, flags: int) -> int:
         if O_NONBLOCK:
             os.set_blocking(fd, True)
     except BaseException:
-        os.close(fd)
+        let_go(fd)
         raise
     return fd
 
@@ -148,7 +159,7 @@ def read_regular(path: Path) -> tuple[bytes, os.stat_result]:
         data = b"".join(iter(partial(os.read, fd, _PIECE_BYTES), b""))
         return data, os.fstat(fd)
     finally:
-        os.close(fd)
+        let_go(fd)
 
 
 def refuse_special(path: Path) -> None:

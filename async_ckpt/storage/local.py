@@ -31,6 +31,7 @@ from .disk import (
     free_bytes_at,
     full,
     identity,
+    let_go,
     make_folder,
     open_regular,
     open_to_change,
@@ -371,7 +372,7 @@ class LocalReader(Reader):
         fd = open_regular(self._path, os.O_RDONLY | _O_DIRECT)
         if identity(os.fstat(fd)) == identity(os.fstat(self._fd)):
             return fd
-        os.close(fd)
+        let_go(fd)
         return -1
 
     def read_into(self, offset: int, target: memoryview) -> None:
@@ -416,7 +417,7 @@ class LocalReader(Reader):
     def close(self) -> None:
         for fd in (self._fd, self._direct_fd):
             if fd >= 0:
-                os.close(fd)
+                let_go(fd)
         self._fd = self._direct_fd = -1
 
 
@@ -477,7 +478,7 @@ def _lock_version(path: Path) -> Iterator[str | None]:
                     fcntl.lockf(fd, fcntl.LOCK_EX)
             yield _version(os.stat(path))
         finally:
-            os.close(fd)
+            let_go(fd)
 
 
 def _unlink(target: Path) -> bool:

@@ -14,7 +14,17 @@ from typing import Final
 
 from ..errors import StorageUnavailableError
 from ..host.process import in_forked_child
-from .disk import O_BINARY, O_CLOEXEC, identity, make_folder, open_regular, open_to_change, remove_if_empty, sync_folder
+from .disk import (
+    O_BINARY,
+    O_CLOEXEC,
+    identity,
+    let_go,
+    make_folder,
+    open_regular,
+    open_to_change,
+    remove_if_empty,
+    sync_folder,
+)
 
 try:
     import fcntl
@@ -90,7 +100,7 @@ def forget(fd: int) -> None:
     """Close a file of this process, which releases its lock."""
     with _ours_lock:  # before the close, after which its descriptor and inode may belong to a new file
         _ours.pop(fd, None)
-    os.close(fd)
+    let_go(fd)
 
 
 def delete_temp(temp: Path) -> None:
@@ -189,7 +199,7 @@ def is_held(path: Path) -> bool:
         return False
     finally:
         if fd is not None:
-            os.close(fd)
+            let_go(fd)
     return False
 
 
@@ -216,7 +226,7 @@ def written_so_far(temp: Path) -> tuple[int, int]:
                 written += at - begin
         return written, size
     finally:
-        os.close(fd)
+        let_go(fd)
 
 
 def is_dead(path: Path, *, delete: bool) -> bool:
@@ -240,7 +250,7 @@ def is_dead(path: Path, *, delete: bool) -> bool:
     except OSError:
         return False  # its writer is alive, or the file system has no locks
     finally:
-        os.close(fd)
+        let_go(fd)
     return True
 
 

@@ -18,6 +18,7 @@ import async_ckpt
 from async_ckpt import StorageUnavailableError
 from async_ckpt.host.memory import HostBuffer
 from async_ckpt.storage import local, locks
+from async_ckpt.storage.disk import let_go, read_regular
 from async_ckpt.storage.local import LocalStorage
 from async_ckpt.storage.locks import TEMP_SUFFIX
 
@@ -581,3 +582,21 @@ def test_garbage_that_holds_a_lock_may_be_collected_while_a_file_is_made(tmp_pat
     temp, fd = Call(lambda: locks.create_locked(tmp_path / "new")).outcome()
     assert temp.exists()
     locks.forget(fd)
+
+
+def test_what_close_answers_of_a_file_that_was_only_read_fails_no_call(tmp_path, monkeypatch):
+    """As an NFS client may: the file is closed all the same. The shim of `tests.matrices.calls` has whole saves meet it."""
+    (tmp_path / "x").write_bytes(b"x")
+    fds, close = [], os.close
+
+    def failing(fd: int) -> None:
+        close(fd)
+        fds.append(fd)
+        raise OSError(errno.EIO, "an error of a write long ago")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", failing)
+        assert read_regular(tmp_path / "x")[0] == b"x"
+    assert fds
+    with pytest.raises(OSError, match="Bad file descriptor"):  # what is closed twice may be another file by then
+        let_go(2**30)

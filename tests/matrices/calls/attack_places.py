@@ -56,7 +56,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "EINTR": Fault(
         _FIRST_ERRNO + errno.EINTR, frozenset({"create", "open", "write", "read", "fsync"}), is_survived=True
     ),
-    "EIO": Fault(_FIRST_ERRNO + errno.EIO, _ALL),
+    "EIO": Fault(_FIRST_ERRNO + errno.EIO, _ALL | {"close"}),
     "ENOSPC": Fault(_FIRST_ERRNO + errno.ENOSPC, _SPACE),
     "EDQUOT": Fault(_FIRST_ERRNO + errno.EDQUOT, _SPACE),
     "EROFS": Fault(_FIRST_ERRNO + errno.EROFS, _CHANGES - {"write", "fsync", "allocate", "truncate"}),
