@@ -46,8 +46,8 @@ _ADVICE: Final = {
 
 
 def let_go(fd: int) -> None:
-    """Close a file that was only read, locked or synced. It is closed whatever the system answers, and an error can only
-    be one of writes that were never synced (close(2)).
+    """Close a file that was only read, locked or synced. It is closed whatever the system answers, and an error can
+    only be one of writes that were never synced (close(2)).
     """
     try:
         os.close(fd)
