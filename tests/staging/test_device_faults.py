@@ -293,7 +293,9 @@ def test_a_failed_save_ends_even_if_the_wait_for_its_copies_is_cut_short(tmp_pat
             with pytest.raises(what if what is KeyboardInterrupt else OSError, match=r"cut short|lost"):
                 ckpt.save({"p": p}, step=2).result(PATIENCE)
         assert "leaked" in repr(ckpt._saver.pool)
-        ckpt.save({"p": p}, step=3).result(PATIENCE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # nobody has the handle of a call that was interrupted
+            ckpt.save({"p": p}, step=3).result(PATIENCE)
         assert ckpt.steps() == [1, 3]
     assert leftovers(tmp_path) == []
 

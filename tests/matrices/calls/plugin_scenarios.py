@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from racing import until
 
 import async_ckpt
 from async_ckpt import CheckpointError
@@ -97,6 +98,8 @@ def _scenario(by: Callable[[], Any], loaded: Callable[[Path], int], name: str) -
         (root / "saved").mkdir()
         with _ONE_AT_A_TIME, by() as save:
             save(10, path_of(root, 1))
+        # Scratch folders go behind the handle, and what is prepared here is copied.
+        until(lambda: [path.name for path in (root / "saved").iterdir()] == [name.format(1)])
 
     def act(root: Path, notes: Notes) -> None:
         with warnings.catch_warnings():
