@@ -119,9 +119,7 @@ class Process:
         rank = self.rank
         if rank.at == "done":
             return
-        if rank.at == "saving" and self._settled() is not None:
-            settled = self._settled()
-            assert settled is not None
+        if rank.at == "saving" and (settled := self._settled()) is not None:
             yield self._move(0, "settle", settled)
             return
         for at, part in enumerate(rank.parts):
