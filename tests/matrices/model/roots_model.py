@@ -46,6 +46,7 @@ class Part(NamedTuple):
     """One rank at one root: `RankPart`, with its `Delivery` and `Agreement`."""
 
     at: str = "write"
+    is_durable: bool = False  # the archive
     error: str = ""  # "away", which the rule "any" does without; "unheard", likewise; or "refused"
     yes: bool = False
     may_have_said_yes: bool = False
@@ -101,10 +102,23 @@ def sorted_ranks(state: State) -> State:
 def moves(configuration: RootsConfiguration, state: State) -> list[RootsMove]:
     processes = [Process(configuration, state, number) for number in range(len(state.ranks))]
     found = [move for process in processes for move in process.moves()]
+    found += _caught_up(state)
     if not found and configuration.rule == "any":
         # Ranks that miss different roots, each of which the save can do without: nobody has said a thing, and deadlines end it.
         found = [move for process in processes for move in process.deadlines()]
     return found
+
+
+def _caught_up(state: State) -> list[RootsMove]:
+    """`Lineage.catch_up_behind`: once rank 0 has done with it, the step is copied to the root that lacks it, and its manifest last."""
+    there = [root.manifest for root in state.roots]
+    if state.ranks[0].at != "done" or all(there) or not any(there):
+        return []
+    lacking = there.index(False)
+    archives = tuple(range(len(state.ranks)))
+    copied = state.roots[lacking]._replace(archives=archives, manifest=True)
+    roots = (copied, state.roots[1]) if lacking == 0 else (state.roots[0], copied)
+    return [RootsMove(0, lacking, "catch up", state._replace(roots=roots))]
 
 
 class Process:
@@ -177,7 +191,7 @@ class Process:
     def _puts_archive(self, at: int, part: Part, what: str) -> RootsMove:
         root = self.state.roots[at]
         archives = tuple(sorted({*root.archives, self.number}))
-        return self._part(at, what, part._replace(at="say yes"), root._replace(archives=archives))
+        return self._part(at, what, part._replace(at="say yes", is_durable=True), root._replace(archives=archives))
 
     def _say_yes(self, at: int, part: Part) -> Iterator[RootsMove]:
         if not self.is_any and any(other.at in ("write", "copy") for other in self.rank.parts):
@@ -258,7 +272,7 @@ class Process:
 
     def _take_back(self, at: int, part: Part) -> RootsMove:
         root = self.state.roots[at]
-        if part.may_delete:
+        if part.may_delete and part.is_durable:
             root = root._replace(archives=tuple(one for one in root.archives if one != self.number))
         return self._part(at, "take back", part._replace(at="ended"), root)
 
