@@ -319,6 +319,14 @@ def tars() -> list[bytes]:
     ]
 
 
+def claims() -> list[bytes]:
+    return [b'{"rank": 0, "world_size": 2, "nonce": "0123456789abcdef"}', b'{"rank": 1, "world_size": 2, "nonce": ""}']
+
+
+def loan_notices() -> list[bytes]:
+    return [b"3 %s %s 0 " % (b"0" * 32, b"1" * 32), b"4 %s %s 2 start" % (b"0" * 32, b"1" * 32)]
+
+
 def notes() -> list[bytes]:
     local = folder() / "local/.weight_sync"
     follow = {"told": [3, "0" * 32], "loading": [4, ""], "at": 1e9, "seconds": 30.0, "boot": "b", "address": None}

@@ -19,6 +19,7 @@ from async_ckpt.following.web import Reply
 from async_ckpt.format import dcp_metadata, delta, digests, index, lent, safetensors, tar, zstd
 from async_ckpt.format.digests import block_digest
 from async_ckpt.pickles import saved_objects
+from async_ckpt.publishing.in_memory import borrow
 from async_ckpt.publishing.versions import marks_in
 from async_ckpt.runs import foreign_entries, journal, layouts, manifest, naming, receipts, starts
 from async_ckpt.slicing.cover import Box
@@ -277,6 +278,7 @@ TARGETS = [
     Target("journal", parse_journal, (), "lines", seeds.journals, 3),
     Target("history lines", parse_history, (), "lines", seeds.histories, 5),
     Target("delta index", parse_delta_index, (ValueError,), "json", seeds.delta_indices, 8),
+    Target("loan notice", borrow._parsed, (), "words", seeds.loan_notices, 1, 1024),
     Target("lent table", parse_lent_table, (ValueError,), "json", seeds.lent_tables, 6),
     Target("DCP metadata", parse_dcp_metadata, (ValueError,), "pickle", seeds.dcp_metadata, 6),
     Target("DCP tensor", locate_dcp_tensor, (ValueError,), "pickle", seeds.dcp_tensors, 4),

@@ -27,6 +27,8 @@ from async_ckpt.following.shared_folder import SharedFolder
 from async_ckpt.format import delta
 from async_ckpt.publishing.notes import Notes
 from async_ckpt.publishing.versions import Versions
+from async_ckpt.ranks.shared_root import SharedRoot
+from async_ckpt.ranks.world import World
 from async_ckpt.runs import starts
 from async_ckpt.spans import wall_time
 from async_ckpt.storage.confined import ConfinedFolder
@@ -100,6 +102,13 @@ def extract_tar(data: bytes) -> None:
     for path in folder.rglob("*"):
         if path.is_symlink():
             assert Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)), f"{path} leads out"
+
+
+def read_claim(data: bytes) -> None:
+    """What rank 0 puts at a root, by which another rank sees that it is the same."""
+    folder = Scratch.emptied()
+    (folder / "world.t.json").write_bytes(unwrapped(data) or data)
+    SharedRoot(LocalStorage(folder), "root", World(1, 2), lambda: "t", lambda: None).sees()
 
 
 def read_notes(data: bytes) -> None:
@@ -238,6 +247,7 @@ TARGETS = [
     Target("Hugging Face folder", load_folder, _ANY, "json", seeds.weight_maps, 1, 2048),
     Target("DCP folder", load_dcp, _ANY, "pickle", seeds.dcp_metadata, 1),
     Target("foreign tar", extract_tar, _ANY, "tar", seeds.tars, 3, 16384),
+    Target("claim", read_claim, _ANY, "json", seeds.claims, 1, 512),
     Target("notes", read_notes, (), "json", seeds.notes, 2),
     Target("root of versions", read_root, _ANY, "json", seeds.delta_indices, 2),
     Target("start", read_starts, (), "json", seeds.starts, 2, 1024),
