@@ -28,7 +28,7 @@ from ..publishing.folder_replica import FolderReplica, boot_id
 from ..publishing.notes import FOLDER, LOCK, Notes
 from ..spans import TIMEKEEPER, wall_time
 from ..storage.confined import ConfinedFolder
-from ..storage.disk import let_go, translated
+from ..storage.disk import close_quietly, translated
 from .web import nobody_listens
 
 try:
@@ -184,7 +184,7 @@ class SharedFolder:
         try:
             yield fd
         finally:
-            let_go(fd)
+            close_quietly(fd)
 
     def _wait(self, is_ready: Callable[[], bool], stop: Stop) -> bool:
         """Wait for other sidecars, whose locks go with them. False if `stop()` has come true before."""

@@ -32,7 +32,7 @@ from ..host.waits import ENDS_THE_CALL, Wait
 from ..staging.device import dense_blocks
 from ..state.dtypes import dtype_name
 from ..storage.confined import ConfinedFolder, read_at, write_at
-from ..storage.disk import free_bytes_at, full, let_go, preallocate, translated
+from ..storage.disk import close_quietly, free_bytes_at, full, preallocate, translated
 from .difference import checksum_of
 from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, InstalledFiles, Notes
 from .of_ranks.pieces import PiecedTensor
@@ -90,7 +90,7 @@ class FolderReplica:
             self.state = self._known_state()
             yield
         finally:
-            let_go(fd)
+            close_quietly(fd)
 
     def _try_lock(self, fd: int) -> bool:
         try:
@@ -158,7 +158,7 @@ class FolderReplica:
                 try:
                     table, _ = _header(fd)
                 finally:
-                    let_go(fd)
+                    close_quietly(fd)
                 kinds = [safetensors.loaded_as(code, shape) for code, shape in table.kinds]
                 tensors |= {name: (kinds[row[0]][0], tuple(kinds[row[0]][1])) for name, row in table.rows.items()}
         except (OSError, ValueError, StorageUnavailableError):
@@ -385,7 +385,7 @@ class FolderReplica:
                     maps.append(mmap.mmap(fd, 0, access=mmap.ACCESS_READ if is_read else mmap.ACCESS_WRITE))
                     break
             finally:
-                let_go(fd)
+                close_quietly(fd)
             self._files.part(file, by=f"{NEW}/{file}")
             is_own = True
         whole = memoryview(maps[-1])

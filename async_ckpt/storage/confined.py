@@ -21,7 +21,17 @@ from typing import Final, NamedTuple
 
 from ..errors import StorageUnavailableError
 from ..spec import MIB
-from .disk import O_BINARY, O_CLOEXEC, O_DIRECTORY, O_NONBLOCK, let_go, pread_into, preallocate, pwrite, translated
+from .disk import (
+    O_BINARY,
+    O_CLOEXEC,
+    O_DIRECTORY,
+    O_NONBLOCK,
+    close_quietly,
+    pread_into,
+    preallocate,
+    pwrite,
+    translated,
+)
 
 _O_NOFOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
 _OPENS_FOLDERS: Final = os.open in os.supports_dir_fd and bool(_O_NOFOLLOW)
@@ -60,10 +70,10 @@ class ConfinedFolder:
             for part in folders:
                 at /= part
                 outer, fd = fd, self._open_folder(fd, part, at, make=make)
-                let_go(outer)
+                close_quietly(outer)
             yield _Location(last, fd)
         finally:
-            let_go(fd)
+            close_quietly(fd)
 
     def _open_folder(self, folder: int, name: str, path: Path, *, make: bool) -> int:
         """Open a folder in an open folder."""
@@ -135,7 +145,7 @@ class ConfinedFolder:
                 raise
             if stat.S_ISREG(os.fstat(fd).st_mode):
                 return fd
-            let_go(fd)
+            close_quietly(fd)
             raise self._refusal(self.folder / name)
 
     def read(self, name: str) -> bytes:
@@ -217,7 +227,7 @@ class ConfinedFolder:
                 try:
                     self._copy(source, by)
                 finally:
-                    let_go(source)
+                    close_quietly(source)
             self.move(by, name)
         finally:
             self.delete(by)

@@ -45,7 +45,7 @@ _ADVICE: Final = {
 }
 
 
-def let_go(fd: int) -> None:
+def close_quietly(fd: int) -> None:
     """Close a file that was only read, locked or synced. It is closed whatever the system answers, and an error can
     only be one of writes that were never synced (close(2)).
     """
@@ -68,7 +68,7 @@ def sync_folder(folder: Path) -> None:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
             raise
     finally:
-        let_go(fd)
+        close_quietly(fd)
 
 
 def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullError:
@@ -125,7 +125,7 @@ def open_regular(path: Path, flags: int) -> int:
         if O_NONBLOCK:
             os.set_blocking(fd, True)
     except BaseException:
-        let_go(fd)
+        close_quietly(fd)
         raise
     return fd
 
@@ -159,7 +159,7 @@ def read_regular(path: Path) -> tuple[bytes, os.stat_result]:
         data = b"".join(iter(partial(os.read, fd, _PIECE_BYTES), b""))
         return data, os.fstat(fd)
     finally:
-        let_go(fd)
+        close_quietly(fd)
 
 
 def refuse_special(path: Path) -> None:

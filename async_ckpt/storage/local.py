@@ -28,10 +28,10 @@ from ..host.process import in_forked_child
 from ..spec import PAGE_BYTES, SEGMENT_BYTES
 from .disk import (
     address,
+    close_quietly,
     free_bytes_at,
     full,
     identity,
-    let_go,
     make_folder,
     open_regular,
     open_to_change,
@@ -372,7 +372,7 @@ class LocalReader(Reader):
         fd = open_regular(self._path, os.O_RDONLY | _O_DIRECT)
         if identity(os.fstat(fd)) == identity(os.fstat(self._fd)):
             return fd
-        let_go(fd)
+        close_quietly(fd)
         return -1
 
     def read_into(self, offset: int, target: memoryview) -> None:
@@ -417,7 +417,7 @@ class LocalReader(Reader):
     def close(self) -> None:
         for fd in (self._fd, self._direct_fd):
             if fd >= 0:
-                let_go(fd)
+                close_quietly(fd)
         self._fd = self._direct_fd = -1
 
 
@@ -478,7 +478,7 @@ def _lock_version(path: Path) -> Iterator[str | None]:
                     fcntl.lockf(fd, fcntl.LOCK_EX)
             yield _version(os.stat(path))
         finally:
-            let_go(fd)
+            close_quietly(fd)
 
 
 def _unlink(target: Path) -> bool:

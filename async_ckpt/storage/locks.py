@@ -17,8 +17,8 @@ from ..host.process import in_forked_child
 from .disk import (
     O_BINARY,
     O_CLOEXEC,
+    close_quietly,
     identity,
-    let_go,
     make_folder,
     open_regular,
     open_to_change,
@@ -100,7 +100,7 @@ def forget(fd: int) -> None:
     """Close a file of this process, which releases its lock."""
     with _ours_lock:  # before the close, after which its descriptor and inode may belong to a new file
         _ours.pop(fd, None)
-    let_go(fd)
+    close_quietly(fd)
 
 
 def delete_temp(temp: Path) -> None:
@@ -199,7 +199,7 @@ def is_held(path: Path) -> bool:
         return False
     finally:
         if fd is not None:
-            let_go(fd)
+            close_quietly(fd)
     return False
 
 
@@ -226,7 +226,7 @@ def written_so_far(temp: Path) -> tuple[int, int]:
                 written += at - begin
         return written, size
     finally:
-        let_go(fd)
+        close_quietly(fd)
 
 
 def is_dead(path: Path, *, delete: bool) -> bool:
@@ -250,7 +250,7 @@ def is_dead(path: Path, *, delete: bool) -> bool:
     except OSError:
         return False  # its writer is alive, or the file system has no locks
     finally:
-        let_go(fd)
+        close_quietly(fd)
     return True
 
 

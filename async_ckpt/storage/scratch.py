@@ -18,7 +18,7 @@ from typing import Final, Self
 
 from ..errors import StorageUnavailableError
 from ..host.threads import is_library_thread
-from .disk import call_libc, let_go, make_folder, sync_file, sync_folder, translated
+from .disk import call_libc, close_quietly, make_folder, sync_file, sync_folder, translated
 from .locks import TEMP_SUFFIX, create_locked, forget, is_dead, temps_of
 
 _FOLDER_SUFFIX: Final = ".d"
@@ -122,7 +122,7 @@ def sync_all(path: Path) -> int:
             sync_file(fd)
             num_bytes += os.fstat(fd).st_size
         finally:
-            let_go(fd)
+            close_quietly(fd)
     if path.is_dir():
         for folder in [path, *(inner for inner in path.rglob("*") if inner.is_dir() and not inner.is_symlink())]:
             sync_folder(folder)

@@ -18,7 +18,7 @@ import async_ckpt
 from async_ckpt import StorageUnavailableError
 from async_ckpt.host.memory import HostBuffer
 from async_ckpt.storage import local, locks
-from async_ckpt.storage.disk import let_go, read_regular
+from async_ckpt.storage.disk import close_quietly, read_regular
 from async_ckpt.storage.local import LocalStorage
 from async_ckpt.storage.locks import TEMP_SUFFIX
 
@@ -599,4 +599,4 @@ def test_what_close_answers_of_a_file_that_was_only_read_fails_no_call(tmp_path,
         assert read_regular(tmp_path / "x")[0] == b"x"
     assert fds
     with pytest.raises(OSError, match="Bad file descriptor"):  # what is closed twice may be another file by then
-        let_go(2**30)
+        close_quietly(2**30)

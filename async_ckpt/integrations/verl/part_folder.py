@@ -28,7 +28,7 @@ from typing import Final
 
 from ...host.waits import growing_pauses
 from ...runs.manifest import NAME as MANIFEST
-from ...storage.disk import let_go, make_folder, sync_file, sync_folder
+from ...storage.disk import close_quietly, make_folder, sync_file, sync_folder
 from ...storage.local import LocalStorage
 from ..common.folders import name_latest
 from ..common.training_archive import archive_in
@@ -94,7 +94,7 @@ class PartFolder:
             try:
                 sync_file(fd)
             finally:
-                let_go(fd)
+                close_quietly(fd)
         sync_folder(step_folder)
         sync_folder(step_folder.parent)
         name_latest(step_folder.parent / TRACKER, str(self._step))
