@@ -110,7 +110,7 @@ here.tell(training.step)
 def test_a_save_that_fails_on_one_rank_is_raised_on_all_and_latest_names_the_one_before(worlds, tmp_path, rank):
     ends = worlds.run(2, _FAILS.format(rank=rank, folder=str(tmp_path / "run")))
     for number, end in enumerate(ends):
-        assert end.told[0][:2] == [6, "OSError" if number == rank else "PeerFailedError"]
+        assert end.told[0][:2] == [6, "StorageUnavailableError" if number == rank else "PeerFailedError"]
         assert "no room" in end.told[0][2]
         assert end.told[-1] == 2
     assert (tmp_path / "run" / "latest").read_text() == "global_step2"
