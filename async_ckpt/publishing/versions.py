@@ -36,6 +36,7 @@ from ..storage.disk import sync_folder, translated
 from ..storage.interface import Storage
 from ..storage.locks import TEMP_SUFFIX, temps_of
 from ..storage.scratch import Scratch
+from ..storage.stores import PROBE
 from .base_model import BaseModel
 from .notes import SINGLE
 from .source import VersionSource, WeightsState
@@ -374,10 +375,11 @@ class Ownership:
             self._also.take()
         owner = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
         self._note = json.dumps({**owner, "unsealed": self._unsealed()}, sort_keys=True).encode() + b"\n"
-        names = [] if self._storage.remote else self._storage.names("")
+        names = self._storage.names("")
         marks = [name for name in names if name.startswith(".replaced.") and name.endswith(TEMP_SUFFIX)]
-        left = [*temps_of(_OWNER, names), *marks]
-        self._storage.sweep("", left, delete=True)  # left by processes that were killed in `replace`
+        probes = [name for name in names if name.startswith(PROBE)]
+        left = [*temps_of(_OWNER, names), *marks, *probes]
+        self._storage.sweep("", left, delete=True, decided=True)  # left by processes that were killed meanwhile
         self._storage.replace(_OWNER, self._note)
         if self._storage.remote:  # it may have been emptied, and get other versions by the same numbers
             mark_replaced(self._storage)

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from ..errors import CheckpointError
 from ..storage.interface import Storage
+from ..storage.stores import PROBE
 from .manifest import NAME as MANIFEST
 from .manifest import Manifest, attempt_of, intent_name, is_retired_name
 from .manifest import parse as parse_manifest
@@ -20,7 +21,7 @@ from .receipts import attempt_of_all, is_beside, is_receipt_folder
 from .root import Root
 
 _ARCHIVE: Final = re.compile(r"(rank_\d{5,}|driver)\.[0-9a-f]{8}\.tar")
-_TEMP: Final = re.compile(r"\..*\.async_ckpt-tmp|\.async_ckpt-probe-[0-9a-f]+")
+_TEMP: Final = re.compile(rf"\..*\.async_ckpt-tmp|{re.escape(PROBE)}[0-9a-f]+")
 _CLAIM: Final = re.compile(r"world\.[0-9a-f]{16}(\.\d{5,}|\.[0-9a-f]{8})?\.json")
 _OF_OTHER_RANK: Final = re.compile(r"\.?rank_(?!00000\.)\d{5,}\.[0-9a-f]{8}\.")
 # How often to look again for a listed manifest that is gone when it is read: more often than others replace it.

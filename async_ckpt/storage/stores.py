@@ -16,6 +16,8 @@ MAX_PARTS: Final = 10_000
 MAX_KEY_BYTES: Final = 1024
 # No writer of an object of this age, by the store's clock, can still be alive.
 ORPHAN_SECONDS: Final = 86400.0
+# How the names of objects begin by which a store is asked what it can do.
+PROBE: Final = ".async_ckpt-probe-"
 
 # Advice on refusals.
 CREATE: Final = "create it, or correct the URL"

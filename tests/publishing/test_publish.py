@@ -56,6 +56,7 @@ from async_ckpt.publishing import source
 from async_ckpt.publishing.delta_base import DeltaBase
 from async_ckpt.publishing.versions import Ownership
 from async_ckpt.saving.default import held_memory
+from async_ckpt.storage import stores
 from async_ckpt.storage.place import storage_at
 from examples.dispatch import LocalDispatch, Trainee
 
@@ -878,6 +879,21 @@ def test_a_forked_child_is_told_to_make_its_own_and_does_the_parents_no_harm(tmp
 
 
 # --- stores ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_store_was_asked_with_by_a_publisher_that_was_killed_is_swept_a_day_later(bucket, s3, monkeypatch):
+    place = Place(f"s3://{bucket}/weights", options=s3.options)
+    storage = storage_at(place)
+    for name in (".async_ckpt-probe-0123456789abcdef", "own.json"):
+        storage.put_new(name, b"probe")
+    with Line(place) as line:
+        line.publish(1)
+    assert storage.exists(".async_ckpt-probe-0123456789abcdef")  # its publisher may live
+    monkeypatch.setattr(stores, "ORPHAN_SECONDS", -3600.0)
+    with Line(place) as line:
+        line.publish(2)
+    assert not storage.exists(".async_ckpt-probe-0123456789abcdef")
+    assert storage.exists("own.json")
 
 
 def test_versions_in_a_bucket_are_published_followed_kept_and_retired(bucket, s3, tmp_path):

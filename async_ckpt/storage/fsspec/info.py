@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple, Protocol
 
+from ..stores import PROBE
+
 
 class Moment(Protocol):
     """A `datetime`; its module is a clock, and clocks are not imported here."""
@@ -27,4 +29,4 @@ class ReplacedError(Exception):
 
 
 def probe_name() -> str:
-    return f".async_ckpt-probe-{os.urandom(4).hex()}"
+    return f"{PROBE}{os.urandom(4).hex()}"

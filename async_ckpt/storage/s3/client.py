@@ -294,7 +294,7 @@ class Client:
     @contextmanager
     def probe(self) -> Iterator[str]:
         """A small object that exists within the block."""
-        path = f".async_ckpt-probe-{secrets.token_hex(8)}"
+        path = f"{stores.PROBE}{secrets.token_hex(8)}"
         self.put(path, b"probe")
         try:
             yield path
