@@ -67,7 +67,8 @@ class FolderReplica:
         self.state: WeightsState | None = None
         self._installed = InstalledFiles({}, (), "")  # the files that versions have put there
         with translated(folder):
-            is_folder, exists = folder.is_dir(), os.path.lexists(folder)
+            # In this order: another process that pulls here may make the folder at this moment.
+            exists, is_folder = os.path.lexists(folder), folder.is_dir()
             names = {*os.listdir(folder)} - _OF_DISKS if is_folder else set()
         if exists and not is_folder:
             raise NotADirectoryError(f"{folder} is a file; give a folder to pull into")

@@ -878,6 +878,21 @@ def test_a_forked_child_is_told_to_make_its_own_and_does_the_parents_no_harm(tmp
     assert Subscriber(tmp_path / "weights-own").versions() == [1]
 
 
+def test_a_folder_that_another_process_makes_at_this_moment_is_taken(tmp_path, monkeypatch):
+    into, lexists = tmp_path / "into", os.path.lexists
+
+    def made_meanwhile(path: Any) -> bool:
+        if Path(path) == into:
+            into.mkdir(exist_ok=True)
+        return lexists(path)
+
+    with Line(tmp_path / "weights") as line, line.subscriber() as subscriber:
+        line.publish(1)
+        monkeypatch.setattr(os.path, "lexists", made_meanwhile)
+        subscriber.pull(into)
+        line.assert_is(1, into)
+
+
 # --- stores ---------------------------------------------------------------------------------------------------------
 
 
