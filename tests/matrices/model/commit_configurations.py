@@ -58,6 +58,7 @@ def _broken(what: str, num_ranks: int, *plans: tuple[int, ...], **more: int) -> 
     return Configuration(what, num_ranks, plans, **more, broken=what)  # type: ignore[arg-type]
 
 
+# Each with the number of the invariant that is violated, here and below.
 _BROKEN: Final = (
     (_broken("receipts are not awaited", 3, (1,)), 4),
     (_broken("receipts before archives", 3, (1,)), 4),

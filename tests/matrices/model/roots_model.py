@@ -118,7 +118,7 @@ def _caught_up(state: State) -> list[RootsMove]:
     archives = tuple(range(len(state.ranks)))
     copied = state.roots[lacking]._replace(archives=archives, manifest=True)
     roots = (copied, state.roots[1]) if lacking == 0 else (state.roots[0], copied)
-    return [RootsMove(0, lacking, "catch up", state._replace(roots=roots))]
+    return [RootsMove(-1, lacking, "catch up", state._replace(roots=roots))]
 
 
 class Process:
@@ -375,4 +375,5 @@ def stuck(state: State) -> str | None:
 def told(move: RootsMove) -> str:
     """A move for people."""
     have = ["manifest" if root.manifest else root.verdict or root.said or "nothing" for root in move.then.roots]
-    return f"rank {move.rank}, root {move.root + 1}: {move.what:26} roots: {have[0]}, {have[1]}"
+    who = "a later start" if move.rank < 0 else f"rank {move.rank}"
+    return f"{who}, root {move.root + 1}: {move.what:26} roots: {have[0]}, {have[1]}"
