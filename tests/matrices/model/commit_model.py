@@ -3,10 +3,11 @@
 In: a state. Out: the states that follow. Knows nothing of: the order in which states are looked at, and what must hold in them.
 
 Each step makes at most one change to storage, and is named by the function of the library that it stands for (`STANDS_FOR`). Reads that
-follow one listing are taken for one moment. There is one root, whose listings show at once what is written unless a configuration is `slow`; there is no `overwrite`, no journal, no
-sweep, no put that fails and arrives all the same, and a rank has one save under way. A process
-that has crashed is one that takes no step any more. It needs no steps of its own: what must hold is said of storage and of handles alone,
-and storage after a crash is storage while that process sleeps. So all crashes, and all processes that wake late, are among the orders.
+follow one listing are taken for one moment. There is one root, whose listings show at once what is written unless a configuration is
+`slow`; there is no `overwrite`, no journal, no sweep, no put that fails and arrives all the same, and a rank has one save under way. A
+process that has crashed is one that takes no step any more. It needs no steps of its own: what must hold is said of storage and of handles
+alone, and storage after a crash is storage while that process sleeps. So all crashes, and all processes that wake late, are among the
+orders.
 
 Two savings leave out no state that an invariant tells apart. A rank's archive has a name of its own, and nothing looks at it before the
 receipt that follows it; so putting it commutes with each step of every other process, and where a process can do so, only that step is taken
