@@ -68,7 +68,7 @@ def _split(
     for segment in segments:
         late = [p for p in segment.pieces if p.tensor in may_be_late] if may_be_late else []
         urgent = [p for p in segment.pieces if p.tensor not in may_be_late] if late else segment.pieces
-        if late and not urgent and not segment.literals:
+        if may_be_late and not urgent:
             later.append(SegmentJob(segment, late))
         elif late and num_held < may_hold:
             num_held += 1

@@ -12,11 +12,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..backends import device_of, is_dense
+from ..backends import device_of, is_dense, is_on_host
 from ..errors import TornSnapshotError
 from ..format.layout import Piece
 from ..host.memory import Segment
-from ..spec import TensorSpec
+from ..spec import KIB, MIB, TensorSpec
 from .device import Alias, Device, dense_blocks, memmove
 
 
@@ -28,6 +28,12 @@ class Wording(NamedTuple):
 
 
 _ANY_COPY: Final = Wording()
+
+# What `locate` copies itself, beside deferred tensors. Waking a thread for it would hold the caller longer, and so
+# would every segment with such a tensor, of which few can be filled in two goes.
+_SMALL_BYTES: Final = 64 * KIB
+_MAX_SMALL: Final = 1024
+_MAX_SMALL_BYTES: Final = 2 * MIB
 
 
 class SourceTensors:
@@ -61,9 +67,25 @@ class SourceTensors:
         self._dense = [False] * len(tensors)
         self.aliases: dict[int, Alias] = {}  # deferred tensors are read through these
         self._storages: list[Any] = []
+        self._small = self._small_ones() if deferred else ()
+        self._copies: torch.Tensor | None = None  # of the small ones
+
+    def _small_ones(self) -> list[int]:
+        """The numbers of small tensors on the host, such as the steps of AdamW."""
+        small: list[int] = []
+        left = _MAX_SMALL_BYTES
+        for i, tensor in enumerate(self.tensors):
+            if is_on_host(tensor) and i not in self.deferred and i not in self._frozen:
+                num_bytes = tensor.nbytes
+                if num_bytes <= min(left, _SMALL_BYTES) and is_dense(tensor):
+                    small.append(i)
+                    left -= num_bytes
+                    if len(small) == _MAX_SMALL:
+                        break
+        return small
 
     def locate(self) -> None:
-        """Note where each tensor lies, and keep its memory alive. On the caller's thread."""
+        """Note where each tensor lies, keep its memory alive, and copy the small ones. On the caller's thread."""
         for i, tensor in enumerate(self.tensors):
             self._dense[i] = dense = i in self.deferred or is_dense(tensor)
             if (place := device_of(tensor)) is not None:
@@ -78,11 +100,23 @@ class SourceTensors:
         if self.devices or self.deferred:
             # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
             self._storages = [t.untyped_storage() for i, t in enumerate(self.tensors) if i not in self.aliases]
+        if self._small:
+            self._copy_small()
+
+    def _copy_small(self) -> None:
+        sizes = [self.tensors[i].nbytes for i in self._small]
+        self._copies = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        place = self._copies.data_ptr()
+        for i, num_bytes in zip(self._small, sizes, strict=True):
+            if num_bytes:
+                memmove(place, self._pointers[i], num_bytes)
+                self._pointers[i] = place
+                place += num_bytes
 
     @property
     def may_be_late(self) -> frozenset[int]:
         """The numbers of the tensors that may be copied after `save` has returned."""
-        return self._frozen.union(self.deferred)
+        return self._frozen.union(self.deferred, self._small)
 
     def needs_frozen(self, numbers: Iterable[int]) -> bool:
         """True if copying these tensors has to wait for the snapshots that frozen tensors are parts of.
@@ -168,7 +202,7 @@ class SourceTensors:
         """Let go of the tensors; a handle may be kept for long. The devices stay, for `stall_seconds`."""
         self.specs, self.tensors, self.deferred = (), [], {}
         self._device_of, self._pointers, self._dense = [], [], []
-        self.aliases, self._storages = {}, []
+        self.aliases, self._storages, self._copies = {}, [], None
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:

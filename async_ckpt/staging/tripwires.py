@@ -6,6 +6,7 @@ In: deferred tensors, at `save` and later. Out: the numbers of torn tensors. Kno
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, Protocol
@@ -17,10 +18,13 @@ from .tensors import SourceTensors
 
 # The number of bytes that are compared in each deferred tensor.
 SAMPLE_BYTES: Final = 64
+_STEPS: Final = torch.arange(SAMPLE_BYTES, dtype=torch.int64, device="cpu")
 
 
 class _WatchedTensor:
     """One deferred tensor: the stride of its samples, and the counters of writes to it."""
+
+    __slots__ = ("_counters", "_owner", "_versions", "alias", "number", "stride")
 
     def __init__(self, number: int, alias: Alias, tensor: torch.Tensor, owner: torch.Tensor) -> None:
         """`owner` is the optimizer's own tensor of this memory, perhaps the same object."""
@@ -50,9 +54,9 @@ class _HostSample:
         """The numbers of tensors that are gone are added to `gone`; None on the caller's thread, where none can go."""
         samples = bytearray(len(tensors) * SAMPLE_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(samples))
-        starts = torch.tensor([(w.alias.address, w.stride) for w in tensors], dtype=torch.int64, device="cpu")
-        steps = torch.arange(SAMPLE_BYTES, dtype=torch.int64, device="cpu")
-        addresses = starts[:, :1] + starts[:, 1:] * steps
+        starts = torch.frombuffer(array("q", [w.alias.address for w in tensors]), dtype=torch.int64)
+        strides = torch.frombuffer(array("q", [w.stride for w in tensors]), dtype=torch.int64)
+        addresses = torch.addcmul(starts[:, None], strides[:, None], _STEPS)
         if gone is None:
             sample_now(samples, addresses)
         elif sample_by_kernel(address, addresses) != len(samples):

@@ -35,6 +35,8 @@ from async_ckpt.staging.tensors import SourceTensors
 
 # The allocator gives memory back to the system when a tensor of more than 32 MiB is freed, and may keep that of others.
 LARGE_MIB = 36
+# The largest tensor that the call copies itself.
+SMALL = 64 * 1024
 
 
 class HeldCrew(Crew):
@@ -43,11 +45,13 @@ class HeldCrew(Crew):
     def __init__(self) -> None:
         super().__init__("held", 1)
         self._held: list[Callable[[], None]] = []
+        self.num_now = 0  # tasks that the caller waited for
 
     def submit(self, task: Callable[[], None], refused: Any = None) -> None:
         if task.__name__ == "_fill_later":
             self._held.append(task)
         else:
+            self.num_now += 1
             task()
 
     def release(self) -> None:
@@ -188,6 +192,50 @@ SAVED_AS: dict[str, Callable[[torch.nn.Parameter], torch.Tensor]] = {
     "detached": lambda p: p.detach(),
     "its data": lambda p: p.data,
 }
+
+
+# --- small tensors beside them ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[4], [0, 4, 1], [1, SMALL, 0, 7], [4] * 1000, [SMALL] * 32], ids=len)
+def test_the_call_copies_small_tensors_itself_and_waits_for_no_thread(staged, sizes):
+    p = staged.parameter()
+    want = bytes_of(p)
+    small = [torch.full((size,), 1 + i % 250, dtype=torch.uint8) for i, size in enumerate(sizes)]
+    made = staged([p, *small], sgd(p))
+    assert made.crew.num_now == 0
+    for tensor in small:
+        tensor.zero_()
+
+    assert made.copy() is None
+    assert made.bytes_of(0) == want
+    assert [made.bytes_of(1 + i) for i in range(len(small))] == [bytes([1 + i % 250]) * n for i, n in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("sizes", [[SMALL + 1], [4] * 1025, [SMALL] * 33, [SMALL, SMALL + 1, 4]], ids=len)
+def test_tensors_that_are_not_small_or_too_many_may_change_right_after_the_call_too(staged, sizes):
+    p = staged.parameter()
+    want = bytes_of(p)
+    others = [torch.full((size,), 1 + i % 250, dtype=torch.uint8) for i, size in enumerate(sizes)]
+    made = staged([p, *others], sgd(p))
+    assert made.crew.num_now == 1
+    for tensor in others:
+        tensor.zero_()
+
+    assert made.copy() is None
+    assert made.bytes_of(0) == want
+    assert [made.bytes_of(1 + i) for i in range(len(others))] == [bytes([1 + i % 250]) * n for i, n in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("small", [torch.eye(3)[:, :2], torch.ones(4, dtype=torch.complex64).conj()])
+def test_small_tensors_that_are_not_dense_may_change_right_after_the_call_too(small):
+    p = parameter()
+    dense = small.resolve_conj().clone(memory_format=torch.contiguous_format)
+    made = Staged([p, small], sgd(p))
+    small.zero_()
+
+    assert made.copy() is None
+    assert made.bytes_of(1) == bytes_of(dense)
 
 
 # --- another tensor in its place --------------------------------------------------------------------------------
