@@ -71,6 +71,8 @@ def _tables() -> dict[str, Callable[[], Table]]:
 FIGURES: Final[dict[str, Measure]] = {
     "stall": figures.stall,
     "guarded_stall": figures.guarded_stall,
+    "guarded_call": figures.guarded_call,
+    "first_saves": figures.first_saves,
     "durable_bandwidth": figures.durable_bandwidth,
     "small": figures.small,
     "restore": figures.restore,

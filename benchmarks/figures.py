@@ -47,6 +47,8 @@ _MEMORY_ROUNDS: Final = 2
 # Of pure Python, on either side of each save.
 _NUM_COUNTS: Final = 500
 _DATA_BYTES: Final = 256 * MIB
+# In each round, of calls that take milliseconds.
+_CALLS: Final = 5
 # On either side of each save of the training figure.
 _UNDISTURBED_STEPS: Final = 4
 
@@ -60,6 +62,12 @@ class Saves:
         self._state = state
         self._steps = itertools.count(1)
         self.run()
+
+    def __enter__(self) -> Saves:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.checkpointer.close()
 
     def begin(self) -> SaveHandle:
         return self.checkpointer.save(self._state, next(self._steps))
@@ -158,6 +166,49 @@ def guarded_stall(setting: Setting) -> dict[str, Figure]:
     title = "stall of save(guard=optimizer), its step included, when forward and backward outlast the copy"
     note = f"which takes {median(staging):.0f} ms meanwhile"
     return {"guarded_stall": Figure(title, "ms", "fixed", Target("≤", 1.0), pairs, note)}
+
+
+def guarded_call(setting: Setting) -> dict[str, Figure]:
+    """The call of a guarded save alone: no step follows, and nothing else runs."""
+    subject = Training(setting.compare_bytes, batch=1)
+    saves = Saves(setting.folder / "call", subject.state, guard=subject.optimizer)
+    with saves.checkpointer:
+        stalls = [(saves.run().stall_seconds * 1e3, 2.0) for _ in range(_CALLS * setting.rounds)]
+    few, many = setting.num_mebibytes
+    parameters = [torch.nn.Parameter(torch.rand(MIB // 4)) for _ in range(many)]
+    optimizer = torch.optim.SGD(parameters)
+    each: list[float] = []
+    with (
+        Saves(setting.folder / "few", parameters[:few], guard=optimizer) as fewer,
+        Saves(setting.folder / "many", parameters, guard=optimizer) as more,
+    ):
+        for _ in range(_CALLS * setting.rounds):
+            seconds = more.run().stall_seconds - fewer.run().stall_seconds
+            each.append(seconds / (many - few) * 1e6)
+    title = f"stall of save(guard=optimizer) of {setting.compare_bytes / 1e9:.2f} GB, no step"
+    by_tensor = f"the same per tensor of 1 MiB ({many} beside {few})"
+    return {
+        "guarded_call": Figure(title, "ms", "fixed", Target("≤", 1.0), stalls),
+        "guarded_tensor": Figure(by_tensor, "µs", "fixed", Target("≤", 1.0), [(value, 12.0) for value in each]),
+    }
+
+
+def first_saves(setting: Setting) -> dict[str, Figure]:
+    """In processes of their own, whose pool of host memory is cold, while nothing trains."""
+    num_bytes = setting.first_bytes_here()
+    told = [probe.first_saves(setting.folder, num_bytes) for _ in range(setting.few_rounds)]
+    of, later = f"save of {num_bytes / 1e9:.2g} GB into a cold pool", "a later one"
+
+    def figure(title: str, unit: str, number: int, most: float, seconds: Callable[[SaveReport], float]) -> Figure:
+        pairs = [(seconds(saves[number]), median(map(seconds, saves[2:]))) for saves in told]
+        return Figure(title, unit, later, Target("≤", most), pairs)
+
+    return {
+        "first_total": figure(f"first {of}, call to durable", "s", 0, 2.0, lambda report: report.total_seconds),
+        "first_stall": figure("the same: stall", "s", 0, 2.0, lambda report: report.stall_seconds),
+        "second_total": figure("the second: call to durable", "s", 1, 1.2, lambda report: report.total_seconds),
+        "second_stall": figure("the same: stall", "s", 1, 1.2, lambda report: report.stall_seconds),
+    }
 
 
 def durable_bandwidth(setting: Setting) -> dict[str, Figure]:

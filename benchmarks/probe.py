@@ -14,10 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from time import perf_counter
-from typing import Final, NamedTuple
+from time import perf_counter, sleep
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .apart import result_of
+from .limits import SEGMENT_BYTES, WarmMemory
+
+if TYPE_CHECKING:
+    from async_ckpt import SaveReport
 
 OPTIONAL_PACKAGES: Final = [
     "fsspec",
@@ -32,6 +36,8 @@ OPTIONAL_PACKAGES: Final = [
 
 # The second sweeps what dead writers left, and imports what that takes.
 _NUM_SAVES: Final = 3
+# Two that may find too little memory, and later ones.
+_NUM_FIRST: Final = 5
 _IMPORT: Final = """
 import gc, json, sys, time, torch
 gc.collect()  # what torch has left to the collector is not ours to pay for
@@ -62,6 +68,17 @@ class CommandRuns(NamedTuple):
 def peak_bytes(folder: Path, state_bytes: int, budget: int | None) -> int:
     """Memory that a save took at its peak, beyond what the process held just before."""
     return int(result_of(_measure_peak, folder, state_bytes, budget))
+
+
+def first_saves(folder: Path, state_bytes: int) -> list[SaveReport]:
+    """Reports of a process's first saves of a state, one every second, in the order of the calls.
+
+    Another process has taken as much memory before. A machine that is virtual gives memory its host's pages when that
+    is first used, at a fraction of the usual speed, and only once.
+    """
+    result_of(_take_memory, 2 * state_bytes)
+    reports: list[SaveReport] = result_of(_measure_first, folder, state_bytes)
+    return reports
 
 
 def beyond_segments(root: str, options: Mapping[str, str], state_bytes: int) -> int:
@@ -137,6 +154,25 @@ def _measure_peak(folder: Path, state_bytes: int, budget: int | None) -> int:
     state = {"model": tensors(state_bytes)}
     with AsyncCheckpointer(folder / str(os.getpid()), host_bytes=budget) as checkpointer:
         return _peak_of(lambda: checkpointer.save(state, step=1).result())
+
+
+def _take_memory(num_bytes: int) -> None:
+    WarmMemory(num_bytes, SEGMENT_BYTES)
+
+
+def _measure_first(folder: Path, state_bytes: int) -> list[SaveReport]:
+    from async_ckpt import AsyncCheckpointer
+
+    from .workloads import tensors
+
+    state = {"model": tensors(state_bytes)}
+    reports = []
+    with AsyncCheckpointer(folder / str(os.getpid()), keep=1) as checkpointer:
+        for step in range(_NUM_FIRST):
+            reports.append(checkpointer.save(state, step).result())
+            checkpointer.wait()
+            sleep(1)
+    return reports
 
 
 def _measure_beyond_segments(root: str, options: dict[str, str], state_bytes: int) -> int:

@@ -49,6 +49,10 @@ class Setting:
     gpu_steps: int = 10
     """On either side of each save."""
     num_pending: int = 8192
+    num_mebibytes: tuple[int, int] = (100, 600)
+    """Tensors of 1 MiB in two states."""
+    first_bytes: int = 7 * 1024 * MIB
+    """Of a state that is saved into memory that is new; as far as there is three times as much."""
     shape_rounds: int = 1
     num_shaped: int = 5
     """Candidates that save each shape."""
@@ -78,6 +82,9 @@ class Setting:
     def shape_bytes_here(self) -> int:
         return min(self.shape_bytes, free_memory_bytes() // 8)
 
+    def first_bytes_here(self) -> int:
+        return min(self.first_bytes, free_memory_bytes() // 3)
+
     @classmethod
     def toy(cls, folder: Path) -> Setting:
         sizes: dict[str, Any] = {
@@ -87,6 +94,8 @@ class Setting:
             "gpu_model": "linear",
             "gpu_steps": 1,
             "num_pending": 64,
+            "num_mebibytes": (2, 6),
+            "first_bytes": 96 * MIB,
             "num_shaped": 1,
             "compare_bytes": 48 * MIB,
             "compare_rounds": 1,
