@@ -125,19 +125,24 @@ class WarmMemory:
             os.close(fd)
         return count
 
-    def read_seconds(self, path: Path, into: Sequence[torch.Tensor] | None = None) -> float:
+    def read_seconds(
+        self, path: Path, into: Sequence[torch.Tensor] | None = None, *, through_cache: bool = False
+    ) -> float:
         """The whole file, past the page cache, each piece of memory used again and again.
 
         With `into`, digests are made of each piece, and bytes are copied to these tensors, as many as both have.
+        `through_cache`: processes that read the same file at a time have the disk read it once.
         """
         num_bytes = path.stat().st_size
         free = deque(self.pieces)
         targets = _cuts(into or (), self.piece_bytes, num_bytes // self.piece_bytes + 1)
-        fd = os.open(path, os.O_RDONLY | _O_DIRECT)
+        fd = os.open(path, os.O_RDONLY | (0 if through_cache else _O_DIRECT))
 
         def read(at: int) -> None:
             piece = free.popleft()
             length = whole_pages(min(self.piece_bytes, num_bytes - at))
+            if through_cache:
+                os.posix_fadvise(fd, at, length, os.POSIX_FADV_WILLNEED)
             os.preadv(fd, [memoryview(piece)[:length]], at)
             if into is not None:
                 digest(memoryview(piece)[:length])

@@ -145,7 +145,7 @@ def read(archives: list[Path], state: Any, layout: str) -> None:
     parts = list(local_parts(state))
     ring = WarmMemory(NUM_READERS * READ_BYTES, READ_BYTES)
     for number, file in enumerate(files):
-        ring.read_seconds(file, parts[number :: len(files)])
+        ring.read_seconds(file, parts[number :: len(files)], through_cache=True)
 
 
 def local_parts(value: Any) -> Iterator[torch.Tensor]:

@@ -143,7 +143,7 @@ def plugged_into_dcp(setting: Setting) -> dict[str, Figure]:
     for layout, (told, allowed) in _LAYOUTS.items():
         title = f"{of}: restore into {told}, cold cache"
         figures[f"restore_{layout}"] = Figure(title, "s", loaded, Target("≤", allowed), _whole(loads[layout]))
-        limit = "O_DIRECT read of the archives that it needs, digests, memmove, on all four ranks"
+        limit = "read of the archives that it needs through the page cache, digests, memmove, on all four ranks"
         pairs = _whole(bare[layout])
         figures[f"restore_{layout}_limit"] = Figure(f"{of}: the same", "s", limit, Target("≤", 1.25), pairs)
     title = f"{of}: dcp.load with our reader into {_LAYOUTS['columns'][0]}, cold cache"

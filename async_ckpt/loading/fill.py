@@ -35,6 +35,8 @@ READ_BYTES: Final = 8 * MIB
 _FEW_BYTES: Final = 32 * KIB - 1
 # More than a disk needs at a time, since some threads verify and copy while others read.
 _MIN_READERS: Final = 12
+# From the page cache the processors read, which the readers of all ranks share.
+_MIN_SHARED_READERS: Final = 4
 _MAX_READERS: Final = 16
 
 
@@ -140,7 +142,8 @@ def run_reads(
     """
     if not reads:
         return
-    crew = Crew("read", min(max(_MIN_READERS, num_cpus()), max_threads, len(reads)))
+    fewest = _MIN_SHARED_READERS if any(read.archive.is_shared for read in reads) else _MIN_READERS
+    crew = Crew("read", min(max(fewest, num_cpus()), max_threads, len(reads)))
     with _Ring(crew.max_threads, pin, pool) as ring:
 
         def run(read: Read) -> None:

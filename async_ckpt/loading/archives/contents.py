@@ -54,6 +54,8 @@ class Contents:
     def __init__(self, reader: Reader, *, path: str) -> None:
         self.path = path
         self._reader = reader
+        self.is_shared = False
+        """True if other processes of this machine are about to read the same: it is kept in the page cache."""
 
     def corrupt(self, why: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.path}: {why}; {self._advice}", path=self.path)
@@ -134,9 +136,10 @@ class Contents:
             raise self.corrupt(f"truncated: {error}") from error
 
     def share(self) -> None:
-        """Keep what is read in the page cache: other processes of this machine are about to read the same."""
+        """Keep what is read in the page cache, if the file is on a disk: other processes are about to read the same."""
         if isinstance(self._reader, LocalReader):
             self._reader.share()
+            self.is_shared = True
 
     def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:  # noqa: ARG002
         """The places to read a tensor from, each element once; only `within` will be read of it, None for all.
