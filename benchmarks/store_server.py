@@ -290,6 +290,9 @@ class Connection:
         if "location" in query:
             self._reply_xml("LocationConstraint", "")
             return
+        if "uploads" in query:  # none is older than this server
+            self._reply_xml("ListMultipartUploadsResult", "<IsTruncated>false</IsTruncated>")
+            return
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         after = query.get("continuation-token", query.get("start-after", ""))
         page = self._store.list(bucket, prefix, delimiter, after)

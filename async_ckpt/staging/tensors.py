@@ -67,21 +67,21 @@ class SourceTensors:
         self._dense = [False] * len(tensors)
         self.aliases: dict[int, Alias] = {}  # deferred tensors are read through these
         self._storages: list[Any] = []
+        # Under a guard no tensor is frozen, so that the bytes of all are there.
         self._small = self._small_ones() if deferred else ()
         self._copies: torch.Tensor | None = None  # of the small ones
 
     def _small_ones(self) -> list[int]:
-        """The numbers of small tensors on the host, such as the steps of AdamW."""
+        """The numbers of small tensors on the host, such as the steps of AdamW. No deferred tensor is small."""
         small: list[int] = []
         left = _MAX_SMALL_BYTES
         for i, tensor in enumerate(self.tensors):
-            if is_on_host(tensor) and i not in self.deferred and i not in self._frozen:
-                num_bytes = tensor.nbytes
-                if num_bytes <= min(left, _SMALL_BYTES) and is_dense(tensor):
-                    small.append(i)
-                    left -= num_bytes
-                    if len(small) == _MAX_SMALL:
-                        break
+            num_bytes = tensor.nbytes
+            if num_bytes <= min(left, _SMALL_BYTES) and is_on_host(tensor) and is_dense(tensor):
+                small.append(i)
+                left -= num_bytes
+                if len(small) == _MAX_SMALL:
+                    break
         return small
 
     def locate(self) -> None:

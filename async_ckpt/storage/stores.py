@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from ..errors import StorageUnavailableError
 from ..spec import MIB
 
 # S3 refuses smaller parts, except for the last, and a 10,001st part; S3, Google and Azure refuse longer keys.
@@ -51,3 +52,12 @@ def part_segments(num_bytes: int, segment_bytes: int) -> int:
 def key_too_long(shown: str, num_bytes: int) -> str:
     """The message about a key that exceeds the limit of all stores."""
     return f"{shown:.100}…: a key of {num_bytes:,} bytes, and stores take {MAX_KEY_BYTES:,}; shorten it"
+
+
+def endless_listing(shown: str) -> StorageUnavailableError:
+    """The error for a store of which one page of a listing leads back to an earlier one, or to none."""
+    return StorageUnavailableError(
+        f"{shown}: the store says that its listing goes on, but gives nothing new; check that the endpoint is a store, "
+        "or tell those who run it",
+        path=shown,
+    )

@@ -338,6 +338,39 @@ def test_a_store_that_lists_no_uploads_is_told_once(through, proxy, caplog):
     assert len([r for r in caplog.records if "lifecycle rule" in r.message]) == 1
 
 
+def test_a_store_that_lists_objects_when_it_is_asked_for_uploads_is_told_and_listed_no_further(
+    through, monkeypatch, caplog
+):
+    for number in range(3):
+        through.put_new(f"f/{number}", b"")
+    call = place_of(through).call
+
+    def listing_objects(method, name, **parameters):
+        if method == "list_multipart_uploads":
+            return call("list_objects_v2", name, Prefix=parameters["Prefix"], MaxKeys=1)
+        return call(method, name, **parameters)
+
+    monkeypatch.setattr(place_of(through), "call", listing_objects)
+
+    assert through.sweep_uploads() == []
+    assert [r.message for r in caplog.records if "gives nothing new" in r.message]
+
+
+@pytest.mark.parametrize("markers", [[None], ["a", "a"], ["a", "b", "a"]], ids=["nowhere", "to itself", "in a circle"])
+def test_a_listing_that_leads_to_no_new_page_is_refused(through, monkeypatch, markers):
+    pages = iter(markers)
+
+    def next_page(*_, **__):
+        marker = next(pages)  # no more are asked for
+        return {"IsTruncated": True} | ({} if marker is None else {"NextContinuationToken": marker})
+
+    monkeypatch.setattr(place_of(through), "call", next_page)
+
+    with pytest.raises(StorageUnavailableError, match="gives nothing new; check that the endpoint is a store"):
+        through.names("f")
+    assert next(pages, "none left") == "none left"
+
+
 def test_elsewhere_there_are_no_uploads():
     assert FsspecStorage("memory://run").sweep_uploads() == []
 

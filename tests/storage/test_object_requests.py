@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
 import threading
 
+import obstore
 import pytest
 from ceph import (
     as_ceph,
@@ -279,6 +281,16 @@ def test_a_listing_is_of_one_level_however_much_lies_below_and_beside(s3, bucket
     assert store.names("step_2") == ["deep"]
     assert store.names("missing") == []
     assert ObjectStorage(f"s3://{bucket}", s3.options).names("") == ["run", "run2"]
+
+
+def test_a_store_that_lists_the_same_page_for_ever_is_refused(store, monkeypatch):
+    store.put_new("f/a", b"")
+    store.put_new("f/b", b"")
+    listed = obstore.list
+    monkeypatch.setattr(obstore, "list", lambda *given: itertools.cycle(list(listed(*given))))
+
+    with pytest.raises(StorageUnavailableError, match="gives nothing new; check that the endpoint is a store"):
+        store.sizes("f")
 
 
 def test_a_listing_of_many_pages_is_whole(s3, bucket, store):

@@ -166,6 +166,11 @@ MUTANTS = [
     Mutant(
         "each segment is a copy of its own", "if (target + length, number, source + length) == piece[:3]:", "if False:"
     ),
+    Mutant("small tensors are read where they lie later", "self._pointers[i] = place\n", "pass\n"),
+    Mutant("small tensors of any layout are copied as they lie", "is_on_host(tensor) and is_dense(tensor):", "True:"),
+    Mutant("a call copies any number of small tensors", "if len(small) == _MAX_SMALL:", "if False:"),
+    Mutant("a call copies small tensors of any size in all", "left -= num_bytes", "left -= 0"),
+    Mutant("a call waits for segments of literals", "if may_be_late and not urgent:", "if late and not urgent:"),
     Mutant(
         "conjugated tensors are dense",
         "tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())",

@@ -24,6 +24,8 @@ from .setup import OncePerProcess
 
 _CONFLICT_TRIES: Final = 4
 # S3 takes no more in one request.
+# Where the next page of a listing begins.
+_MARKERS: Final = ("ContinuationToken", "KeyMarker", "UploadIdMarker")
 _MAX_DELETED: Final = 1000
 # A body goes to the socket in copies of this size: one join below 1 MiB keeps the GIL, so no slice is torn.
 _SLICE_BYTES: Final = 256 * KIB
@@ -297,14 +299,18 @@ class Bucket:
         return ["", *(f"/{path}" for path in self.sizes(name))], []
 
     def _pages(self, method: str, name: str, **parameters: Any) -> Iterator[Any]:
+        """The pages of a listing. Raises StorageUnavailableError if one leads back to an earlier one, or nowhere."""
+        marker: dict[str, Any] = {}
+        seen: set[tuple[Any, ...]] = {()}
         while True:
-            page = self.call(method, name, **parameters)
+            page = self.call(method, name, **parameters, **marker)
             yield page
             if not page.get("IsTruncated"):
                 return
-            for marker in ("ContinuationToken", "KeyMarker", "UploadIdMarker"):
-                if f"Next{marker}" in page:
-                    parameters[marker] = page[f"Next{marker}"]
+            marker = {key: page[f"Next{key}"] for key in _MARKERS if f"Next{key}" in page}
+            if (place := tuple(marker.items())) in seen:
+                raise stores.endless_listing(f"s3://{name}")
+            seen.add(place)
 
     def now(self) -> Moment:
         response = self.call("list_objects_v2", self._root, Prefix=self.split(self._root)[1], MaxKeys=1)

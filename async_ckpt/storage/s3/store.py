@@ -152,6 +152,8 @@ class ObjectStorage(Storage):
             sizes_by_key: dict[str, int] = {}
             for page in obstore.list(store, key or None):
                 call.moved()
+                if page and all(meta["path"] in sizes_by_key for meta in page):
+                    raise stores.endless_listing(self.locate(folder))
                 sizes_by_key.update((meta["path"], meta["size"]) for meta in page if meta["path"] != key)
             return sizes_by_key
 
