@@ -18,6 +18,10 @@ import pytest
 # What the modules beside the tests assert says what it has seen, as in a test.
 pytest.register_assert_rewrite("faulty", "children", "exported", "loans", "packing", "published", "states")
 
+# Two workers share two processors: the threads of OpenMP would only spin beside each other, which takes half of the time.
+# It looks here once, when torch is imported. A product of matrices is rounded otherwise on a thread that has helpers.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import clients
 import durations
 import simulated
@@ -35,8 +39,6 @@ from async_ckpt.storage.local import LocalReader
 from async_ckpt.testing import FaultyProxy, moto_server, rclone_server
 from async_ckpt.testing.servers import Server
 
-# Two workers share two processors: the threads of OpenMP would only spin beside each other, which takes half of the time.
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 torch.set_num_threads(1)
 # On a slow machine anything may take long enough to be told of, or be drawn late, which is no failure.
 waits._FIRST_SECONDS = 60.0

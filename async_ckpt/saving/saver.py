@@ -207,6 +207,7 @@ class Saver:
             deferred=deferred,
             frozen=frozen,
             after=captured.completions,
+            copies_small=True,
             wording=Wording(copy_name),
         )
         return Snapshot(

@@ -29,7 +29,7 @@ class Wording(NamedTuple):
 
 _ANY_COPY: Final = Wording()
 
-# What `locate` copies itself, beside deferred tensors. Waking a thread for it would hold the caller longer, and so
+# What `locate` may copy itself, beside deferred tensors. Waking a thread for it would hold the caller longer, and so
 # would every segment with such a tensor, of which few can be filled in two goes.
 _SMALL_BYTES: Final = 64 * KIB
 _MAX_SMALL: Final = 1024
@@ -51,12 +51,14 @@ class SourceTensors:
         deferred: Mapping[int, torch.Tensor],
         frozen: frozenset[int] = frozenset(),
         after: Sequence[Future[None]] = (),
+        copies_small: bool = False,
         wording: Wording = _ANY_COPY,
     ) -> None:
         """`deferred` has the optimizer's own tensor by the number of each tensor that may be copied later.
 
         `frozen` tensors are parts of other snapshots: they change no more, and have their bytes once `after` has
-        resolved.
+        resolved. With `copies_small`, `locate` copies small tensors beside deferred ones, and the segments get their
+        bytes later, too.
         """
         self.specs, self.tensors, self.deferred = specs, tensors, deferred
         self._frozen, self._after, self.wording = frozen, after, wording
@@ -68,7 +70,7 @@ class SourceTensors:
         self.aliases: dict[int, Alias] = {}  # deferred tensors are read through these
         self._storages: list[Any] = []
         # Under a guard no tensor is frozen, so that the bytes of all are there.
-        self._small = self._small_ones() if deferred else ()
+        self._small = self._small_ones() if deferred and copies_small else ()
         self._copies: torch.Tensor | None = None  # of the small ones
 
     def _small_ones(self) -> list[int]:

@@ -72,7 +72,7 @@ class Staged:
         self.image = bytearray(sum(sizes))
         self._between: dict[int, Callable[[], None]] = {}
         self._extents = extents
-        source = SourceTensors(specs, tensors, deferred=deferrable((optimizer,), tensors))
+        source = SourceTensors(specs, tensors, deferred=deferrable((optimizer,), tensors), copies_small=True)
         self.snapshot = Snapshot(
             source,
             slices(sum(sizes), SEGMENT, cut(extents, SEGMENT), ()),

@@ -118,6 +118,25 @@ def test_three_readers_get_the_very_instant_while_training_goes_on_and_it_is_cop
     assert difference(state_of(model), wanted["model"]) is not None
 
 
+def test_what_a_guard_does_not_defer_is_there_when_the_call_returns(no_copying, tmp_path):
+    model, optimizer = trained(8)
+    array, rng = numpy.arange(1, 701, dtype=numpy.uint32), RngState()
+    with open_run(tmp_path) as ckpt:
+        with async_ckpt.snapshot(
+            {"model": model, "optimizer": optimizer, "array": array, "rng": rng}, guard=optimizer
+        ) as snap:
+            drawn, wanted = numpy.random.get_state()[1].copy(), array.copy()
+            array[:] = 0
+            numpy.random.rand(1000)
+            saved = ckpt.save(snap, step=1)  # takes arrays as they are now
+            no_copying.set()
+        saved.result()
+        found = ckpt.load(1)
+
+    assert numpy.array_equal(found["array"], wanted)
+    assert numpy.array_equal(found["rng"]["numpy"]["state"]["key"], drawn)
+
+
 def test_an_export_knows_the_config_and_the_ties_of_the_model_that_the_snapshot_is_of(tmp_path):
     model, _ = trained()
     wanted = state_of(model)

@@ -170,6 +170,9 @@ MUTANTS = [
     Mutant("small tensors of any layout are copied as they lie", "is_on_host(tensor) and is_dense(tensor):", "True:"),
     Mutant("a call copies any number of small tensors", "if len(small) == _MAX_SMALL:", "if False:"),
     Mutant("a call copies small tensors of any size in all", "left -= num_bytes", "left -= 0"),
+    Mutant(
+        "small tensors of a held snapshot come later", "if deferred and copies_small else ()", "if deferred else ()"
+    ),
     Mutant("a call waits for segments of literals", "if may_be_late and not urgent:", "if late and not urgent:"),
     Mutant(
         "conjugated tensors are dense",
@@ -381,6 +384,7 @@ def _short(place: Path) -> str:
 
 def _import_for_all() -> None:
     """What the tests import, but for the package: each fork has it."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as tests/conftest.py has it, and before torch looks
     for name in ("pytest", "numpy", "torch", "torch._inductor", "torch.optim", "torch.distributed.tensor"):
         importlib.import_module(name)
 
