@@ -15,6 +15,7 @@ from states import MIB, leftovers, open_run
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, TornSnapshotError
 from async_ckpt.staging.guard import deferrable, gate_of, unwrapped
+from async_ckpt.staging.snapshot import Snapshot
 from async_ckpt.state.capture import capture
 
 # Several times the budget of host memory, so that a copy cannot end before the disk has taken some of it.
@@ -408,6 +409,25 @@ def test_small_tensors_and_hyperparameters_may_change_right_after_save(training)
     assert bool((saved["small"] == 3).all())
     assert saved["optimizer"]["param_groups"][0]["lr"] == 1.0
     assert bool((saved["large"] == 1).all())
+
+
+@pytest.mark.parametrize("width", [256, 512, 1000])
+def test_the_call_for_a_guarded_training_waits_for_no_thread_that_copies(tmp_path, monkeypatch, width):
+    model = torch.nn.Sequential(torch.nn.Linear(1024, width), torch.nn.LayerNorm(width), torch.nn.Linear(width, 1024))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 1024)).square().sum().backward()
+    optimizer.step()
+
+    def waits(snapshot: Snapshot) -> None:
+        raise AssertionError(f"the call waits for the copy of {snapshot}")
+
+    monkeypatch.setattr(Snapshot, "_fill_now", waits)
+    with open_run(tmp_path, guard=optimizer) as ckpt:
+        ckpt.save({"model": model, "optimizer": optimizer, "lr": 0.1}, step=1).result()
+        saved = ckpt.load(1)
+
+    assert all(torch.equal(saved["model"][name], tensor) for name, tensor in model.state_dict().items())
+    assert saved["lr"] == 0.1
 
 
 def test_tensors_that_are_not_the_optimizers_may_change_right_after_save(training):

@@ -173,7 +173,11 @@ MUTANTS = [
     Mutant(
         "small tensors of a held snapshot come later", "if deferred and copies_small else ()", "if deferred else ()"
     ),
-    Mutant("a call waits for segments of literals", "if may_be_late and not urgent:", "if late and not urgent:"),
+    Mutant(
+        "a call waits for segments of literals",
+        "if may_be_late and not urgent:",
+        "if late and not urgent and not segment.literals:",
+    ),
     Mutant(
         "conjugated tensors are dense",
         "tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())",
