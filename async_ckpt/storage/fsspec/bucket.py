@@ -23,9 +23,9 @@ from .refusals import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, codes_of, 
 from .setup import OncePerProcess
 
 _CONFLICT_TRIES: Final = 4
-# S3 takes no more in one request.
 # Where the next page of a listing begins.
 _MARKERS: Final = ("ContinuationToken", "KeyMarker", "UploadIdMarker")
+# S3 takes no more in one request.
 _MAX_DELETED: Final = 1000
 # A body goes to the socket in copies of this size: one join below 1 MiB keeps the GIL, so no slice is torn.
 _SLICE_BYTES: Final = 256 * KIB
