@@ -196,7 +196,10 @@ def guarded_call(setting: Setting) -> dict[str, Figure]:
 def first_saves(setting: Setting) -> dict[str, Figure]:
     """In processes of their own, whose pool of host memory is cold, while nothing trains."""
     num_bytes = setting.first_bytes_here()
-    told = [probe.first_saves(setting.folder, num_bytes) for _ in range(setting.few_rounds)]
+    told, copies = [], []
+    for _ in range(setting.few_rounds):
+        told.append(probe.first_saves(setting.folder, num_bytes))
+        copies.append(probe.copy_to_new_seconds(num_bytes))
     of, later = f"save of {num_bytes / 1e9:.2g} GB into a cold pool", "a later one"
 
     def figure(title: str, unit: str, number: int, most: float, seconds: Callable[[SaveReport], float]) -> Figure:
@@ -206,6 +209,13 @@ def first_saves(setting: Setting) -> dict[str, Figure]:
     return {
         "first_total": figure(f"first {of}, call to durable", "s", 0, 2.0, lambda report: report.total_seconds),
         "first_stall": figure("the same: stall", "s", 0, 2.0, lambda report: report.stall_seconds),
+        "first_limit": Figure(
+            "the same",
+            "s",
+            "memmove to memory that is new, same threads",
+            Target("≤", 1.25),
+            [(saves[0].stall_seconds, seconds) for saves, seconds in zip(told, copies, strict=True)],
+        ),
         "second_total": figure("the second: call to durable", "s", 1, 1.2, lambda report: report.total_seconds),
         "second_stall": figure("the same: stall", "s", 1, 1.2, lambda report: report.stall_seconds),
     }
