@@ -63,12 +63,6 @@ class Saves:
         self._steps = itertools.count(1)
         self.run()
 
-    def __enter__(self) -> Saves:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.checkpointer.close()
-
     def begin(self) -> SaveHandle:
         return self.checkpointer.save(self._state, next(self._steps))
 
@@ -178,10 +172,9 @@ def guarded_call(setting: Setting) -> dict[str, Figure]:
     parameters = [torch.nn.Parameter(torch.rand(MIB // 4)) for _ in range(many)]
     optimizer = torch.optim.SGD(parameters)
     each: list[float] = []
-    with (
-        Saves(setting.folder / "few", parameters[:few], guard=optimizer) as fewer,
-        Saves(setting.folder / "many", parameters, guard=optimizer) as more,
-    ):
+    fewer = Saves(setting.folder / "few", parameters[:few], guard=optimizer)
+    more = Saves(setting.folder / "many", parameters, guard=optimizer)
+    with fewer.checkpointer, more.checkpointer:
         for _ in range(_CALLS * setting.rounds):
             seconds = more.run().stall_seconds - fewer.run().stall_seconds
             each.append(seconds / (many - few) * 1e6)
@@ -202,13 +195,13 @@ def first_saves(setting: Setting) -> dict[str, Figure]:
         copies.append(probe.copy_to_new_seconds(num_bytes))
     of, later = f"save of {num_bytes / 1e9:.2g} GB into a cold pool", "a later one"
 
-    def figure(title: str, unit: str, number: int, most: float, seconds: Callable[[SaveReport], float]) -> Figure:
+    def figure(title: str, number: int, most: float, seconds: Callable[[SaveReport], float]) -> Figure:
         pairs = [(seconds(saves[number]), median(map(seconds, saves[2:]))) for saves in told]
-        return Figure(title, unit, later, Target("≤", most), pairs)
+        return Figure(title, "s", later, Target("≤", most), pairs)
 
     return {
-        "first_total": figure(f"first {of}, call to durable", "s", 0, 2.0, lambda report: report.total_seconds),
-        "first_stall": figure("the same: stall", "s", 0, 2.0, lambda report: report.stall_seconds),
+        "first_total": figure(f"first {of}, call to durable", 0, 2.0, lambda report: report.total_seconds),
+        "first_stall": figure("the same: stall", 0, 2.0, lambda report: report.stall_seconds),
         "first_limit": Figure(
             "the same",
             "s",
@@ -216,8 +209,8 @@ def first_saves(setting: Setting) -> dict[str, Figure]:
             Target("≤", 1.25),
             [(saves[0].stall_seconds, seconds) for saves, seconds in zip(told, copies, strict=True)],
         ),
-        "second_total": figure("the second: call to durable", "s", 1, 1.2, lambda report: report.total_seconds),
-        "second_stall": figure("the same: stall", "s", 1, 1.2, lambda report: report.stall_seconds),
+        "second_total": figure("the second: call to durable", 1, 1.2, lambda report: report.total_seconds),
+        "second_stall": figure("the same: stall", 1, 1.2, lambda report: report.stall_seconds),
     }
 
 

@@ -19,7 +19,7 @@ import pytest
 pytest.register_assert_rewrite("faulty", "children", "exported", "loans", "packing", "published", "states")
 
 # Two workers share two processors: the threads of OpenMP would only spin beside each other, which takes half of the time.
-# It looks here once, when torch is imported. A product of matrices is rounded otherwise on a thread that has helpers.
+# OpenMP looks here once, when torch is imported. A product of matrices is rounded otherwise on a thread that has helpers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import clients

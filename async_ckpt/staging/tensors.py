@@ -58,7 +58,7 @@ class SourceTensors:
 
         `frozen` tensors are parts of other snapshots: they change no more, and have their bytes once `after` has
         resolved. With `copies_small`, `locate` copies small tensors beside deferred ones, and the segments get their
-        bytes later, too.
+        bytes later, too: not so for a held snapshot, whose readers take arrays as they are after the call.
         """
         self.specs, self.tensors, self.deferred = specs, tensors, deferred
         self._frozen, self._after, self.wording = frozen, after, wording

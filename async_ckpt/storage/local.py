@@ -364,7 +364,7 @@ class LocalReader(Reader):
                 # Reads through the cache are of single pieces: nothing behind them should be read ahead.
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._asks_cache = bool(_RWF_NOWAIT)
-        self._shared = False
+        self.is_shared = False
         self.num_bytes = os.fstat(self._fd).st_size
 
     def _open_direct(self) -> int:
@@ -377,9 +377,9 @@ class LocalReader(Reader):
 
     def read_into(self, offset: int, target: memoryview) -> None:
         aligned = not (offset % PAGE_BYTES or len(target) % PAGE_BYTES or address(target) % PAGE_BYTES)
-        direct = aligned and self._direct_fd >= 0 and not self._shared
+        direct = aligned and self._direct_fd >= 0 and not self.is_shared
         with translated(self._path):
-            if self._shared and hasattr(os, "posix_fadvise"):
+            if self.is_shared and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._fd, offset, len(target), os.POSIX_FADV_WILLNEED)  # all of it at once
             num_read = self._read_cached(offset, target) if direct else 0
             offset, target = offset + num_read, target[num_read:]
@@ -398,7 +398,7 @@ class LocalReader(Reader):
 
     def share(self) -> None:
         """From now on, leave the bytes that are read in the page cache, for other processes."""
-        self._shared = True
+        self.is_shared = True
 
     def _read_cached(self, offset: int, target: memoryview) -> int:
         """Read whole pages from the page cache, up to the first missing one. Returns the number of bytes."""

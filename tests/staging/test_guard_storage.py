@@ -197,45 +197,42 @@ SAVED_AS: dict[str, Callable[[torch.nn.Parameter], torch.Tensor]] = {
 # --- small tensors beside them ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [[4], [0, 4, 1], [1, SMALL, 0, 7], [4] * 1000, [SMALL] * 32], ids=len)
-def test_the_call_copies_small_tensors_itself_and_waits_for_no_thread(staged, sizes):
+def waits_beside_tensors_of(staged: Place, sizes: list[int]) -> int:
+    """How often the call waits if such tensors are beside a parameter. All are saved as they were at the call."""
     p = staged.parameter()
-    want = bytes_of(p)
-    small = [torch.full((size,), 1 + i % 250, dtype=torch.uint8) for i, size in enumerate(sizes)]
-    made = staged([p, *small], sgd(p))
-    assert made.crew.num_now == 0
-    for tensor in small:
-        tensor.zero_()
-
-    assert made.copy() is None
-    assert made.bytes_of(0) == want
-    assert [made.bytes_of(1 + i) for i in range(len(small))] == [bytes([1 + i % 250]) * n for i, n in enumerate(sizes)]
-
-
-@pytest.mark.parametrize("sizes", [[SMALL + 1], [4] * 1025, [SMALL] * 33, [SMALL, SMALL + 1, 4]], ids=len)
-def test_tensors_that_are_not_small_or_too_many_may_change_right_after_the_call_too(staged, sizes):
-    p = staged.parameter()
-    want = bytes_of(p)
     others = [torch.full((size,), 1 + i % 250, dtype=torch.uint8) for i, size in enumerate(sizes)]
+    want = [bytes_of(tensor) for tensor in (p, *others)]
     made = staged([p, *others], sgd(p))
-    assert made.crew.num_now == 1
     for tensor in others:
         tensor.zero_()
 
     assert made.copy() is None
-    assert made.bytes_of(0) == want
-    assert [made.bytes_of(1 + i) for i in range(len(others))] == [bytes([1 + i % 250]) * n for i, n in enumerate(sizes)]
+    assert [made.bytes_of(number) for number in range(len(want))] == want
+    return made.crew.num_now
 
 
-@pytest.mark.parametrize("small", [torch.eye(3)[:, :2], torch.ones(4, dtype=torch.complex64).conj()])
-def test_small_tensors_that_are_not_dense_may_change_right_after_the_call_too(small):
-    p = parameter()
-    dense = small.resolve_conj().clone(memory_format=torch.contiguous_format)
+@pytest.mark.parametrize("sizes", [[4], [0, 4, 1], [1, SMALL, 0, 7], [4] * 1000, [SMALL] * 32], ids=len)
+def test_the_call_copies_small_tensors_itself_and_waits_for_no_thread(staged, sizes):
+    assert waits_beside_tensors_of(staged, sizes) == 0
+
+
+@pytest.mark.parametrize("sizes", [[SMALL + 1], [4] * 1025, [SMALL] * 33, [SMALL, SMALL + 1, 4]], ids=len)
+def test_tensors_that_are_not_small_or_too_many_may_change_right_after_the_call_too(staged, sizes):
+    assert waits_beside_tensors_of(staged, sizes) == 1
+
+
+@pytest.mark.parametrize(
+    "of", [lambda m: m[:, :2], lambda m: m.conj(), lambda m: m.conj().imag], ids=["strided", "conjugated", "negated"]
+)
+def test_small_tensors_that_are_not_dense_may_change_right_after_the_call_too(of):
+    p, matrix = parameter(), torch.arange(9.0).reshape(3, 3) * (1 + 2j)
+    small = of(matrix)
+    want = bytes_of(small.resolve_conj().resolve_neg().contiguous())
     made = Staged([p, small], sgd(p))
-    small.zero_()
+    matrix.zero_()
 
     assert made.copy() is None
-    assert made.bytes_of(1) == bytes_of(dense)
+    assert made.bytes_of(1) == want
 
 
 # --- another tensor in its place --------------------------------------------------------------------------------

@@ -54,8 +54,6 @@ class Contents:
     def __init__(self, reader: Reader, *, path: str) -> None:
         self.path = path
         self._reader = reader
-        self.is_shared = False
-        """True if other processes of this machine are about to read the same: it is kept in the page cache."""
 
     def corrupt(self, why: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.path}: {why}; {self._advice}", path=self.path)
@@ -139,7 +137,11 @@ class Contents:
         """Keep what is read in the page cache, if the file is on a disk: other processes are about to read the same."""
         if isinstance(self._reader, LocalReader):
             self._reader.share()
-            self.is_shared = True
+
+    @property
+    def is_shared(self) -> bool:
+        """True if what is read is kept in the page cache."""
+        return isinstance(self._reader, LocalReader) and self._reader.is_shared
 
     def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:  # noqa: ARG002
         """The places to read a tensor from, each element once; only `within` will be read of it, None for all.
