@@ -189,10 +189,7 @@ def guarded_call(setting: Setting) -> dict[str, Figure]:
 def first_saves(setting: Setting) -> dict[str, Figure]:
     """In processes of their own, whose pool of host memory is cold, while nothing trains."""
     num_bytes = setting.first_bytes_here()
-    told, copies = [], []
-    for _ in range(setting.few_rounds):
-        told.append(probe.first_saves(setting.folder, num_bytes))
-        copies.append(probe.copy_to_new_seconds(num_bytes))
+    told = [probe.first_saves(setting.folder, num_bytes) for _ in range(setting.few_rounds)]
     of, later = f"save of {num_bytes / 1e9:.2g} GB into a cold pool", "a later one"
 
     def figure(title: str, number: int, most: float, seconds: Callable[[SaveReport], float]) -> Figure:
@@ -202,13 +199,6 @@ def first_saves(setting: Setting) -> dict[str, Figure]:
     return {
         "first_total": figure(f"first {of}, call to durable", 0, 2.0, lambda report: report.total_seconds),
         "first_stall": figure("the same: stall", 0, 2.0, lambda report: report.stall_seconds),
-        "first_limit": Figure(
-            "the same",
-            "s",
-            "memmove to memory that is new, same threads",
-            Target("≤", 1.25),
-            [(saves[0].stall_seconds, seconds) for saves, seconds in zip(told, copies, strict=True)],
-        ),
         "second_total": figure("the second: call to durable", 1, 1.2, lambda report: report.total_seconds),
         "second_stall": figure("the same: stall", 1, 1.2, lambda report: report.stall_seconds),
     }

@@ -35,8 +35,8 @@ _PAGE_BYTES: Final = 4096
 _DIGESTED_BYTES: Final = 4 * MIB
 
 
-class PrivateMemory:
-    """Private memory on huge pages, in pieces, no page of it touched yet."""
+class WarmMemory:
+    """Private memory on huge pages, in pieces, every page of it touched."""
 
     def __init__(self, num_bytes: int, piece_bytes: int) -> None:
         self.piece_bytes = piece_bytes
@@ -45,6 +45,7 @@ class PrivateMemory:
             piece = mmap.mmap(-1, piece_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 piece.madvise(mmap.MADV_HUGEPAGE)
+            ctypes.memset(_address(piece), 1, piece_bytes)
             self.pieces.append(piece)
 
     def copy_seconds(self, tensors: Sequence[torch.Tensor], *, back: bool = False) -> float:
@@ -63,15 +64,6 @@ class PrivateMemory:
             [(_address(piece) + at, source, length) for at, source, length in cut]
             for piece, cut in zip(self.pieces, cuts, strict=True)
         ]
-
-
-class WarmMemory(PrivateMemory):
-    """The same with every page touched."""
-
-    def __init__(self, num_bytes: int, piece_bytes: int) -> None:
-        super().__init__(num_bytes, piece_bytes)
-        for piece in self.pieces:
-            ctypes.memset(_address(piece), 1, piece_bytes)
 
     def write_seconds(self, path: Path, num_bytes: int, tensors: Sequence[torch.Tensor] = ()) -> float:
         """What `write` takes. The file is deleted again, untimed."""

@@ -18,7 +18,7 @@ from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .apart import result_of
-from .limits import SEGMENT_BYTES, PrivateMemory, WarmMemory
+from .limits import SEGMENT_BYTES, WarmMemory
 
 if TYPE_CHECKING:
     from async_ckpt import SaveReport
@@ -79,11 +79,6 @@ def first_saves(folder: Path, state_bytes: int) -> list[SaveReport]:
     result_of(_take_memory, 2 * state_bytes)
     reports: list[SaveReport] = result_of(_measure_first, folder, state_bytes)
     return reports
-
-
-def copy_to_new_seconds(num_bytes: int) -> float:
-    """Seconds of a copy of tensors to memory that is new to the process, and not to the machine."""
-    return float(result_of(_measure_copy, num_bytes))
 
 
 def beyond_segments(root: str, options: Mapping[str, str], state_bytes: int) -> int:
@@ -178,12 +173,6 @@ def _measure_first(folder: Path, state_bytes: int) -> list[SaveReport]:
             checkpointer.wait()
             sleep(1)
     return reports
-
-
-def _measure_copy(num_bytes: int) -> float:
-    from .workloads import tensors
-
-    return PrivateMemory(num_bytes, SEGMENT_BYTES).copy_seconds([*tensors(num_bytes).values()])
 
 
 def _measure_beyond_segments(root: str, options: dict[str, str], state_bytes: int) -> int:
