@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import queue
 import threading
 from bisect import bisect_right
@@ -25,14 +26,18 @@ from ..host.process import OnceInProcess
 from ..host.threads import Crew, run_together
 from ..slicing.cover import Box, StridedCopy, strided_copies
 from ..slicing.slices import Ints
-from ..spec import BLOCK_BYTES, DTYPES, KIB, MIB, PAGE_BYTES, Extent, align_up
+from ..spec import BLOCK_BYTES, DTYPES, MIB, PAGE_BYTES, Extent, align_up
 from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
 from .archives.contents import CPU, Contents
 
 # The size of a read: large enough for a disk's full speed, and small enough that a dozen take little memory.
 READ_BYTES: Final = 8 * MIB
-# The most bytes that torch copies on the calling thread; it divides larger copies among threads of its own.
-_FEW_BYTES: Final = 32 * KIB - 1
+# That of a read from the page cache: what it has written is verified and copied while the processor's caches have it.
+_SHARED_READ_BYTES: Final = BLOCK_BYTES
+# The most items that torch copies on the calling thread; it divides larger copies among threads of its own.
+_FEW_ITEMS: Final = 32 * 1024 - 1
+# Torch copies this many bytes, whatever their number and their places, as items of this many.
+_OF_WIDTH: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # More than a disk needs at a time, since some threads verify and copy while others read.
 _MIN_READERS: Final = 12
 # From the page cache the processors read, which the readers of all ranks share.
@@ -221,7 +226,7 @@ def _copy_out(read: Read, segment: Segment, targets: list[_FillTarget]) -> None:
     """Copy a read to its targets on the host."""
     for wanted, run in read.parts:
         target = targets[wanted]
-        if target.pointer and run.times > 1 and run.length < _FEW_BYTES:
+        if target.pointer and run.times > 1 and run.length <= _FEW_ITEMS:
             _copy_rows(run, segment, target)
         elif target.pointer:
             for source, into, length, *_ in run.apart():
@@ -230,13 +235,21 @@ def _copy_out(read: Read, segment: Segment, targets: list[_FillTarget]) -> None:
 
 def _copy_rows(run: StridedCopy, segment: Segment, target: _FillTarget) -> None:
     """Copy many short pieces a few at a time: a call for each would hold the GIL too often."""
-    per_copy = _FEW_BYTES // run.length
+    rows = segment.tensor[run.source : run.source + run.source_bytes]
+    into = target.flat[run.target : run.target + (run.times - 1) * run.target_step + run.length]
+    width = math.gcd(8, run.length, run.source_step, run.target_step, *_place(rows), *_place(into))
+    rows, into = rows.view(_OF_WIDTH[width]), into.view(_OF_WIDTH[width])
+    length, source_step, target_step = run.length // width, run.source_step // width, run.target_step // width
+    per_copy = _FEW_ITEMS // length
     with torch.inference_mode():  # the target may be an inference tensor
         for first in range(0, run.times, per_copy):
-            shape = min(per_copy, run.times - first), run.length
-            piece = segment.tensor[run.source + first * run.source_step :]
-            into = target.flat[run.target + first * run.target_step :]
-            into.as_strided(shape, (run.target_step, 1)).copy_(piece.as_strided(shape, (run.source_step, 1)))
+            shape = min(per_copy, run.times - first), length
+            piece = rows[first * source_step :].as_strided(shape, (source_step, 1))
+            into[first * target_step :].as_strided(shape, (target_step, 1)).copy_(piece)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), int(tensor.storage_offset())
 
 
 class _Upload:
@@ -372,6 +385,7 @@ class _FilePlan(NamedTuple):
     def reads(self, *, keep_parts: bool) -> list[Read]:
         """Whole digest blocks (or pages), neighbours together, up to a buffer's size; no byte is read twice."""
         granule = BLOCK_BYTES if self.file.is_verified else PAGE_BYTES
+        at_most = _SHARED_READ_BYTES if self.file.is_shared else READ_BYTES
         file_bytes = self.file.index.file_bytes
         extents = [Extent(run.source, run.source_bytes) for _, run in self.stretches]
         spans: list[list[int]] = []
@@ -383,9 +397,9 @@ class _FilePlan(NamedTuple):
             else:
                 spans.append([begin, end])
         reads = [
-            Read(self.file, Extent(at, min(READ_BYTES, end - at)), [])
+            Read(self.file, Extent(at, min(at_most, end - at)), [])
             for begin, end in spans
-            for at in range(begin, end, READ_BYTES)
+            for at in range(begin, end, at_most)
         ]
         if keep_parts:
             self._hand_out(reads)

@@ -135,6 +135,8 @@ class ShardLocator:
         """
         ranks: set[int] = set()
         for name, boxes in wanted.items():
+            if len(ranks) == len(self._structure_of):  # no rank is left
+                break
             candidates = self._candidates(name, boxes, preferred)
             candidates.sort(key=lambda candidate: (candidate[0] not in preferred, candidate[0]))
             for box in boxes:
