@@ -27,17 +27,15 @@ from ..host.threads import Crew, run_together
 from ..slicing.cover import Box, StridedCopy, strided_copies
 from ..slicing.slices import Ints
 from ..spec import BLOCK_BYTES, DTYPES, MIB, PAGE_BYTES, Extent, align_up
-from ..staging.device import as_integers, flat_bytes, host_pointer, memmove
+from ..staging.device import INTEGERS, as_integers, flat_bytes, host_pointer, memmove
 from .archives.contents import CPU, Contents
 
 # The size of a read: large enough for a disk's full speed, and small enough that a dozen take little memory.
 READ_BYTES: Final = 8 * MIB
-# That of a read from the page cache: what it has written is verified and copied while the processor's caches have it.
+# The size of a read from the page cache: a block is verified and copied while it is in the processor's caches.
 _SHARED_READ_BYTES: Final = BLOCK_BYTES
 # The most items that torch copies on the calling thread; it divides larger copies among threads of its own.
 _FEW_ITEMS: Final = 32 * 1024 - 1
-# Torch copies this many bytes, whatever their number and their places, as items of this many.
-_OF_WIDTH: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # More than a disk needs at a time, since some threads verify and copy while others read.
 _MIN_READERS: Final = 12
 # From the page cache the processors read, which the readers of all ranks share.
@@ -226,7 +224,7 @@ def _copy_out(read: Read, segment: Segment, targets: list[_FillTarget]) -> None:
     """Copy a read to its targets on the host."""
     for wanted, run in read.parts:
         target = targets[wanted]
-        if target.pointer and run.times > 1 and run.length <= _FEW_ITEMS:
+        if target.pointer and run.times > 1 and run.length <= _FEW_ITEMS:  # a longer row is worth a call
             _copy_rows(run, segment, target)
         elif target.pointer:
             for source, into, length, *_ in run.apart():
@@ -234,11 +232,14 @@ def _copy_out(read: Read, segment: Segment, targets: list[_FillTarget]) -> None:
 
 
 def _copy_rows(run: StridedCopy, segment: Segment, target: _FillTarget) -> None:
-    """Copy many short pieces a few at a time: a call for each would hold the GIL too often."""
+    """Copy many short pieces a few at a time: a call for each would hold the GIL too often.
+
+    Their bytes are copied as the widest integers that divide all distances, so that a call copies more of them.
+    """
     rows = segment.tensor[run.source : run.source + run.source_bytes]
     into = target.flat[run.target : run.target + (run.times - 1) * run.target_step + run.length]
     width = math.gcd(8, run.length, run.source_step, run.target_step, *_place(rows), *_place(into))
-    rows, into = rows.view(_OF_WIDTH[width]), into.view(_OF_WIDTH[width])
+    rows, into = rows.view(INTEGERS[width]), into.view(INTEGERS[width])
     length, source_step, target_step = run.length // width, run.source_step // width, run.target_step // width
     per_copy = _FEW_ITEMS // length
     with torch.inference_mode():  # the target may be an inference tensor
@@ -249,6 +250,7 @@ def _copy_rows(run: StridedCopy, segment: Segment, target: _FillTarget) -> None:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the bytes of a tensor begin, in memory and in its storage: a view as wider items asks for both."""
     return tensor.data_ptr(), int(tensor.storage_offset())
 
 
@@ -383,7 +385,7 @@ class _FilePlan(NamedTuple):
         self.stretches.extend(_Stretch(wanted, copied) for copied in (run.apart() if is_far else (run,)))
 
     def reads(self, *, keep_parts: bool) -> list[Read]:
-        """Whole digest blocks (or pages), neighbours together, up to a buffer's size; no byte is read twice."""
+        """Whole digest blocks (or pages), neighbours together, up to the size of a read; no byte is read twice."""
         granule = BLOCK_BYTES if self.file.is_verified else PAGE_BYTES
         at_most = _SHARED_READ_BYTES if self.file.is_shared else READ_BYTES
         file_bytes = self.file.index.file_bytes

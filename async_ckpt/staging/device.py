@@ -30,6 +30,8 @@ from .side_stream import side_of
 
 # Tensors below this size are gathered by one kernel and cross the bus together.
 PACK_BELOW: Final = 256 * KIB
+# The dtypes of integers, by the bytes of an item.
+INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # A tensor that is not dense is made so in blocks of at most this size, never as a whole.
 SCRATCH_BYTES: Final = 32 * MIB
 # The same, of memory that is allocated for each block.
@@ -430,7 +432,7 @@ class Alias:
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """A view of the items as integers of the same size: torch copies some of its dtypes only if they are dense."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    integers = INTEGERS.get(tensor.element_size())
     return tensor if integers is None else tensor.view(integers)
 
 
