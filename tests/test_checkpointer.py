@@ -372,7 +372,8 @@ def test_closing_gives_the_host_memory_back(tmp_path):
     assert ckpt.metrics()["pool_bytes"] > before
     ckpt.close()
 
-    assert ckpt.metrics()["pool_bytes"] <= before
+    # Memory that a thread was making for the next save goes back as soon as it is made.
+    until(lambda: ckpt.metrics()["pool_bytes"] <= before)
 
 
 def train_and_throw(ckpt: AsyncCheckpointer) -> None:

@@ -18,6 +18,7 @@ from sim_streams import WORK_SECONDS
 from states import MIB, open_run
 
 from async_ckpt import SaveHandle, TornSnapshotError
+from async_ckpt.host.loop import get_loop
 from async_ckpt.host.memory import HostBuffer
 from async_ckpt.saving import ledger
 from async_ckpt.staging.device import Alias, Device
@@ -112,6 +113,7 @@ def memory_of_another_stream_freed(root: Path, device: Simulated) -> str | None:
 
 def wait_until_enqueued(handle: SaveHandle) -> None:
     """Return when all copies of a save are enqueued, or it has failed."""
+    get_loop().sync()  # which lists the save
     save: Any = next(save for save in ledger.all_saves() if save.handle is handle)
     snapshot = save.snapshot
     until(lambda: "enqueued" in repr(snapshot) or handle.done())
