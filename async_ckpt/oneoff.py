@@ -26,12 +26,12 @@ from .saving.handle import SaveHandle
 from .saving.request import FileRequest, FolderRequest
 from .saving.targets import Compression, FileTarget
 from .spans import monotonic
-from .spec import whole_bytes
+from .spec import flag, whole_bytes
 from .staging.guard import unwrapped
 from .staging.held_snapshot import HeldSnapshot, begin
 from .state.names import Select
 from .state.state_dict_cache import StateDictCache
-from .storage.place import Anywhere, place_of, storage_at, written_at
+from .storage.place import Anywhere, storage_at, written_at
 
 _OTHER_COMPRESSIONS: Final = (".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
 
@@ -76,9 +76,7 @@ def save(
     world = world_of_group()
     is_spread = world.has_group and state_dicts.is_spread(obj)
     if is_spread and not world.is_one:
-        if compression is not None:
-            raise ValueError("compression= is for one file, and several ranks write a folder; leave it out")
-        return _save_on_ranks(world, OneOffFolder(*place.object()), obj, guard, select, state_dicts)
+        return _save_on_ranks(world, OneOffFolder(*place.object()), obj, guard, select, compression, state_dicts)
     target = FileTarget.at(place, compression)
     if target.path.endswith(_OTHER_COMPRESSIONS):
         raise ValueError(f"{target.path}: only zstd is written here; name it .tar.zst, or .tar for a plain one")
@@ -89,11 +87,19 @@ def save(
 
 
 def _save_on_ranks(
-    world: World, folder: OneOffFolder, obj: Any, guard: Any, select: Select, state_dicts: StateDictCache
+    world: World,
+    folder: OneOffFolder,
+    obj: Any,
+    guard: Any,
+    select: Select,
+    compression: Compression,
+    state_dicts: StateDictCache,
 ) -> SaveHandle:
     ranks, saver = default.ranks_saver(world)
     request = FolderRequest(obj, folder, ranks, guard=guard, select=select, state_dict_of=state_dicts.of)
     try:
+        if compression is not None:
+            raise ValueError("compression= is for one file, and several ranks write a folder; leave it out")
         return saver.save(request)
     except BaseException as error:  # the other ranks learn of it
         tell_of_failure(ranks, request.joint, [folder], error, get_loop())
@@ -193,7 +199,9 @@ def load(
     TypeError for invalid arguments.
     """
     check_verify(verify)
-    build = partial(state_of, options=LoadOptions(map_location, select, trust, mmap, types))
+    build = partial(
+        state_of, options=LoadOptions(map_location, select, flag("trust", trust), flag("mmap", mmap), types)
+    )
     return from_path(path, build, verify=verify, readers=Readers(None, from_ranks, wants=selected_by(select)))
 
 
@@ -219,10 +227,13 @@ def verify(path: Anywhere, *, base: str | os.PathLike[str] | None = None) -> Ver
     Raises CorruptCheckpointError for damage: it names the file, and the tensors in the damaged blocks (`tensors`). A
     run is read to its end first, and one error names every damaged step or version (`damaged_steps`, `sound_steps`).
     Raises NotCommittedError if there is no checkpoint, FormatVersionError for one of a newer version, ValueError for a
-    file without digests, and StorageUnavailableError, also if the archive is replaced while it is read.
+    file without digests or a `base` without versions, and StorageUnavailableError, also if the archive is replaced
+    while it is read.
     """
-    from .publishing.version_checks import has_versions, verify_versions
+    from .publishing.version_checks import has_versions, verify_root
 
     if has_versions(storage_at(path).names("")):
-        return verify_versions(place_of(path), base=base)
+        return verify_root(path, base=base)
+    if base is not None:
+        raise ValueError("base= is for published versions, and there are none at this path; leave it out")
     return verify_path(path)

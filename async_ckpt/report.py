@@ -161,6 +161,13 @@ class SaveReport(_NotebookText):
         )
 
 
+def _counted(numbers: tuple[int, ...], word: str) -> str:
+    """Numbers for people: "step 7", or "3 steps, 100 to 300,"."""
+    if len(numbers) == 1:
+        return f"{word} {numbers[0]}"
+    return f"{len(numbers)} {word}s, {numbers[0]} to {numbers[-1]},"
+
+
 @dataclass(frozen=True, slots=True)
 class VerifyReport(_NotebookText):
     """The archives that `verify` has read. Everything in them is sound.
@@ -169,8 +176,8 @@ class VerifyReport(_NotebookText):
 
     `steps` are the committed steps, in ascending order; empty for a single archive. `num_archives` and `num_bytes`
     count each archive once, including those that a step borrows from. A compressed archive counts with its size before
-    compression. `versions` are those of a publication, whose `num_archives` is the number of versions that were
-    checked, each rank's for itself. `bandwidth` is in bytes per second. `notes` lists facts that are no damage but may
+    compression. `versions` are those of a publication. Its versions are counted in `num_archives`, each rank's for
+    itself. `bandwidth` is in bytes per second. `notes` lists facts that are no damage but may
     be a surprise, such as a tracker that does not name a committed step.
     """
 
@@ -197,13 +204,9 @@ class VerifyReport(_NotebookText):
         return {prefix + key: value for key, value in row.items()}
 
     def __str__(self) -> str:
-        numbers, word = (self.versions, "version") if self.versions else (self.steps, "step")
-        if not numbers:
-            subject = "the archive is"
-        elif len(numbers) == 1:
-            subject = f"{word} {numbers[0]} is"
-        else:
-            subject = f"{len(numbers)} {word}s, {numbers[0]} to {numbers[-1]}, are"
+        counted = [_counted(*both) for both in ((self.steps, "step"), (self.versions, "version")) if both[0]]
+        verb = "are" if len(self.steps) + len(self.versions) > 1 else "is"
+        subject = f"{' and '.join(counted) or 'the archive'} {verb}"
         notes = "".join(f"; {note}" for note in self.notes)
         return (
             f"{self.path}: {subject} sound, {sized(self.num_bytes)} read in {self.seconds:.2f} s "

@@ -106,6 +106,8 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
     kind = kind_of(place, names)
     if kind == "publication":
         _print_versions(place, versions_of(place), as_json=as_json)
+        if not as_json and kind_of(place, beside_versions(names)) == "run":
+            _print_steps(place, steps_of(place.storage(), names, clock=wall_time), as_json=False)
     elif kind == "runs":
         _print_runs(place, runs_in(place, clock=wall_time), as_json=as_json)
     elif kind == "run":
@@ -145,6 +147,11 @@ def kind_of(place: Place, names: list[str] | None = None) -> str:
     if any(_is_run(place, name) for name in names):
         return "runs"
     return "nothing"
+
+
+def beside_versions(names: Collection[str]) -> list[str]:
+    """The names at a place that are not those of versions, or of ranks that publish them."""
+    return [name for name in names if not _VERSION.fullmatch(name)]
 
 
 def steps_of(

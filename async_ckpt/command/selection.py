@@ -21,7 +21,7 @@ from ..spec import Keep
 from ..storage.interface import Storage
 from ..storage.place import Place
 from ..storage.url import parent_and_name
-from .listing import kind_of, nothing_at, parse_best, unread_error
+from .listing import beside_versions, kind_of, nothing_at, parse_best, unread_error
 from .screen import USAGE, Answer
 
 _RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")
@@ -41,7 +41,10 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
     Raises:
         Answer: there is none.
     """
-    kind, step_name = kind_of(place), None
+    names = place.storage().names("")
+    kind, step_name = kind_of(place, names), None
+    if kind == "publication" and kind_of(place, beside_versions(names)) == "run":
+        kind = "run"
     if kind == "step":
         parent, name = parent_and_name(place.url, fs=place.fs)
         place, step_name = replace(place, url=parent), parse_step_name(name)

@@ -8,24 +8,31 @@ read and after that, and only what was wrong both times is reported.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import typer
 
-from ..errors import CheckpointError, CorruptCheckpointError, FormatVersionError, StorageUnavailableError
+from ..errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    NotCommittedError,
+    StorageUnavailableError,
+)
 from ..loading.archives.find import opened_as_file, step_at
 from ..loading.verify import StepCheck, Verification, checks_of_run, notes_on, trackers_in
-from ..publishing.version_checks import VersionCheck, checks_of_versions
+from ..publishing.version_checks import check_versions
 from ..report import sized
 from ..runs.foreign_entries import OF_DCP
 from ..runs.naming import parse_step_name
 from ..spans import monotonic
+from ..storage.interface import Reader
 from ..storage.place import Place
-from .listing import kind_of
+from .listing import beside_versions, kind_of
 from .repair import LEFTOVERS, damages_of
 from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress
 from .selection import refuse_newer, runs_at
@@ -60,6 +67,7 @@ class Soundness:
     notes: list[str] = field(default_factory=list)
     num_archives: int = 0
     num_bytes: int = 0
+    seconds: float = 0.0
 
     @property
     def subject(self) -> str:
@@ -79,25 +87,28 @@ def show(place: Place, *, base: Path | None, as_json: bool) -> None:
         typer.Exit: something is not sound, as the report says.
         Answer: there is nothing to verify.
     """
-    begin = monotonic()
-    found = soundness_of(place, base=base)
-    seconds = monotonic() - begin
+    every = soundness_of(place, base=base)
     if as_json:
-        print_json("verification", _document(place, found))
+        print_json("verification", _document(place, every))
     else:
-        for fault in found.faults:
-            print_text(escaped(f"{fault.subject}: {fault.text}"))
-            for word, text in (("costs", fault.cost), ("mend", fault.mend)):
-                if text:
-                    print_text(f"  {word}: {escaped(text)}")
-        for note in found.notes:
-            print_text(escaped(f"note: {note}"))
-        print_text(_summary(place, found, seconds))
-    if found.faults:
+        for found in every:
+            _print(place, found)
+    if any(found.faults for found in every):
         raise typer.Exit(NO)
 
 
-def _summary(place: Place, found: Soundness, seconds: float) -> str:
+def _print(place: Place, found: Soundness) -> None:
+    for fault in found.faults:
+        print_text(escaped(f"{fault.subject}: {fault.text}"))
+        for word, text in (("costs", fault.cost), ("mend", fault.mend)):
+            if text:
+                print_text(f"  {word}: {escaped(text)}")
+    for note in found.notes:
+        print_text(escaped(f"note: {note}"))
+    print_text(_summary(place, found))
+
+
+def _summary(place: Place, found: Soundness) -> str:
     if not found.faults:
         verdict = f"{found.subject}, sound"
     elif not (found.sound or found.damaged):
@@ -106,30 +117,32 @@ def _summary(place: Place, found: Soundness, seconds: float) -> str:
         verdict = f"{found.subject}, sound; but see above"
     else:
         verdict = f"{found.subject}, {len(found.damaged)} damaged"
+    seconds = found.seconds
     speed = f" at {sized(found.num_bytes / seconds)}/s" if found.num_bytes and seconds else ""
     return f"{escaped(place.shown)}: {verdict}; {sized(found.num_bytes)} read in {seconds:.2f} s{speed}"
 
 
-def _document(place: Place, found: Soundness) -> dict[str, Any]:
-    document: dict[str, Any] = {
-        "place": place.shown,
-        "sound": not found.faults,
-        "versions" if found.is_publication else "steps": found.sound,
-        "damaged": found.damaged,
-        "faults": [fault.as_json() for fault in found.faults],
-        "num_archives": found.num_archives,
-        "num_bytes": found.num_bytes,
-        "notes": found.notes,
+def _document(place: Place, every: Sequence[Soundness]) -> dict[str, Any]:
+    faults = [fault for found in every for fault in found.faults]
+    document: dict[str, Any] = {"place": place.shown, "sound": not faults}
+    for found in every:
+        document["versions" if found.is_publication else "steps"] = found.sound
+        is_beside = found.is_publication and len(every) > 1
+        document["damaged_versions" if is_beside else "damaged"] = found.damaged
+    document |= {
+        "faults": [fault.as_json() for fault in faults],
+        "num_archives": sum(found.num_archives for found in every),
+        "num_bytes": sum(found.num_bytes for found in every),
+        "notes": [note for found in every for note in found.notes],
     }
-    if found.faults:
-        first = found.faults[0]
-        document |= {"error": first.text, "tensors": list(first.tensors)}
+    if faults:
+        document |= {"error": faults[0].text, "tensors": list(faults[0].tensors)}
     return document
 
 
-def soundness_of(place: Place, *, base: Path | None = None) -> Soundness:
+def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
     """Verify an archive, the folder of a step or of torch.distributed.checkpoint, the steps of a run, or the versions
-    of a publication.
+    of a publication; and for a place with versions beside something else, both.
 
     `base` is the folder of the base model of a publication.
 
@@ -140,22 +153,45 @@ def soundness_of(place: Place, *, base: Path | None = None) -> Soundness:
     """
     file = opened_as_file(place)
     if file is not None:
-        reader, path = file
-        with reader, progress("verify", reader.num_bytes) as advance:
-            verification = Verification(advance)
-            try:
-                verification.compare_file(reader, path)
-            except CheckpointError as error:
-                return _with_totals(Soundness(faults=[_fault_of_file(path, error)]), verification)
-            return _with_totals(Soundness(), verification)
-    kind = kind_of(place)
-    if kind == "publication":
-        return _of_publication(place, base)
-    if kind == "runs":
-        raise Answer(f"{place.shown}: several runs; name one of them", USAGE)
+        return [_timed(partial(_of_file, *file))]
+    names = place.storage().names("")
+    others = beside_versions(names)
+    has_versions, kind = len(others) < len(names), kind_of(place, others)
+    every: list[Soundness] = []
     if kind == "step":
-        return _of_step(place)
-    return _of_dcp(place) if place.storage().exists(OF_DCP) else _of_run(place)
+        every.append(_timed(partial(_of_step, place)))
+    elif OF_DCP in names:
+        every.append(_timed(partial(_of_dcp, place)))
+    elif kind == "run" or not has_versions:
+        if kind == "runs":
+            raise Answer(f"{place.shown}: several runs; name one of them", USAGE)
+        every.append(_timed(partial(_of_run, place)))
+    if has_versions:
+        try:
+            every.append(_timed(partial(_of_publication, place, base)))
+        except NotCommittedError as error:
+            if not every:
+                raise
+            every[0].notes.append(str(error))
+    return every
+
+
+def _timed(find: Callable[[], Soundness]) -> Soundness:
+    begin = monotonic()
+    found = find()
+    found.seconds = monotonic() - begin
+    return found
+
+
+def _of_file(reader: Reader, path: str) -> Soundness:
+    """The soundness of an archive."""
+    with reader, progress("verify", reader.num_bytes) as advance:
+        verification = Verification(advance)
+        try:
+            verification.compare_file(reader, path)
+        except CheckpointError as error:
+            return _with_totals(Soundness(faults=[_fault_of_file(path, error)]), verification)
+        return _with_totals(Soundness(), verification)
 
 
 def _of_dcp(place: Place) -> Soundness:
@@ -164,11 +200,11 @@ def _of_dcp(place: Place) -> Soundness:
     with progress("verify", sum(storage.sizes("").values())) as advance:
         verification = Verification(advance)
         try:
-            verification.compare_dcp(storage)
+            notes = verification.compare_dcp(storage)
         except CorruptCheckpointError as error:
             fault = _fault_of_file(storage.locate(""), error)
             return _with_totals(Soundness(faults=[fault]), verification)
-    return _with_totals(Soundness(), verification)
+    return _with_totals(Soundness(notes=[*notes]), verification)
 
 
 def _with_totals(found: Soundness, verification: Verification) -> Soundness:
@@ -287,12 +323,11 @@ def _among(tensors: Sequence[str]) -> str:
 
 
 def _of_publication(place: Place, base: Path | None) -> Soundness:
-    found = Soundness(is_publication=True)
-    with tempfile.TemporaryDirectory(prefix="async-ckpt-verify-") as scratch:
-        checks = [*_with_progress(checks_of_versions(place, Path(scratch), base=base))]
+    with progress("verify", 1) as advance:
+        checked = check_versions(place, base=base, on_check=lambda check: advance(check.num_bytes))
+    checks = checked.checks
+    found = Soundness(True, [*checked.sound], [*checked.damaged], notes=[*checked.notes])
     found.num_archives, found.num_bytes = len(checks), sum(check.num_bytes for check in checks)
-    found.damaged = sorted({check.version for check in checks if check.error is not None})
-    found.sound = sorted({check.version for check in checks} - {*found.damaged})
     anchors = {check.version for check in checks if check.kind == "anchor"}
     for check in checks:
         if check.error is not None:
@@ -306,13 +341,6 @@ def _of_publication(place: Place, base: Path | None) -> Soundness:
                 )
             )
     return found
-
-
-def _with_progress(checks: Iterable[VersionCheck]) -> Iterator[VersionCheck]:
-    with progress("verify", 1) as advance:
-        for check in checks:
-            advance(check.num_bytes)
-            yield check
 
 
 def _remedy(version: int, anchors: set[int], damaged: Sequence[int]) -> str:

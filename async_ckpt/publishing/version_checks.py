@@ -1,23 +1,27 @@
 """The soundness of all versions at a root, of whole models and of ranks.
 
-In: a root. Out: for each version whether it can be had, with the error if it cannot. Knows nothing of: engines.
+In: a root. Out: for each version whether it can be had, with the error if it cannot; and a report on all that is there.
+Knows nothing of: engines.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import NamedTuple
 
-from ..errors import CheckpointError, CorruptCheckpointError, NotCommittedError
+from ..errors import CheckpointError, CorruptCheckpointError, FormatVersionError, NotCommittedError
 from ..format.delta import folder_of, version_of
 from ..host.threads import Crew
+from ..loading.verify import verify_path
 from ..report import VerifyReport
 from ..spans import Clock, monotonic
-from ..storage.place import Place, local_place
+from ..storage.place import Anywhere, Place, local_place, place_of
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
 from .of_ranks.rank_versions import RankVersions, folder_of_rank, worlds_in
@@ -25,27 +29,67 @@ from .replica import new_crew, update_replica
 from .versions import Versions
 
 
-def verify_versions(
-    place: Place, *, base: str | os.PathLike[str] | None = None, clock: Clock = monotonic
+def verify_root(
+    path: Anywhere, *, base: str | os.PathLike[str] | None = None, clock: Clock = monotonic
 ) -> VerifyReport:
-    """Verify the versions at a root. Raises CorruptCheckpointError after all of them were read."""
-    begin, root = clock(), place.storage().locate("")
-    with tempfile.TemporaryDirectory(prefix="async-ckpt-verify-") as scratch:
-        checks = [*checks_of_versions(place, Path(scratch), base=None if base is None else local_place(base))]
-    errors = {check.version: check.error for check in checks if check.error is not None}
-    sound = tuple(sorted({check.version for check in checks} - errors.keys()))
+    """Verify the versions at a root, and the run or checkpoint that is there, too, if there is one.
+
+    Raises CorruptCheckpointError after all of it was read, FormatVersionError, and NotCommittedError if nothing there
+    is whole.
+    """
+    reports: list[VerifyReport] = []
+    errors: list[CheckpointError] = []
+    missing: list[NotCommittedError] = []
+    for verify in (
+        partial(verify_path, path, clock=clock),
+        partial(_verify_versions, place_of(path), base=base, clock=clock),
+    ):
+        try:
+            reports.append(verify())
+        except NotCommittedError as error:
+            missing.append(error)
+        except (CorruptCheckpointError, FormatVersionError) as error:
+            errors.append(error)
     if errors:
-        damaged = tuple(sorted(errors))
-        shown = (", ".join(map(str, numbers)) or "none" for numbers in (damaged, sound))
+        first, *others = sorted(errors, key=lambda error: not isinstance(error, CorruptCheckpointError))
+        for other in others:
+            first.add_note(str(other))
+        raise first
+    if not reports:
+        raise missing[-1]
+    report = reports[0]
+    if len(reports) > 1:
+        of_versions = reports[1]
+        report = replace(
+            report,
+            num_archives=report.num_archives + of_versions.num_archives,
+            num_bytes=report.num_bytes + of_versions.num_bytes,
+            seconds=report.seconds + of_versions.seconds,
+            notes=report.notes + of_versions.notes,
+            versions=of_versions.versions,
+        )
+    elif not report.versions:
+        report = replace(report, notes=(*report.notes, "no version there is whole"))
+    return report
+
+
+def _verify_versions(place: Place, *, base: str | os.PathLike[str] | None, clock: Clock) -> VerifyReport:
+    """Raises CorruptCheckpointError after all versions were read, and NotCommittedError if none is whole."""
+    begin, root = clock(), place.storage().locate("")
+    checked = check_versions(place, base=None if base is None else local_place(base))
+    if checked.damaged:
+        shown = (", ".join(map(str, numbers)) or "none" for numbers in (checked.damaged, checked.sound))
+        first = next(check.error for check in checked.checks if check.version == checked.damaged[0] and check.error)
         raise CorruptCheckpointError(
-            "{}: damaged: version {}; sound: {}. {}".format(root, *shown, errors[damaged[0]]),
+            "{}: damaged: version {}; sound: {}. {}".format(root, *shown, first),
             path=root,
-            damaged_steps=damaged,
-            sound_steps=sound,
-        ) from errors[damaged[0]]
-    if not sound:
-        raise NotCommittedError(f"{root}: no version there is whole", path=root, step=None)
-    return VerifyReport(root, len(checks), sum(check.num_bytes for check in checks), clock() - begin, versions=sound)
+            damaged_steps=checked.damaged,
+            sound_steps=checked.sound,
+        ) from first
+    num_bytes = sum(check.num_bytes for check in checked.checks)
+    return VerifyReport(
+        root, len(checked.checks), num_bytes, clock() - begin, notes=checked.notes, versions=checked.sound
+    )
 
 
 def has_versions(names: Iterable[str]) -> bool:
@@ -67,15 +111,51 @@ class VersionCheck(NamedTuple):
     error: CheckpointError | None
 
 
-def checks_of_versions(place: Place, scratch: Path, *, base: Path | None = None) -> Iterator[VersionCheck]:
-    """Check all versions at a root, and those of the ranks that publish slices there.
-
-    Each is applied to a folder that is thrown away, in ascending order, so that every checksum is compared and each
-    delta is applied once. A version that is built on a damaged one cannot be had either, up to the next anchor.
-
-    `base` is the folder of a base model that is not published. `scratch` gets as many bytes as the model has, and for
-    anchors twice as many. Raises StorageUnavailableError and StorageFullError.
+class CheckedVersions(NamedTuple):
+    """All versions at a root that were checked, and their numbers, ascending: sound and damaged ones, and those that
+    not all ranks have published, which do not exist for readers.
     """
+
+    checks: list[VersionCheck]
+    sound: tuple[int, ...]
+    damaged: tuple[int, ...]
+    partial: tuple[int, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        numbers = ", ".join(map(str, self.partial))
+        return (f"not all ranks have published version {numbers}",) if numbers else ()
+
+
+def check_versions(
+    place: Place, *, base: Path | None = None, on_check: Callable[[VersionCheck], None] = lambda _: None
+) -> CheckedVersions:
+    """Check all versions at a root, and those of the ranks that publish slices there. `on_check` is called with each.
+
+    Each is applied to a temporary folder, in ascending order, so that every checksum is compared and each delta is
+    applied once. A version that is built on a damaged one cannot be had either, up to the next anchor. The folder
+    gets as many bytes as the model has, and for anchors twice as many.
+
+    `base` is the folder of a base model that is not published. Raises NotCommittedError if no version is whole,
+    StorageUnavailableError and StorageFullError.
+    """
+    whole = RankVersions(place).sizes()
+    checks: list[VersionCheck] = []
+    with tempfile.TemporaryDirectory(prefix="async-ckpt-verify-") as scratch:
+        for check in _checks_of(place, Path(scratch), base=base):
+            checks.append(check)
+            on_check(check)
+    found = {check.version for check in checks}
+    existing = {check.version for check in checks if not check.folder or check.version in whole}
+    damaged = {check.version for check in checks if check.error is not None}
+    if not (existing or damaged):
+        root = place.storage().locate("")
+        raise NotCommittedError(f"{root}: no version there is whole", path=root, step=None)
+    numbers = (tuple(sorted(some)) for some in (existing - damaged, damaged, found - existing - damaged))
+    return CheckedVersions(checks, *numbers)
+
+
+def _checks_of(place: Place, scratch: Path, *, base: Path | None) -> Iterator[VersionCheck]:
     base_model, ranks, crew = BaseModel(base) if base is not None else None, RankVersions(place), new_crew()
     names = ranks.storage.names("")
     try:

@@ -17,6 +17,8 @@ from rank_archives import commit, write_all
 from rank_worlds import Worlds
 from states import open_run
 
+import async_ckpt
+from async_ckpt import NotCommittedError
 from async_ckpt.command import soundness
 
 BASE = {"w": torch.arange(3e6)}
@@ -203,8 +205,33 @@ def test_versions_of_ranks_are_listed_and_verified(worlds: Worlds, tmp_path: Pat
     (fault,) = documented("verify", out, status=1)["faults"]
     assert fault["subject"] == "version 3 in rank_00001_of_00002"
     shutil.rmtree(out / "rank_00001_of_00002/weight_v000003")
+    told = documented("verify", out)
+    assert (told["versions"], told["damaged"]) == ([1, 2], [])  # the third does not exist for any reader
+    assert told["notes"] == ["not all ranks have published version 3"]
+    assert async_ckpt.verify(out).versions == (1, 2)
     assert [row["num_complete"] for row in documented("ls", out)["versions"]] == [2, 2, 1]
     assert "1 of 2" in run_command("ls", out).stdout
+    shutil.rmtree(out / "rank_00001_of_00002")
+    with pytest.raises(NotCommittedError, match="no version there is whole"):
+        async_ckpt.verify(out)
+    ended = run_command("verify", out)
+    assert ended.returncode != 0
+    assert "no version there is whole" in ended.stdout + ended.stderr
+
+
+def test_a_run_with_versions_beside_it(root: Path) -> None:
+    with async_ckpt.Publisher(root) as publisher:
+        publisher.publish({"w": torch.ones(3)}, 1).result()
+    told = documented("verify", root)
+    assert (told["steps"], told["versions"]) == ([1, 2, 3], [1])
+    flip(archive_of(root, 2), 6_000_000)
+    told = documented("verify", root, status=1)
+    assert (told["steps"], told["damaged"]) == ([1, 3], [2])
+    assert (told["versions"], told["damaged_versions"]) == ([1], [])
+    lines = run_command("verify", root).stdout.splitlines()
+    assert [line.partition("; ")[0] for line in lines[-2:]] == [
+        f"{root}: 3 steps, 1 to 3, 1 damaged", f"{root}: version 1, sound"
+    ]  # fmt: skip
 
 
 def test_a_terminal_is_shown_a_bar(tmp_path: Path) -> None:
