@@ -36,7 +36,7 @@ from ..storage.interface import Reader, Storage
 from ..storage.place import Anywhere, storage_at
 from .archives.archive import OpenArchive
 from .archives.contents import Contents, Part
-from .archives.dcp_checksums import damage_of
+from .archives.dcp_checksums import check_item
 from .archives.dcp_folder import OpenDcp
 from .archives.find import (
     CommittedStep,
@@ -78,8 +78,7 @@ def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
             steps = (step.read().step,)
             verification.compare_step(step)
         elif storage.exists(OF_DCP):
-            verification.compare_dcp(storage)
-            notes = ("torch.distributed.checkpoint wrote it: its bytes were compared with the CRC-32 of torch.save",)
+            notes = verification.compare_dcp(storage)
         else:
             steps, notes = _verify_run(storage, verification)
     return VerifyReport(shown, len(verification.errors), verification.num_bytes, clock() - begin, steps, notes)
@@ -117,16 +116,21 @@ class Verification:
         """
         from_committed(step, self._compare, verify=True, readers=_READS_ALL)
 
-    def compare_dcp(self, storage: Storage) -> None:
-        """Read the files of a checkpoint of torch.distributed.checkpoint. Raises CorruptCheckpointError, which names
-        the damaged tensors and values.
+    def compare_dcp(self, storage: Storage) -> tuple[str, ...]:
+        """Read the files of a checkpoint of torch.distributed.checkpoint. Returns notes on what was compared.
+
+        Raises CorruptCheckpointError, which names the damaged tensors and values, and ValueError if nothing there has
+        a checksum.
         """
         damaged: dict[str, str] = {}
+        unchecked: set[str] = set()
 
         def compare(name: str, file: Contents, blob: Blob) -> None:
-            damage = damage_of(file.read_into, blob)
+            has_checksums, damage = check_item(file.read_into, blob)
             if damage is not None:
                 damaged.setdefault(name, f"{file.path}: at byte {blob.offset:,}: {damage}")
+            if not has_checksums:
+                unchecked.add(name)
             self._on_bytes(blob.length)
 
         with contextlib.ExitStack() as stack:
@@ -142,6 +146,15 @@ class Verification:
                 path=path,
                 tensors=names,
             )
+        if unchecked and len(unchecked) == len({name for name, _, _ in items}):
+            raise ValueError(
+                f"{storage.locate('')} was saved without checksums (torch.serialization.set_crc32_options(False)), so "
+                "there is nothing to compare its bytes with"
+            )
+        notes = ["torch.distributed.checkpoint wrote it: its bytes were compared with the CRC-32 of torch.save"]
+        if unchecked:
+            notes.append(f"{len(unchecked)} of its entries have no checksums, such as {min(unchecked)}")
+        return tuple(notes)
 
     def _compare(self, parts: Sequence[Part]) -> None:
         check_lent(parts, None)

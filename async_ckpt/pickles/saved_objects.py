@@ -25,6 +25,7 @@ import torch
 from ..collector import no_collection
 from ..spec import DTYPES, with_article
 from .machine import PROTOCOL_2, PickleMachine
+from .zip_records import ignore_missing_checksums
 
 # The limit of items and characters that loading may copy: a number for each byte of the pickle, and a constant.
 # `torch.save` writes out everything that loading copies, so a genuine pickle needs at most one for each byte.
@@ -72,6 +73,7 @@ def records(data: bytes) -> dict[str, bytes]:
             raise ValueError("a record is compressed")
         if sum(info.file_size for info in infos) > len(data):
             raise ValueError("its records are larger than all of it")
+        ignore_missing_checksums(infos)
         infos_by_name = {info.filename.partition("/")[2]: info for info in infos}
         if len(infos_by_name) < len(infos):
             raise ValueError("two records have one name")

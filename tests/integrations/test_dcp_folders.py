@@ -7,6 +7,7 @@ import pickle
 import random
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,58 @@ def test_dicts_without_entries_which_dcp_leaves_out_are_not_missing(tmp_path, by
     assert difference(live, state(1.0)) is None
     with pytest.raises(StateMismatchError, match=r"missing in the checkpoint: more$"):
         restore({**live, "more": {"d": {}, "e": torch.ones(2)}}, folder)
+
+
+class Loader:
+    """As a data loader: a state dict with an empty dict in it."""
+
+    def __init__(self, position: int) -> None:
+        self.position, self.workers = position, None
+
+    def state_dict(self) -> Any:
+        return {"position": self.position, "workers": {}, "deep": {"at": self.position, "none": {}}}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.position, self.workers = state["position"], state["workers"]
+        assert state["deep"] == {"at": self.position, "none": {}}
+
+
+EMPTY: dict[str, Callable[[float], Any]] = {
+    "empty dicts alone": lambda _: [{}, {}],
+    "a list that ends with one": lambda fill: [torch.full((3,), fill), {}],
+    "a list that begins with one": lambda fill: [{}, torch.full((3,), fill)],
+    "in dicts in a list": lambda fill: [{"a": torch.full((3,), fill)}, {"b": {}}],
+    "a scaler that is off": lambda _: torch.amp.GradScaler("cpu", enabled=False),
+    "a module without state": lambda _: torch.nn.ReLU(),
+}
+
+
+@pytest.mark.parametrize("by", ["torch", "us"])
+@pytest.mark.parametrize("what", EMPTY)
+def test_what_is_empty_is_not_missing_wherever_it_lies(tmp_path, by, what):
+    def state(fill: float) -> Any:
+        return {"w": torch.full((3,), fill), "x": EMPTY[what](fill)}
+
+    how = {"checkpoint_id": tmp_path / "x"} if by == "torch" else {"storage_writer": TarStorageWriter(tmp_path / "x")}
+    dcp.save(state(1.0), **how)
+    live = state(0.0)
+    restore(live, tmp_path / "x")
+
+    assert torch.equal(live["w"], torch.ones(3))
+    if isinstance(live["x"], list):
+        assert difference(live["x"], EMPTY[what](1.0)) is None
+    with pytest.raises(StateMismatchError):  # what is not empty is missing all the same
+        restore({**live, "y": [{}, torch.ones(2)]}, tmp_path / "x")
+
+
+@pytest.mark.parametrize("by", ["torch", "us"])
+def test_an_object_gets_the_empty_dicts_of_its_state_back(tmp_path, by):
+    how = {"checkpoint_id": tmp_path / "x"} if by == "torch" else {"storage_writer": TarStorageWriter(tmp_path / "x")}
+    dcp.save({"w": torch.ones(3), "loader": Loader(7)}, **how)
+    live = {"w": torch.zeros(3), "loader": Loader(0)}
+    restore(live, tmp_path / "x")
+
+    assert (live["loader"].position, live["loader"].workers) == (7, {})
 
 
 def test_restore_fills_a_model_and_its_optimizer(tmp_path):

@@ -622,6 +622,46 @@ def test_a_file_of_dcp_that_is_not_whole_is_named(dcp: Path, harm: str):
         async_ckpt.verify(dcp)
 
 
+def without_crc32(state: Any, folder: Path) -> Path:
+    import torch.distributed.checkpoint as torch_dcp
+
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch_dcp.save(state, checkpoint_id=folder, no_dist=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    return folder
+
+
+def test_a_folder_of_dcp_without_checksums_loads_and_says_that_it_cannot_be_verified(tmp_path: Path):
+    folder = without_crc32({"w": torch.ones(3), "n": {"a", 3}}, tmp_path / "x")
+
+    assert async_ckpt.load(folder)["n"] == {"a", 3}
+    with pytest.raises(ValueError, match=r"without checksums .*nothing to compare"):
+        async_ckpt.verify(folder)
+    file = folder / "__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(CorruptCheckpointError):
+        async_ckpt.verify(folder)
+
+
+def test_entries_of_dcp_without_checksums_are_noted(dcp: Path, tmp_path: Path):
+    """One of two files is replaced by what torch has written there without checksums."""
+    folder = without_crc32({"model": {"w": torch.ones(3)}, "n": 3}, tmp_path / "both")
+    other = tmp_path / "other"
+    import torch.distributed.checkpoint as torch_dcp
+
+    torch_dcp.save({"model": {"w": torch.ones(3)}, "n": 3}, checkpoint_id=other, no_dist=True)
+    whole, plain = (path / "__0_0.distcp" for path in (other, folder))
+    assert whole.stat().st_size == plain.stat().st_size
+    places = torch_dcp.FileSystemReader(folder).read_metadata().storage_data.values()
+    begin = max(place.offset for place in places)  # of the second item
+    plain.write_bytes(whole.read_bytes()[:begin] + plain.read_bytes()[begin:])
+
+    (_, note) = async_ckpt.verify(folder).notes
+    assert note.startswith("1 of its entries have no checksums, such as ")
+
+
 @pytest.fixture
 def versions(tmp_path: Path) -> Path:
     weights = {"w": torch.randn(500, 300), "b": torch.zeros(7)}
@@ -638,6 +678,48 @@ def test_all_versions_of_a_publication_are_verified(versions: Path):
     assert (report.versions, report.steps, report.num_archives) == ((1, 2, 3, 4), (), 4)
     assert "4 versions, 1 to 4, are sound" in str(report)
     assert report.as_dict()["num_versions"] == 4.0
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """A run with a version at the same root."""
+    root = tmp_path / "both"
+    with open_run(root) as ckpt:
+        for step in (1, 2):
+            ckpt.save({"w": torch.randn(100, 100)}, step).result()
+    with async_ckpt.Publisher(root) as publisher:
+        publisher.publish({"w": torch.ones(3)}, 1).result()
+    return root
+
+
+def test_a_run_with_versions_beside_it_is_verified_with_them(beside: Path):
+    report = async_ckpt.verify(beside)
+    assert (report.steps, report.versions, report.num_archives) == ((1, 2), (1,), 3)
+    assert "2 steps, 1 to 2, and version 1 are sound" in str(report)
+
+    (delta,) = (beside / "weight_v000001").glob("*.safetensors")
+    flip(delta, delta.stat().st_size - 1)
+    with pytest.raises(CorruptCheckpointError, match="damaged: version 1; sound: none"):
+        async_ckpt.verify(beside)
+    archive = next((beside / "step_00000002").glob("*.tar"))
+    flip(archive, archive.stat().st_size // 2)
+    with pytest.raises(CorruptCheckpointError, match="damaged: step 2; sound: step 1") as raised:
+        async_ckpt.verify(beside)
+    assert "damaged: version 1" in raised.value.__notes__[0]
+
+
+def test_a_base_is_refused_where_there_are_no_versions(dcp: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match="base= is for published versions"):
+        async_ckpt.verify(dcp, base=tmp_path)
+
+
+def test_an_empty_folder_of_a_version_hides_nothing(beside: Path):
+    for path in (beside / "weight_v000001").iterdir():
+        path.unlink()
+
+    report = async_ckpt.verify(beside)
+    assert (report.steps, report.versions) == ((1, 2), ())
+    assert "no version there is whole" in report.notes
 
 
 def test_a_damaged_version_is_named_with_those_that_are_built_on_it(versions: Path):

@@ -21,7 +21,7 @@ from ...loading.fill import Wanted, fill, planned
 from ...loading.restore import RestoreOptions, restore_state
 from ...runs.foreign_entries import OF_DCP
 from ...runs.manifest import NAME as MANIFEST
-from ...spec import GIB, MIB
+from ...spec import GIB, MIB, flag
 from ...state.capture import pickled
 from ...state.names import Select
 from ...storage.interface import Storage
@@ -76,7 +76,7 @@ def restore(
     """
 
     def fill_state(parts: Sequence[Part]) -> None:
-        restore_state(parts, state, RestoreOptions(select, strict, trust, verify, types))
+        restore_state(parts, state, RestoreOptions(select, flag("strict", strict), flag("trust", trust), verify, types))
 
     from_path(path, fill_state, verify=verify, readers=readers_of_this_rank(from_ranks))
 

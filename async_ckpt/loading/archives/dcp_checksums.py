@@ -13,9 +13,10 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ...format.dcp_metadata import Blob
+from ...pickles.zip_records import ignore_missing_checksums
 from ...spec import MIB
 
 ReadInto: TypeAlias = Callable[[int, memoryview], None]  # fills memory from an offset of a file
@@ -26,18 +27,26 @@ _NOT_A_ZIP: Final = (
 )  # fmt: skip
 
 
-def damage_of(read_into: ReadInto, blob: Blob) -> str | None:
-    """The damage to an item, in words; None if all of its records match their checksums."""
+class ItemCheck(NamedTuple):
+    """Whether an item has checksums, and the damage to it, in words; None if all of its records match theirs."""
+
+    has_checksums: bool
+    damage: str | None
+
+
+def check_item(read_into: ReadInto, blob: Blob) -> ItemCheck:
+    """Compare an item with its checksums."""
     try:
         with zipfile.ZipFile(io.BufferedReader(_ItemFile(read_into, blob), _PIECE_BYTES)) as records:
             infos = records.infolist()
             sizes = sum(info.file_size for info in infos)
             if sizes > blob.length or any(info.compress_type != zipfile.ZIP_STORED for info in infos):
-                return "it is not what torch.save writes"
+                return ItemCheck(True, "it is not what torch.save writes")
+            has_checksums = not ignore_missing_checksums(infos)
             name = next((info.filename for info in infos if not _is_sound(records, info)), None)
-            return None if name is None else f"record {name!a} does not match its checksum"
+            return ItemCheck(has_checksums, None if name is None else f"record {name!a} does not match its checksum")
     except _NOT_A_ZIP as error:
-        return f"it is not what torch.save writes ({error})"
+        return ItemCheck(True, f"it is not what torch.save writes ({error})")
 
 
 def _is_sound(records: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -26,8 +27,9 @@ from ...state.captured import SnapshotView
 from ...state.dtypes import dtype_name
 from ...state.megatron import keys_below, name_of
 from ...state.names import Path, Selector, shown
+from ...state.per_rank import ListItems
 from ...state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
-from ...state.state_dict_cache import SEQUENCES
+from ...state.state_dict_cache import SEQUENCES, items_of
 from ...state.tree import SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
 from ...state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
 from ..archives.contents import Contents
@@ -102,6 +104,9 @@ class Match:
 
     def _object(self, live: Any, saved: Any, path: Path) -> Any:
         if callable(getattr(live, "load_state_dict", None)) and not isinstance(live, type):
+            if type(saved) is dict and not (self._keeps_empty or isinstance(live, torch.nn.Module)):
+                with suppress(Exception):  # an object that has no state dict now has nothing empty in it either
+                    saved = self._with_left_out(saved, self._state_dicts.of(live))
             expected = self._as_live_expects(live, saved, path)
             return self._load(live, expected, self._own_state(live, expected), path)
         if _is_array(live) and isinstance(saved, StoredLeaf):
@@ -163,8 +168,14 @@ class Match:
             return self._mapping(live, fields, path)
         if is_record(live) and isinstance(fields, dict):
             return self._record(live, fields, path)
-        if isinstance(live, SEQUENCES) and not isinstance(live, torch.Size) and isinstance(saved, SEQUENCES):
-            return self._sequence(live, saved, path)
+        if (
+            isinstance(live, SEQUENCES)
+            and not isinstance(live, torch.Size)
+            and isinstance(saved, SEQUENCES | ListItems)
+        ):
+            saved = saved if self._keeps_empty else self._all_items(live, saved)
+            if isinstance(saved, SEQUENCES):
+                return self._sequence(live, saved, path)
         if (isinstance(live, MutableMapping | list | deque) and len(live)) or (
             is_record(live) and any(map(is_filled_in_place, fields_of(live).values()))
         ):
@@ -186,12 +197,13 @@ class Match:
             refusal = str(error).removeprefix(f"{shown(path)}: ").removesuffix("; nothing was written")
             self.differences.add(path, f"cannot be filled: {refusal}")
             return live
+        fits = shape == indexed.shape
         if is_keyed and getattr(live, "allow_shape_mismatch", False) and len(shape) == len(indexed.shape):
-            shape, parts = indexed.shape, list(_overlaps(parts, indexed.shape))
+            fits, parts = True, list(_overlaps(parts, indexed.shape))
         why = next(filter(None, (why_not(part) for _, part in parts)), None)
         if why:
             self.differences.add(path, f"cannot be filled: {why}")
-        elif (shape, dtype) != (indexed.shape, indexed.dtype):
+        elif not fits or dtype != indexed.dtype:
             self.differences.add(
                 path, f"is {dtype}{list(shape)} here and {indexed.dtype}{list(indexed.shape)} in the checkpoint"
             )
@@ -340,8 +352,34 @@ class Match:
         return live
 
     def _is_left_out(self, live: MutableMapping[Any, Any], key: Any, saved: dict[Any, Any]) -> bool:
-        """True for an empty dict of the live state, if the writer of the archive leaves those out."""
-        return key not in saved and not self._keeps_empty and _is_empty(live[key])
+        """True for what is empty in the live state, if the writer of the archive leaves that out."""
+        return key not in saved and not self._keeps_empty and self._is_empty(live[key])
+
+    def _is_empty(self, value: Any) -> bool:
+        """True for a container, or an object with a state dict, that has nothing in it, but perhaps other such ones."""
+        if not isinstance(value, dict | SEQUENCES) and callable(getattr(value, "state_dict", None)):
+            with suppress(Exception):
+                return self._is_empty(self._state_dicts.of(value))
+            return False
+        return isinstance(value, Mapping | SEQUENCES) and all(map(self._is_empty, items_of(value)))
+
+    def _with_left_out(self, saved: dict[Any, Any], live: Any) -> dict[Any, Any]:
+        """The saved dict, with the empty dicts of the live one that the writer of the archive has left out."""
+        if not isinstance(live, dict):
+            return saved
+        whole = {
+            key: self._with_left_out(value, live.get(key)) if type(value) is dict else value
+            for key, value in saved.items()
+        }
+        return whole | {key: {} for key, value in live.items() if key not in saved and self._is_empty(value)}
+
+    def _all_items(self, live: Sequence[Any], saved: Any) -> Any:
+        """The saved items of a list, with the empty ones that the writer of the archive has left out."""
+        items = saved if isinstance(saved, ListItems) else dict(enumerate(saved))
+        missing = {*range(len(live))} - items.keys()
+        if missing and len(live) == len(items) + len(missing) and all(self._is_empty(live[i]) for i in missing):
+            return [items.get(i, {}) for i in range(len(live))]
+        return saved
 
     def _megatron_tensor(self, live: Any, path: Path) -> None:
         """Match one of Megatron's sharded tensors, which has its own name in the group that it lies in."""
@@ -447,6 +485,8 @@ class Match:
         kind = (
             saved.kind
             if isinstance(saved, StoredLeaf)
+            else "list without some of its items"
+            if isinstance(saved, ListItems)
             else (saved.cls if isinstance(saved, SavedRecord) else type(saved)).__qualname__
         )
         self.differences.add(path, f"{here} and {with_article(kind)} in the checkpoint")
@@ -461,11 +501,6 @@ def _overlaps(
         sizes = [min(size, whole - begin) for size, whole, begin in zip(part.shape, shape, at, strict=True)]
         if all(size > 0 for size in sizes):
             yield at, part.detach()[tuple(map(slice, sizes))]
-
-
-def _is_empty(value: Any) -> bool:
-    """True for a dict that has nothing in it, but perhaps other such dicts."""
-    return isinstance(value, dict) and all(map(_is_empty, value.values()))
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
