@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,12 +19,13 @@ from ..spans import Spans
 from ..staging.guard import unwrapped
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import SnapshotView
+from ..storage.interface import Storage
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, local_place, written_at
 from .hf_folder import Export, ExportRequest
 from .hf_weights import weights_of
 from .shards import MAX_SHARD_BYTES
-from .spread import ExportMessages, PartsFolder, begin_spread, looks_spread
+from .spread import ExportMessages, PartsFolder, begin_spread
 
 # Files in a config folder that are not copied: weights in any format and their indices, archives, hidden files.
 _NOT_COPIED: Final = re.compile(
@@ -83,15 +85,15 @@ def export_hf(
     `config_folder` or the destination is not a folder, and ReferenceError for a snapshot whose module was deleted. The
     handle raises FileExistsError for a model in a folder that contains an adapter, which would be loaded instead.
     """
-    if isinstance(max_shard_bytes, str) or max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes must be a number of bytes, at least 1, got {max_shard_bytes!r}")
     place = written_at(destination)
-    storage = place.storage()
-    if not storage.remote:
-        storage = LocalStorage(_replaceable(storage.locate("")))
+    storage: Storage = place.storage()
     spans, called = Spans(), running_future()
-    others, parts = ExportMessages(place, storage), None
-    try:
+    others = ExportMessages(storage)
+    try:  # the other ranks learn of an error on this one
+        if isinstance(max_shard_bytes, str) or max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes must be a number of bytes, at least 1, got {max_shard_bytes!r}")
+        if not storage.remote:
+            storage = LocalStorage(_replaceable(storage.locate("")))
         config_files = {} if config_folder is None else files_of(local_place(config_folder))
         held = state_or_model if isinstance(state_or_model, SnapshotView) else None
         refuse_guard([held] if held is not None else [], guard)
@@ -99,15 +101,14 @@ def export_hf(
         others.announce(is_spread=weights.is_spread)
         request = ExportRequest(storage, config_files, max_shard_bytes, spans, called)
         if weights.is_spread:
-            parts = PartsFolder(place, storage, lambda: others.check_failed(place.shown))
+            parts = PartsFolder(place, storage, others.name, lambda: others.check_failed(place.shown))
             return begin_spread(request, weights, parts, others, held=held, guard=guard)
-        others.check_whole()
-        request = request._replace(check=others.check_whole)
+        check = partial(others.check_whole, storage)
+        check()
+        request = request._replace(check=check)
         return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()
     except BaseException as error:
         others.announce_failure(error)
-        if parts is None and looks_spread(state_or_model):
-            PartsFolder.skip()
         raise
     finally:
         called.set_result(spans.called())
