@@ -18,6 +18,7 @@ from .loading.run_reader import RunReader
 from .ranks.agreement import tell_of_failure
 from .ranks.meeting import Meeting
 from .ranks.peers import Differing, Ranks
+from .ranks.wrong_calls import tell_of_wrong_call
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
 from .runs.roots import Roots, open_roots
@@ -28,13 +29,13 @@ from .saving.handle import SaveHandle
 from .saving.ledger import Ledger
 from .saving.lineage import Lineage
 from .saving.planner import pool_for
-from .saving.policy import Due, SavePolicy, whole_step
+from .saving.policy import Due, SavePolicy
 from .saving.request import StepRequest
 from .saving.saver import Saver
 from .saving.signals import Notice
 from .saving.story import CommitRule
 from .spans import wall_time
-from .spec import Keep, keep_of, whole_count
+from .spec import Keep, flag, keep_of, whole_count, whole_step
 from .staging.guard import INHERITED, unwrapped
 from .state.names import Select
 from .storage.pace import Pace
@@ -226,7 +227,11 @@ class AsyncCheckpointer(RunReader):
         numpy are not noticed), and ValueError or KeyError for names that the state does not have. All other errors are
         raised by the handle. Stores are not accessed on this thread: the handle tells if a step already exists there.
         """
-        step = whole_step(step, "; the order is save(state, step)")
+        try:
+            step = whole_step(step, "; the order is save(state, step)")
+        except ValueError as error:
+            tell_of_wrong_call(self._ranks, self._roots.runs, error, get_loop())
+            raise
         request = StepRequest(
             state,
             step,
@@ -403,17 +408,19 @@ class AsyncCheckpointer(RunReader):
 
         With several ranks and without `step`, all ranks call this, and take the step that rank 0 names.
 
-        Raises StateMismatchError before anything is written, CorruptCheckpointError, and NotCommittedError for a `step`
-        that is not committed, and if the newest step has another `naming` than this checkpointer's.
+        Raises StateMismatchError before anything is written, CorruptCheckpointError, ValueError for a `step` that is no
+        step, and NotCommittedError for one that is not committed, and if the newest step has another `naming` than this
+        checkpointer's.
         """
         # Imported here, as in `load`: reading is a large part of the library, and a training may start without it.
         from .loading.restore import RestoreOptions
         from .loading.run_restore import RunRestore
 
+        step = None if step is None else whole_step(step)
         call = RunRestore(
             self._roots,
             state,
-            RestoreOptions(select, strict, trust, verify, types),
+            RestoreOptions(select, flag("strict", strict), flag("trust", trust), verify, types),
             ranks=self._ranks,
             pool=self._saver.pool,
             see_own_saves=partial(self._see_own_saves, "restore()", overwrites=True),

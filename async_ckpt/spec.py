@@ -9,6 +9,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, prod
+from numbers import Integral
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 KIB: Final = 1024
@@ -24,6 +25,8 @@ BLOCK_BYTES: Final = 4 * MIB
 SEGMENT_BYTES: Final = 32 * MIB
 # Of a tensor or a mesh, as torch allows.
 MAX_DIMS: Final = 64
+# The largest step that manifests have.
+_MAX_STEP: Final = 2**63 - 1
 
 Json: TypeAlias = Any
 
@@ -248,6 +251,17 @@ def whole_count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number, at least 1, got {value!r:.100}")
     return value
+
+
+def whole_step(step: Any, advice: str = "", *, what: str = "step") -> int:
+    """A step from the user; numbers of numpy count, too. Raises ValueError for anything else."""
+    number = int(step) if isinstance(step, Integral) and not isinstance(step, bool) else -1
+    if number < 0:
+        shown = repr(step) if isinstance(step, Integral | float | str) else with_article(type(step).__qualname__)
+        raise ValueError(f"{what} must be a whole number from 0 on, got {shown}{advice}")
+    if number > _MAX_STEP:
+        raise ValueError(f"{what} must be below 2**63, got {number!r:.100}{advice}")
+    return number
 
 
 def seconds_or_none(name: str, value: Any) -> float | None:

@@ -14,6 +14,7 @@ import torch
 from ..errors import NotCommittedError
 from ..runs.retention import best_of, describe_missing_metric
 from ..runs.roots import Roots
+from ..spec import flag, whole_step
 from ..state.names import Select
 
 if TYPE_CHECKING:
@@ -107,14 +108,16 @@ class RunReader:
 
             weights = ckpt.load(100, select="model")["model"]
 
-        Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`.
+        Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`, and
+        ValueError for a `step` that is no step.
         """
         from .archives.find import from_newest, from_step
         from .archives.step_archives import Readers, selected_by
         from .load import LoadOptions, check_verify, state_of
 
         check_verify(verify)
-        options = LoadOptions(map_location, select, trust, mmap, types)
+        step = None if step is None else whole_step(step)
+        options = LoadOptions(map_location, select, flag("trust", trust), flag("mmap", mmap), types)
         build = partial(state_of, options=options, pool=self._spare_memory())
         readers = Readers(None, from_ranks, wants=selected_by(select))
         self._see_own_saves("load()")

@@ -27,9 +27,8 @@ from ..host.threads import running_future
 from ..host.waits import ENDS_THE_WAIT, Wait, growing_pauses, wait_for
 from ..ranks.world import world_of
 from ..saving.handle import SaveHandle, progress_of
-from ..saving.policy import whole_step
 from ..spans import TIMEKEEPER, Spans
-from ..spec import whole_bytes, whole_count
+from ..spec import whole_bytes, whole_count, whole_step
 from ..staging.guard import unwrapped
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import SnapshotView

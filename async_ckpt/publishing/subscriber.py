@@ -22,7 +22,7 @@ from ..host.operations import Operation, observed
 from ..host.threads import Crew
 from ..report import PullReport
 from ..saving.default import held_memory
-from ..saving.policy import whole_step
+from ..spec import whole_step
 from ..storage.place import Anywhere, local_place, written_at
 from .base_model import BaseModel
 from .folder_replica import FolderReplica

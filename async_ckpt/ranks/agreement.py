@@ -433,15 +433,16 @@ class Agreement:
             self._joint.maybe_at.discard(self._run)  # it is another one's
             raise
         except StorageFullError:
-            if not self._run.storage.remote and not self._may_be_there():
+            if not self._run.storage.remote and self._is_there() is False:
                 self._joint.maybe_at.discard(self._run)
             raise
 
-    def _may_be_there(self) -> bool:
+    def _is_there(self) -> bool | None:
+        """Whether the manifest is there; None where the root does not answer."""
         try:
             return self._exchange.decision(asks_for_verdict=False) is not None
         except (CheckpointError, OSError):
-            return True
+            return None
 
     def committed(self) -> None:
         """On rank 0: the manifest is there."""
@@ -470,6 +471,7 @@ class Agreement:
         joint.life.go(JointState.BEGUN if is_followed else JointState.LEFT)  # until `follow`
         if self.decides:
             if self._run in joint.maybe_at or (joint.maybe_at and not joint.is_committed):
+                self._learn_of_lost_answer(error)
                 if joint.is_committed and not self._is_committed_here:
                     self._root.say_verdict(Verdict(joint.attempt, (), joint.table))  # the others need not wait
                 elif not joint.is_committed:
@@ -486,6 +488,16 @@ class Agreement:
             if self._may_have_said_yes:
                 return False  # rank 0 may have seen the yes before that
         return not joint.is_committed
+
+    def _learn_of_lost_answer(self, error: BaseException) -> None:
+        """On rank 0: its put of the manifest has failed, but may have arrived. Then the other ranks know what follows
+        from the commit, and so must this one.
+        """
+        joint, is_lost = self._joint, isinstance(error, StorageUnavailableError)
+        if is_lost and self._run in joint.maybe_at and not joint.is_committed and self._is_there():
+            error.add_note(f"{joint.what} is committed all the same: its manifest is at {self._root.where}")
+            self.committed()
+            self.afterwards()
 
     def discard(self) -> None:
         """Take away what this rank has put beside its archive where no other rank looks."""

@@ -33,7 +33,9 @@ class OneOffFolder:
     """The folder of one save. A request creates it for each save; a delivery calls it on helper threads."""
 
     def __init__(self, storage: Storage, name: str) -> None:
-        """`storage` has the folder of this name."""
+        """`storage` has the folder of this name. Raises ValueError for the root of the storage."""
+        if not name.strip("/"):
+            raise ValueError(f"{storage.locate('')} is the root of its storage; give the path of a folder in it")
         self.storage, self._name = storage, name
         self.path = storage.locate(name)
 

@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Final
-
-import torch
+from typing import Final
 
 from ..report import SaveReport
 from ..spans import Clock, Moment, epoch_seconds, monotonic, wall_time
-from ..spec import with_article
 from .signals import Signals, signals_of
 
 Deadline = Moment | Callable[[], float | None]
@@ -263,15 +259,3 @@ def _countdown(deadline: Deadline | None, wall_clock: Clock) -> Callable[[], flo
         return deadline
     at = epoch_seconds(deadline)
     return lambda: at - wall_clock()
-
-
-def whole_step(step: Any, advice: str = "", *, what: str = "step") -> int:
-    """A step from the user; numbers of numpy count, too. Raises ValueError for anything else."""
-    try:
-        number = -1 if isinstance(step, bool | torch.Tensor) else operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0:
-        shown = repr(step) if isinstance(step, int | float | str) else with_article(type(step).__qualname__)
-        raise ValueError(f"{what} must be a whole number from 0 on, got {shown}{advice}")
-    return number

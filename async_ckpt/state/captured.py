@@ -24,7 +24,7 @@ from ..slicing.slices import Slices
 from ..spec import TensorSpec, with_article
 from .dtypes import dtype_named
 from .names import Path, dotted, is_within, shown
-from .tree import SavedRecord, StoredLeaf, decode, replaced
+from .tree import SavedRecord, StoredLeaf, decode, leaves, replaced
 
 Mark: TypeAlias = tuple[int, int]
 
@@ -70,7 +70,7 @@ class SnapshotCopies:
     def __init__(self, captured: Capture, copies: list[torch.Tensor], completion: Future[None]) -> None:
         self.completion = completion
         self.modules: Mapping[Path, weakref.ref[torch.nn.Module]] = captured.modules
-        self.per_rank, self._placed = captured.per_rank, captured.placed
+        self.per_rank, self.placed = captured.per_rank, captured.placed
         self._pickled = captured.objects
         self._copies: list[torch.Tensor] | None = copies
         self._specs, self._marks = captured.specs, captured.marks
@@ -111,7 +111,7 @@ class SnapshotCopies:
                 return objects[stored.number]
             copy = copies[stored.number]
             if stored.kind == "tensor":
-                placed = self._placed.get(stored.number)
+                placed = self.placed.get(stored.number)
                 return copy if placed is None else placed.around(copy)
             if stored.kind == "bytes":
                 return bytes(copy.numpy())
@@ -288,6 +288,13 @@ def per_rank_in(view: SnapshotView, path: Path) -> list[str]:
 def tree_of(view: SnapshotView) -> Any:
     """The state in plain containers, without waiting: its tensors have their bytes once `completion` has resolved."""
     return view._source.filled(view._structure)
+
+
+def has_dtensors(view: SnapshotView) -> bool:
+    """True if other ranks hold other shards of a snapshot's tensors. Known of a closed snapshot, too."""
+    placed = view._source.placed
+    of_tensors = (leaf for leaf in leaves(view._structure) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor")
+    return any(leaf.number in placed for leaf in of_tensors)
 
 
 def is_leaf(view: SnapshotView) -> bool:

@@ -5,15 +5,16 @@ In: states. Out: the results of `state_dict()`. Knows nothing of: skeletons, arc
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
 import torch
 
-from ..slicing.sharded import has_shards, is_sharded
-from .captured import SnapshotView, tree_of
+from ..slicing.sharded import is_sharded
+from .captured import SnapshotView, has_dtensors
 from .plain import fields_of, is_record
 
 SEQUENCES: Final = list | tuple | deque
@@ -48,11 +49,11 @@ class StateDictCache:
             return False
         seen.add(id(value))
         if isinstance(value, SnapshotView):
-            return has_shards(tree_of(value))
+            return has_dtensors(value)
         if type(value) is not dict and callable(getattr(value, "state_dict", None)):
             with suppress(Exception):
                 return self._is_spread(self.of(value), seen)
-            return False
+            return any(map(is_sharded, _parameters_of(value)))
         return any(self._is_spread(item, seen) for item in items_of(value))
 
 
@@ -63,6 +64,15 @@ def items_of(value: Any) -> list[Any]:
     if isinstance(value, SEQUENCES):
         return list(value)
     return list(fields_of(value).values()) if is_record(value) else []
+
+
+def _parameters_of(value: Any) -> Iterable[Any]:
+    """The tensors of a module or an optimizer whose state dict cannot be had."""
+    if isinstance(value, torch.nn.Module):
+        return itertools.chain(value.parameters(), value.buffers())
+    if isinstance(value, torch.optim.Optimizer):
+        return (parameter for group in value.param_groups for parameter in group["params"])
+    return ()
 
 
 def _take(value: Any) -> tuple[Any, Exception | None]:

@@ -333,6 +333,53 @@ def test_an_attempt_that_nobody_could_decide_keeps_its_step_and_no_other(worlds)
     assert "save another step" in ended[0].saves[2]["text"]
 
 
+LOST = """
+from async_ckpt import StorageUnavailableError
+with open_run(here.root, max_in_flight={most}) as ckpt:
+    here.save(ckpt, small(1), 1)
+    if here.rank == 0:
+        here.at("after manifest", lambda: here.fail(StorageUnavailableError("no answer", path="x")), step=2)
+    for step in (2, 3, 4, 5):
+        here.save(ckpt, small(step), step)
+"""
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_manifest_that_is_there_though_its_answer_was_lost_is_known_to_all_ranks_and_later_saves_commit(worlds, most):
+    ended = worlds.run(2, LOST.format(most=most))
+
+    assert ended[0].saves[1]["error"] == "StorageUnavailableError"
+    assert ended[1].saves[1]["status"] == "committed"
+    for number in (2, 3, 4):
+        assert column(ended, number, "status") == ["committed"] * 2
+    assert_whole(worlds, 1, 2, 3, 4, 5)
+
+
+NO_STEP = """
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(1), 1)
+    here.save(ckpt, small(2), {wrong!r} if here.rank == {rank} else 2)
+    here.meet("told")
+    for step in (2, 3):
+        here.save(ckpt, small(step), step)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("wrong", [-1, None, 2**63])
+def test_a_call_without_a_step_on_one_rank_is_told_to_all_and_later_saves_commit(worlds, rank, wrong):
+    ended = worlds.run(3, NO_STEP.format(rank=rank, wrong=wrong))
+
+    for number, one in enumerate(ended):
+        told = one.saves[1]
+        assert told["error"] == ("ValueError" if number == rank else "PeerFailedError")
+        assert "step must be" in told["text"]
+        assert told.get("undecided", False) is False
+    for number in (2, 3):
+        assert column(ended, number, "status") == ["committed"] * 3
+    assert_whole(worlds, 1, 2, 3)
+
+
 STRICT = """
 with open_run(here.root, strict=True) as ckpt:
     here.save(ckpt, small(1), 1)

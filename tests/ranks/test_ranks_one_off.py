@@ -132,6 +132,61 @@ def test_what_one_rank_does_otherwise_fails_all_and_what_was_saved_before_stays(
     assert (worlds.root / "y").exists() == (rank == 0)  # with rank 0's refusal, for whichever rank may look there
 
 
+KINDS = """
+from collections import deque
+from dataclasses import dataclass
+
+@dataclass
+class Weights:
+    cut: object
+
+for number, state in enumerate([{"in": Weights(spread(41, 3))}, {"in": deque([spread(41, 3)])}]):
+    with async_ckpt.snapshot(state) as snap:
+        save(snap, f"{here.root}/{number}")
+"""
+
+
+def test_a_snapshot_is_spread_whatever_its_tensors_lie_in(worlds: Worlds):
+    ended = worlds.run(2, PRELUDE + KINDS)
+
+    assert told(ended, 0) == told(ended, 1) == ["committed"] * 2
+    assert torch.equal(async_ckpt.load(worlds.root / "1")["in"][0], numbered(41, 3))
+
+
+RAISING = """
+class Broken(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(spread(9, 3))
+    def state_dict(self, **_):
+        raise OSError("no state today")
+
+broken = Broken()
+save(small(1), here.root + "/x")
+state, options = async_ckpt.snapshot(small(2)), {{}}
+if here.rank == 1:
+    if "{how}" == "closed":
+        state.close()
+    elif "{how}" == "compressed":
+        options = {{"compression": "zstd"}}
+    else:
+        state = broken
+save(state, here.root + "/x", **options)
+save(small(3), here.root + "/x")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [("closed", "ClosedError"), ("compressed", "ValueError"), ("broken", "OSError")]
+)
+def test_a_call_that_raises_early_on_one_rank_is_told_to_all(worlds: Worlds, how: str, error: str):
+    ended = worlds.run(2, PRELUDE + RAISING.format(how=how))
+
+    assert told(ended, 1) == ["PeerFailedError", error]
+    assert f"rank 1: {error}" in told(ended, 1, 1)[0]
+    assert told(ended, 0) == told(ended, 2) == ["committed"] * 2
+
+
 REFUSED = """
 with open_run(here.root) as ckpt:
     here.save(ckpt, small(1), 1)
@@ -161,6 +216,13 @@ def test_a_run_is_not_written_over(worlds: Worlds):
     assert open_run(worlds.root).steps() == [1]
     assert torch.equal(async_ckpt.load(worlds.root)["model"]["cut"], numbered(41, 3) + 1)
     assert len(list(worlds.root.glob("**/rank_*.tar"))) == 2
+
+
+def test_the_root_of_a_disk_is_no_folder_for_a_save(worlds: Worlds):
+    ended = worlds.run(2, PRELUDE + 'save(small(1), "/")')
+
+    assert told(ended, 0) == ["ValueError"] * 2
+    assert all("root of its storage" in text for text in told(ended, 0, 1))
 
 
 ALONE = """
