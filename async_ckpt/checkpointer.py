@@ -18,7 +18,6 @@ from .loading.run_reader import RunReader
 from .ranks.agreement import tell_of_failure
 from .ranks.meeting import Meeting
 from .ranks.peers import Differing, Ranks
-from .ranks.wrong_calls import tell_of_wrong_call
 from .runs.naming import Naming, naming_of
 from .runs.record import plain_record
 from .runs.roots import Roots, open_roots
@@ -227,11 +226,7 @@ class AsyncCheckpointer(RunReader):
         numpy are not noticed), and ValueError or KeyError for names that the state does not have. All other errors are
         raised by the handle. Stores are not accessed on this thread: the handle tells if a step already exists there.
         """
-        try:
-            step = whole_step(step, "; the order is save(state, step)")
-        except ValueError as error:
-            tell_of_wrong_call(self._ranks, self._roots.runs, error, get_loop())
-            raise
+        step = whole_step(step, "; the order is save(state, step)")
         request = StepRequest(
             state,
             step,

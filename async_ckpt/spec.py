@@ -9,7 +9,6 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from numbers import Integral
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 KIB: Final = 1024
@@ -255,9 +254,13 @@ def whole_count(name: str, value: Any) -> int:
 
 def whole_step(step: Any, advice: str = "", *, what: str = "step") -> int:
     """A step from the user; numbers of numpy count, too. Raises ValueError for anything else."""
-    number = int(step) if isinstance(step, Integral) and not isinstance(step, bool) else -1
+    try:
+        is_other = isinstance(step, bool) or hasattr(step, "untyped_storage")  # a tensor would be taken for a number
+        number = -1 if is_other else operator.index(step)
+    except TypeError:
+        number = -1
     if number < 0:
-        shown = repr(step) if isinstance(step, Integral | float | str) else with_article(type(step).__qualname__)
+        shown = repr(step) if isinstance(step, int | float | str) else with_article(type(step).__qualname__)
         raise ValueError(f"{what} must be a whole number from 0 on, got {shown}{advice}")
     if number > _MAX_STEP:
         raise ValueError(f"{what} must be below 2**63, got {number!r:.100}{advice}")

@@ -25,7 +25,7 @@ from ..storage.place import Anywhere, local_place, written_at
 from .hf_folder import Export, ExportRequest
 from .hf_weights import weights_of
 from .shards import MAX_SHARD_BYTES
-from .spread import ExportMessages, PartsFolder, begin_spread
+from .spread import ExportMessages, PartsFolder, begin_spread, looks_spread
 
 # Files in a config folder that are not copied: weights in any format and their indices, archives, hidden files.
 _NOT_COPIED: Final = re.compile(
@@ -88,7 +88,7 @@ def export_hf(
     place = written_at(destination)
     storage: Storage = place.storage()
     spans, called = Spans(), running_future()
-    others = ExportMessages(storage)
+    others, parts = ExportMessages(storage), None
     try:  # the other ranks learn of an error on this one
         if isinstance(max_shard_bytes, str) or max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be a number of bytes, at least 1, got {max_shard_bytes!r}")
@@ -101,7 +101,7 @@ def export_hf(
         others.announce(is_spread=weights.is_spread)
         request = ExportRequest(storage, config_files, max_shard_bytes, spans, called)
         if weights.is_spread:
-            parts = PartsFolder(place, storage, others.name, lambda: others.check_failed(place.shown))
+            parts = PartsFolder(place, storage, lambda: others.check_failed(place.shown))
             return begin_spread(request, weights, parts, others, held=held, guard=guard)
         check = partial(others.check_whole, storage)
         check()
@@ -109,6 +109,8 @@ def export_hf(
         return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()
     except BaseException as error:
         others.announce_failure(error)
+        if parts is None and looks_spread(state_or_model):
+            PartsFolder.skip()
         raise
     finally:
         called.set_result(spans.called())

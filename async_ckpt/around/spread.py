@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ from ..saving.targets import FileTarget
 from ..slicing.sharded import Slicer, is_sharded
 from ..spans import monotonic
 from ..spec import SEGMENT_BYTES
-from ..state.captured import FrozenTensors, SnapshotView
+from ..state.captured import FrozenTensors, SnapshotView, tree_of
 from ..state.dtypes import dtype_named
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage
@@ -55,6 +56,16 @@ from .shards import Shard
 _LOOK_SECONDS: Final = {False: 0.1, True: 1.0}  # between polls of a folder, and of a store
 _FOLDER: Final = ".async_ckpt-parts"
 _KEY: Final = "weights"
+_counter: Final = itertools.count()
+
+
+def looks_spread(given: Any) -> bool:
+    """Whether a value, perhaps not a model, has parts of tensors that are spread over ranks."""
+    with contextlib.suppress(Exception):
+        named = tree_of(given) if isinstance(given, SnapshotView) else given
+        tensors = named.parameters() if isinstance(named, torch.nn.Module) else named.values()
+        return any(map(is_sharded, tensors))
+    return False
 
 
 class ExportMessages:
@@ -74,40 +85,15 @@ class ExportMessages:
                 restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 self._words = Words(world.store, f"async_ckpt/destinations/{world.size}/{restarts}")
                 self._rank = world.rank
-        where = destination.locate("").rstrip("/")
-        self._name = hashlib.blake2b(where.encode(errors="replace"), digest_size=8).hexdigest()
         calls = _tokens("").calls
-        number, was_spread = calls.get(self._name, (-1, True))
-        self._key = f"{self._name}/{number}"
-        # A rank that has exported alone, or failed early, learns by now whether that was a call of all ranks.
-        if was_spread or self._said("spread") is not None:
-            number += 1
-        else:
-            self._withdraw()
-        calls[self._name] = number, False
-        self._key = f"{self._name}/{number}"
-
-    @property
-    def name(self) -> str:
-        """The name of this call, on all ranks."""
-        return self._key.replace("/", "-")
+        where = destination.locate("").rstrip("/")
+        name = hashlib.blake2b(where.encode(errors="replace"), digest_size=8).hexdigest()
+        self._key = f"{name}/{next(calls.setdefault(name, itertools.count()))}"
 
     def announce(self, *, is_spread: bool) -> None:
-        if is_spread:
-            calls = _tokens("").calls
-            calls[self._name] = calls[self._name][0], True
         if self._words is not None:
             with contextlib.suppress(RuntimeError):  # no store: nobody is informed, and no export fails
                 self._words.say(f"{self._key}/{'spread' if is_spread else 'whole'}", str(self._rank))
-
-    def _withdraw(self) -> None:
-        """Delete what this rank has said of a call that it made alone: its next one has the same number."""
-        if self._words is not None:
-            with contextlib.suppress(RuntimeError):
-                if self._said("whole") == str(self._rank):
-                    self._words.forget(f"{self._key}/whole")
-                if json.loads(self._said("failed") or "[null]")[0] == self._rank:
-                    self._words.forget(f"{self._key}/failed")
 
     def announce_parts(self, folder: str) -> None:
         """Say in which folder of parts a rank whose weights are spread leaves its slices."""
@@ -117,7 +103,7 @@ class ExportMessages:
 
     def announce_failure(self, error: BaseException) -> None:
         """Say that this rank has failed, so that no other rank waits for it; not if another one has failed before."""
-        if self._words is not None and self._said("failed") is None:
+        if self._words is not None and not isinstance(error, PeerFailedError):
             with contextlib.suppress(RuntimeError):
                 self._words.say(f"{self._key}/failed", json.dumps([self._rank, in_words(error)]))
 
@@ -161,12 +147,10 @@ class ExportMessages:
 class PartsFolder:
     """The folder of parts, in which each rank of one export leaves its slices."""
 
-    def __init__(self, place: Place, destination: Storage, call: str, check: Callable[[], None]) -> None:
-        """`call` is the name of the call on all ranks. `check` is called while rank 0 has not named the folder, and
-        raises to end that wait.
-        """
+    def __init__(self, place: Place, destination: Storage, check: Callable[[], None]) -> None:
+        """`check` is called while rank 0 has not named the folder, and raises to end that wait."""
         self.world = world_of(None, None)
-        self.folder = f"{_FOLDER}-{_token(self.world, check)}-{call}"
+        self.folder = f"{_FOLDER}-{_token(self.world, check)}-{next(_counter)}"
         self._destination = destination
         if destination.remote:
             # Inside the destination: no reader takes it for a part of a model, and it is deleted at the end.
@@ -175,6 +159,11 @@ class PartsFolder:
             above, name = os.path.split(destination.locate("").rstrip(os.sep))
             self.folder += f"-{name}"
             self.storage = LocalStorage(f"{above}/{self.folder}")
+
+    @staticmethod
+    def skip() -> None:
+        """Count a folder that this rank does not use, since its call has raised: the other ranks have counted it."""
+        next(_counter)
 
     def target(self) -> FileTarget:
         return FileTarget(self.storage, self._name(self.world.rank))
@@ -365,8 +354,7 @@ class _Token:
 
     def __init__(self) -> None:
         self.known: tuple[Any, str] | None = None  # the store, and the name that rank 0 said there
-        # By destination: the number of the last export, and whether the weights of this rank were spread.
-        self.calls: dict[str, tuple[int, bool]] = {}
+        self.calls: dict[str, Iterator[int]] = {}  # by destination
 
 
 def _new_token(_: str) -> _Token:

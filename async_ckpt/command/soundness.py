@@ -169,10 +169,11 @@ def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
     if has_versions:
         try:
             every.append(_timed(partial(_of_publication, place, base)))
-        except NotCommittedError as error:
-            if not every:
+        except CheckpointError as error:
+            is_missing = isinstance(error, NotCommittedError)
+            if not (every and (is_missing or every[0].faults)):
                 raise
-            every[0].notes.append(str(error))
+            every[0].notes.append(str(error))  # what was found before is not lost
     return every
 
 

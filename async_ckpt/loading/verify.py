@@ -123,14 +123,14 @@ class Verification:
         a checksum.
         """
         damaged: dict[str, str] = {}
-        unchecked: set[str] = set()
+        unchecked: list[str] = []  # one for each item
 
         def compare(name: str, file: Contents, blob: Blob) -> None:
             has_checksums, damage = check_item(file.read_into, blob)
             if damage is not None:
                 damaged.setdefault(name, f"{file.path}: at byte {blob.offset:,}: {damage}")
             if not has_checksums:
-                unchecked.add(name)
+                unchecked.append(name)
             self._on_bytes(blob.length)
 
         with contextlib.ExitStack() as stack:
@@ -146,14 +146,14 @@ class Verification:
                 path=path,
                 tensors=names,
             )
-        if unchecked and len(unchecked) == len({name for name, _, _ in items}):
+        if unchecked and len(unchecked) == len(items):
             raise ValueError(
                 f"{storage.locate('')} was saved without checksums (torch.serialization.set_crc32_options(False)), so "
                 "there is nothing to compare its bytes with"
             )
         notes = ["torch.distributed.checkpoint wrote it: its bytes were compared with the CRC-32 of torch.save"]
         if unchecked:
-            notes.append(f"{len(unchecked)} of its entries have no checksums, such as {min(unchecked)}")
+            notes.append(f"{len({*unchecked})} of its entries have no checksums, such as {min(unchecked)}")
         return tuple(notes)
 
     def _compare(self, parts: Sequence[Part]) -> None:

@@ -50,6 +50,10 @@ def verify_root(
             missing.append(error)
         except (CorruptCheckpointError, FormatVersionError) as error:
             errors.append(error)
+        except Exception as error:
+            if not errors:
+                raise
+            errors[0].add_note(str(error))  # what was found before is not lost
     if errors:
         first, *others = sorted(errors, key=lambda error: not isinstance(error, CorruptCheckpointError))
         for other in others:
@@ -151,7 +155,8 @@ def check_versions(
     if not (existing or damaged):
         root = place.storage().locate("")
         raise NotCommittedError(f"{root}: no version there is whole", path=root, step=None)
-    numbers = (tuple(sorted(some)) for some in (existing - damaged, damaged, found - existing - damaged))
+    incomplete = found - existing - damaged - RankVersions(place).sizes().keys()  # some are completed meanwhile
+    numbers = (tuple(sorted(some)) for some in (existing - damaged, damaged, incomplete))
     return CheckedVersions(checks, *numbers)
 
 

@@ -234,24 +234,12 @@ class Attempts:
             if joint.before is not None:
                 self._begun[joint.step] = joint.before
 
-    def begin_nothing(self, joint: JointSave, why: str) -> None:
-        """The call has raised before it was known what it saves. It is counted, since the other ranks count theirs; on
-        rank 0, they are told that it saves nothing.
-        """
-        self._count(joint)
-        joint.life.go(JointState.BEGUN)
-        if self._meeting.world.rank == 0:
-            self._say(joint, SavedInstead(joint.step, f"nothing ({why})", ""))
-            self.decide(joint, JointState.REFUSED, None)
-
     # --- ranks that save other things by the same call ------------------------------------------------------
 
     def say(self, joint: JointSave) -> None:
         """On rank 0: tell the other ranks what this call saves. Ranks without a store cannot be told."""
-        self._say(joint, SavedInstead(joint.step, joint.what, joint.attempt))
-
-    def _say(self, joint: JointSave, word: SavedInstead) -> None:
         if self._meeting.world.store is not None:
+            word = SavedInstead(joint.step, joint.what, joint.attempt)
             with suppress(RuntimeError):  # the store is gone: then deadlines tell
                 self._meeting.words().say(f"save/{joint.number}", json.dumps(word))
 

@@ -64,7 +64,7 @@ class Ranks:
         self.divider = Divider(
             self.meeting, self.known.compared, mesh=mesh, check_replicas=flag("check_replicas", check_replicas)
         )
-        self.skips, self._answers = skips, Answers(self.meeting.words, self.meeting.hear)
+        self._skips, self._answers = skips, Answers(self.meeting.words, self.meeting.hear)
         # Those of one-off saves go with these.
         self._roots: WeakKeyDictionary[AttemptPlace, SharedRoot] = WeakKeyDictionary()
 
@@ -83,7 +83,7 @@ class Ranks:
         self.meeting.refuse_if_changed()
         if self.is_alone:
             return None
-        return JointSave(step, question=self._answers.question("save()", step) if self.skips else "")
+        return JointSave(step, question=self._answers.question("save()", step) if self._skips else "")
 
     def called_once(self, folder: OneOffFolder) -> JointSave:
         """A one-off `save` to a folder was called. Raises as `called`."""

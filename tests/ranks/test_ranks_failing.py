@@ -355,31 +355,6 @@ def test_a_manifest_that_is_there_though_its_answer_was_lost_is_known_to_all_ran
     assert_whole(worlds, 1, 2, 3, 4, 5)
 
 
-NO_STEP = """
-with open_run(here.root) as ckpt:
-    here.save(ckpt, small(1), 1)
-    here.save(ckpt, small(2), {wrong!r} if here.rank == {rank} else 2)
-    here.meet("told")
-    for step in (2, 3):
-        here.save(ckpt, small(step), step)
-"""
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("wrong", [-1, None, 2**63])
-def test_a_call_without_a_step_on_one_rank_is_told_to_all_and_later_saves_commit(worlds, rank, wrong):
-    ended = worlds.run(3, NO_STEP.format(rank=rank, wrong=wrong))
-
-    for number, one in enumerate(ended):
-        told = one.saves[1]
-        assert told["error"] == ("ValueError" if number == rank else "PeerFailedError")
-        assert "step must be" in told["text"]
-        assert told.get("undecided", False) is False
-    for number in (2, 3):
-        assert column(ended, number, "status") == ["committed"] * 3
-    assert_whole(worlds, 1, 2, 3)
-
-
 STRICT = """
 with open_run(here.root, strict=True) as ckpt:
     here.save(ckpt, small(1), 1)

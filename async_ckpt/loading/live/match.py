@@ -29,7 +29,7 @@ from ...state.megatron import keys_below, name_of
 from ...state.names import Path, Selector, shown
 from ...state.per_rank import ListItems
 from ...state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
-from ...state.state_dict_cache import SEQUENCES, items_of
+from ...state.state_dict_cache import SEQUENCES
 from ...state.tree import SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
 from ...state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
 from ..archives.contents import Contents
@@ -356,12 +356,17 @@ class Match:
         return key not in saved and not self._keeps_empty and self._is_empty(live[key])
 
     def _is_empty(self, value: Any) -> bool:
-        """True for a container, or an object with a state dict, that has nothing in it, but perhaps other such ones."""
-        if not isinstance(value, dict | SEQUENCES) and callable(getattr(value, "state_dict", None)):
+        """True for what torch.distributed.checkpoint leaves out: a dict, or the state dict of an object, with nothing in
+        it but perhaps others of these, or lists of them.
+        """
+        if isinstance(value, Mapping):
+            return all(map(self._is_empty, value.values()))
+        if type(value) is list:
+            return bool(value) and all(map(self._is_empty, value))
+        if callable(getattr(value, "state_dict", None)):
             with suppress(Exception):
                 return self._is_empty(self._state_dicts.of(value))
-            return False
-        return isinstance(value, Mapping | SEQUENCES) and all(map(self._is_empty, items_of(value)))
+        return False
 
     def _with_left_out(self, saved: dict[Any, Any], live: Any) -> dict[Any, Any]:
         """The saved dict, with the empty dicts of the live one that the writer of the archive has left out."""
@@ -371,14 +376,16 @@ class Match:
             key: self._with_left_out(value, live.get(key)) if type(value) is dict else value
             for key, value in saved.items()
         }
-        return whole | {key: {} for key, value in live.items() if key not in saved and self._is_empty(value)}
+        return whole | {
+            key: _emptied(value) for key, value in live.items() if key not in saved and self._is_empty(value)
+        }
 
     def _all_items(self, live: Sequence[Any], saved: Any) -> Any:
         """The saved items of a list, with the empty ones that the writer of the archive has left out."""
         items = saved if isinstance(saved, ListItems) else dict(enumerate(saved))
         missing = {*range(len(live))} - items.keys()
         if missing and len(live) == len(items) + len(missing) and all(self._is_empty(live[i]) for i in missing):
-            return [items.get(i, {}) for i in range(len(live))]
+            return [items[i] if i in items else _emptied(live[i]) for i in range(len(live))]
         return saved
 
     def _megatron_tensor(self, live: Any, path: Path) -> None:
@@ -501,6 +508,13 @@ def _overlaps(
         sizes = [min(size, whole - begin) for size, whole, begin in zip(part.shape, shape, at, strict=True)]
         if all(size > 0 for size in sizes):
             yield at, part.detach()[tuple(map(slice, sizes))]
+
+
+def _emptied(value: Any) -> Any:
+    """What was saved of a value that was left out, since it is empty: dicts and lists of the same shape."""
+    if isinstance(value, Mapping):
+        return {key: _emptied(item) for key, item in value.items()}
+    return list(map(_emptied, value)) if isinstance(value, list) else {}
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
