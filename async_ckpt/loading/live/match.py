@@ -356,8 +356,8 @@ class Match:
         return key not in saved and not self._keeps_empty and self._is_empty(live[key])
 
     def _is_empty(self, value: Any) -> bool:
-        """True for what torch.distributed.checkpoint leaves out: a dict, or the state dict of an object, with nothing in
-        it but perhaps others of these, or lists of them.
+        """True for what torch.distributed.checkpoint leaves out: a dict, or an object's state dict, that has nothing in
+        it, but perhaps others of these, or lists of them.
         """
         if isinstance(value, Mapping):
             return all(map(self._is_empty, value.values()))
@@ -511,7 +511,7 @@ def _overlaps(
 
 
 def _emptied(value: Any) -> Any:
-    """What was saved of a value that was left out, since it is empty: dicts and lists of the same shape."""
+    """Dicts and lists of the same shape, for a value that was left out since it is empty."""
     if isinstance(value, Mapping):
         return {key: _emptied(item) for key, item in value.items()}
     return list(map(_emptied, value)) if isinstance(value, list) else {}
