@@ -216,7 +216,8 @@ def verify(path: Anywhere, *, base: str | os.PathLike[str] | None = None) -> Ver
     however large the archive is. Archives are read as a whole, compressed ones too, and so are the archives that a step
     borrows groups from. In a run, every committed step is read; an archive that several steps share is read once. A
     folder of torch.distributed.checkpoint is compared with the checksums that torch.save writes. Versions are applied
-    one after the other to a temporary folder, which takes as many bytes as the model, or twice as many.
+    one after the other to a temporary folder, which takes as many bytes as the model, or twice as many. A run or a
+    checkpoint at the root of a Publisher is read with the versions.
 
     Args:
         path: an archive, the folder of a committed step or of torch.distributed.checkpoint, the root of a run or of a

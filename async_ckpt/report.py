@@ -177,8 +177,8 @@ class VerifyReport(_NotebookText):
     `steps` are the committed steps, in ascending order; empty for a single archive. `num_archives` and `num_bytes`
     count each archive once, including those that a step borrows from. A compressed archive counts with its size before
     compression. `versions` are those of a publication. Its versions are counted in `num_archives`, each rank's for
-    itself. `bandwidth` is in bytes per second. `notes` lists facts that are no damage but may
-    be a surprise, such as a tracker that does not name a committed step.
+    itself. `bandwidth` is in bytes per second. `notes` lists facts that are no damage but may be a surprise, such as a
+    tracker that does not name a committed step.
     """
 
     path: str

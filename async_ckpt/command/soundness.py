@@ -327,7 +327,7 @@ def _of_publication(place: Place, base: Path | None) -> Soundness:
     with progress("verify", 1) as advance:
         checked = check_versions(place, base=base, on_check=lambda check: advance(check.num_bytes))
     checks = checked.checks
-    found = Soundness(True, [*checked.sound], [*checked.damaged], notes=[*checked.notes])
+    found = Soundness(is_publication=True, sound=[*checked.sound], damaged=[*checked.damaged], notes=[*checked.notes])
     found.num_archives, found.num_bytes = len(checks), sum(check.num_bytes for check in checks)
     anchors = {check.version for check in checks if check.kind == "anchor"}
     for check in checks:

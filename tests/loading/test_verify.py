@@ -646,7 +646,7 @@ def test_a_folder_of_dcp_without_checksums_loads_and_says_that_it_cannot_be_veri
 
 
 def test_entries_of_dcp_without_checksums_are_noted(dcp: Path, tmp_path: Path):
-    """One of two files is replaced by what torch has written there without checksums."""
+    """One of two items is as torch writes it without checksums."""
     folder = without_crc32({"model": {"w": torch.ones(3)}, "n": 3}, tmp_path / "both")
     other = tmp_path / "other"
     import torch.distributed.checkpoint as torch_dcp
