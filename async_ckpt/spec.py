@@ -6,7 +6,7 @@ In: plain values. Out: frozen values that cannot be wrong. Knows nothing of: tor
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -281,6 +281,15 @@ def flag(name: str, value: Any) -> bool:
     if type(value).__name__ not in ("bool", "bool_"):
         raise ValueError(f"{name} must be True or False, got {value!r:.100}")
     return bool(value)
+
+
+def entry_names(name: str, value: Any) -> tuple[Any, ...]:
+    """The names of entries from the user: one, several, or None for none. Raises TypeError for anything else."""
+    if value is None or isinstance(value, str):
+        return () if value is None else (value,)
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be the name of an entry of the state, or several of them, got {value!r:.100}")
+    return tuple(value)
 
 
 def with_article(kind: str) -> str:

@@ -332,7 +332,7 @@ class Subscriber:
         existing = self._numbers()
         if version is not None:
             if version not in existing and (self._base is None or version or existing[:1] == [0]):
-                self._versions.read(version, fresh=True)  # raises, and says which versions exist
+                self._versions.read(version, fresh=True, others=existing)  # raises, and says which versions exist
             return version
         newest = max(existing, default=None)
         if newest is None:

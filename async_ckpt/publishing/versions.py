@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -119,10 +119,13 @@ class Versions:
         except CorruptCheckpointError:
             return None
 
-    def read(self, number: int, *, wanted_by: str = "", fresh: bool = False) -> VersionIndex:
+    def read(
+        self, number: int, *, wanted_by: str = "", fresh: bool = False, others: Collection[int] = ()
+    ) -> VersionIndex:
         """The index of a version. Raises NotCommittedError if there is none, and CorruptCheckpointError.
 
-        A cached index is used, unless it is to be `fresh`: the root may have been emptied and begun again.
+        A cached index is used, unless it is to be `fresh`: the root may have been emptied and begun again. `others` are
+        versions at the root that are not of one file, for the message.
         """
         with self._lock:
             known = None if fresh else self._known.get(number)
@@ -144,9 +147,9 @@ class Versions:
                 return bare
             with self._lock:
                 self._known.pop(number, None)
-            existing = self.numbers()
+            existing = sorted({*self.numbers(), *others})
             advice = f"there are {existing[0]} to {existing[-1]}" if existing else "there is none"
-            if wanted_by and number < existing[0]:
+            if wanted_by and existing and number < existing[0]:
                 advice += "; if it is the model that all began with, give its folder: Subscriber(root, base=…)"
             raise NotCommittedError(
                 f"{self.root}: version {number} is not there{wanted_by}; {advice}", path=self.root, step=number

@@ -50,12 +50,12 @@ class Divider:
             self._states = StateDivider(world.rank, world.size, self.root_mesh)
         return self._states
 
-    def meet(self, captured: Capture, per_rank: Collection[str]) -> None:
+    def meet(self, captured: Capture, per_rank: tuple[str, ...]) -> None:
         """Ahead of the first save: wait until rank 0 knows how the states of all ranks look, so that no save has to."""
         states, meeting = self._ranked(), self._meeting
         if states is not None and meeting.world.store is not None and not meeting.has_met:
             meeting.token()
-            self._per_rank = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
+            self._per_rank = per_rank
             meeting.meet(states.structure(captured, self._own_in(captured)).digest, "prewarm()")
 
     def divided(self, captured: Capture, joint: JointSave | None) -> tuple[Capture, RankFacts | None]:

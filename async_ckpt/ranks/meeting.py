@@ -28,7 +28,7 @@ from .world import Words, World, refuse_if_changed, world_of
 
 # Seconds between two calls of `look_around`.
 _LOOK_AROUND_SECONDS: Final = 5.0
-NOT_ALONE: Final = "call save on every rank, or, if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
+NOT_ALONE: Final = "make the same calls on every rank; if this one alone saves, give its AsyncCheckpointer ranks=(0, 1)"
 _NO_STRUCTURE: Final = "-"
 
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from ..errors import PeerFailedError
 from ..runs.receipts import Cause
 from ..runs.run import Run
-from ..spec import flag
+from ..spec import entry_names, flag
 from ..state.captured import Capture
 from .answers import Answers, in_words
 from .attempts import AttemptPlace, Attempts, JointSave, JointState
@@ -124,7 +124,8 @@ class Ranks:
         """
         self.meeting.refuse_if_changed()
         try:
-            yield lambda captured: self.divider.meet(captured, per_rank)
+            names = entry_names("per_rank", per_rank)
+            yield lambda captured: self.divider.meet(captured, names)
         except BaseException:
             self.meeting.does_not_meet()
             raise

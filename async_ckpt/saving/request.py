@@ -12,7 +12,7 @@ from typing import Any
 from ..ranks.attempts import JointSave
 from ..ranks.one_off import OneOffFolder
 from ..ranks.peers import Ranks
-from ..spec import flag
+from ..spec import entry_names, flag
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import Capture, SnapshotView
 from ..state.names import Select
@@ -79,7 +79,7 @@ def check_driver(driver: Mapping[str, Any], state: Any) -> None:
 
 def check_entries(state: Any, names: Collection[str], option: str) -> None:
     """Raises ValueError, naming the option, for a name that is not an entry at the top level of the state."""
-    for name in [names] if isinstance(names, str) else names:
+    for name in names:
         if not isinstance(state, Mapping | SnapshotView) or name not in state:
             raise ValueError(f"{option}={name!r}: the state has no entry of that name at its top level")
 
@@ -173,12 +173,13 @@ class StepRequest(SaveRequest):
         """Take the other arguments of `save`. Raises ValueError and TypeError for wrong ones."""
         state, contents = self._state, self.contents
         contents.overwrite, contents.record = flag("overwrite", overwrite), record
-        self._unchanged = [unchanged] if isinstance(unchanged, str) else unchanged
-        if self.select is not None and unchanged:
+        self._unchanged = entry_names("unchanged", unchanged)
+        if self.select is not None and self._unchanged:
             raise ValueError("select= and unchanged= exclude each other; leave the groups out of the state instead")
-        check_entries(state, per_rank, "per_rank")
+        own = entry_names("per_rank", per_rank)
+        check_entries(state, own, "per_rank")
         if self.joint is not None:
-            self.joint.part.per_rank = (per_rank,) if isinstance(per_rank, str) else tuple(per_rank)
+            self.joint.part.per_rank = own
         if driver is not None:
             check_driver(driver, state)
             contents.take_driver(driver, rank=self._ranks.world.rank)

@@ -127,7 +127,7 @@ def test_a_rank_that_saves_another_step_is_missed_by_name(worlds):
 
     first, second = (one.saves[1] for one in ended)
     assert (first["rank"], first["undecided"]) == (1, False)
-    assert "nothing was heard of rank 1. Call save on every rank" in first["text"]
+    assert "nothing was heard of rank 1. Make the same calls on every rank" in first["text"]
     assert (second["rank"], second["undecided"]) == (0, True)
     assert open_run(worlds.root).steps() == [1]
 

@@ -54,6 +54,8 @@ _FAULTY: Final = 0.25
 _SAMPLES: Final = 120
 _FEWEST: Final = 5
 _LOGGED: Final = 60
+_CLOSING_SECONDS: Final = 10.0
+"""Connections are closed by threads of the client and of the proxy, a moment after the last use."""
 # Threads are not among them: pools keep idle ones.
 _FINAL: Final = ("descriptors", "memory files", "files in /dev/shm", "temporary files", "open uploads")
 
@@ -196,8 +198,20 @@ class Soak:
         }
 
     def at_rest(self) -> Sample:
-        """What is left when everything is closed."""
+        """What there is when everything is closed."""
         return sampled(of_this_process, self._places_sample)
+
+    def at_rest_since(self, before: Sample) -> Sample:
+        """The same, once it is no more than `before`, or will not become so by itself."""
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        while _left(before, after := self.at_rest()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return after
+
+
+def _left(before: Sample, after: Sample) -> list[str]:
+    """The names of what is more than before."""
+    return [name for name in _FINAL if after[name] > before[name]]
 
 
 @contextmanager
@@ -234,7 +248,7 @@ def soak(seconds: float, seed: int, pause_seconds: float) -> Report:
         subject.close()
         for run in subject.runs.values():
             subject.counts.update(run.counts)
-        after = subject.at_rest()
+        after = subject.at_rest_since(before)
     return _report(subject, before, after, time.monotonic() - began, seed)
 
 
@@ -263,7 +277,7 @@ def _report(subject: Soak, before: Sample, after: Sample, seconds: float, seed: 
         flat = found.is_flat(bound)
         num_grown += not flat
         rows.append(_row(name, found, "flat" if flat else "**grows**"))
-    left = [name for name in _FINAL if after[name] > before[name]]
+    left = _left(before, after)
     counts = dict(subject.counts) | {"quantities that grow": num_grown, "left when all is closed": len(left)}
     details = {
         "left": {name: [before[name], after[name]] for name in left},
