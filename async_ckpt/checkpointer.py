@@ -226,7 +226,11 @@ class AsyncCheckpointer(RunReader):
         numpy are not noticed), and ValueError or KeyError for names that the state does not have. All other errors are
         raised by the handle. Stores are not accessed on this thread: the handle tells if a step already exists there.
         """
-        step = whole_step(step, "; the order is save(state, step)")
+        try:
+            step = whole_step(step, "; the order is save(state, step)")
+        except ValueError as error:
+            self._ranks.called_in_vain(error)
+            raise
         request = StepRequest(
             state,
             step,

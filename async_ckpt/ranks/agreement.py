@@ -174,8 +174,8 @@ class Agreement:
     async def _see_that_it_is_shared(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
         begun = monotonic()
         named_at: float | None = None
-        for seconds in _looks(self._run.storage.remote, self.world_size):
-            if self._joint.path:
+        for number, seconds in enumerate(_looks(self._run.storage.remote, self.world_size)):
+            if self._joint.path or _asks_group(number):
                 await self._refuse_other(off_loop)
             sees = await off_loop(self._root.sees)
             if sees:
@@ -219,7 +219,10 @@ class Agreement:
                     exchange.withdraw(rank)
                 except (CheckpointError, OSError):
                     exchange.put_receipt(Receipt(rank, is_ok=False), {"error": cause.error})
-            self._root.say_refusal(instead.attempt, cause)
+            if instead.attempt:
+                self._root.say_refusal(instead.attempt, cause)
+            else:
+                self._ranks.attempts.say_dropped(joint.number, joint.step)
 
     def _put_receipt(self, receipt: Receipt, details: dict[str, Any]) -> None:
         """Put a receipt of this rank, unless it is known that rank 0 saves something else by this call."""
@@ -270,8 +273,8 @@ class Agreement:
             asks = _asks_group(number)
             if number == _LOOKS_BEFORE_GROUP:  # a rank that is so late may be saving something else
                 await off_loop(partial(self._ranks.attempts.say, self._joint))
-            said = await off_loop(partial(self._root.refusal, self._joint.attempt)) if asks else None
-            if said is not None:  # by a rank that can write nothing here
+            said = await off_loop(self._said_by_group) if asks else None
+            if said is not None:
                 self._joint.causes.append(said)
                 raise _peers_failed(self._joint, [said])
             if any(rank >= size for rank in receipts):
@@ -289,6 +292,10 @@ class Agreement:
         comparison = Comparison(self._ranks, self._joint, self._run, self._exchange)
         self._table, of_ranks = await off_loop(partial(comparison.compare, ordered))
         return of_ranks
+
+    def _said_by_group(self) -> Cause | None:
+        """On rank 0: the cause of a rank that can write nothing here, or saves nothing by this call."""
+        return self._root.refusal(self._joint.attempt) or self._ranks.attempts.in_vain(self._joint)
 
     def _raise_refusals(self, refused: Sequence[Receipt]) -> None:
         causes = [
@@ -478,6 +485,7 @@ class Agreement:
                     self._root.say_unknown(joint.attempt)
                 return False  # nobody knows whether it is committed here
             causes = tuple(joint.causes) or (Cause(0, in_words(error)),)
+            self._ranks.attempts.say(joint)  # to ranks that save nothing by this call
             self._put_verdict(Verdict(joint.attempt, () if joint.is_committed else causes, joint.table))
             self._ranks.attempts.decide(joint, JointState.REFUSED, None)
         elif self._yes is not None:

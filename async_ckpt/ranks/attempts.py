@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,16 +20,18 @@ from enum import Enum
 from typing import Final, NamedTuple, Protocol
 
 from ..errors import PeerFailedError
+from ..host.deadlines import MEETING_SECONDS
 from ..host.life import Life
 from ..host.waits import ENDS_THE_CALL, Wait
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Exchange, Table
-from ..spans import TIMEKEEPER
+from ..spans import TIMEKEEPER, monotonic
 from ..state.division import Structure
 from ..storage.interface import Storage
 from .meeting import Meeting
 from .shared_values import SharedValues
 
 _LOOK_SECONDS: Final = 0.02
+_NO_STEP: Final = -1
 
 
 class JointState(Enum):
@@ -74,7 +76,7 @@ class SavedInstead(NamedTuple):
 
     step: int
     what: str
-    attempt: str
+    attempt: str  # "" if it saves nothing
 
 
 @dataclass(slots=True)
@@ -151,6 +153,11 @@ class Attempts:
         self._tables: dict[int, Table] = {}  # that follow from the decision of the save of this number
         self._num_decided: Counter[int] = Counter()  # attempts, by step
         self._begun: dict[int, JointSave] = {}  # the last one that this rank has begun at a step
+        # Changed on the thread that saves.
+        self._in_vain: deque[int] = (
+            deque()
+        )  # the calls that have saved nothing here, until the others have given theirs up
+        self._num_missed: Counter[int] = Counter()  # attempts that were given up so, by step
 
     def begin(self, joint: JointSave, listen_again: Callable[[JointSave], None]) -> None:
         """Begin this save, whose turn it is. The first one waits for rank 0's word.
@@ -159,6 +166,7 @@ class Attempts:
 
         Raises PeerFailedError where rank 0 does not say anything, or has not decided about this step's last attempt.
         """
+        self._wait_for_others()
         self._wait_for_decision(joint.step, listen_again)
         self._meeting.token()
         self._count(joint)
@@ -167,12 +175,16 @@ class Attempts:
     def _count(self, joint: JointSave) -> None:
         joint.number = next(self._numbers)
         joint.newest_decided = joint.number - self._max_in_flight
-        is_first = joint.newest_decided < 0
-        joint.table = self._meeting.table if is_first else self._tables.get(joint.newest_decided, EMPTY)
+        joint.table = self._table_of(joint.number)
+
+    def _table_of(self, number: int) -> Table:
+        """The table by which the ranks share the save of this number."""
+        newest_decided = number - self._max_in_flight
+        return self._meeting.table if newest_decided < 0 else self._tables.get(newest_decided, EMPTY)
 
     def _name(self, joint: JointSave) -> None:
         """Give its attempt the name that it has on all ranks."""
-        joint.attempt, joint.before = self._attempt(joint.step, self._num_decided[joint.step]), None
+        joint.attempt, joint.before = self._attempt(joint.step, self._num_over(joint.step)), None
         joint.life.go(JointState.BEGUN)
         self._begun[joint.step] = joint
 
@@ -182,7 +194,10 @@ class Attempts:
 
     def decided_at(self, step: int) -> list[str]:
         """The attempts of this start of the world at a step that are decided."""
-        return [self._attempt(step, number) for number in range(self._num_decided[step])]
+        return [self._attempt(step, number) for number in range(self._num_over(step))]
+
+    def _num_over(self, step: int) -> int:
+        return self._num_decided[step] + self._num_missed[step]
 
     def _wait_for_decision(self, step: int, listen_again: Callable[[JointSave], None]) -> None:
         begun, wait = self._begun.get(step), Wait("in save()", ENDS_THE_CALL)
@@ -214,7 +229,8 @@ class Attempts:
         joint.causes.append(cause)
 
     def _name_if_known(self, joint: JointSave) -> None:
-        if self._meeting.knows_token() and (joint.before is None or joint.before.is_decided):
+        is_next = joint.before is None or joint.before.is_decided
+        if self._meeting.knows_token() and is_next and not self._in_vain:
             self._name(joint)
 
     def is_named(self, joint: JointSave) -> bool:
@@ -234,29 +250,106 @@ class Attempts:
             if joint.before is not None:
                 self._begun[joint.step] = joint.before
 
+    # --- a call that saves nothing on this rank -------------------------------------------------------------
+
+    def begin_nothing(self, why: str) -> None:
+        """The call has raised before it was known what it saves. It is counted, since the other ranks count theirs, and
+        they are told: what they save by the same call fails. Ranks without a store cannot be told.
+        """
+        number, world = next(self._numbers), self._meeting.world
+        self._in_vain.append(number)
+        if world.store is None:
+            return
+        if world.rank == 0:
+            self._meeting.token()  # the others may wait for it
+            self._say(number, SavedInstead(_NO_STEP, f"nothing ({why})", ""))
+        else:
+            self._meeting.words().say(f"nothing/{number}", json.dumps(Cause(world.rank, why)))
+            self.say_dropped(number, _NO_STEP)
+
+    def in_vain(self, joint: JointSave) -> Cause | None:
+        """On rank 0: the cause of a rank that saves nothing by the same call, if one has said so."""
+        word = self._word(f"nothing/{joint.number}")
+        return None if word is None else Cause(*json.loads(word))
+
+    def say_dropped(self, number: int, step: int) -> None:
+        """On another rank: rank 0 saves nothing by this call, and what this rank has saved by it is given up."""
+        self._meeting.words().say(f"dropped/{number}/{self._meeting.world.rank}", str(step))
+
+    def _wait_for_others(self) -> None:
+        """Wait until the other ranks have given up what they saved by calls that have saved nothing here.
+
+        The next attempt at such a step needs another name than theirs.
+        """
+        wait, deadline = Wait("in save()", ENDS_THE_CALL), monotonic() + MEETING_SECONDS
+        while self._in_vain:
+            number = self._in_vain[0]
+            steps = self._given_up(number)
+            if steps is not None:
+                self._num_missed.update(steps)
+                self._tables[number] = self._table_of(number)
+                self._in_vain.popleft()
+                continue
+            if monotonic() > deadline:
+                raise PeerFailedError(
+                    f"an earlier call of save() raised on this rank, and after {MEETING_SECONDS:.0f} s the other ranks "
+                    f"have not made that call, or have not ended it: {self._meeting.advice}",
+                    rank=0,
+                )
+            wait.goes_on(lambda: "the other ranks, whose save by the call that raised here is to fail")
+            TIMEKEEPER.sleep(_LOOK_SECONDS)
+
+    def _given_up(self, number: int) -> list[int] | None:
+        """The steps at which other ranks have given up an attempt by a call that saves nothing here; None as long as
+        that is not known. Does not wait.
+        """
+        world, words = self._meeting.world, self._meeting.words
+        if world.store is None:
+            return []
+        if world.rank:
+            instead = self._said(number)
+            if instead is None or instead.attempt:
+                return None if instead is None else [instead.step]
+            word = words().said(f"over/{number}")  # nothing on rank 0 either
+            return None if word is None else list(json.loads(word))
+        keys = [f"dropped/{number}/{rank}" for rank in range(1, world.size)]
+        if not words().are_said(keys):
+            return None
+        steps = sorted({int(word) for word in words().hear(keys, lambda _: None)} - {_NO_STEP})
+        words().say(f"over/{number}", json.dumps(steps))
+        return steps
+
     # --- ranks that save other things by the same call ------------------------------------------------------
 
     def say(self, joint: JointSave) -> None:
         """On rank 0: tell the other ranks what this call saves. Ranks without a store cannot be told."""
         if self._meeting.world.store is not None:
-            word = SavedInstead(joint.step, joint.what, joint.attempt)
             with suppress(RuntimeError):  # the store is gone: then deadlines tell
-                self._meeting.words().say(f"save/{joint.number}", json.dumps(word))
+                self._say(joint.number, SavedInstead(joint.step, joint.what, joint.attempt))
+
+    def _say(self, number: int, word: SavedInstead) -> None:
+        self._meeting.words().say(f"save/{number}", json.dumps(word))
 
     def said_instead(self, joint: JointSave) -> SavedInstead | None:
         """On another rank: the save that rank 0 makes by the same call, if it has said so, and it is not this one."""
-        word: str | None = None
+        instead = self._said(joint.number)
+        return None if instead is None or instead.attempt == joint.attempt else instead
+
+    def _said(self, number: int) -> SavedInstead | None:
+        word = self._word(f"save/{number}")
+        return None if word is None else SavedInstead(*json.loads(word))
+
+    def _word(self, key: str) -> str | None:
         if self._meeting.world.store is not None:
             with suppress(RuntimeError):
-                word = self._meeting.words().said(f"save/{joint.number}")
-        instead = None if word is None else SavedInstead(*json.loads(word))
-        return None if instead is None or instead.attempt == joint.attempt else instead
+                return self._meeting.words().said(key)
+        return None
 
     def is_mistaken(self, joint: JointSave, instead: SavedInstead) -> None:
         """No rank commits this save; and rank 0 will not commit its own, of which this rank has no part."""
         if not joint.is_decided:
             joint.life.go(JointState.REFUSED)
-            self._num_decided[instead.step] += 1
+            self._num_decided[instead.step if instead.attempt else joint.step] += 1
             self._tables[joint.number] = joint.table
 
     # --- the decision -------------------------------------------------------------------------------------

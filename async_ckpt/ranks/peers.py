@@ -7,7 +7,7 @@ nothing of: archives.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
@@ -84,6 +84,16 @@ class Ranks:
         if self.is_alone:
             return None
         return JointSave(step, question=self._answers.question("save()", step) if self._skips else "")
+
+    def called_in_vain(self, error: BaseException) -> None:
+        """`save` was called with something that is no step: tell the other ranks, whose save by the same call fails.
+
+        Where overlapping saves are skipped, nobody knows whether such a call counts, and nobody is told.
+        """
+        with suppress(ValueError, RuntimeError):  # the group has changed, or its store is gone: the caller raises
+            if not (self.is_alone or self._skips):
+                self.attempts.begin_nothing(in_words(error))
+                self.meeting.does_not_meet()
 
     def called_once(self, folder: OneOffFolder) -> JointSave:
         """A one-off `save` to a folder was called. Raises as `called`."""

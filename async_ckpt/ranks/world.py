@@ -204,7 +204,11 @@ class Words:
         self._store.delete_key(f"{self._prefix}/{key}")
 
     def is_said(self, key: str) -> bool:
-        return bool(self._store.check([f"{self._prefix}/{key}"]))
+        return self.are_said([key])
+
+    def are_said(self, keys: Sequence[str]) -> bool:
+        """True if all of these words are there."""
+        return bool(self._store.check([f"{self._prefix}/{key}" for key in keys]))
 
     def said(self, key: str) -> str | None:
         """The word of a key, if it is there already."""
