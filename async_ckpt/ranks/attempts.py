@@ -222,6 +222,7 @@ class Attempts:
         """
         if joint.number < 0:
             self._count(joint)
+        self.say_dropped(joint.number, joint.step)  # at once: this process may end before it hears of rank 0
         if not joint.attempt:
             joint.life.go(JointState.FAILED)
             joint.before, self._begun[joint.step] = self._begun.get(joint.step), joint
@@ -273,8 +274,11 @@ class Attempts:
         return None if word is None else Cause(*json.loads(word))
 
     def say_dropped(self, number: int, step: int) -> None:
-        """On another rank: rank 0 saves nothing by this call, and what this rank has saved by it is given up."""
-        self._meeting.words().say(f"dropped/{number}/{self._meeting.world.rank}", str(step))
+        """On another rank: what it has saved by this call is given up, for the case that rank 0 saves nothing."""
+        world = self._meeting.world
+        if world.rank and world.store is not None:
+            with suppress(RuntimeError):  # the store is gone: then deadlines tell
+                self._meeting.words().say(f"dropped/{number}/{world.rank}", str(step))
 
     def _wait_for_others(self) -> None:
         """Wait until the other ranks have given up what they saved by calls that have saved nothing here.

@@ -355,62 +355,6 @@ def test_a_manifest_that_is_there_though_its_answer_was_lost_is_known_to_all_ran
     assert_whole(worlds, 1, 2, 3, 4, 5)
 
 
-NO_STEP = """
-with open_run(here.root, max_in_flight={most}) as ckpt:
-    for step in range(1, {first}):
-        here.save(ckpt, small(step), step)
-    here.save(ckpt, small(9), {wrong!r} if here.rank in {ranks} else {first})
-    for step in range({first}, 5):
-        here.save(ckpt, small(step), step)
-"""
-
-
-@pytest.mark.parametrize(
-    ("ranks", "first", "wrong", "most"),
-    [
-        ([0], 1, -1, 1),
-        ([0], 2, None, 2),
-        ([1], 1, 2**63, 2),
-        ([1], 2, "1", 1),
-        ([0, 2], 2, -1, 1),
-        ([0, 1, 2], 2, -1, 1),
-    ],
-)
-def test_a_call_without_a_step_is_told_to_all_and_later_saves_commit_at_the_same_step_too(
-    worlds, ranks, first, wrong, most
-):
-    """In the first save, too, in which ranks have not met yet."""
-    ended = worlds.run(3, NO_STEP.format(first=first, ranks=ranks, wrong=wrong, most=most))
-
-    for rank, one in enumerate(ended):
-        told = one.saves[first - 1]
-        assert told["error"] == ("ValueError" if rank in ranks else "PeerFailedError")
-        assert "step must be" in told["text"]
-        assert not told.get("undecided")
-    for number in range(first, 5):
-        assert column(ended, number, "status") == ["committed"] * 3
-    assert_whole(worlds, 1, 2, 3, 4)
-
-
-OLD_RECEIPTS = """
-old, new = small(9), small(2)
-with open_run(here.root) as ckpt:
-    here.save(ckpt, small(1), 1)
-    if here.rank == 0:
-        here.wait_for_others()
-    here.save(ckpt, old, None if here.rank == 0 else 2)
-    here.save(ckpt, new, 2)
-"""
-
-
-def test_a_step_is_not_committed_with_archives_of_a_call_by_which_rank_0_saved_nothing(worlds):
-    ended = worlds.run(3, OLD_RECEIPTS)
-
-    assert column(ended, 1, "error") == ["ValueError", "PeerFailedError", "PeerFailedError"]
-    assert column(ended, 2, "status") == ["committed"] * 3
-    assert_whole(worlds, 1, 2)
-
-
 STRICT = """
 with open_run(here.root, strict=True) as ckpt:
     here.save(ckpt, small(1), 1)

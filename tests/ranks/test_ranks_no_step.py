@@ -1,0 +1,162 @@
+"""`save` with something that is no step, on some ranks: the others learn it at once, and the next save is that of all ranks."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+import slices
+import torch
+from rank_oracle import saved
+from rank_states import numbered
+from rank_worlds import Ended, Worlds
+from states import open_run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+
+SIZE = 3
+
+
+class Call(NamedTuple):
+    """One call of all ranks."""
+
+    step: int
+    without_step: list[int]  # these ranks
+    raises: bool = False  # on rank 1, since its state cannot be saved
+
+    def told(self, rank: int) -> str:
+        if rank in self.without_step:
+            return "ValueError"
+        if self.raises and rank == 1:
+            return "UnsupportedStateError"
+        return "PeerFailedError" if self.without_step or self.raises else "committed"
+
+
+PLAN = """
+plan, wrong = {plan}, {wrong!r}
+with open_run(here.root, max_in_flight={most}) as ckpt:
+    for number, (step, without_step, raises) in enumerate(plan):
+        state = dict(small(number))
+        if raises and here.rank == 1:
+            state["lost"] = torch.empty(3, device="meta")
+        here.save(ckpt, state, wrong if here.rank in without_step else step, overwrite=True)
+"""
+
+
+def assert_goes_as_planned(worlds: Worlds, plan: list[Call], *, wrong: Any, most: int) -> None:
+    """Every rank is told what it should be, and what is committed last at a step is there, of one call."""
+    ended = worlds.run(SIZE, PLAN.format(plan=[tuple(call) for call in plan], wrong=wrong, most=most))
+
+    last: dict[int, int] = {}
+    for number, call in enumerate(plan):
+        outcomes = [outcome(one, number) for one in ended]
+        assert outcomes == [call.told(rank) for rank in range(SIZE)], (number, call)
+        if outcomes == ["committed"] * SIZE:
+            last[call.step] = number
+    assert open_run(worlds.root).steps() == sorted(last)
+    for step, number in last.items():
+        assert torch.equal(saved(worlds.root, step).tensors["model.cut"], numbered(41, 3) + number)
+
+
+def outcome(ended: Ended, number: int) -> str:
+    """The error of a save, or its status."""
+    told = ended.saves[number]
+    assert not told.get("undecided"), told
+    if "PeerFailedError" in (error := told.get("error", "")):
+        assert "step must be" in told["text"] or "UnsupportedStateError" in told["text"]
+    return error or told["status"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first", "wrong", "most"),
+    [([0], 0, -1, 1), ([0], 1, None, 2), ([1], 0, 2**63, 2), ([1], 1, "1", 1), ([0, 1, 2], 1, -1, 1)],
+)
+def test_all_ranks_are_told_and_the_next_save_commits_at_the_same_step_too(worlds, ranks, first, wrong, most):
+    """In the first save, too, in which ranks have not met yet."""
+    plan = [Call(step, []) for step in range(4)]
+    plan.insert(first, Call(first, ranks))
+
+    assert_goes_as_planned(worlds, plan, wrong=wrong, most=most)
+
+
+def test_whoever_saves_nothing_and_whenever_the_ranks_stay_together(worlds):
+    """ASYNC_CKPT_PART=number is another plan."""
+    rng = random.Random(slices.PART)
+    plan = [
+        Call(
+            max(0, step - rng.choice((0, 0, 1))),
+            [rank for rank in range(SIZE) if rng.random() < 0.25],
+            raises=rng.random() < 0.15,
+        )
+        for step in range(6)
+    ]
+
+    assert_goes_as_planned(worlds, plan, wrong=None, most=rng.choice((1, 2)))
+
+
+OLD_RECEIPTS = """
+old, new = small(9), small(2)
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(1), 1)
+    if here.rank == 0:
+        here.wait_for_others()
+    here.save(ckpt, old, None if here.rank == 0 else 2)
+    here.save(ckpt, new, 2)
+"""
+
+
+def test_a_step_is_not_committed_with_archives_of_a_call_by_which_rank_0_saved_nothing(worlds):
+    ended = worlds.run(SIZE, OLD_RECEIPTS)
+
+    assert [outcome(one, 1) for one in ended] == ["ValueError", "PeerFailedError", "PeerFailedError"]
+    assert [outcome(one, 2) for one in ended] == ["committed"] * SIZE
+    assert torch.equal(saved(worlds.root, 2).tensors["model.cut"], numbered(41, 3) + 2)
+
+
+ENDING = """
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(1), 1)
+    state = dict(small(2))
+    if here.rank == 1:
+        state["lost"] = torch.empty(3, device="meta")
+    here.save(ckpt, state, None if here.rank == 0 else 2)
+    here.save(ckpt, small(3), None if here.rank == 1 else 3)
+"""
+
+
+def test_a_rank_that_ends_after_a_call_that_raised_is_not_waited_for(worlds):
+    ended = worlds.run(SIZE, ENDING)
+
+    assert [outcome(one, 1) for one in ended] == ["ValueError", "UnsupportedStateError", "PeerFailedError"]
+    assert [outcome(one, 2) for one in ended] == ["PeerFailedError", "ValueError", "PeerFailedError"]
+
+
+SKIPPING = """
+with open_run(here.root, on_overlap="skip") as ckpt:
+    if here.rank == 1:
+        here.save(ckpt, {}, None)
+    here.save(ckpt, small(1), 1)
+"""
+
+
+def test_where_overlapping_saves_are_skipped_the_rank_repeats_its_call(worlds):
+    ended = worlds.run(SIZE, SKIPPING)
+
+    assert outcome(ended[1], 0) == "ValueError"
+    assert [outcome(one, -1) for one in ended] == ["committed"] * SIZE
+
+
+WITHOUT_GROUP = """
+with open_run(here.root, ranks=(here.rank, here.size), run_id="a") as ckpt:
+    here.save(ckpt, {"number": 1}, None)
+    here.save(ckpt, {"number": 1}, 1)
+"""
+
+
+def test_ranks_without_a_process_group_go_on_after_a_call_that_was_wrong_on_all(worlds):
+    ended = worlds.run(SIZE, WITHOUT_GROUP, has_group=False)
+
+    assert [outcome(one, 0) for one in ended] == ["ValueError"] * SIZE
+    assert [outcome(one, 1) for one in ended] == ["committed"] * SIZE
