@@ -25,7 +25,7 @@ from ..storage.place import Anywhere, local_place, written_at
 from .hf_folder import Export, ExportRequest
 from .hf_weights import weights_of
 from .shards import MAX_SHARD_BYTES
-from .spread import ExportMessages, PartsFolder, begin_spread, looks_spread
+from .spread import ExportMessages, PartsFolder, begin_spread, looks_whole
 
 # Files in a config folder that are not copied: weights in any format and their indices, archives, hidden files.
 _NOT_COPIED: Final = re.compile(
@@ -109,7 +109,7 @@ def export_hf(
         return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()
     except BaseException as error:
         others.announce_failure(error)
-        if parts is None and looks_spread(state_or_model):
+        if parts is None and not looks_whole(state_or_model):
             PartsFolder.skip()
         raise
     finally:

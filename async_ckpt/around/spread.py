@@ -59,12 +59,12 @@ _KEY: Final = "weights"
 _counter: Final = itertools.count()
 
 
-def looks_spread(given: Any) -> bool:
-    """Whether a value, perhaps not a model, has parts of tensors that are spread over ranks."""
+def looks_whole(given: Any) -> bool:
+    """Whether a value is a model of whole tensors, which a rank may export alone. What is no model is not."""
     with contextlib.suppress(Exception):
         named = tree_of(given) if isinstance(given, SnapshotView) else given
-        tensors = named.parameters() if isinstance(named, torch.nn.Module) else named.values()
-        return any(map(is_sharded, tensors))
+        tensors = list(named.parameters() if isinstance(named, torch.nn.Module) else named.values())
+        return bool(tensors) and not any(map(is_sharded, tensors))
     return False
 
 

@@ -295,7 +295,7 @@ class Agreement:
 
     def _said_by_group(self) -> Cause | None:
         """On rank 0: the cause of a rank that can write nothing here, or saves nothing by this call."""
-        return self._root.refusal(self._joint.attempt) or self._ranks.attempts.in_vain(self._joint)
+        return self._root.refusal(self._joint.attempt) or self._ranks.attempts.saves_nothing(self._joint)
 
     def _raise_refusals(self, refused: Sequence[Receipt]) -> None:
         causes = [

@@ -154,9 +154,7 @@ class Attempts:
         self._num_decided: Counter[int] = Counter()  # attempts, by step
         self._begun: dict[int, JointSave] = {}  # the last one that this rank has begun at a step
         # Changed on the thread that saves.
-        self._in_vain: deque[int] = (
-            deque()
-        )  # the calls that have saved nothing here, until the others have given theirs up
+        self._in_vain: deque[int] = deque()  # calls that have saved nothing here, until the others have given theirs up
         self._num_missed: Counter[int] = Counter()  # attempts that were given up so, by step
 
     def begin(self, joint: JointSave, listen_again: Callable[[JointSave], None]) -> None:
@@ -268,7 +266,7 @@ class Attempts:
             self._meeting.words().say(f"nothing/{number}", json.dumps(Cause(world.rank, why)))
             self.say_dropped(number, _NO_STEP)
 
-    def in_vain(self, joint: JointSave) -> Cause | None:
+    def saves_nothing(self, joint: JointSave) -> Cause | None:
         """On rank 0: the cause of a rank that saves nothing by the same call, if one has said so."""
         word = self._word(f"nothing/{joint.number}")
         return None if word is None else Cause(*json.loads(word))

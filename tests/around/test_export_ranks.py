@@ -162,6 +162,7 @@ def export(state, destination="/hf", **options):
 wrong = here.rank == {rank}
 export(weights, max_shard_bytes=0 if wrong else 10**9)
 export(weights, "/hf/" if wrong else "/hf", config_folder=here.root + "-absent" if wrong else None)
+export(None if wrong else weights)
 export(weights, max_shard_bytes=0)
 export(weights)
 """
@@ -171,17 +172,19 @@ export(weights)
 def test_whatever_is_wrong_in_one_call_the_others_are_told_and_the_next_call_is_the_same_for_all(
     worlds: Worlds, rank: int
 ):
-    """An argument that is checked first, another spelling of the destination, and a call that is wrong on all ranks."""
+    """An argument that is checked first, another spelling of the destination, what is no model, and a call that is wrong on
+    all ranks.
+    """
     ended = worlds.run(2, WRONG.format(rank=rank))
 
     told = ended[rank].told
-    assert [name for name, _ in told[:2]] == ["ValueError", "NotADirectoryError"]
-    for number, (name, text) in enumerate(ended[1 - rank].told[:2]):
+    assert [name for name, _ in told[:3]] == ["ValueError", "NotADirectoryError", "UnsupportedStateError"]
+    for number, (name, text) in enumerate(ended[1 - rank].told[:3]):
         # A rank other than 0 that has done its part waits for nobody.
         assert name == "PeerFailedError" or (rank == 0 and name == "done")
         assert name == "done" or f"rank {rank}: {told[number][0]}: " in text
-    assert [one.told[2][0] for one in ended] == ["ValueError"] * 2
-    assert ended[0].told[3] == ended[1].told[3] == ["done", ""]
+    assert [one.told[3][0] for one in ended] == ["ValueError"] * 2
+    assert ended[0].told[4] == ended[1].told[4] == ["done", ""]
     assert [path.name for path in worlds.root.iterdir()] == ["hf"]
 
 
