@@ -281,7 +281,8 @@ class Attempts:
     def _wait_for_others(self) -> None:
         """Wait until the other ranks have given up what they saved by calls that have saved nothing here.
 
-        The next attempt at such a step needs another name than theirs.
+        The next attempt at such a step needs another name than theirs. None of them has to make another call for that,
+        which it could not if its training waited for this rank.
         """
         wait, deadline = Wait("in save()", ENDS_THE_CALL), monotonic() + MEETING_SECONDS
         while self._in_vain:
@@ -301,25 +302,21 @@ class Attempts:
             wait.goes_on(lambda: "the other ranks, whose save by the call that raised here is to fail")
             TIMEKEEPER.sleep(_LOOK_SECONDS)
 
-    def _given_up(self, number: int) -> list[int] | None:
+    def _given_up(self, number: int) -> set[int] | None:
         """The steps at which other ranks have given up an attempt by a call that saves nothing here; None as long as
         that is not known. Does not wait.
         """
         world, words = self._meeting.world, self._meeting.words
         if world.store is None:
-            return []
+            return set()
         if world.rank:
             instead = self._said(number)
             if instead is None or instead.attempt:
-                return None if instead is None else [instead.step]
-            word = words().said(f"over/{number}")  # nothing on rank 0 either
-            return None if word is None else list(json.loads(word))
-        keys = [f"dropped/{number}/{rank}" for rank in range(1, world.size)]
+                return None if instead is None else {instead.step}
+        keys = [f"dropped/{number}/{rank}" for rank in range(1, world.size)]  # rank 0 saves nothing
         if not words().are_said(keys):
             return None
-        steps = sorted({int(word) for word in words().hear(keys, lambda _: None)} - {_NO_STEP})
-        words().say(f"over/{number}", json.dumps(steps))
-        return steps
+        return {int(word) for word in words().hear(keys, lambda _: None)} - {_NO_STEP}
 
     # --- ranks that save other things by the same call ------------------------------------------------------
 
