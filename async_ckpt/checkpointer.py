@@ -223,8 +223,10 @@ class AsyncCheckpointer(RunReader):
 
         Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError, NotUnchangedError (a group in
         `unchanged` has other memory now, or its version counter says that it was written to; writes through `.data` or
-        numpy are not noticed), and ValueError or KeyError for names that the state does not have. All other errors are
-        raised by the handle. Stores are not accessed on this thread: the handle tells if a step already exists there.
+        numpy are not noticed), PeerFailedError if it waits in vain for other ranks, ValueError or KeyError for names
+        that the state does not have, and ValueError or TypeError for arguments that are not valid, such as a `step`
+        that is no step. All other errors are raised by the handle. Stores are not accessed on this thread: the handle
+        tells if a step already exists there.
         """
         try:
             step = whole_step(step, "; the order is save(state, step)")

@@ -60,7 +60,7 @@ _counter: Final = itertools.count()
 
 
 def looks_whole(given: Any) -> bool:
-    """Whether a value is a model of whole tensors, which a rank may export alone. What is no model is not."""
+    """True for a model of whole tensors, which a rank may export alone; False for a value that is no model, too."""
     with contextlib.suppress(Exception):
         named = tree_of(given) if isinstance(given, SnapshotView) else given
         tensors = list(named.parameters() if isinstance(named, torch.nn.Module) else named.values())

@@ -149,8 +149,10 @@ class Attempts:
     def __init__(self, meeting: Meeting, max_in_flight: int) -> None:
         self._meeting, self._max_in_flight = meeting, max_in_flight
         self._numbers = itertools.count()
+        # That follow from the decision of the save of this number. An entry is set once, on the loop's thread; that of
+        # a call that has saved nothing here, on the thread that saves.
+        self._tables: dict[int, Table] = {}
         # Changed on the loop's thread alone, entries at a time.
-        self._tables: dict[int, Table] = {}  # that follow from the decision of the save of this number
         self._num_decided: Counter[int] = Counter()  # attempts, by step
         self._begun: dict[int, JointSave] = {}  # the last one that this rank has begun at a step
         # Changed on the thread that saves.
@@ -292,31 +294,32 @@ class Attempts:
                 self._num_missed.update(steps)
                 self._tables[number] = self._table_of(number)
                 self._in_vain.popleft()
-                continue
-            if monotonic() > deadline:
+            elif monotonic() > deadline:
                 raise PeerFailedError(
                     f"an earlier call of save() raised on this rank, and after {MEETING_SECONDS:.0f} s the other ranks "
                     f"have not made that call, or have not ended it: {self._meeting.advice}",
                     rank=0,
                 )
-            wait.goes_on(lambda: "the other ranks, whose save by the call that raised here is to fail")
-            TIMEKEEPER.sleep(_LOOK_SECONDS)
+            else:
+                wait.goes_on(lambda: "the other ranks, whose save by the call that raised here is to fail")
+                TIMEKEEPER.sleep(_LOOK_SECONDS)
 
     def _given_up(self, number: int) -> set[int] | None:
         """The steps at which other ranks have given up an attempt by a call that saves nothing here; None as long as
         that is not known. Does not wait.
         """
-        world, words = self._meeting.world, self._meeting.words
+        world = self._meeting.world
         if world.store is None:
             return set()
+        words = self._meeting.words()
         if world.rank:
             instead = self._said(number)
             if instead is None or instead.attempt:
                 return None if instead is None else {instead.step}
         keys = [f"dropped/{number}/{rank}" for rank in range(1, world.size)]  # rank 0 saves nothing
-        if not words().are_said(keys):
+        if not words.are_said(keys):
             return None
-        return {int(word) for word in words().hear(keys, lambda _: None)} - {_NO_STEP}
+        return {int(word) for word in words.hear(keys, lambda _: None)} - {_NO_STEP}
 
     # --- ranks that save other things by the same call ------------------------------------------------------
 

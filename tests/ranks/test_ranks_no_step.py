@@ -1,4 +1,4 @@
-"""`save` with something that is no step, on some ranks: the others learn it at once, and the next save is that of all ranks."""
+"""`save` with something that is no step, on some ranks: the others learn it within seconds, and stay together."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class Soak:
         return sampled(of_this_process, self._places_sample)
 
     def at_rest_since(self, before: Sample) -> Sample:
-        """The same, once it is no more than `before`, or will not become so by itself."""
+        """The same, once nothing is left beyond `before`, or some seconds later."""
         deadline = time.monotonic() + _CLOSING_SECONDS
         while _left(before, after := self.at_rest()) and time.monotonic() < deadline:
             time.sleep(0.1)
