@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from . import figures
 from .compression import compression
 from .environment import describe
+from .headline import add_run, headline
 from .setting import KEPT, Setting
-from .table import Row, excerpt, kept_of, markdown, show_in, write
+from .table import Row, kept_of, markdown, show_in, write
 from .tracing import trace
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -87,10 +88,7 @@ FIGURES: Final[dict[str, Measure]] = {
 }
 # What a process holds is seen best while it is small.
 _USUAL: Final = ("growth", "trace", "figures", "comparison")
-_SHOWN: Final = (
-    "async_ckpt, guard=", "dcp.async_save, cached stager", "torch_checkpointing", "safetensors.save_file + fsync",
-    "torch.save + fsync", "torch.save, tar", "torch.save, tar.gz",
-)  # fmt: skip
+RUNS: Final = RESULTS / "runs" / "comparison.json"
 
 
 # What these import is not needed by the others.
@@ -242,18 +240,13 @@ def _measure(name: str, table: Table, options: argparse.Namespace, *, toy: bool)
         shown = joined(stem.parent) if table.part_of else markdown(kept)
         show_in(PAGE, table.part_of or name, shown)
         if name == "comparison":
-            show_in(README, "headline", headline(kept))
+            show_in(README, "headline", headline(add_run(RUNS, kept)))
 
 
 def joined(folder: Path) -> str:
     """What the page shows of the files in a folder of results."""
     files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     return markdown(*files) if files else ""
-
-
-def headline(kept: Mapping[str, Any]) -> str:
-    """What the README shows of the comparison: this library, and the fastest of each kind."""
-    return excerpt(kept, _SHOWN, ("save", "training lost, s", "durable, s"))
 
 
 def _keep(found: Path, folder: Path) -> None:

@@ -113,9 +113,9 @@ VALUES: Final[dict[str, Values]] = {
 
 
 def comparison(setting: Setting) -> dict[str, Row]:
-    """All of them, saving a training of linear layers under AdamW on one thread."""
+    """All of them, saving a training of linear layers under AdamW on one thread; and a few, saving GPT-2's."""
     contenders = measured(setting, "training", list(CANDIDATES), setting.compare_bytes)
-    return {**_against(contenders), **contenders}
+    return {**_against(contenders), **contenders, "gpt2": _shape("gpt2", setting, (*_few(setting), "limit"))}
 
 
 def measured(setting: Setting, workload: str, names: Sequence[str], num_bytes: int) -> dict[str, Contender]:
@@ -236,12 +236,17 @@ _SHAPES: Final = {
 
 
 def shapes(setting: Setting) -> dict[str, Row]:
-    rows: dict[str, Row] = {}
-    for workload, title in _SHAPES.items():
-        # Of 100,000 some take minutes for each save.
-        num_bytes = setting.num_small // 5 * 1024 if workload == "small" else setting.shape_bytes_here()
-        once = replace(setting, compare_rounds=setting.shape_rounds)
-        contenders = measured(once, workload, _FEW[: setting.num_shaped], num_bytes)
-        sizes = [result["num_bytes"] for one in contenders.values() for result in one.results]
-        rows[f"shape_{workload}"] = Shape(title, max(sizes, default=0), contenders)
-    return rows
+    return {f"shape_{workload}": _shape(workload, setting, _few(setting)) for workload in _SHAPES}
+
+
+def _few(setting: Setting) -> tuple[str, ...]:
+    return _FEW[: setting.num_shaped]
+
+
+def _shape(workload: str, setting: Setting, names: Sequence[str]) -> Shape:
+    # Of 100,000 some take minutes for each save.
+    num_bytes = setting.num_small // 5 * 1024 if workload == "small" else setting.shape_bytes_here()
+    once = replace(setting, compare_rounds=setting.shape_rounds)
+    contenders = measured(once, workload, names, num_bytes)
+    sizes = [result["num_bytes"] for one in contenders.values() for result in one.results]
+    return Shape(_SHAPES[workload], max(sizes, default=0), contenders)

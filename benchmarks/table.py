@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import operator
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +21,6 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
 NOISE_SECONDS: Final = 0.005
 # Values, to have quartiles.
 _ENOUGH: Final = 4
-# How long a line of an excerpt may be, unless it is a row.
-_WIDTH: Final = 132
-# What an excerpt says of where it was measured.
-_MACHINE: Final = ("date", "cpu", "cores", "gpu", "file_system", "torch", "async_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +180,6 @@ def write(stem: Path, kept: Mapping[str, Any]) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     stem.with_suffix(".md").write_text(markdown(kept))
-
-
-def excerpt(kept: Mapping[str, Any], rows: Sequence[str], columns: Sequence[str]) -> str:
-    """A few rows and columns of the one table that has them. Raises ValueError when there is none."""
-    for table in kept["tables"]:
-        lines = {line[0]: dict(zip(table["head"], line, strict=True)) for line in table["lines"]}
-        if {*columns} <= {*table["head"]} and {*rows} <= {*lines}:
-            text = _table(columns, [[lines[row][column] for column in columns] for row in rows])
-            where = ", ".join(f"{name} {kept['environment'][name]}" for name in _MACHINE)
-            return f"{text}\n{textwrap.fill(f'Medians, measured side by side. {where}.', _WIDTH)}\n"
-    raise ValueError(f"no table has all of {', '.join([*rows, *columns])}")
 
 
 def show_in(page: Path, mark: str, text: str) -> None:

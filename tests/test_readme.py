@@ -12,8 +12,9 @@ import pytest
 
 from async_ckpt import AsyncCheckpointer, CheckpointError, errors
 from async_ckpt.testing import moto_server
-from benchmarks.__main__ import headline, joined
-from benchmarks.table import excerpt, markdown, show_in
+from benchmarks.__main__ import RUNS, joined
+from benchmarks.headline import headline, summary
+from benchmarks.table import markdown, show_in
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -112,13 +113,14 @@ def test_tables_with_the_same_columns_are_shown_as_one():
     )
 
 
-def test_the_readme_shows_an_excerpt_of_the_comparison():
-    assert shows(README, "headline", headline(kept("comparison")))
+def test_the_readme_shows_the_medians_of_several_runs_and_the_range_of_their_ratios():
+    runs = json.loads(text_of(RUNS))
+    assert len(runs) > 1
+    assert shows(README, "headline", headline(runs))
 
 
-def test_an_excerpt_of_what_was_not_measured_is_an_error():
-    with pytest.raises(ValueError, match="no table has all of a way to save"):
-        excerpt(kept("comparison"), ["a way to save"], ["save"])
+def test_the_last_of_the_runs_is_the_one_that_the_docs_show_in_full():
+    assert json.loads(text_of(RUNS))[-1] == summary(kept("comparison"))
 
 
 def test_a_table_replaces_the_one_behind_its_mark_and_nothing_else(tmp_path):

@@ -1,0 +1,128 @@
+"""The README's results: the comparisons of several runs, on whichever machines, so that no figure of one run stands alone.
+
+In: kept results of the comparison. Out: results/runs/comparison.json, and the README's table with the range of its ratios.
+Knows nothing of: how anything was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from .table import NOISE_SECONDS
+
+Run = Mapping[str, Any]
+
+# This library, the fastest of each kind beside it, and what many people use.
+_SHOWN: Final = (
+    "ours_guarded", "dcp_async_cached", "torch_checkpointing", "safetensors", "torch_save", "tar", "gzip",
+)  # fmt: skip
+_BESIDE: Final = "torch_checkpointing"
+_GB: Final = 1e9
+# A run more than these drops the oldest.
+_MOST_RUNS: Final = 12
+_WIDTH: Final = 124
+
+
+def add_run(path: Path, kept: Run) -> list[Run]:
+    """Keep the medians of this comparison beside those of earlier runs, and return all of them, oldest first."""
+    runs = [*(json.loads(path.read_text(encoding="utf-8")) if path.exists() else []), summary(kept)][-_MOST_RUNS:]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(runs, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return runs
+
+
+def summary(kept: Run) -> Run:
+    """The machine, and for each state that was saved: its size, and each candidate's seconds."""
+    states = {
+        "linear": kept["candidates"],
+        **{name: row["candidates"] for name, row in kept.get("workloads", {}).items()},
+    }
+    return {"environment": kept["environment"], "states": {name: _state(told) for name, told in states.items()}}
+
+
+def _state(candidates: Mapping[str, Any]) -> dict[str, Any]:
+    measured = {name: told for name, told in candidates.items() if "medians" in told}
+    limit = measured.get("limit")
+    seconds = {
+        name: {"title": told["title"], **{value: told["medians"][value] for value in ("lost", "durable")}}
+        for name, told in measured.items()
+    }
+    return {
+        "num_bytes": max(result["num_bytes"] for told in measured.values() for result in told["results"]),
+        "disk_bandwidth": limit["medians"]["bandwidth"] if limit else None,
+        "lost_ratio": _lost_ratio(measured),
+        "candidates": seconds,
+    }
+
+
+def _lost_ratio(measured: Mapping[str, Any]) -> float | None:
+    """The median of the ratios of saves that came equally late in one round, as in the comparison's own table."""
+    if _BESIDE not in measured:
+        return None
+    ours, theirs = (
+        [max(save["lost"], NOISE_SECONDS) for result in measured[name]["results"] for save in result["later"]]
+        for name in ("ours_guarded", _BESIDE)
+    )
+    return median(own / other for own, other in zip(ours, theirs, strict=False))
+
+
+def headline(runs: Sequence[Run]) -> str:
+    """Markdown: one table with the medians of all runs, and a sentence for each state with the range of its ratios."""
+    states = list(dict.fromkeys(name for run in runs for name in run["states"]))
+    of_state = {name: [run["states"][name] for run in runs if name in run["states"]] for name in states}
+    head = [
+        "save",
+        *(f"{_gigabytes(of_state[name])}: {what}, s" for name in states for what in ("training lost", "durable")),
+    ]
+    lines = [head, ["---"] * len(head)]
+    for candidate in _SHOWN:
+        cells = [cell for name in states for cell in _cells(of_state[name], candidate)]
+        lines.append([_title(of_state, candidate), *cells])
+    table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    text = f"{_where(runs)} {' '.join(_range(of_state[name]) for name in states)}"
+    return f"{table}\n{textwrap.fill(text, _WIDTH)}\n"
+
+
+def _gigabytes(states: Sequence[Run]) -> str:
+    return f"{states[-1]['num_bytes'] / _GB:.1f} GB"
+
+
+def _title(of_state: Mapping[str, Sequence[Run]], candidate: str) -> str:
+    return next(
+        state["candidates"][candidate]["title"]
+        for states in of_state.values()
+        for state in states
+        if candidate in state["candidates"]
+    )
+
+
+def _cells(states: Sequence[Run], candidate: str) -> list[str]:
+    found = [state["candidates"][candidate] for state in states if candidate in state["candidates"]]
+    if not found:
+        return ["-", "-"]
+    return [f"{median(one['lost'] for one in found):.3f}", f"{median(one['durable'] for one in found):.2f}"]
+
+
+def _where(runs: Sequence[Run]) -> str:
+    disks = [
+        state["disk_bandwidth"] / _GB for run in runs for state in run["states"].values() if state["disk_bandwidth"]
+    ]
+    machines = sorted({run["environment"]["cpu"] for run in runs})
+    dates = sorted(str(run["environment"]["date"])[:10] for run in runs)
+    last = runs[-1]["environment"]
+    return (
+        f"Medians of {len(runs)} runs from {dates[0]} to {dates[-1]}, {last['cores']} cores of {' and '.join(machines)}, "
+        f"no GPU, disks that write {min(disks):.1f} to {max(disks):.1f} GB/s, torch {last['torch']}."
+    )
+
+
+def _range(states: Sequence[Run]) -> str:
+    ratios = [state["lost_ratio"] for state in states if state["lost_ratio"] is not None]
+    size, title = _gigabytes(states), states[-1]["candidates"][_BESIDE]["title"]
+    each = f"{min(ratios):.2g} to {max(ratios):.2g}" if len(ratios) > 1 else f"{ratios[0]:.2g}"
+    return f"A guarded save of {size} lost {each} of the seconds that {title} lost in the same run."
