@@ -68,11 +68,11 @@ def _lost_ratio(measured: Mapping[str, Any]) -> float | None:
         [max(save["lost"], NOISE_SECONDS) for result in measured[name]["results"] for save in result["later"]]
         for name in ("ours_guarded", _BESIDE)
     )
-    return median(own / other for own, other in zip(ours, theirs, strict=False))
+    return float(median(own / other for own, other in zip(ours, theirs, strict=False)))
 
 
 def headline(runs: Sequence[Run]) -> str:
-    """Markdown: one table with the medians of all runs, and a sentence for each state with the range of its ratios."""
+    """Markdown: one table with the medians of all runs, and a sentence with the range of the ratios."""
     states = list(dict.fromkeys(name for run in runs for name in run["states"]))
     of_state = {name: [run["states"][name] for run in runs if name in run["states"]] for name in states}
     head = [
@@ -83,8 +83,12 @@ def headline(runs: Sequence[Run]) -> str:
     for candidate in _SHOWN:
         cells = [cell for name in states for cell in _cells(of_state[name], candidate)]
         lines.append([_title(of_state, candidate), *cells])
+    ranges = ", ".join(_range(of_state[name]) for name in states)
     table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    text = f"{_where(runs)} {' '.join(_range(of_state[name]) for name in states)}"
+    text = (
+        f"{_where(runs)} Training lost to a guarded save, as a ratio to {_BESIDE} in the same run: {ranges}. "
+        "Less than 5 ms counts as 5 ms."
+    )
     return f"{table}\n{textwrap.fill(text, _WIDTH)}\n"
 
 
@@ -94,7 +98,7 @@ def _gigabytes(states: Sequence[Run]) -> str:
 
 def _title(of_state: Mapping[str, Sequence[Run]], candidate: str) -> str:
     return next(
-        state["candidates"][candidate]["title"]
+        str(state["candidates"][candidate]["title"])
         for states in of_state.values()
         for state in states
         if candidate in state["candidates"]
@@ -105,7 +109,8 @@ def _cells(states: Sequence[Run], candidate: str) -> list[str]:
     found = [state["candidates"][candidate] for state in states if candidate in state["candidates"]]
     if not found:
         return ["-", "-"]
-    return [f"{median(one['lost'] for one in found):.3f}", f"{median(one['durable'] for one in found):.2f}"]
+    lost, durable = (median(one[value] for one in found) for value in ("lost", "durable"))
+    return [f"{lost:.3f}" if lost > NOISE_SECONDS else f"≤ {NOISE_SECONDS:g}", f"{durable:.2f}"]
 
 
 def _where(runs: Sequence[Run]) -> str:
@@ -122,7 +127,8 @@ def _where(runs: Sequence[Run]) -> str:
 
 
 def _range(states: Sequence[Run]) -> str:
+    """The least and the greatest ratio of several runs."""
     ratios = [state["lost_ratio"] for state in states if state["lost_ratio"] is not None]
-    size, title = _gigabytes(states), states[-1]["candidates"][_BESIDE]["title"]
-    each = f"{min(ratios):.2g} to {max(ratios):.2g}" if len(ratios) > 1 else f"{ratios[0]:.2g}"
-    return f"A guarded save of {size} lost {each} of the seconds that {title} lost in the same run."
+    each = " to ".join(f"{ratio:.2g}" for ratio in dict.fromkeys((min(ratios), max(ratios))))
+    counted = f"{len(ratios)} runs" if len(ratios) > 1 else "one run"
+    return f"{each} ({_gigabytes(states)}, {counted})"
