@@ -85,9 +85,9 @@ class Export(CopySave):
         self._small_files.clear()
         super().failed(error)
 
-    async def afterwards(self, off_loop: OffLoop) -> None:
+    async def tidy(self, off_loop: OffLoop) -> None:
         self._small_files.clear()
-        await super().afterwards(off_loop)
+        await super().tidy(off_loop)
 
     # --- blocking, on helper threads --------------------------------------------------------------------------
 

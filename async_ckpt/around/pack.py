@@ -136,7 +136,7 @@ def _stream(folder: Path, target: FileTarget, scratch: Scratch | None) -> SaveHa
     try:
         packing = _PackSave(files_saver(), folder, target, scratch)
         handle = packing.saver.take_on(packing)
-    except ClosedError as error:  # the interpreter is exiting
+    except BaseException as error:  # such as that the interpreter is exiting
         if scratch is not None:
             _keep(scratch, error)
         raise
@@ -206,11 +206,13 @@ class _PackSave(Save):
         if self._scratch is not None:
             _keep(self._scratch, error)
 
-    async def afterwards(self, off_loop: OffLoop) -> None:
-        assert self._attempt is not None
-        await self._attempt.afterwards()
+    async def tidy(self, off_loop: OffLoop) -> None:
         if self._scratch is not None:
             await off_loop(self._scratch.remove)
+
+    async def afterwards(self, off_loop: OffLoop) -> None:  # noqa: ARG002
+        assert self._attempt is not None
+        await self._attempt.afterwards()
 
 
 def _keep(scratch: Scratch, error: BaseException) -> None:

@@ -287,14 +287,18 @@ class SpreadExport(Export):
             super()._commit()
 
     def failed(self, error: BaseException) -> None:
-        super().failed(error)
-        if self._parts.world.rank == 0:
-            self._parts.delete()
+        try:
+            super().failed(error)
+        finally:
+            if self._parts.world.rank == 0:
+                self._parts.delete()
 
-    async def afterwards(self, off_loop: OffLoop) -> None:
-        await super().afterwards(off_loop)
-        if self._parts.world.rank == 0:
-            await off_loop(self._parts.delete)
+    async def tidy(self, off_loop: OffLoop) -> None:
+        try:
+            await super().tidy(off_loop)
+        finally:
+            if self._parts.world.rank == 0:
+                await off_loop(self._parts.delete)
 
     def _report(self, call_seconds: float) -> SaveReport:
         part = self._part.result()

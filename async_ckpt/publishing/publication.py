@@ -111,7 +111,6 @@ class Publication(CopySave):
         self._result: tuple[VersionIndex, WeightsState, bytes] | None = None
         self._is_put = False  # whether the index may have been written
         self.readable: Future[None] = running_future()  # resolves once it is lent or durable, or has failed
-        self.ended: Future[None] = running_future()  # resolves once old versions are deleted, too
 
     @property
     def version(self) -> int:
@@ -119,11 +118,6 @@ class Publication(CopySave):
 
     def told_as(self, roots: tuple[str, ...]) -> tuple[Kind, tuple[str, ...]]:  # noqa: ARG002
         return "publish", (self._series.versions.root,)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has failed, or is durable and has been cleaned up after."""
-        return self.ended.done() or self.has_failed
 
     @property
     def _folder(self) -> str:
@@ -151,12 +145,10 @@ class Publication(CopySave):
         super().failed(error)
         self._series.base.crew.stop()
 
-    async def afterwards(self, off_loop: OffLoop) -> None:
-        try:
-            await super().afterwards(off_loop)
-            await off_loop(self._series.retain)
-        finally:
-            self.ended.set_result(None)
+    async def tidy(self, off_loop: OffLoop) -> None:
+        """Old versions go, too: on a disk, each has a hidden name while it is being deleted."""
+        await super().tidy(off_loop)
+        await off_loop(self._series.retain)
 
     def _report(self, call_seconds: float) -> SaveReport:
         return replace(super()._report(call_seconds), step=self._version)

@@ -10,7 +10,6 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -207,7 +206,7 @@ class Publisher:
         finally:
             called.set_result(spans.called())
         with self._lock:
-            running = [other for other in self._pending if not other.has_ended]
+            running = [other for other in self._pending if not other.handle.done()]
             self._pending = [*running, publication]
         return handle
 
@@ -301,8 +300,6 @@ class Publisher:
         wait = Wait("to close a Publisher", ENDS_THE_WAIT)
         for one in self._pending:
             wait_for(one.handle, goes_on=partial(wait.goes_on, lambda: self._root.locate("")))
-            if Future.exception(one.handle) is None:
-                wait_for(one.ended)
 
     def __enter__(self) -> Self:
         return self

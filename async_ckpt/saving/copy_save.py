@@ -121,16 +121,18 @@ class CopySave(Save):
     def failed(self, error: BaseException) -> None:
         self._end_staging(error)
         self.copy.release()
-        if self._out is not None:
-            self._out.abort()
-        if self._scratch is not None:
-            self._leave(self._scratch, error)
+        try:
+            if self._out is not None:
+                self._out.abort()
+        finally:
+            if self._scratch is not None:
+                self._leave(self._scratch, error)
 
     def _leave(self, scratch: Scratch, error: BaseException) -> None:  # noqa: ARG002
         """Remove or keep the scratch folder of a failed save."""
         scratch.remove()
 
-    async def afterwards(self, off_loop: OffLoop) -> None:
+    async def tidy(self, off_loop: OffLoop) -> None:
         if self._scratch is not None:
             await off_loop(self._scratch.remove)
 

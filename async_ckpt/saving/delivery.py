@@ -126,6 +126,9 @@ class Target:
     def discard(self) -> None:
         """Remove a durable object that could not be committed, unless it is the checkpoint after all."""
 
+    def tidy(self) -> None:
+        """Remove what the save has put beside the checkpoint and is not to stay. The handle waits for this."""
+
     def afterwards(self) -> None:
         """Apply retention. The checkpoint is true whatever happens here."""
 
@@ -402,6 +405,11 @@ class Delivery:
         """Close the sink of a committed object."""
         if self.is_committed and self.sink is not None:
             await self._off_loop(self.sink.close)
+
+    async def tidy(self) -> None:
+        """Remove, at a place where it is committed, what is not to stay."""
+        if self.is_committed:
+            await self._off_loop(self.target.tidy)
 
     async def afterwards(self, errors: list[BaseException]) -> None:
         """Apply retention there; add its error to `errors`."""

@@ -21,7 +21,7 @@ from ..host.waits import GIVES_UP, LIVENESS_SECONDS, Wait, wait_for
 from ..spans import monotonic
 from .handle import SaveHandle, name_of, progress_of
 from .ledger import abandon, all_saves
-from .save import Save
+from .save import Save, SaveState
 
 # sysexits.h EX_TEMPFAIL: what could not be done now may succeed when the job is started again.
 EXIT_STATUS_SAVE_FAILED: Final = 75
@@ -37,15 +37,15 @@ def drain_at_exit() -> None:
     loop.hurry()
     status = _wait_for_all(loop)
     saves = all_saves()
-    stuck = [save.handle for save in saves if not save.finished.done()]
+    stuck = [save for save in saves if not save.finished.done()]
     lost = [save.handle for save in saves if save.is_unseen]
     for handle in lost:
         error = handle.exception()
         notes = getattr(error, "__notes__", [])
         _say_lost(handle, "; ".join([f"{type(error).__name__}: {error}", *notes]))
-    for handle in stuck:
-        if not handle.done():
-            _say_lost(handle, "it was given up, but a call to its storage has not returned")
+    for save in stuck:
+        if not (save.handle.done() or save.life.now is SaveState.COMMITTED):
+            _say_lost(save.handle, "it was given up, but a call to its storage has not returned")
             status = status or EXIT_STATUS_SAVE_FAILED
     is_hanging = bool(stuck) or not _is_quiet(loop)
     flush_all(deadlines.LISTENERS_SECONDS)

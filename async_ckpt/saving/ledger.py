@@ -13,11 +13,11 @@ import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from math import nan
-from typing import Final
+from typing import Any, Final
 from weakref import WeakSet
 
 from ..errors import ClosedError, SaveAbandonedError
@@ -57,12 +57,11 @@ def leave_warning(handle: SaveHandle) -> None:
 
 
 def wait_for_ends(handles: Sequence[SaveHandle]) -> None:
-    """Wait until these saves have ended, with what they clean up in their folders. Raises the error of one of them.
+    """Wait until these saves have ended. Raises the error of one of them.
 
     For code that passes the error on to the user, who has not looked at it by that.
     """
     wait_for_all(handles)
-    wait_for_all([save.finished for save in all_saves() if save.handle in handles])
     for handle in handles:
         if (error := Future.exception(handle)) is not None:
             raise error
@@ -119,7 +118,10 @@ class Ledger:
         get_loop().begin(self._tell(save, turn, operation))
 
     async def _tell(self, save: Save, turn: Future[None] | None, operation: Operation) -> None:
-        """Run a save, resolve its handle with the outcome, and then clean up after it, whose failure is logged."""
+        """Run a save, and resolve its handle with the outcome once none of its own files is left that does not stay.
+
+        Then apply retention. A failure of either after the commit is logged.
+        """
         global _saves
         handle, off_loop = save.handle, get_loop().off_loop
         drawing = asyncio.create_task(self._bars.follow(handle, off_loop)) if self._bars else None
@@ -135,14 +137,12 @@ class Ledger:
         else:
             self._count(report)
             operation.end(report.step, report)
+            failed = await self._clean(handle, save.tidy(off_loop))
             save.settled.set_result(None)
             handle.set_result(report)
-            try:
-                await save.afterwards(off_loop)
-            except BaseException as error:
-                _log.warning("%r is committed, but cleaning up after it failed: %s", handle, error)
-                self._num_cleanup_failures += 1
-                save.finished.set_exception(error)
+            failed = await self._clean(handle, save.afterwards(off_loop)) or failed
+            if failed is not None:
+                save.finished.set_exception(failed)
             self._num_missed += save.num_missed
         finally:
             if drawing is not None:  # so that a caller that waits for the save prints below it
@@ -150,6 +150,16 @@ class Ledger:
             if not save.finished.done():
                 save.finished.set_result(None)
             _saves = [(ledger, s) for ledger, s in _saves if s is not save or s.is_unseen]
+
+    async def _clean(self, handle: SaveHandle, cleaning: Coroutine[Any, Any, None]) -> BaseException | None:
+        """Clean up after a save that is committed. Returns the error, which is logged and counted."""
+        try:
+            await cleaning
+        except BaseException as error:
+            _log.warning("%s is committed, but cleaning up after it failed: %s", name_of(handle), error)
+            self._num_cleanup_failures += 1
+            return error
+        return None
 
     def _count(self, report: SaveReport) -> None:
         self._last_report = report

@@ -4,9 +4,9 @@ In: how a subclass writes and commits. Out: a handle that is resolved, or an err
 Knows nothing of: other saves.
 
 The fate of a save is its `life`, and it is decided here. Three futures show it to others, in this order: `settled`
-when it is committed or has failed, the handle with the report or the error, `finished` when the cleanup has ended,
-too. How far the archive is at each of several places is the state of a `Delivery`; a lane of the drain knows only
-whether it has ended.
+when it is committed or has failed and its temporary files are gone, the handle with the report or the error, `finished`
+when retention has been applied, too. How far the archive is at each of several places is the state of a `Delivery`; a
+lane of the drain knows only whether it has ended.
 
 The caller's thread creates a save, and may be interrupted by a signal between any two lines. From `Ledger.begin` on the
 save belongs to the loop's thread, which no signal interrupts, so its life needs no lock.
@@ -81,8 +81,8 @@ class Save(ABC):
         self.staged, self.spans, self.context = staged, spans, copy_context()
         staged.add_done_callback(partial(_add_stage, spans, spans.clock()))
         self.life = new_life()
-        self.settled = running_future()  # committed or failed, so that the next save may commit
-        self.finished = running_future()  # the cleanup and the progress bar have ended, too
+        self.settled = running_future()  # committed or failed, and tidied: the next save may commit
+        self.finished = running_future()  # retention and the progress bar have ended, too
         self.given_up: BaseException | None = None
         self.handle = SaveHandle(
             step=step,
@@ -108,9 +108,11 @@ class Save(ABC):
         """Have `run` raise this error soon, since nobody waits for the save any more. From any thread."""
         self.given_up = error
 
-    @abstractmethod
-    async def afterwards(self, off_loop: OffLoop) -> None:
-        """Clean up after the commit."""
+    async def tidy(self, off_loop: OffLoop) -> None:  # noqa: B027 - most have no files but those that they commit
+        """After the commit, remove every file of the save that does not stay. The handle waits for this."""
+
+    async def afterwards(self, off_loop: OffLoop) -> None:  # noqa: B027 - only runs have retention
+        """Do what follows the commit, when the handle is done: deliveries that lag, and retention."""
 
     async def after_failure(self, error: BaseException, off_loop: OffLoop) -> None:  # noqa: B027 - most tell nobody
         """Tell people of the error. Nobody waits for this."""

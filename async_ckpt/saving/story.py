@@ -221,6 +221,11 @@ class Attempt:
                 if not self._may_miss(error):
                     raise
 
+    async def tidy(self) -> None:
+        """After the commit: remove what the save has put beside the checkpoint and is not to stay."""
+        for delivery in self._deliveries:
+            await delivery.tidy()
+
     async def afterwards(self) -> None:
         """After the commit: let deliveries that lag arrive and commit them, too; then apply retention everywhere.
 
@@ -338,6 +343,9 @@ class StateSave(Save):
     def give_up(self, error: BaseException) -> None:
         super().give_up(error)
         self.attempt.drain.fail(error)
+
+    async def tidy(self, off_loop: OffLoop) -> None:  # noqa: ARG002
+        await self.attempt.tidy()
 
     async def afterwards(self, off_loop: OffLoop) -> None:  # noqa: ARG002
         try:

@@ -156,7 +156,7 @@ class FolderTarget(JointTarget):
         self._folder.discard(self._attempt, self._agreement.rank)
         self._agreement.discard()
 
-    def afterwards(self) -> None:
+    def tidy(self) -> None:
         if self._agreement.decides:
             self._agreement.afterwards()
             self._folder.clear(self._replaces[0] if self._replaces else None)

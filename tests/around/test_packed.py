@@ -19,7 +19,7 @@ import pytest
 from disks import mounted, needs_mount
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from packing import kept, names, settled
+from packing import kept, names
 from racing import PATIENCE, Thrown, until
 from slices import examples
 from states import MIB
@@ -155,7 +155,6 @@ def test_many_small_files_come_back(quick_path):
                 (folder / f"{number // 1000:03}").mkdir()
             (folder / f"{number // 1000:03}/{number:06}").write_bytes(b"%d" % number)
     folder.handle.result()
-    settled()
     with unpack(quick_path / "x.tar", scratch=quick_path) as unpacked:
         found = {path.name: path.read_bytes() for path in unpacked.rglob("*") if path.is_file()}
 

@@ -16,12 +16,10 @@ def settled() -> None:
 
 
 def names(folder: Path) -> list[str]:
-    settled()
     return sorted(os.listdir(folder))
 
 
 def kept(folder: Path) -> Path:
     """The one folder that a failed pack has left, with what was to be packed."""
-    settled()
     (found,) = [name for name in os.listdir(folder) if name.endswith(".kept")]
     return folder / found / "files"

@@ -11,7 +11,6 @@ import pytest
 import torch
 from states import names_below
 
-from async_ckpt.around.pack import files_saver
 from async_ckpt.saving import default
 
 
@@ -35,8 +34,7 @@ def _nothing_is_left(tmp_path):
 
 
 def names(root: Path) -> list[str]:
-    """Every file below a folder, when all calls so far have ended and cleaned up."""
-    files_saver().wait()
+    """Every file below a folder."""
     return names_below(root)
 
 

@@ -253,8 +253,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if self.args.push_to_hub:
             self._wait_on_all_ranks()
             if save is not None and self.args.should_save:
-                save.wait_cleaned()  # what is hidden would be pushed, too
-                run.end()
+                run.end()  # what is hidden would be pushed, too
             self._push_from_checkpoint(run.place(name))
 
     def _wait_for_push(self) -> None:

@@ -19,7 +19,6 @@ from ...around.wrap import wrap
 from ...files import local_work_dir
 from ...report import SaveReport
 from ...saving.handle import SaveHandle
-from ...saving.ledger import all_saves
 from ...spans import monotonic
 from ...staging.held_snapshot import HeldSnapshot
 from ...storage.disk import translated
@@ -76,12 +75,6 @@ class TrainerSave:
         if isinstance(self.run, LocalRun):
             return _write(weights, in_files, rest, archive, place)
         return _upload(weights, in_files, rest, archive, place, f"{place}/{STATE}")
-
-    def wait_cleaned(self) -> None:
-        """Return when this save, which has ended, has removed its scratch folder, too."""
-        for save in all_saves():
-            if save.handle is self.handle:
-                save.finished.exception()
 
     def figures(self) -> dict[str, float]:
         """The report of a save that has ended, with what the snapshot cost, by the names for a logger."""
