@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -31,9 +31,8 @@ from .staging.guard import unwrapped
 from .staging.held_snapshot import HeldSnapshot, begin
 from .state.names import Select
 from .state.state_dict_cache import StateDictCache
+from .storage.compressed import refuse_archive_name
 from .storage.place import Anywhere, storage_at, written_at
-
-_OTHER_COMPRESSIONS: Final = (".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
 
 
 def save(
@@ -76,10 +75,9 @@ def save(
     world = world_of_group()
     is_spread = world.has_group and state_dicts.is_spread(obj)
     if is_spread and not world.is_one:
+        refuse_archive_name(place.shown)
         return _save_on_ranks(world, OneOffFolder(*place.object()), obj, guard, select, compression, state_dicts)
     target = FileTarget.at(place, compression)
-    if target.path.endswith(_OTHER_COMPRESSIONS):
-        raise ValueError(f"{target.path}: only zstd is written here; name it .tar.zst, or .tar for a plain one")
     warn_of_ranks(stacklevel=2)
     request = FileRequest(obj, target, guard=guard, select=select, state_dict_of=state_dicts.of)
     saver = default.ranks_saver(world)[1] if is_spread else default.one_off_saver()

@@ -19,6 +19,7 @@ from ..spans import Spans
 from ..staging.guard import unwrapped
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import SnapshotView
+from ..storage.compressed import refuse_archive_name
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, local_place, written_at
@@ -82,7 +83,8 @@ def export_hf(
         guard: as for `save`.
 
     Raises UnsupportedStateError for anything but plain tensors of dtypes that safetensors knows, NotADirectoryError if
-    `config_folder` or the destination is not a folder, and ReferenceError for a snapshot whose module was deleted. The
+    `config_folder` or the destination is not a folder, ValueError for a folder with the name of a compressed archive or
+    that is in use, and ReferenceError for a snapshot whose module was deleted. The
     handle raises FileExistsError for a model in a folder that contains an adapter, which would be loaded instead.
     """
     place = written_at(destination)
@@ -90,6 +92,7 @@ def export_hf(
     spans, called = Spans(), running_future()
     others, parts = ExportMessages(storage), None
     try:  # the other ranks learn of an error on this one
+        refuse_archive_name(place.shown)
         if isinstance(max_shard_bytes, str) or max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be a number of bytes, at least 1, got {max_shard_bytes!r}")
         if not storage.remote:

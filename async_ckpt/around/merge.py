@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ..errors import StateMismatchError
 from ..format import digests
@@ -37,8 +37,6 @@ from ..storage.disk import make_folder
 from ..storage.interface import Storage
 from ..storage.place import Anywhere, written_at
 from ..storage.sequential import Appender
-
-_COMPRESSED: Final = (".zst", ".gz", ".tgz", ".bz2", ".xz", ".lz4", ".zip")
 
 
 def merge(
@@ -76,7 +74,7 @@ def merge(
     begin = monotonic()
     place = written_at(destination)
     target = FileTarget.at(place)
-    if target.path.lower().endswith(_COMPRESSED):
+    if target.is_compressed:
         raise ValueError(f"{target.path}: a merged archive is a plain tar; give it a name such as merged.tar")
     source = committed_step(run, step)
     storage, name = place.object()

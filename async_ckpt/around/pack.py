@@ -102,8 +102,19 @@ def pack(
 
     The folder is created in `scratch`; by default beside a local destination, where every node sees it, and in the
     system's temp folder for a URL. `compression` is as for `save`.
+
+    Raises ValueError, IsADirectoryError or NotADirectoryError for a destination that cannot be written to, such as a
+    name that promises another compression.
     """
-    target = FileTarget.at(written_at(destination), compression)
+    return _pack(FileTarget.at(written_at(destination), compression), scratch)
+
+
+def pack_under(destination: Anywhere, *, scratch: str | os.PathLike[str] | None = None) -> Pack:
+    """As `pack`, a plain tar under any name: for programs that write and read plain ones called .tar.gz."""
+    return _pack(FileTarget.at(written_at(destination), may_mislead=True), scratch)
+
+
+def _pack(target: FileTarget, scratch: str | os.PathLike[str] | None) -> Pack:
     name = target.path.rstrip("/").rpartition("/")[2] if target.storage.remote else Path(target.path).name
     beside = Path(tempfile.gettempdir()) if target.storage.remote else Path(target.path).parent
     return Pack(target, beside if scratch is None else local_place(scratch), name)

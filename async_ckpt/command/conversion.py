@@ -30,6 +30,7 @@ from ..saving.saver import Saver
 from ..saving.targets import FileTarget
 from ..spec import DTYPES
 from ..state.dtypes import dtype_name
+from ..storage.compressed import refuse_archive_name
 from ..storage.disk import make_folder
 from ..storage.place import Place
 from ..storage.scratch import Scratch, publish, sync_all
@@ -42,6 +43,7 @@ from .sources import NamedItem, shown_name, shown_value, with_items, with_state
 FORMATS: Final = ("archive", "step", "safetensors", "hf", "torch", "dcp")
 _BY_SUFFIX: Final = {
     ".tar": "archive",
+    ".tar.zst": "archive",
     ".safetensors": "safetensors",
     ".pt": "torch",
     ".pth": "torch",
@@ -95,6 +97,8 @@ def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) 
         raise Answer(
             f"{request.target.shown}: {name} is written to a local path; convert to a folder, and upload that", USAGE
         )
+    if name != "archive":
+        refuse_archive_name(request.target.shown)
     num_bytes = _WRITERS[name](request)
     if as_json:
         print_json(

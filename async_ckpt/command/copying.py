@@ -25,6 +25,7 @@ from ..report import sized
 from ..runs.run import Run
 from ..runs.starts import refuse_if_alive
 from ..spans import monotonic
+from ..storage.compressed import refuse_archive_name
 from ..storage.place import Place
 from .screen import NO, USAGE, Answer, escaped, in_table, print_json, print_table, print_text, progress
 from .selection import ChosenRun, best_step, open_run, runs_at, steps_in
@@ -72,6 +73,7 @@ def show(
     """
     if bool(ranges) + latest + (best is not None) > 1:
         raise Answer("name the steps in one way: --steps, --latest or --best", USAGE)
+    refuse_archive_name(target.shown)
     chosen = [(one, _steps(one, ranges, latest=latest, best=best)) for one in runs_at(source)]
     begin = monotonic()
     rows = [

@@ -26,7 +26,7 @@ from ..runs.manifest import Archive, GroupLocation, Manifest, RankFiles
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
 from ..storage.bulk import Parcel, copy
-from ..storage.compressed import Zstd, ZstdSink, refuse_if_missing
+from ..storage.compressed import Zstd, ZstdSink, promises_zstd, refuse_if_missing
 from ..storage.interface import Sink, Storage
 from ..storage.locks import temps_of
 from ..storage.place import Place
@@ -37,10 +37,10 @@ from .lineage import Lineage, StepContents
 Compression = Zstd | Literal["zstd"] | None
 
 
-def _zstd_of(compression: Compression, name: str) -> Zstd | None:
+def _zstd_of(compression: Compression, *, is_named: bool) -> Zstd | None:
     """The compression that the user gave, or that the name stands for."""
     if compression is None:
-        return Zstd() if name.endswith(".zst") else None
+        return Zstd() if is_named else None
     if compression == "zstd":
         return Zstd()
     if not isinstance(compression, Zstd):
@@ -52,10 +52,13 @@ class FileTarget(Target):
     """One object at a path of the user's choice: durable is committed."""
 
     @classmethod
-    def at(cls, place: Place, compression: Compression = None) -> Self:
-        """A target at a place of the user's. Raises the errors of a path or compression that cannot be used."""
+    def at(cls, place: Place, compression: Compression = None, *, may_mislead: bool = False) -> Self:
+        """A target at a place of the user's. Raises the errors of a path or compression that cannot be used.
+
+        With `may_mislead`, a plain archive may have the name of a compressed one.
+        """
         storage, name = place.object()
-        zstd = _zstd_of(compression, name)
+        zstd = _zstd_of(compression, is_named=promises_zstd(name, place.shown, may_mislead=may_mislead))
         if zstd is not None:
             refuse_if_missing()
         return cls(storage, name, zstd)
@@ -84,11 +87,15 @@ class FileTarget(Target):
         return super().open(num_bytes, segment_bytes, max_segments)
 
     @property
+    def is_compressed(self) -> bool:
+        return self._zstd is not None
+
+    @property
     def in_order(self) -> bool:
-        return self.storage.in_order or self._zstd is not None
+        return self.storage.in_order or self.is_compressed
 
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
-        return 1 if self._zstd is not None else self.storage.part_segments(num_bytes, segment_bytes)
+        return 1 if self.is_compressed else self.storage.part_segments(num_bytes, segment_bytes)
 
     def discard(self) -> None:
         """Leave the file: it is whole, and may have replaced an older one."""

@@ -31,6 +31,12 @@ _NUM_CACHED: Final = 4
 # The smallest block of a frame is 4 bytes for 128 KiB: a frame that claims more lies about its size.
 _MAX_RATIO: Final = 128 * 1024 // 4
 
+# The endings of names that promise another compression, or zstd where no reader of ours looks for it.
+_OTHERS: Final = (
+    ".gz", ".tgz", ".taz", ".bz2", ".tbz", ".tbz2", ".tb2", ".xz", ".txz", ".lzma", ".tlz", ".lz", ".lz4", ".lzo",
+    ".br", ".sz", ".zip", ".7z", ".rar", ".tzst", ".zstd",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Zstd:
@@ -55,6 +61,29 @@ class Zstd:
     def num_threads(self) -> int:
         """The number of threads that compress at once."""
         return self.threads or max(1, num_cpus() - 1)
+
+
+def promises_zstd(name: str, path: str, *, may_mislead: bool = False) -> bool:
+    """Whether a file of this name is compressed. `path` names it in messages. In a URL, the name ends before a "?".
+
+    Raises ValueError for a name that promises another compression, unless it `may_mislead`: the content would not be
+    what the name says.
+    """
+    name = (name.partition("?")[0] if "://" in path else name).lower()
+    if name.endswith(_OTHERS) and not may_mislead:
+        raise ValueError(f"{path}: only zstd is written here; name it .tar.zst, or .tar for a plain one")
+    return name.endswith(".zst")
+
+
+def refuse_archive_name(path: str) -> None:
+    """Raise ValueError for the name of a compressed archive, where no archive is written."""
+    name = path.rstrip("/")
+    try:
+        is_archive = promises_zstd(name, path)
+    except ValueError:
+        is_archive = True
+    if is_archive:
+        raise ValueError(f"{path}: this is the name of a compressed archive, and none is written; give another name")
 
 
 def refuse_if_missing() -> None:

@@ -452,6 +452,14 @@ def test_what_is_no_plain_tensor_is_refused_by_name_before_anything_is_written(s
     assert "0 bytes lent" in repr(host_memory())
 
 
+@pytest.mark.parametrize("name", ["hf.tar.gz", "hf.ZIP", "hf.tar.zst", "hf.tgz/"])
+def test_a_folder_with_the_name_of_an_archive_is_refused(tmp_path, name):
+    for destination in (f"{tmp_path}/{name}", f"memory://{tmp_path}/{name}"):
+        with pytest.raises(ValueError, match="name of a compressed archive"):
+            async_ckpt.export_hf({"w": torch.ones(3)}, destination)
+    assert_only(tmp_path)
+
+
 def test_a_file_is_no_destination_and_no_config_folder(out):
     out.write_text("a file")
     with pytest.raises(NotADirectoryError, match="is a file"):

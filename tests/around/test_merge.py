@@ -174,6 +174,8 @@ def test_what_cannot_be_merged_is_told_before_anything_is_read(tmp_path: Path):
         async_ckpt.merge(tmp_path / "none", None, tmp_path / "x.tar")
     with pytest.raises(ValueError, match="plain tar"):
         async_ckpt.merge(run, 1, tmp_path / "x.tar.zst")
+    with pytest.raises(ValueError, match="only zstd"):
+        async_ckpt.merge(run, 1, tmp_path / "x.tar.xz")
     with pytest.raises(IsADirectoryError):
         async_ckpt.merge(run, 1, tmp_path)
     with pytest.raises(NotCommittedError, match="is the folder of step 1, not of 7; give the root of the run"):

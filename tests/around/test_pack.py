@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from buckets import bucket  # noqa: F401
 from packing import kept, names, settled
@@ -31,6 +32,8 @@ from async_ckpt import (
 from async_ckpt.around.pack import files_saver
 from async_ckpt.files import extract, pack_folder
 from async_ckpt.storage.local import LocalSink
+
+ZSTD_MAGIC = bytes.fromhex("28b52ffd")
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links, modes and tar as POSIX has them")
 
@@ -316,6 +319,32 @@ def test_a_compression_that_there_is_not_is_refused_at_once(out, compression):
     with pytest.raises(ValueError, match="compression must be"):
         pack(out / "x.tar", compression=compression)
     assert os.listdir(out) == []
+
+
+MISLEADING = ["x.tar.gz", "x.TGZ", "x.tar.bz2", "x.tar.xz", "x.txz", "x.tar.lz4", "x.zip", "X.TAR.GZ", "x.tzst"]
+
+
+@pytest.mark.parametrize("name", MISLEADING)
+def test_a_name_that_promises_another_compression_is_refused_before_anything_is_written(out, tree, name):
+    for destination in (out / name, f"memory://{out}/{name}", f"memory://{out}/{name}?version=1"):
+        with pytest.raises(ValueError, match=r"only zstd is written here; name it \.tar\.zst"):
+            pack(destination)
+        with pytest.raises(ValueError, match="only zstd"):
+            pack_folder(tree, destination, compression="zstd")
+    assert os.listdir(out) == []
+
+
+@pytest.mark.parametrize("name", ["x.tar.zst", "X.TAR.ZST", "x.zst"])
+def test_a_name_that_promises_zstd_is_kept_to(out, tree, name):
+    pack_folder(tree, out / name).result()
+
+    assert (out / name).read_bytes()[:4] == ZSTD_MAGIC
+
+
+def test_a_name_with_a_query_promises_what_stands_before_it(out, tree):
+    pack_folder(tree, f"memory://{out}/x.tar.zst?version=1").result()
+
+    assert fsspec.filesystem("memory").cat(f"{out}/x.tar.zst?version=1")[:4] == ZSTD_MAGIC
 
 
 # --- stores ----------------------------------------------------------------------------------------------------

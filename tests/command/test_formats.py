@@ -271,6 +271,24 @@ def test_what_cannot_be_converted_is_said(
     assert not (tmp_path / "x.pt").exists()
 
 
+@pytest.mark.parametrize("name", ["x.tar.gz", "x.TGZ", "x.pt.gz", "x.tar.lz4"])
+def test_nothing_is_written_under_the_name_of_another_compression(tmp_path: Path, step: Path, name: str) -> None:
+    before = sorted(tmp_path.iterdir())
+    for format_name in ("archive", "torch", "safetensors", "dcp", "hf"):
+        ended = run_command("convert", step, tmp_path / name, "--as", format_name)
+        assert (ended.returncode, name in ended.stderr) == (2, True), ended.stderr
+    ended = run_command("cp", step.parent, tmp_path / name)
+    assert (ended.returncode, name in ended.stderr) == (2, True), ended.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_name_that_ends_in_zst_is_that_of_a_compressed_archive(tmp_path: Path, step: Path) -> None:
+    assert run_command("convert", step, tmp_path / "x.tar.zst").returncode == 0
+
+    assert (tmp_path / "x.tar.zst").read_bytes()[:4] == bytes.fromhex("28b52ffd")
+    assert async_ckpt.load(tmp_path / "x.tar.zst")["step"] == 3
+
+
 def test_a_damaged_source_leaves_nothing(tmp_path: Path, step: Path) -> None:
     (archive,) = step.glob("*.tar")
     data = bytearray(archive.read_bytes())

@@ -752,7 +752,7 @@ def test_a_run_is_read_two_hundred_times_beside_a_process_that_writes_it(tmp_pat
 # --- other names -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["x.tar.gz", "x.tgz", "x.tar.bz2"])
+@pytest.mark.parametrize("name", ["x.tar.gz", "x.tgz", "x.tar.bz2", "X.TAR.GZ", "x.txz", "x.tar.zstd"])
 def test_a_name_that_promises_another_compression_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"only zstd.*\.tar\.zst"):
         async_ckpt.save(STATE, tmp_path / name)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Self
 from weakref import WeakSet, WeakValueDictionary
 
-from ...around.pack import pack
+from ...around.pack import pack_under
 from ...around.unpack import unpack
 from ...around.wrap import wrap
 from ...errors import CheckpointError, ClosedError
@@ -239,7 +239,7 @@ class CheckpointBackend:
         return self._pack(output_path, write)
 
     def _pack(self, output_path: Where, write: Callable[[str], None]) -> SaveHandle:
-        with pack(self._place(output_path), scratch=self._scratch) as folder:
+        with pack_under(self._place(output_path), scratch=self._scratch) as folder:
             # SkyRL passes a path that does not exist yet, and some dispatches insist on creating the folder.
             os.rmdir(folder)
             write(str(folder))
