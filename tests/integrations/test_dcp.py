@@ -53,6 +53,48 @@ def names_in(folder: Path) -> set[str]:
     return {name.partition(".")[0] if name.endswith(".tar") else name for name in os.listdir(folder)}
 
 
+# --- the examples of torch's docstrings -----------------------------------------------------------------------------
+
+
+class MyModule(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+
+
+def example_of(function: Any, folder: Path) -> dict[str, Any]:
+    """Run the example in a docstring of torch as it is printed, with our classes in place of torch's, in a folder."""
+    lines = [line.strip() for line in function.__doc__.splitlines()]
+    code = "\n".join(line[4:] for line in lines if line.startswith((">>>", "...")))
+    for kind, ours in (("Writer", TarStorageWriter), ("Reader", TarStorageReader)):
+        code = code.replace(f"torch.distributed.checkpoint.FileSystem{kind}", ours.__name__)
+    assert "/checkpoint/1" in code
+    names = {"torch": torch, "MyModule": MyModule, "Adagrad": torch.optim.Adagrad}
+    names |= {"TarStorageWriter": TarStorageWriter, "TarStorageReader": TarStorageReader}
+    exec(code.replace("/checkpoint/1", str(folder)), names)
+    return names
+
+
+@pytest.mark.parametrize("function", [dcp.save, dcp.async_save], ids=lambda function: function.__name__)
+def test_the_example_of_torch_saves_by_our_writer(step, function):
+    model = example_of(function, step)["my_model"]
+
+    assert torch.equal(async_ckpt.load(step)["model"]["weight"], model.weight)
+    assert torch.equal(async_ckpt.load(step)["model"]["bias"], model.bias)
+
+
+@pytest.mark.filterwarnings("ignore:`load_state_dict` is deprecated:FutureWarning")
+def test_the_example_of_torch_loads_by_our_reader(step):
+    saved = MyModule()
+    dcp.save(saved.state_dict(), storage_writer=TarStorageWriter(step))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = example_of(dcp.load, step)["my_model"]
+    finally:
+        torch.distributed.destroy_process_group()
+
+    assert torch.equal(model.weight, saved.weight)
+
+
 # --- what is written ----------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -61,27 +62,27 @@ def test_the_copy_is_of_one_instant_whatever_happens_to_the_state(tmp_path, stag
 
 def test_a_writer_stages_by_itself_and_no_save_sees_the_bytes_of_another(tmp_path):
     state = {"w": weight(0), "n": torch.ones(3)}
-    writers, responses = [], []
+    writers, futures = [], []
     for number in range(3):
         state["w"].copy_(weight(number))
         writers.append(Held(tmp_path / f"{number}"))
-        responses.append(dcp.async_save(state, storage_writer=writers[-1]))
+        futures.append(dcp.async_save(state, storage_writer=writers[-1]))
     for writer in reversed(writers):
         writer.may_write.set()
-    for number, response in enumerate(responses):
-        response.upload_completion.result(60)
+    for number, future in enumerate(futures):
+        future.result(60)
         assert torch.equal(async_ckpt.load(tmp_path / f"{number}")["w"], weight(number))
 
 
 def test_one_writer_has_several_saves_under_way_that_all_go_where_they_should(tmp_path):
     writer = Held(tmp_path / "none")
-    responses = [
+    futures = [
         dcp.async_save({"n": number}, storage_writer=writer, checkpoint_id=tmp_path / f"{number}")
         for number in range(3)
     ]
     writer.may_write.set()
-    for number, response in enumerate(responses):
-        response.upload_completion.result(60)
+    for number, future in enumerate(futures):
+        future.result(60)
         assert async_ckpt.load(tmp_path / f"{number}") == {"n": number}
     dcp.save({"n": 3}, storage_writer=writer, checkpoint_id=tmp_path / "3")
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3"]
@@ -105,25 +106,25 @@ class Numbered(TarStorageWriter):
 
 def test_of_several_saves_to_one_folder_the_last_one_stands_there_whichever_ends_first(tmp_path):
     writer = Numbered(tmp_path / "x", overwrite=True)
-    responses = []
+    futures = []
     for number in range(4):
-        responses.append(dcp.async_save({"n": number, "w": weight(number)}, storage_writer=writer))
+        futures.append(dcp.async_save({"n": number, "w": weight(number)}, storage_writer=writer))
         assert writer.begun[number].wait(60)
     for number, stands in ((1, 1), (0, 1), (3, 3), (2, 3)):
         writer.may_write[number].set()
-        responses[number].upload_completion.result(60)
+        futures[number].result(60)
         assert async_ckpt.load(tmp_path / "x")["n"] == stands
         assert len(os.listdir(tmp_path / "x")) == 2
 
 
 def test_another_writers_commit_meanwhile_is_kept(tmp_path):
     writer = Numbered(tmp_path / "x", overwrite=True)
-    response = dcp.async_save({"n": 0}, storage_writer=writer)
+    future = dcp.async_save({"n": 0}, storage_writer=writer)
     assert writer.begun[0].wait(60)
     dcp.save({"n": 9}, storage_writer=TarStorageWriter(tmp_path / "x"))
     writer.may_write[0].set()
     with pytest.raises(CheckpointException, match="another writer has committed"):
-        response.upload_completion.result(60)
+        future.result(60)
     assert async_ckpt.load(tmp_path / "x") == {"n": 9}
 
 
@@ -212,6 +213,22 @@ def test_a_tensor_that_changes_under_a_guard_fails_the_save(tmp_path, monkeypatc
     assert not (tmp_path / "x").exists()
 
 
+def test_a_writer_with_a_guard_answers_with_both_futures_and_without_one_when_all_is_copied(tmp_path):
+    """The type of torch's answer tells whether training still has to wait for the copy."""
+    parameter = torch.nn.Parameter(torch.ones(1 << 20))
+    state = {"w": parameter.detach()}
+    future = dcp.async_save(state, storage_writer=TarStorageWriter(tmp_path / "plain"))
+    parameter.data.zero_()
+    guarded = dcp.async_save(state, storage_writer=TarStorageWriter(tmp_path / "guarded", guard=sgd(parameter)))
+
+    assert isinstance(future, Future)
+    future.result(60)
+    assert bool((async_ckpt.load(tmp_path / "plain")["w"] == 1).all())
+    guarded.staging_completion.result(60)
+    guarded.upload_completion.result(60)
+    assert bool((async_ckpt.load(tmp_path / "guarded")["w"] == 0).all())
+
+
 def test_torch_that_knows_no_future_of_a_copy_gets_the_copy(monkeypatch, stager):
     monkeypatch.setattr(module, "_MAY_RETURN_FUTURE", False)
     assert torch.equal(stager.stage({"w": weight(1)})["w"], weight(1))
@@ -223,5 +240,5 @@ def test_it_goes_to_another_process_without_its_memory(tmp_path):
     made = pickle.loads(pickle.dumps(writer))
     dcp.save({"w": torch.ones(2)}, storage_writer=made)
     assert async_ckpt.load(tmp_path / "x")["w"].tolist() == [1, 1]
-    assert made.stage({"w": torch.ones(2)}).result(60)["w"].tolist() == [1, 1]
+    assert made.stage({"w": torch.ones(2)})["w"].tolist() == [1, 1]
     assert os.listdir(tmp_path / "x")

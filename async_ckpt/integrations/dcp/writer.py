@@ -16,6 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -92,8 +93,9 @@ class TarStorageWriter(StorageWriter, PinnedStager):
     there is nothing to load. `async_ckpt.load` and `verify` read the folder; if it is in the root of a run, so does
     the run's AsyncCheckpointer. `TarStorageReader` reads it for `torch.distributed.checkpoint.load`.
 
-    It is also a `PinnedStager`: `torch.distributed.checkpoint.async_save(state, storage_writer=writer)` needs no other
-    stager.
+    It is also a stager, so that `torch.distributed.checkpoint.async_save(state, storage_writer=writer)` needs no other
+    one. With a `guard`, that returns an AsyncSaveResponse, and the rest of the copy overlaps the training. Without
+    one, it returns a Future when everything is copied, as for torch's own writer.
 
     Args:
         path: the folder of the step: a path, a URL or a Place. `checkpoint_id` of a save replaces it; the options of a
@@ -131,6 +133,13 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         self._attempts: dict[str, int] = {}
 
     # --- torch's protocol, in the order of its calls ----------------------------------------------------------
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        """A copy of the state dict, for which `async_save` returns a Future; with a `guard`, a future of a copy, for
+        which it returns an AsyncSaveResponse.
+        """
+        staged = super().stage(state_dict)
+        return staged.result() if isinstance(staged, Future) and not self._optimizers else staged
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save."""
