@@ -180,7 +180,8 @@ def load(
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust: a pickle can run
             any code.
         verify: compare the digest of every block that is read. Safetensors files have no digests: only their headers
-            are checked. In the folder of an extracted archive, blocks that hold a tar header are not compared.
+            are checked. In the folder of an extracted archive, blocks that hold a tar header are not compared. In that
+            of torch.distributed.checkpoint, each entry is compared with its CRC-32, if torch has written one.
         mmap: return tensors that are views of the mapped file, private to this process. With `verify=False` only what
             is used is read. A tensor that is not aligned to its item size is copied. An extracted archive cannot be
             mapped.

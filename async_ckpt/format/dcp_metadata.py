@@ -96,14 +96,27 @@ class Checkpoint(NamedTuple):
     paths: Mapping[str, tuple[str | int, ...]]
 
 
+class ZipRecord(NamedTuple):
+    """A record of a zip: `num_bytes` from offset `begin` of the file on, and their CRC-32, if they have one."""
+
+    name: str
+    begin: int
+    num_bytes: int
+    crc: int | None
+
+
 class TensorExtent(NamedTuple):
-    """The place of a tensor's bytes: `num_bytes` from offset `begin` on, as items in `shape` with these `strides`."""
+    """The place of a tensor's bytes: `num_bytes` from offset `begin` on, as items in `shape` with these `strides`.
+
+    They are in `record`, which may have more.
+    """
 
     dtype: str
     begin: int
     num_bytes: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    record: ZipRecord
 
     @property
     def is_dense(self) -> bool:
@@ -298,7 +311,10 @@ def _location(record: Any, window: _Window, infos: Mapping[str, zipfile.ZipInfo]
     begin = info.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
     if begin + info.file_size > window.length:
         raise ValueError("its storage is cut off")
-    return TensorExtent(dtype, window.offset + begin + offset * item_bytes, num_items * item_bytes, shape, strides)
+    begin += window.offset
+    # zipfile has no checksum of it where `ignore_missing_checksums` has found none.
+    stored = ZipRecord(info.filename, begin, info.file_size, getattr(info, "CRC", None))
+    return TensorExtent(dtype, begin + offset * item_bytes, num_items * item_bytes, shape, strides, stored)
 
 
 class _Window(io.RawIOBase):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
 import pickle
 import random
 import struct
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 import torch
 from buckets import bucket  # noqa: F401
 from dcp_states import dcp, emptied, plain, training
+from megatron import ShardedTensor
 from states import difference, open_run
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -25,7 +29,12 @@ from torch.distributed.checkpoint.metadata import (
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError, NotCommittedError, StateMismatchError, UntrustedObjectError
+from async_ckpt.format.dcp_metadata import ZipRecord
 from async_ckpt.integrations.dcp import TarStorageWriter, convert, restore, to_dcp
+from async_ckpt.loading.archives.contents import Part
+from async_ckpt.loading.archives.dcp_checksums import RecordCheck
+from async_ckpt.loading.archives.find import from_path
+from async_ckpt.loading.ranges import Range, read_ranges
 
 
 def of_torch(state: Any, path: Path) -> Path:
@@ -372,6 +381,121 @@ def test_damage_is_named(tmp_path):
     file.unlink()
     with pytest.raises(CorruptCheckpointError, match="is missing"):
         async_ckpt.load(folder)
+
+
+def flip(folder: Path, name: str, record: str, at: float = 0.5) -> None:
+    """Flip a bit in a record of the zip that holds an entry of the checkpoint."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    (place,) = (info for index, info in metadata.storage_data.items() if index.fqn == name)
+    path = folder / place.relative_path
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(io.BytesIO(data[place.offset : place.offset + place.length])) as records:
+        (info,) = (info for info in records.infolist() if info.filename.partition("/")[2] == record)
+    begin = place.offset + info.header_offset
+    begin += 30 + sum(int.from_bytes(data[begin + field : begin + field + 2], "little") for field in (26, 28))
+    data[begin + int(at * (info.file_size - 1))] ^= 1
+    path.write_bytes(data)
+
+
+def damaged_state() -> dict[str, Any]:
+    return {
+        "w": torch.arange(10_000_000, dtype=torch.float32),  # five reads
+        "small": torch.ones(3),
+        "turned": torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "part": torch.arange(1000.0)[100:200],
+        "step": 7,
+        "object": Ran(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "at"),
+    [
+        ("w", "data/0", 0.0),
+        ("w", "data/0", 0.5),
+        ("w", "data/0", 1.0),
+        ("w", "data.pkl", 0.9),
+        ("small", "data/0", 0.5),
+        ("turned", "data/0", 0.5),
+        ("part", "data/0", 0.5),
+        ("step", "data.pkl", 0.9),
+        ("object", "data.pkl", 0.5),
+    ],
+)
+def test_a_flipped_bit_is_an_error_of_load_and_restore_that_names_it(tmp_path, name, record, at):
+    folder = of_torch(damaged_state(), tmp_path / "x")
+    flip(folder, name, record, at)
+
+    with pytest.raises(CorruptCheckpointError, match=r"distcp: at byte .*; fetch it again") as caught:
+        async_ckpt.load(folder, trust=True)
+    if record != "data.pkl" or name in ("step", "object"):
+        assert caught.value.tensors == (name,)
+    with pytest.raises(CorruptCheckpointError, match="at byte"):
+        restore({**damaged_state(), "step": 0}, folder, trust=True)
+    others = sorted(damaged_state().keys() - {name})
+    assert async_ckpt.load(folder, select=others, trust=True).keys() == {*others}
+
+
+def test_a_flipped_bit_is_not_looked_for_with_verify_false(tmp_path):
+    folder = of_torch(damaged_state(), tmp_path / "x")
+    for name in ("w", "turned"):
+        flip(folder, name, "data/0")
+
+    loaded = async_ckpt.load(folder, select=["w", "turned", "step"], verify=False)
+
+    assert (loaded["w"] != damaged_state()["w"]).sum() == 1
+    assert (loaded["turned"] != damaged_state()["turned"]).sum() == 1
+    assert loaded["step"] == 7
+
+
+@pytest.mark.parametrize("at", [0.1, 0.9])
+def test_whoever_takes_a_part_of_an_entry_compares_all_of_it(tmp_path, at):
+    folder = of_torch({"w": torch.ones(5000, 1000)}, tmp_path / "x")
+    flip(folder, "w", "data/0", at)
+
+    with pytest.raises(CorruptCheckpointError, match="which has w, does not match its checksum"):
+        restore({"w": ShardedTensor.of("w", torch.zeros(500, 1000), (0, 4, 10))}, folder)
+    live = {"w": ShardedTensor.of("w", torch.zeros(500, 1000), (0, 4, 10))}
+    restore(live, folder, verify=False)
+    assert bool((live["w"].data == 1).all())
+
+
+def test_an_entry_that_was_compared_is_read_by_ranges_from_then_on(tmp_path, num_read):
+    num_bytes = 5000 * 1000 * 4
+    folder = of_torch({"w": torch.ones(5000, 1000)}, tmp_path / "x")
+    memory = torch.empty(4096, dtype=torch.uint8)
+
+    def read_some(parts: Sequence[Part]) -> list[int]:
+        sizes = []
+        for begin in range(0, num_bytes, num_bytes // 8):
+            before = sum(num_read.values())
+            read_ranges([Range(parts[0].archive, 0, begin, 4096, 0)], memory)
+            sizes.append(sum(num_read.values()) - before)
+        return sizes
+
+    first, *others = from_path(folder, read_some, verify=True)
+
+    assert num_bytes <= first < num_bytes + (64 << 10)
+    assert max(others) < 64 << 10
+
+
+def test_pieces_are_compared_in_any_order_and_after_reads_that_ended_early():
+    for seed in range(100):
+        draw = random.Random(seed)
+        data = draw.randbytes(draw.randrange(1, 5000))
+        image, crc = memoryview(b"before" + data + b"after"), zlib.crc32(data)
+        checks = [RecordCheck("w", ZipRecord("data/0", 6, len(data), crc ^ wrong)) for wrong in (0, 1)]
+
+        def pieces(draw: random.Random, size: int) -> list[tuple[int, int]]:
+            cuts = sorted({0, size, *(draw.randrange(6, size - 5) for _ in range(draw.randrange(7)))})
+            return draw.sample(pairs := [*itertools.pairwise(cuts)], len(pairs))
+
+        early, rest = pieces(draw, len(image)), pieces(draw, len(image))
+        results = [[check.matches(begin, image[begin:end]) for begin, end in early[1:] + rest] for check in checks]
+
+        assert all(results[0])
+        assert not all(results[1])
+        assert [check.is_done for check in checks] == [True, False]
 
 
 def test_a_tensor_of_another_shape_than_the_metadata_says_is_refused(tmp_path):

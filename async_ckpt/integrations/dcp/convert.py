@@ -68,7 +68,8 @@ def restore(
         select: restore only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
         strict: whether names that only one side has are an error. A different shape is always one.
         trust: unpickle values that are not plain data. Use it only for files whose writer you trust.
-        verify: compare the digest of every block that is read. Files of torch have none.
+        verify: compare the digest of every block that is read. Of a folder of torch, whole entries are read, and
+            compared with their CRC-32.
         types: classes of namedtuples, dataclasses and enums to rebuild.
         from_ranks: as for `AsyncCheckpointer.restore`.
 

@@ -72,7 +72,7 @@ class Contents:
         """Compare whole blocks that begin at `offset` with their digests. Raises CorruptCheckpointError."""
 
     def headers(self, members: Iterable[int]) -> list[Extent]:  # noqa: ARG002
-        """The extents of the headers of these members, to be verified with the data that is read of them."""
+        """The extents to read with the data of these members, so that they can be verified, such as headers."""
         return []
 
     def check_members(self, members: Iterable[int]) -> None:

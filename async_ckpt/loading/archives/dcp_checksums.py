@@ -1,23 +1,27 @@
 """Torch's own checksums in a checkpoint of torch.distributed.checkpoint.
 
-In: a file, and the place of an item in its file. Out: whether the bytes are sound. Knows nothing of: tensors.
+In: a file, and the place of an item in its file, or pieces of a record as they are read. Out: whether the bytes are
+sound. Knows nothing of: tensors.
 
-Each item is the output of torch.save: a zip of records that are not compressed, each with a CRC-32. The records are
-read by zipfile in pieces, and nothing is unpickled.
+Each item is the output of torch.save: a zip of records that are not compressed, each with a CRC-32. Whole items are
+read by zipfile in pieces, and nothing is unpickled. A record with the bytes of a tensor is read in any order by several
+threads, and the CRC-32 of the whole is computed from those of its pieces.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias
 
-from ...format.dcp_metadata import Blob
+from ...format.dcp_metadata import Blob, ZipRecord
 from ...pickles.zip_records import ignore_missing_checksums
-from ...spec import MIB
+from ...spec import MIB, Extent
 
 ReadInto: TypeAlias = Callable[[int, memoryview], None]  # fills memory from an offset of a file
 
@@ -49,6 +53,17 @@ def check_item(read_into: ReadInto, blob: Blob) -> ItemCheck:
         return ItemCheck(True, f"it is not what torch.save writes ({error})")
 
 
+def damage_in(item: bytes) -> str | None:
+    """The damage to an item that is in memory; None if it matches its checksums, or is no zip, and so has none."""
+    if not item.startswith(b"PK"):
+        return None
+
+    def read_into(offset: int, target: memoryview) -> None:
+        target[:] = item[offset : offset + len(target)]
+
+    return check_item(read_into, Blob("", 0, len(item))).damage
+
+
 def _is_sound(records: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
     try:
         with records.open(info) as record:
@@ -57,6 +72,83 @@ def _is_sound(records: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
     except zipfile.BadZipFile:
         return False
     return True
+
+
+class RecordCheck:
+    """The comparison of one record that is read in pieces. Whoever has found the record creates it; from any thread.
+
+    Reads that failed may have left pieces of other lengths. Each piece is a true one all the same.
+    """
+
+    def __init__(self, name: str, record: ZipRecord) -> None:
+        """`name` is that of the tensor in it."""
+        self.name, self.record = name, record
+        self.extent = Extent(record.begin, record.num_bytes)
+        self.is_done = False  # all of it was read once, and matched
+        self._lock = threading.Lock()
+        self._pieces: dict[int, tuple[int, int]] = {}  # ends and checksums by begins, under _lock
+        self._num_bytes = 0  # of the pieces, under _lock
+
+    def matches(self, offset: int, data: memoryview) -> bool:
+        """Take the part of these bytes of the file that lies in the record. False if all of it was read by now, and
+        does not match its checksum.
+        """
+        begin, end = max(offset, self.extent.offset), min(offset + len(data), self.extent.end)
+        crc = zlib.crc32(data[begin - offset : end - offset])
+        with self._lock:
+            before, _ = self._pieces.get(begin, (begin, 0))
+            self._pieces[begin] = end, crc
+            self._num_bytes += end - before
+            if self._num_bytes < self.extent.length or (whole := self._whole()) is None:
+                return True
+            self._pieces, self._num_bytes = {}, 0
+        self.is_done = functools.reduce(lambda crc, piece: combined(crc, *piece), whole, 0) == self.record.crc
+        return self.is_done
+
+    def _whole(self) -> list[tuple[int, int]] | None:
+        """The checksums and lengths of pieces that make up the record; None if there are none. Under _lock."""
+        pieces, at = [], self.extent.offset
+        while at < self.extent.end:
+            if at not in self._pieces:
+                return None
+            end, crc = self._pieces[at]
+            pieces.append((crc, end - at))
+            at = end
+        return pieces
+
+
+# The polynomial of CRC-32 as zip has it. The highest bit stands for x^0, and the lowest for x^31.
+_POLYNOMIAL: Final = 0xEDB88320
+_ONE: Final = 1 << 31
+_X8: Final = 1 << 23
+
+
+def combined(crc: int, next_crc: int, num_bytes: int) -> int:
+    """The CRC-32 of some bytes and the `num_bytes` that follow them, of which `next_crc` is the CRC-32."""
+    return _product(crc, _power_of_x(num_bytes)) ^ next_crc
+
+
+@functools.lru_cache(maxsize=64)  # nearly all pieces are of one length
+def _power_of_x(num_bytes: int) -> int:
+    """x^(8 * num_bytes), modulo the polynomial."""
+    power, square = _ONE, _X8
+    while num_bytes:
+        if num_bytes & 1:
+            power = _product(power, square)
+        square = _product(square, square)
+        num_bytes >>= 1
+    return power
+
+
+def _product(a: int, b: int) -> int:
+    """The product of two polynomials, modulo that of CRC-32."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
 
 
 class _ItemFile(io.RawIOBase):

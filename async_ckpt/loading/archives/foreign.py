@@ -50,7 +50,7 @@ def parts_of_folder(storage: Storage, *, verify: bool, stack: contextlib.ExitSta
     """
     names = storage.names("")
     if OF_DCP in names:  # if it has safetensors files, these hold pieces of tensors
-        return [Part(OpenDcp(storage, stack))]
+        return [Part(OpenDcp(storage, stack, verify=verify))]
     if {index.MEMBER, digests.MEMBER} <= {*names}:
         return [Part(_open_extracted(storage, verify, stack))]
     indices = [name for name in names if name.endswith(_INDEX_SUFFIX)]
