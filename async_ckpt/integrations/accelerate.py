@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
@@ -123,9 +124,10 @@ class AsyncState:
         """Return when the save that is under way is durable. Every rank calls this. Raises its error if it failed, and
         PeerFailedError if it failed on another rank. For one rank there is the handle.
         """
-        meet(self._settle)
-        if self._writes and self._is_named:
-            remove_retired(self._project)
+        try:
+            meet(self._settle)
+        finally:
+            self._clear()
 
     def _begin_folder(self, folder: Path) -> None:
         """Remove what no rank looks at any more, and before the first save leftovers. No rank writes meanwhile."""
@@ -134,6 +136,15 @@ class AsyncState:
         if self._writes and self._beside is not None:
             shutil.rmtree(self._beside, ignore_errors=True)
         self._beside = path_beside(folder)
+
+    def _clear(self) -> None:
+        """Leave nothing but checkpoints. No save is under way, and no rank looks at an archive any more."""
+        if self._writes and self._is_named:
+            remove_retired(self._project)
+        if self._writes and self._beside is not None:
+            shutil.rmtree(self._beside, ignore_errors=True)
+            with suppress(OSError):  # it is gone, or was a folder
+                self._beside.unlink()
 
     def _settle(self) -> None:
         if self._pending is None:
@@ -276,13 +287,13 @@ class AsyncState:
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         if error is None:
             self.wait()
-            if self._is_sharded and self._writes and self._beside is not None:
-                shutil.rmtree(self._beside, ignore_errors=True)  # all ranks have met, and none looks at it any more
             return
         try:
             self._settle()
         except Exception as failed:
             error.add_note(f"async_ckpt: a save failed, too: {type(failed).__name__}: {failed}")
+        if not self._is_sharded:  # other ranks may still look at an archive
+            self._clear()
 
 
 def _write_folder(parts: dict[str, Any], files: dict[str, bytes], archive: TrainingArchive | None, folder: str) -> None:

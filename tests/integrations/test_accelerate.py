@@ -40,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir() if "async_ckpt-tmp" not in path.name}
+    return {path.name for path in folder.iterdir()}
 
 
 # --- what is written, and loaded ----------------------------------------------------------------------------------

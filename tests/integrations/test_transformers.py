@@ -266,6 +266,20 @@ def test_a_failed_save_is_told_beside_another_error(tmp_path):
     assert "the processor cannot be written" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize("kind", OURS)
+def test_an_error_in_the_training_leaves_nothing_but_checkpoints(tmp_path, kind):
+    """The oldest one is retired at the end, when no later save removes it."""
+
+    def fail() -> None:
+        raise Thrown("in a callback")
+
+    trainer = trainer_of(kind, tmp_path, callbacks=[At(5, fail)], save_total_limit=1)
+    with pytest.raises(Thrown, match="in a callback"):
+        trainer.train()
+
+    assert [name for name in os.listdir(tmp_path) if name != "runs"] == [saved(4)]
+
+
 def test_a_failed_save_is_followed_by_one_that_is_whole(tmp_path, whole):
     with pytest.raises(Thrown):
         trainer_of(Files, tmp_path, processor=failing_at(2)).train()

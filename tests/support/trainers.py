@@ -110,9 +110,9 @@ def losses(trainer: Any) -> dict[int, float]:
 
 
 def folders(folder: object) -> list[str]:
-    """The checkpoints in a folder, and what is hidden there; but scratch folders, which may go a moment later."""
+    """The checkpoints in a folder, and what is hidden there."""
     names = (path.name for path in Path(str(folder)).iterdir())
-    return sorted(name for name in names if name.startswith(("checkpoint", ".")) and "async_ckpt-tmp" not in name)
+    return sorted(name for name in names if name.startswith(("checkpoint", ".")))
 
 
 def whole_in(place: str) -> dict[str, list[str]]:

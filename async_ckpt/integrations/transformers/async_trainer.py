@@ -191,6 +191,10 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             self.wait_for_checkpoint()
         except Exception as failed:
             error.add_note(f"async_ckpt: a save failed, too: {type(failed).__name__}: {failed}")
+        if self._run is not None and self.args.should_save:
+            with suppress(Exception):  # another error is raised already
+                # Other ranks may still look at an archive.
+                self._run.end() if self.args.world_size == 1 else self._run.make_room()
 
     @contextmanager
     def _output_dir_of_its_own(self) -> Iterator[None]:
