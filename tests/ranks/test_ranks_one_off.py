@@ -65,6 +65,26 @@ def test_any_process_loads_full_tensors_from_the_path(worlds: Worlds, tmp_path: 
         assert sum(path.stat().st_size for path in out.glob("rank*")) <= ended[0].told[1][2]
 
 
+def test_when_the_handle_of_rank_0_is_done_the_folder_has_what_stays_alone(worlds: Worlds):
+    """No receipts, no claim of the folder, and nothing of the checkpoint that was replaced."""
+    ended = worlds.run(
+        2,
+        f"""{PRELUDE}
+import os
+for _ in range(3):
+    save(fsdp(), here.root + "/x")
+    here.tell([name.split(".") for name in sorted(os.listdir(here.root + "/x"))])
+    torch.distributed.barrier()
+""",
+    )
+
+    for number in (1, 3, 5):
+        names = ended[0].told[number]
+        kinds = [name[0] for name in names]
+        assert kinds == ["archives", "layout", "manifest", "rank_00000", "rank_00001"]
+        assert len({name[1] for name in names if name[0] != "manifest"}) == 1
+
+
 def test_in_a_store_too(worlds: Worlds, s3: Server, bucket: str):
     place = f"Place('s3://{bucket}/x', options={s3.options})"
     ended = worlds.run(2, PRELUDE + SAVE.format(out=place, make="fsdp()", times=2))
