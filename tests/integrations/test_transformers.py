@@ -353,6 +353,54 @@ def test_the_figures_of_each_save_are_logged(whole, tmp_path):
         assert row["async_ckpt/bandwidth"] > 0
 
 
+def rows_of(trainer: Any) -> list[tuple[str, int]]:
+    """What each row of a log is of, and its step."""
+    marks = ("loss", "eval_loss", "async_ckpt/step", "train_runtime")
+    return [(next(mark for mark in marks if mark in row), row["step"]) for row in trainer.state.log_history]
+
+
+@pytest.mark.parametrize("ends", [2, 3])
+def test_a_save_is_logged_at_its_step_whenever_it_ends_and_the_summary_is_last(tmp_path, gate, ends):
+    """The save of step 2 ends at once, or behind step 3 and its rows."""
+    options = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    trainer = trainer_of(Files, tmp_path, processor=Kept(gate.passed), **options)
+    seen = []
+
+    class Seeing(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == ends == 2:
+                gate.open()
+                trainer.wait_for_checkpoint()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == ends == 3:
+                gate.open()
+                trainer.wait_for_checkpoint()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+            if "async_ckpt/step" in logs:
+                seen.append((logs["async_ckpt/step"], state.global_step))
+
+    trainer.add_callback(Seeing())
+    trainer.train()
+    saves = [("async_ckpt/step", step) for step in (2, 4)]
+    evaluated = [[("loss", step), ("eval_loss", step), save] for step, save in zip((2, 4), saves, strict=True)]
+    assert rows_of(trainer) == [("loss", 1), *evaluated[0], ("loss", 3), *evaluated[1], ("train_runtime", 4)]
+    assert seen == [(2, 2), (4, 4)]
+    written = json.loads((tmp_path / saved(4) / "trainer_state.json").read_text())["log_history"]
+    assert [row["step"] for row in written if "async_ckpt/step" in row] == [2]
+    assert [row["epoch"] for row in trainer.state.log_history if "async_ckpt/step" in row] == [2 / 32, 4 / 32]
+
+
+def test_a_resumed_training_has_the_log_of_a_whole_one_but_for_the_save_that_it_resumed_from(whole, tmp_path):
+    """That save was under way when its checkpoint, with the log in it, was written."""
+    plain = trainer_of(Files, tmp_path)
+    plain.train()
+    again = trainer_of(Files, tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / saved(4)))
+    assert rows_of(again) == [row for row in rows_of(plain) if row != ("async_ckpt/step", 4)]
+
+
 def test_the_guard_holds_the_optimizer_until_all_is_copied(tmp_path):
     """Deferred copies of large tensors are of the instant of the save, though the optimizer steps behind it."""
     kept = {}

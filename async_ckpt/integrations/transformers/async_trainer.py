@@ -53,6 +53,8 @@ _PREFIX: Final = "checkpoint"
 _JIT_MARK: Final = "checkpoint-is-incomplete.txt"
 # The file that is locked in `output_dir`: names that begin so are not pushed to the hub.
 _LOCK: Final = "_async_ckpt.lock"
+# What the row that sums up a training has in the log, and no other row.
+_IN_SUMMARY: Final = "train_runtime"
 # Where the trainer writes by default.
 _OUTPUT_DIR: Final = "trainer_output"
 # The methods of Trainer that are called or replaced here.
@@ -205,15 +207,33 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             yield
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if _IN_SUMMARY in logs:
+            self._wait_on_all_ranks()  # the last row of a training is its summary
         super().log(logs, *args, **kwargs)
         if self._pending is not None and self._pending.handle.done() and self._pending.handle.exception() is None:
             self.wait_for_checkpoint()
 
     def _settle(self, pending: TrainerSave) -> None:
-        """A checkpoint is durable: tell the loggers, and retire older ones."""
-        super().log({key: value for key, value in pending.figures().items() if math.isfinite(value)})
+        """Tell the loggers of a checkpoint that is durable, and retire older ones."""
+        self._log_save(pending)
         if self.args.should_save:
             pending.run.retire(pending.name, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _log_save(self, save: TrainerSave) -> None:
+        """Log the figures of a save as of its step: behind the rows that were there when it began.
+
+        So the rows have the same order in each run, however long a save takes. A save that began after the summary is
+        told to the loggers alone.
+        """
+        figures = {key: value for key, value in save.figures().items() if math.isfinite(value)} | save.epoch
+        history = self.state.log_history
+        if save.row_before is None or _IN_SUMMARY not in save.row_before:
+            at = next((i for i, row in enumerate(history, 1) if row is save.row_before), 0)
+            history.insert(at, {**figures, "step": save.step})
+        then = copy.copy(self.state)
+        then.global_step = save.step
+        # A copy of the control: a log that is due now stays due.
+        self.callback_handler.on_log(self.args, then, copy.copy(self.control), figures)
 
     def _end(self) -> None:
         """The end of a training, before any logger is closed."""

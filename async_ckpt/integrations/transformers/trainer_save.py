@@ -39,13 +39,16 @@ class TrainerSave:
     `files` are those that a subclass has written already. `began` is when the trainer was held.
     """
 
-    handle: SaveHandle  # from `begin` on
+    # From `begin` on. `row_before` is the last row of the trainer's log then, None if there was none.
+    handle: SaveHandle
+    row_before: dict[str, Any] | None
+    epoch: dict[str, float]
 
     def __init__(
         self, run: LocalRun | StoredRun, name: str, snap: HeldSnapshot, files: Mapping[str, bytes], began: float
     ) -> None:
         self.run, self.name, self._snap, self._files, self._began = run, name, snap, files, began
-        self._step, self._call_seconds, self._stall_in_call = 0, 0.0, snap.stall_seconds
+        self.step, self._call_seconds, self._stall_in_call = 0, 0.0, snap.stall_seconds
 
     def begin(self, trainer: Any, rng: Mapping[str, bytes]) -> None:
         """Have everything written that this rank writes. `rng` has the files of random states of all ranks."""
@@ -61,7 +64,10 @@ class TrainerSave:
             if trainer.args.should_save:
                 rest = _Rest(_frozen(trainer), {**self._files, **({} if "rng" in in_archive else rng)})
                 self.handle = self._begin_folder(snap, in_archive, rest, archive)
-        self._step, self._call_seconds = trainer.state.global_step, monotonic() - self._began
+        state = trainer.state
+        self.step, self.row_before = state.global_step, state.log_history[-1] if state.log_history else None
+        self.epoch = {} if state.epoch is None else {"epoch": state.epoch}
+        self._call_seconds = monotonic() - self._began
 
     def _begin_folder(
         self, snap: HeldSnapshot, in_archive: Mapping[str, Any], rest: _Rest, archive: TrainingArchive | None
@@ -81,7 +87,7 @@ class TrainerSave:
         report: SaveReport = self.handle.result()
         whole = dataclasses.replace(
             report,
-            step=self._step,
+            step=self.step,
             stall_seconds=self._call_seconds + self._snap.stall_seconds - self._stall_in_call,
             total_seconds=self._call_seconds + report.total_seconds,
         )
