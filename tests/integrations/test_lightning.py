@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import os
 import pickle
@@ -105,6 +107,11 @@ def test_the_files_are_those_that_lightning_writes_itself(kit, checkpoints, tmp_
 
     assert [*left["ours"]] == [*left["plain"]]
     assert len(left["ours"]) > 2
+    for name, checkpoint in left["ours"].items() if CONFIGS[config].get("save_last") is True else ():
+        if name not in ("links", "best", "last.ckpt"):  # the same file as the last one, which knows its own name
+            states = [[*one[name]["callbacks"].values()][0] for one in (left["plain"], left["ours"])]
+            states[0]["last_model_path"] = states[1]["last_model_path"]
+            assert checkpoint["callbacks"] and states[1]["last_model_path"] == str(tmp_path / "run" / "last.ckpt")
     assert difference(left["ours"], left["plain"]) is None
 
 
@@ -202,6 +209,42 @@ def test_the_plugin_and_its_callback_can_be_pickled_for_processes_that_lightning
         trainer = kit.Trainer(plugins=[plugin], callbacks=[callback], max_steps=2, logger=False, accelerator="cpu")
         assert trainer.strategy.checkpoint_io is plugin
     assert isinstance(callback, kit.pytorch.Callback)
+
+
+def test_a_trainer_that_has_saved_is_copied_and_trains_on(kit, checkpoints, tmp_path):
+    """In the middle of the training, and after it."""
+    saved = kit.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1, save_last=True, filename="ck-{step}")
+    model, copies = kit.Model(), []
+    with quiet():
+        trainer = trainer_of(kit, tmp_path, checkpoints, saved, max_steps=4)
+        model.at_step = {3: lambda: copies.append(copy.deepcopy([*trainer.callbacks, checkpoints]))}
+        trainer.fit(model, batches())
+        model.at_step = {}
+        saved.log = saved.log_dict = None  # methods of a class that has no name to find it by
+        copies.append(pickle.loads(pickle.dumps([*trainer.callbacks, checkpoints])))
+        for *callbacks, plugin in copies:
+            (last,) = (one for one in callbacks if isinstance(one, kit.ModelCheckpoint))
+            hooks = next(one for one in callbacks if type(one).__name__ == "AsyncTarCallback")
+            assert hooks._plugin is plugin is not checkpoints
+            again = kit.Trainer(
+                accelerator="cpu", logger=False, max_steps=8, enable_progress_bar=False, enable_model_summary=False,
+                callbacks=[hooks, last], plugins=[plugin],
+            )  # fmt: skip
+            again.fit(kit.Model(), batches(), ckpt_path=tmp_path / "last.ckpt")
+            assert files_in(tmp_path) == ["ck-step=8.ckpt", "last.ckpt"]
+    assert copy.deepcopy(trainer).checkpoint_callback is not saved
+
+
+def test_no_thread_and_no_file_of_ours_is_left_behind_a_training(kit, tmp_path):
+    def threads() -> int:
+        return sum(thread.name.startswith("async_ckpt") for thread in threading.enumerate())
+
+    seen = []
+    for number in range(4):
+        run_of(kit, tmp_path / str(number), AsyncTarCheckpointIO(), saved={"save_last": True})
+        assert [path.name for path in (tmp_path / str(number)).iterdir() if path.name.startswith(".")] == []
+        seen.append(threads())
+    until(lambda: threads() <= seen[0])
 
 
 @pytest.mark.skipif(find_spec("s3fs") is None, reason="Lightning reads s3:// by s3fs")
@@ -419,6 +462,83 @@ def test_every_moment_of_a_training_has_a_last_checkpoint_that_loads(kit, checkp
     saved = {"save_top_k": 1, "every_n_train_steps": 1, "save_last": "link"}
     run_of(kit, tmp_path, checkpoints, saved=saved)
     assert {*states} >= {*range(1, 12)}
+
+
+@pytest.mark.parametrize("name", ["last", "last-{step}"])
+def test_the_last_checkpoint_is_the_newest_one_under_a_second_name(kit, checkpoints, tmp_path, monkeypatch, name):
+    """Seen ahead of every call that gives or takes a name: the last one is never behind, and it is written once."""
+    written, behind = [], []
+
+    def newest(pattern: str) -> int:
+        steps = [0]
+        for path in tmp_path.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):  # another thread has just removed it
+                steps.append(loaded(path)["global_step"])
+        return max(steps)
+
+    def watched(real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if newest("last*.ckpt") < newest("ck-*.ckpt"):
+                behind.append((real.__name__, args))
+            return real(*args, **options)
+
+        return call
+
+    for call in ("unlink", "remove", "replace", "rename", "link"):
+        monkeypatch.setattr(os, call, watched(getattr(os, call)))
+    finish = LocalSink.finish
+    monkeypatch.setattr(LocalSink, "finish", lambda self, *args: (written.append(self), finish(self, *args))[1])
+    monkeypatch.setattr(kit.ModelCheckpoint, "CHECKPOINT_NAME_LAST", name)
+    saved = {"save_top_k": 1, "save_last": True, "filename": "ck-{step}"}
+    run_of(kit, tmp_path, checkpoints, saved=saved, max_steps=8)
+    last = "last.ckpt" if name == "last" else "last-step=8.ckpt"
+    assert behind == []
+    assert files_in(tmp_path) == ["ck-step=8.ckpt", last]
+    assert (tmp_path / last).samefile(tmp_path / "ck-step=8.ckpt")
+    assert len(written) == 4
+
+    checkpoints.save_checkpoint({"global_step": 9}, tmp_path / last)  # which leaves the other name alone
+    assert loaded(tmp_path / "ck-step=8.ckpt")["global_step"] == 8
+
+    resumed = {**saved, "filename": "ck-{step}"}
+    run_of(kit, tmp_path, checkpoints, ckpt_path=tmp_path / "ck-step=8.ckpt", saved=resumed)
+    assert files_in(tmp_path)[-1] == last.replace("8", "12")
+    assert "last" in files_in(tmp_path)[-1] and "-v" not in "".join(files_in(tmp_path))
+
+
+def test_where_files_have_one_name_each_the_last_checkpoint_is_a_copy(kit, checkpoints, tmp_path, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    run_of(kit, tmp_path, checkpoints, saved={"save_top_k": 1, "save_last": True, "filename": "ck-{step}"})
+    assert loaded(tmp_path / "last.ckpt")["global_step"] == loaded(tmp_path / "ck-step=12.ckpt")["global_step"] == 12
+    assert not (tmp_path / "last.ckpt").samefile(tmp_path / "ck-step=12.ckpt")
+
+
+def test_only_a_save_of_the_same_step_is_the_last_one(kit, checkpoints, tmp_path):
+    """Where the best one did not improve, the last one is saved alone; the other callback saves for itself."""
+    worst = kit.ModelCheckpoint(
+        tmp_path / "worst", monitor="loss", mode="max", every_n_train_steps=2, save_last=True, filename="ck-{step}"
+    )
+    run_of(kit, tmp_path / "best", checkpoints, saved={"save_top_k": 1, "save_last": True, "filename": "ck-{step}"})
+    with quiet():
+        trainer_of(kit, tmp_path, checkpoints, worst).fit(kit.Model(), batches())
+    assert loaded(tmp_path / "worst" / "last.ckpt")["global_step"] == 12
+    assert "ck-step=12.ckpt" not in files_in(tmp_path / "worst")
+    assert files_in(tmp_path / "best") == ["ck-step=12.ckpt", "last.ckpt"]
+
+
+@pytest.mark.parametrize("save_last", ["link", True])
+def test_what_is_about_to_be_removed_is_gone_for_the_names_of_the_next_checkpoint(
+    kit, checkpoints, tmp_path, save_last
+):
+    """Resumed from the first checkpoint, whose state knows no last one. Its link would dangle, and `last-v1` follow."""
+    saved = {"save_top_k": 1, "save_last": save_last, "filename": "ck-{step}"}
+    run_of(kit, tmp_path, checkpoints, saved=saved, max_steps=2)
+    run_of(kit, tmp_path, checkpoints, saved=saved, ckpt_path="last", max_steps=6)
+    assert files_in(tmp_path) == ["ck-step=6.ckpt", "last.ckpt"]
+    assert loaded(tmp_path / "last.ckpt")["global_step"] == 6
 
 
 def test_a_link_that_is_saved_over_leaves_the_file_that_it_leads_to(checkpoints, tmp_path):

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ TRAIN = (
     + """
 from children import die_at
 count = die_at(int(sys.argv[2]))
-saved = {"save_top_k": 1, "every_n_train_steps": 1, "save_last": "link", "filename": "{step}"}
+saved = {"save_top_k": 1, "every_n_train_steps": 1, "save_last": json.loads(sys.argv[3]), "filename": "{step}"}
 whole = {name: loaded(folder / name)["global_step"] for name in files_in(folder)} if folder.is_dir() else {}
 model = run_of(kit, folder, checkpoints, ckpt_path="last", saved=saved)
 print(json.dumps([whole, model.losses, count()]))
@@ -49,28 +50,35 @@ print(json.dumps([whole, model.losses, count()]))
 NEVER = 10**9
 
 
-def trained(nursery: Nursery, folder: Path, number: int = NEVER) -> tuple[dict[str, int], dict[str, str], int]:
+def trained(
+    nursery: Nursery, folder: Path, save_last: object, number: int = NEVER
+) -> tuple[dict[str, int], dict[str, str], int]:
     """The files that were there with their steps, the losses, and the calls that changed the disk."""
-    ended = nursery.run(TRAIN, folder, number)
+    ended = nursery.run(TRAIN, folder, number, json.dumps(save_last))
     assert ended.status == 0, ended.err
     return tuple(json.loads(ended.out.splitlines()[-1]))
 
 
-def test_whenever_a_training_is_killed_its_newest_checkpoint_is_whole_and_it_goes_on_bit_for_bit(nursery, quick_path):
+@pytest.mark.parametrize("save_last", ["link", True])
+def test_whenever_a_training_is_killed_its_newest_checkpoint_is_whole_and_it_goes_on_bit_for_bit(
+    nursery, quick_path, save_last
+):
     """Killed at calls that change the disk, a write half done."""
-    _, losses, num_calls = trained(nursery, quick_path / "whole")
+    _, losses, num_calls = trained(nursery, quick_path / "whole", save_last)
     assert len(losses) == 12
     for number in some([*range(1, num_calls, max(1, num_calls // 20))], 6):
         folder = quick_path / f"killed-{number}"
-        killed = nursery.run(TRAIN, folder, number)
+        killed = nursery.run(TRAIN, folder, number, json.dumps(save_last))
         assert killed.status in (-signal.SIGKILL, 0), killed.err
-        whole, resumed, _ = trained(nursery, folder)
+        whole, resumed, _ = trained(nursery, folder, save_last)
         last = whole.get("last.ckpt", 0)
         # The link may not have moved yet to the newest file, nor the oldest be removed; each is whole.
-        assert {*whole.values()} <= {last - 1, last, last + 1}
+        assert {*whole.values()} <= {last - 1, last, last + (save_last == "link")}
         assert resumed == {step: losses[step] for step in map(str, range(last, 12))}
         assert loaded(folder / "last.ckpt")["global_step"] == 12
-        assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+        # The first save may have been alone in the folder: its file is older than what the training knows of.
+        assert {"12.ckpt"} <= {name.rpartition("=")[2] for name in os.listdir(folder)}
+        assert [path.name for path in folder.iterdir() if path.name.startswith(".") or "-v" in path.name] == []
 
 
 # --- interrupted, and ended in the middle of a save ---------------------------------------------------------------
@@ -169,6 +177,66 @@ with quiet():
     assert refusal in ended.out
     third = nursery.run(BEGIN + script, tmp_path / "run")
     assert third.status == 0, third.err
+
+
+SPAWNING = """
+import sys
+from pathlib import Path
+import lightning_runs
+from lightning_runs import *
+
+kit, folder = kit_of(NAMES[0]), Path(sys.argv[1])
+
+
+class Model(kit.Model):
+    fails_at = None
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == self.fails_at:
+            raise RuntimeError("no luck")
+        return super().training_step(batch, batch_idx)
+
+    def test_step(self, batch, batch_idx):
+        self.log("loss", self.layers(batch).mean())
+
+
+if __name__ == "__main__":
+    checkpoints, model = AsyncTarCheckpointIO(), Model()
+    saved = kit.ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1, save_last="link", filename="{step}")
+    options = {"strategy": "ddp_spawn", "devices": 1, "max_steps": 4}
+    with quiet():
+        trainer = trainer_of(kit, folder, checkpoints, saved, **options)
+        trainer.fit(model, batches())
+        print(files_in(folder))
+        trainer.save_checkpoint(folder / "own.ckpt")
+        trainer.test(model, batches(), verbose=False)
+        print(sorted(path.name for path in folder.iterdir()))
+        (folder / "own.ckpt").unlink()
+        model.fails_at, model.made_by = 6, torch.optim.AdamW
+        trainer = trainer_of(kit, folder, checkpoints, saved, **options | {"max_steps": 8})
+        try:
+            trainer.fit(model, batches(), ckpt_path=folder / "step=4.ckpt")
+        except Exception as error:
+            print("no luck" in str(error))
+        print(sorted(path.name for path in folder.iterdir()))
+"""
+
+
+def test_a_training_in_a_process_that_lightning_spawns_leaves_what_the_plain_one_leaves(tmp_path):
+    """One that ends well, after which the trainer saves and is used again; and one whose process fails."""
+    script = tmp_path / "spawning.py"
+    script.write_text(SPAWNING)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
+    ended = subprocess.run(
+        [sys.executable, script, tmp_path / "run"], env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
+        "['last.ckpt', 'step=4.ckpt']",
+        "['last.ckpt', 'own.ckpt', 'step=4.ckpt']",
+        "True",
+        "['last.ckpt', 'step=4.ckpt', 'step=6.ckpt']",  # it was resumed from step 4
+    ]
 
 
 # --- ranks --------------------------------------------------------------------------------------------------------

@@ -12,15 +12,18 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from ...around.wrap import wrap
+from ...host.process import in_forked_child
 from ...oneoff import save
 from ...report import SaveReport
 from ..common.joint_errors import meet
@@ -34,6 +37,7 @@ from .checkpoint_paths import (
     publish_when_heard,
     remove,
     rename,
+    rename_both,
     tell_heard,
 )
 from .save_queue import Action, SaveQueue
@@ -52,12 +56,19 @@ class BackgroundSaves:
         self._queue = SaveQueue(max_in_flight)
         self._remove_file = remove_file
         self._removals: list[str] = []  # asked for, and not in the queue yet
+        self._twin: str | None = None  # the second name that saves get now
+        self._saved_twin: tuple[str, int | None] | None = None  # one that the newest save gets, and its step
         self._guard: list[Any] = []
         self._choose_guard = StepGuard()
         self._has_ended = False
         self._ended_by: BaseException | None = None
         self._undo = ExitStack()
         self.newest_path: str | None = None  # of the newest save, as its report has it
+        self._max_in_flight = max_in_flight
+
+    def __reduce__(self) -> Any:
+        """A copy, such as that of a process that Lightning spawns, has nothing under way and guards nothing."""
+        return type(self), (self._max_in_flight, self._remove_file), {"_has_ended": self._has_ended}
 
     # --- saves ----------------------------------------------------------------------------------------------------
 
@@ -65,14 +76,20 @@ class BackgroundSaves:
         """Copy a checkpoint, and write the file that `torch.save` writes. Raises the error of an earlier save, and then
         saves nothing; and what `wrap` raises.
         """
+        step = _step_in(checkpoint)
+        if self._is_saved(path, step):
+            return
         waited_seconds = self._begin(path)
-        written = path
+        written, twin = path, self._second_name(path, step)
         then: Action = _nothing
-        if is_link(path):  # the link is replaced, and not the checkpoint that it leads to
+        if twin is not None:
+            written = hidden_beside(path)
+            then = partial(rename_both, written, Path(path), Path(twin))
+        elif is_link(path):  # the link is replaced, and not the checkpoint that it leads to
             written = hidden_beside(path)
             then = partial(rename, written, Path(path))
         handle = wrap(torch.save, guard=self._guard or None)(checkpoint, written)
-        self._queue.add(path, [handle], step=_step_in(checkpoint), waited_seconds=waited_seconds, then=then)
+        self._queue.add(path, [handle], step=step, waited_seconds=waited_seconds, then=then, twin=twin)
         self._wait_if_last(path)
 
     def save_shards(self, strategy: Any, path: Any, parts: dict[str, Any], rest: dict[str, Any]) -> None:
@@ -81,7 +98,9 @@ class BackgroundSaves:
 
         The folder is written under a hidden name. Rank 0 renames it when all of it is durable.
         """
-        rank = strategy.global_rank
+        rank, step = strategy.global_rank, _step_in(rest)
+        if self._is_saved(path, step):
+            return
 
         def begin() -> tuple[str, float]:
             waited_seconds = self._begin(path)
@@ -91,14 +110,40 @@ class BackgroundSaves:
 
         of_ranks = meet(begin)
         path, waited_seconds = of_ranks[0][0], of_ranks[rank][1]
-        hidden = hidden_beside(path)
+        hidden, twin = hidden_beside(path), self._second_name(path, step)
         handles = [save(parts, archive_path(hidden, strategy.world_size), guard=self._guard or None)]
         then = partial(tell_heard, hidden, rank)
         if rank == 0:
             handles.append(wrap(torch.save)(rest, hidden / REST))
-            then = partial(publish_when_heard, hidden, Path(path), strategy.world_size)
-        self._queue.add(path, handles, step=_step_in(rest), waited_seconds=waited_seconds, then=then)
+            second = None if twin is None else Path(twin)
+            then = partial(publish_when_heard, hidden, Path(path), strategy.world_size, second)
+        self._queue.add(path, handles, step=step, waited_seconds=waited_seconds, then=then, twin=twin)
         self._wait_if_last(path)
+
+    @contextmanager
+    def also_named(self, twin: str) -> Iterator[None]:
+        """Give each save in the block a second name, under which the same step is then not saved again.
+
+        Both appear at once, the second first: a training that resumes by it never goes further back. A checkpoint at a
+        URL has no second name.
+        """
+        self._twin = path_key(twin)
+        try:
+            yield
+        finally:
+            self._twin = None
+
+    def _second_name(self, path: Any, step: int | None) -> str | None:
+        twin = self._twin
+        if twin is None or "://" in f"{path}{twin}" or twin == path_key(path):
+            return None
+        self._saved_twin = twin, step
+        return twin
+
+    def _is_saved(self, path: Any, step: int | None) -> bool:
+        """Whether the newest save has this step, and gets this path as its second name."""
+        saved, self._saved_twin = self._saved_twin, None
+        return saved == (path_key(path), step)
 
     def _begin(self, path: Any) -> float:
         """Wait until a save to this path may begin. Returns for how long. Raises the error of an earlier save."""
@@ -127,6 +172,16 @@ class BackgroundSaves:
         removal joins the queue at the end of the batch, or with the next save.
         """
         self._removals.append(path_key(path))
+
+    def is_to_go(self, path: Any) -> bool:
+        """Whether nothing is left at this path once all is done that was asked for: it, or what it leads to, is removed.
+
+        The same for a name that the save under way gets: for Lightning, which saves under it next, it is free.
+        """
+        key = path_key(path)
+        target = path_key(os.path.realpath(key)) if is_link(key) else key
+        going = {path_key(os.path.realpath(removal)) for removal in self._removals if "://" not in removal}
+        return (self._saved_twin is not None and self._saved_twin[0] == key) or target in {*going, *self._removals}
 
     def _queue_removals(self) -> None:
         removals, self._removals = self._removals, []
@@ -164,6 +219,7 @@ class BackgroundSaves:
     def begin_run(self) -> ExitStack:
         """Begin a training. Returns the stack for what is to be undone at its end."""
         self._has_ended, self._ended_by = False, None
+        _running.add(self)
         return self._undo
 
     def end_run_by(self, exception: BaseException) -> None:
@@ -173,8 +229,10 @@ class BackgroundSaves:
     def end_run(self) -> None:
         """Wait for everything, undo what the stack has, and raise the first error. May be called again."""
         self.finish()
+        self._queue.stop()
         self._undo.close()
         self._guard, self._has_ended = [], True
+        _running.discard(self)
         try:
             self.raise_error()
         finally:
@@ -191,6 +249,23 @@ class BackgroundSaves:
 
     def __repr__(self) -> str:
         return f"<BackgroundSaves {self._queue!r}>"
+
+
+# Trainings in this process. One that fails in a process that Lightning has spawned ends without a teardown.
+_running: WeakSet[BackgroundSaves] = WeakSet()
+
+
+def _end_all() -> None:
+    """At the interpreter's exit, end the trainings that nobody has ended: remove what was to go, and free the folders."""
+    for saves in [*_running]:
+        try:
+            saves.end_run()
+        except Exception as error:
+            _log.error("a checkpoint was not saved: %s: %s", type(error).__name__, error)
+
+
+in_forked_child(_running.clear)
+threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 
 def _nothing() -> None:

@@ -19,7 +19,7 @@ from ...runs.manifest import parse
 from ...spans import monotonic
 from ...storage.disk import sync_folder
 from ...storage.locks import TEMP_SUFFIX, is_dead
-from ...storage.scratch import publish
+from ...storage.scratch import publish, sync_all
 from ..common.folders import FolderHold
 
 # The file with everything but the shards in a folder: its name in the folders that Lightning writes.
@@ -73,6 +73,40 @@ def rename(hidden: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
+def rename_both(hidden: Path, path: Path, twin: Path) -> None:
+    """Give a complete file or folder two names. The second name, which a training resumes by, is never behind."""
+    hidden_twin = hidden_beside(twin)
+    _delete(hidden_twin)
+    if hidden.is_dir():
+        shutil.copytree(hidden, hidden_twin, copy_function=_link_or_copy)
+        sync_all(hidden_twin)
+        for written, target in ((hidden_twin, twin), (hidden, path)):
+            publish_folder(written, target)
+        return
+    _link_or_copy(hidden, hidden_twin)
+    if twin.is_dir() and not twin.is_symlink():  # of a training that saved shards
+        shutil.rmtree(twin)
+    os.replace(hidden_twin, twin)
+    sync_folder(twin.parent)
+    rename(hidden, path)
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name. It is never written to again: each later save to a name replaces it by a new file."""
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
+        sync_all(Path(target))
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def tell_heard(hidden: Path, rank: int) -> None:
     """Say that this rank has heard of the commit, and does not look into the hidden folder again."""
     with suppress(FileNotFoundError):  # rank 0 has waited for it in vain
@@ -83,10 +117,10 @@ def _heard_mark(hidden: Path, rank: int) -> Path:
     return hidden / f"heard-{rank}"
 
 
-def publish_when_heard(hidden: Path, path: Path, world_size: int) -> None:
+def publish_when_heard(hidden: Path, path: Path, world_size: int, twin: Path | None = None) -> None:
     """On rank 0, give a complete folder its name, in place of an older one, when all ranks have heard of the commit.
 
-    Raises StorageUnavailableError if it is not complete: someone has deleted it before the commit made it anew.
+    With a `twin`, it has two names.     Raises StorageUnavailableError if it is not complete: someone has deleted it before the commit made it anew.
     """
     marks = [_heard_mark(hidden, rank) for rank in range(1, world_size)]
     deadline, pause = monotonic() + _HEARD_SECONDS, threading.Event()
@@ -97,7 +131,15 @@ def publish_when_heard(hidden: Path, path: Path, world_size: int) -> None:
     if not (hidden / REST).exists() or len([*hidden.glob("rank_*.tar")]) < world_size:
         raise StorageUnavailableError(f"{path}: files of it were deleted while it was saved")
     sync_folder(hidden)
-    if path.is_symlink():  # one that ModelCheckpoint has made; what it leads to stays
+    if twin is None:
+        publish_folder(hidden, path)
+    else:
+        rename_both(hidden, path, twin)
+
+
+def publish_folder(hidden: Path, path: Path) -> None:
+    """Give a complete folder its name, in place of an older folder or file."""
+    if path.is_symlink() or path.is_file():  # a link that ModelCheckpoint has made; what it leads to stays
         path.unlink()
     publish(hidden, path, replaced=lambda _: True)
     shutil.rmtree(hidden, ignore_errors=True)  # the older one, which has been exchanged for it
@@ -146,7 +188,4 @@ def _sweep(folder: Path) -> None:
         if path.name.endswith(TEMP_SUFFIX):
             is_dead(path, delete=True)
         elif path.name.startswith(".") and path.name.endswith(_HIDDEN_SUFFIX):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            _delete(path)

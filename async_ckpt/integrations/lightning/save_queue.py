@@ -28,13 +28,17 @@ Action = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A save, or what follows saves at one path. `ended` is its outcome. Only a save has handles."""
+    """A save, or what follows saves at one path. `ended` is its outcome. Only a save has handles.
+
+    `twin` is the second name of what is saved, if it gets one.
+    """
 
     path: str
     ended: Future[None]
     handles: tuple[SaveHandle, ...] = ()
     step: int | None = None
     waited_seconds: float = 0.0
+    twin: str | None = None
 
     def report(self) -> SaveReport:
         """The report of the first part; the stall is that of all parts, and of the wait before them."""
@@ -56,6 +60,10 @@ class SaveQueue:
         self._errors: list[BaseException] = []
         self._reports: list[SaveReport] = []
 
+    def __reduce__(self) -> Any:
+        """A copy is a queue of its own, with nothing under way, and nothing that is still to be told."""
+        return type(self), (self._max_in_flight,)
+
     def admit(self, path: Any) -> float:
         """Wait until nothing concerns this path, and few enough saves are under way. Returns for how many seconds."""
         begin = monotonic()
@@ -65,13 +73,21 @@ class SaveQueue:
         return monotonic() - begin
 
     def add(
-        self, path: Any, handles: Sequence[SaveHandle], *, step: int | None, waited_seconds: float, then: Action
+        self,
+        path: Any,
+        handles: Sequence[SaveHandle],
+        *,
+        step: int | None,
+        waited_seconds: float,
+        then: Action,
+        twin: Any = None,
     ) -> None:
         """Add a save that has begun. It has ended when all of its handles are done, and then `then` is."""
         for handle in handles:
             leave_warning(handle)  # one that fails just before the next save begins is raised by the one after that
         ended = self._submit(partial(_finish, tuple(handles), then))
-        self._queued.append(_Queued(path_key(path), ended, tuple(handles), step, waited_seconds))
+        second = None if twin is None else path_key(twin)
+        self._queued.append(_Queued(path_key(path), ended, tuple(handles), step, waited_seconds, second))
 
     def follow(self, path: Any, action: Action) -> None:
         """Add an action behind the saves in the queue, which is left undone if one of them fails."""
@@ -82,7 +98,7 @@ class SaveQueue:
     def wait(self, path: Any = None) -> None:
         """Wait for everything, or for all that concerns one path. Raises no error of a save."""
         for one in [*self._queued]:
-            if path is None or one.path == path_key(path):
+            if path is None or path_key(path) in (one.path, one.twin):
                 _wait_for(one)
 
     def take_reports(self) -> list[SaveReport]:
@@ -96,6 +112,13 @@ class SaveQueue:
         self._collect()
         errors, self._errors = self._errors, []
         return errors
+
+    def stop(self) -> None:
+        """Wait for everything, and end the thread. The next save starts another one."""
+        self.wait()
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
 
     def _saves_under_way(self) -> list[_Queued]:
         return [one for one in self._queued if one.handles and not one.ended.done()]

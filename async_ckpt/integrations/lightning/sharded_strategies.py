@@ -40,6 +40,10 @@ class StrategyShards:
         for name in self.names:
             setattr(strategy, name, getattr(self, name))
 
+    def __reduce__(self) -> Any:
+        """A copy is made for the copy of the strategy, whose own methods are those of its class."""
+        return type(self), (self.saves, self.strategy)
+
     @property
     def is_on(self) -> bool:
         return saves_shards(self.strategy)

@@ -29,7 +29,7 @@ class TrainerHooks:
 
     def __init__(self, plugin: Any, saves: BackgroundSaves) -> None:
         _, pytorch = imported_packages()[0]
-        require_names(pytorch, pytorch.callbacks.ModelCheckpoint, ["file_exists", "_link_checkpoint", "setup"])
+        require_names(pytorch, pytorch.callbacks.ModelCheckpoint, [*CheckpointHooks.names, "setup"])
         require_names(pytorch, pytorch.core.saving, ["pl_load"])
         self._plugin, self._saves = plugin, saves
         self._undo = ExitStack()
@@ -48,14 +48,15 @@ class TrainerHooks:
         undo = self._undo = self._saves.begin_run()
         for callback in trainer.checkpoint_callbacks:
             if hasattr(callback, "_link_checkpoint"):
-                undo.enter_context(_replaced(callback, "file_exists", self._after_saves_to(callback.file_exists)))
-                undo.enter_context(_replaced(callback, "_link_checkpoint", self._link))
+                hooks = CheckpointHooks(self._saves, callback)
+                for name in CheckpointHooks.names:
+                    undo.enter_context(_replaced(callback, name, getattr(hooks, name)))
         self._untold = []
         for logger in trainer.loggers:
             tell_later = partial(self._tell_when_durable, logger.after_save_checkpoint)
             undo.enter_context(_replaced(logger, "after_save_checkpoint", tell_later))
         for saving in [pytorch.core.saving for _, pytorch in imported_packages() if pytorch is not None]:
-            undo.enter_context(_replaced(saving, "pl_load", self._after_saves_to(saving.pl_load)))
+            undo.enter_context(_replaced(saving, "pl_load", _after_saves_to(self._saves, saving.pl_load)))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Lock the folders of checkpoints, on rank 0. If another trainer saves there, or a folder cannot be written to,
@@ -105,22 +106,6 @@ class TrainerHooks:
                 "FSDPStrategy, pass strategy=checkpoints.sharded(strategy); others are not served"
             )
 
-    def _after_saves_to(self, look: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of a path that looks at it only after the saves to it."""
-
-        def look_later(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(path, str | os.PathLike):
-                self._saves.finish(path)
-            return look(path, *args, **kwargs)
-
-        return look_later
-
-    def _link(self, trainer: Any, filepath: str, linkpath: str) -> None:
-        """Stand in for `ModelCheckpoint._link_checkpoint`: move the link when the file is durable."""
-        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-            self._saves.follow(linkpath, partial(move_link, linkpath, filepath))
-        trainer.strategy.barrier()
-
     def _tell_when_durable(self, tell: Callable[[Any], object], checkpoint_callback: Any) -> None:
         """Stand in for `Logger.after_save_checkpoint`, in which some loggers upload the file."""
         self._untold.append((self._saves.newest_path, partial(tell, checkpoint_callback)))
@@ -135,6 +120,69 @@ class TrainerHooks:
         self._untold = [one for one in self._untold if one[0] not in durable]
         for _, tell in told:
             tell()
+
+
+class CheckpointHooks:
+    """The methods of one ModelCheckpoint that take the place of its own while a training runs."""
+
+    names: Final = ("file_exists", "_link_checkpoint", "_save_topk_checkpoint")
+
+    def __init__(self, saves: BackgroundSaves, callback: Any) -> None:
+        self._saves, self._callback = saves, callback
+        # Those of the class: the callback of a trainer that was copied in the middle of a training has some of ours.
+        self._plain = {name: getattr(type(callback), name) for name in ("file_exists", "_save_topk_checkpoint")}
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._saves, self._callback)
+
+    def file_exists(self, filepath: Any, trainer: Any) -> bool:
+        """Look after the saves to a path. What is to be removed behind them does not exist any more."""
+        self._saves.finish(filepath)
+        if trainer.is_global_zero and self._saves.is_to_go(filepath):
+            filepath = f"{filepath}/is to go"  # no file; all ranks take part in the answer
+        return bool(self._plain["file_exists"](self._callback, filepath, trainer))
+
+    def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:
+        """Move the link when the file is durable."""
+        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            self._saves.follow(linkpath, partial(move_link, linkpath, filepath))
+        trainer.strategy.barrier()
+
+    def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
+        """With `save_last=True`, save once under both names. The state has the name of the last one already."""
+        callback = self._callback
+        if callback.save_last is not True:
+            self._plain["_save_topk_checkpoint"](callback, trainer, monitor_candidates)
+            return
+        previous, last = callback.last_model_path, self._last_path(trainer, monitor_candidates)
+        callback.last_model_path = last
+        try:
+            with self._saves.also_named(last):
+                self._plain["_save_topk_checkpoint"](callback, trainer, monitor_candidates)
+        finally:
+            callback.last_model_path = previous
+
+    def _last_path(self, trainer: Any, monitor_candidates: Any) -> str:
+        """The path at which ModelCheckpoint saves its last checkpoint next."""
+        callback = self._callback
+        name, version = callback.CHECKPOINT_NAME_LAST, getattr(callback, "STARTING_VERSION", 1)
+        path = callback.format_checkpoint_name(monitor_candidates, name)
+        if getattr(callback, "_enable_version_counter", False):
+            while callback.file_exists(path, trainer) and path != callback.last_model_path:
+                path = callback.format_checkpoint_name(monitor_candidates, name, ver=version)
+                version += 1
+        return str(path)
+
+
+def _after_saves_to(saves: BackgroundSaves, look: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a path that looks at it only after the saves to it."""
+
+    def look_later(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(path, str | os.PathLike):
+            saves.finish(path)
+        return look(path, *args, **kwargs)
+
+    return look_later
 
 
 @contextmanager
