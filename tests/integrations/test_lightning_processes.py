@@ -441,6 +441,18 @@ train(Sharded(16), FOLDER, steps=4, strategy=model_parallel())
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step=4.ckpt"]
 
 
+def test_shards_are_saved_once_under_the_names_of_both_the_newest_and_the_last_checkpoint(worlds, tmp_path):
+    folder = tmp_path / "run"
+    call = "train(Sharded(16), {!r}, {!r}, steps={}, saved={{'save_last': True}}, strategy=model_parallel())"
+    losses_of(worlds, 2, call.format(str(folder), None, 4))
+    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", "step=4.ckpt"]
+    for path in (folder / "step=4.ckpt").iterdir():
+        assert (folder / "last.ckpt" / path.name).samefile(path)
+    losses = losses_of(worlds, 2, call.format(str(folder), "last", 8))
+    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt", "step=8.ckpt"]
+    assert [*losses] == ["4", "5", "6", "7"]
+
+
 def test_a_folder_that_another_training_has_is_refused_on_all_ranks(worlds, tmp_path):
     script = """
 try:

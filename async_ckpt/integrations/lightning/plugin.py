@@ -31,7 +31,7 @@ class AsyncTarCheckpointIO:
 
     Args:
         max_in_flight: how many saves may be under way at once; another one waits. Each takes as much host memory as the
-            checkpoint. The default is for ModelCheckpoint, which saves twice in a row for `save_last=True`.
+            checkpoint. The default lets ModelCheckpoint save twice in a row, as for `save_last=True` at a URL.
 
     Raises ImportError without Lightning.
     """
