@@ -174,9 +174,9 @@ class BackgroundSaves:
         self._removals.append(path_key(path))
 
     def is_to_go(self, path: Any) -> bool:
-        """Whether nothing is left at this path once all is done that was asked for: it, or what it leads to, is removed.
+        """Whether this path, or what it leads to, is about to be removed.
 
-        The same for a name that the save under way gets: for Lightning, which saves under it next, it is free.
+        True for the second name of the newest save, too: Lightning, which saves under it next, finds it free.
         """
         key = path_key(path)
         target = path_key(os.path.realpath(key)) if is_link(key) else key
@@ -256,7 +256,7 @@ _running: WeakSet[BackgroundSaves] = WeakSet()
 
 
 def _end_all() -> None:
-    """At the interpreter's exit, end the trainings that nobody has ended: remove what was to go, and free the folders."""
+    """End the trainings that are still running when the interpreter exits: remove what was to go, free the folders."""
     for saves in [*_running]:
         try:
             saves.end_run()

@@ -120,7 +120,8 @@ def _heard_mark(hidden: Path, rank: int) -> Path:
 def publish_when_heard(hidden: Path, path: Path, world_size: int, twin: Path | None = None) -> None:
     """On rank 0, give a complete folder its name, in place of an older one, when all ranks have heard of the commit.
 
-    With a `twin`, it has two names.     Raises StorageUnavailableError if it is not complete: someone has deleted it before the commit made it anew.
+    With a `twin`, the folder gets two names. Raises StorageUnavailableError if it is not complete: somebody has deleted
+    it before the commit made it anew.
     """
     marks = [_heard_mark(hidden, rank) for rank in range(1, world_size)]
     deadline, pause = monotonic() + _HEARD_SECONDS, threading.Event()
