@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..spec import with_article
+from ..state.plain import method_of
 from ..storage.interface import Storage
 from ..storage.place import Anywhere, Place, storage_at, written_at
 from ..storage.scratch import refuse_in_running
@@ -217,7 +218,7 @@ def _is_path(value: Any) -> bool:
 
 
 def _is_state(value: Any) -> bool:
-    return isinstance(value, Mapping | torch.Tensor) or hasattr(value, "state_dict")
+    return isinstance(value, Mapping | torch.Tensor) or method_of(value, "state_dict") is not None
 
 
 def suffix_of(fn: Callable[..., Any]) -> str | None:

@@ -27,6 +27,7 @@ from ..spec import with_article
 from ..state.capture import why_not
 from ..state.captured import SnapshotView, module_of, tree_of
 from ..state.dtypes import dtype_name
+from ..state.plain import method_of
 from ..state.wrappers import look_wrapped, plain_model, plain_state_dict
 
 CONFIG: Final = "config.json"
@@ -155,7 +156,7 @@ def _tensors_of(given: Any) -> Tensors:
         named = plain_state_dict(given)
     elif isinstance(given, Mapping):
         named = given
-    elif hasattr(given, "state_dict"):
+    elif method_of(given, "state_dict") is not None:
         named = given.state_dict()
     else:
         raise UnsupportedStateError(

@@ -9,7 +9,7 @@ first byte is written. Then tensors are filled, and finally other values are set
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, MutableSet, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,10 +18,12 @@ import torch
 from ..errors import CorruptCheckpointError, StateMismatchError
 from ..host.pool import SegmentPool
 from ..spec import with_article
+from ..state.generators import is_generator
 from ..state.names import Select, selector
-from ..state.plain import is_frozen, is_record
+from ..state.plain import is_frozen, is_record, method_of
 from .archives.contents import Contents, Part
 from .fill import Wanted, fill, planned
+from .live.containers import is_array, is_buffer, is_list, is_mapping
 from .live.match import Match
 from .live.state_dicts import LiveStateDicts
 from .load import Verify, check_lent, check_select, raise_unless_any
@@ -88,7 +90,7 @@ def restore_state(
     if options.verify == "first":
         fill(plan, copy=False, pool=pool)
     actions = [action for match, _ in matches for action in match.actions]
-    actions += [functools.partial(live.update, share) for _, share in matches if share is not live]
+    actions += [functools.partial(_update, live, share) for _, share in matches if share is not live]
     with _partly_overwritten():
         fill(plan, pool=pool)
         if sharing is not None:
@@ -149,23 +151,33 @@ def _shares(parts: Sequence[Part], live: Any) -> Iterator[tuple[Part, Any]]:
     if len(parts) == 1:
         yield parts[0], live
         return
-    if not isinstance(live, MutableMapping):
+    if not is_mapping(live):
         raise TypeError(
             "this step has borrowed groups from an earlier one; restore them into a dict of groups, not "
             f"{with_article(type(live).__qualname__)}"
         )
     borrowed = {group for part in parts[1:] for group in part.groups or ()}
-    yield parts[0], {key: value for key, value in live.items() if key not in borrowed}
+    yield parts[0], {key: live[key] for key in list(live) if key not in borrowed}
     for part in parts[1:]:
         share = {key: live[key] for key in part.groups or () if key in live}
         if share:
             yield part._replace(groups=frozenset(share)), share
+        elif not len(live):  # an empty dict takes all that was saved
+            yield part, share
+
+
+def _update(live: Any, share: dict[Any, Any]) -> None:
+    """Put the entries of a share into the live mapping, which may be of a class that refuses `update`."""
+    for key, value in share.items():
+        if key not in live or live[key] is not value:
+            live[key] = value
 
 
 def _check_root(live: Any) -> None:
     fillable = (
-        isinstance(live, torch.Tensor | MutableMapping | MutableSequence)
-        or hasattr(live, "load_state_dict")
+        isinstance(live, torch.Tensor | MutableSet)
+        or any(is_kind(live) for is_kind in (is_mapping, is_list, is_buffer, is_array, is_generator))
+        or method_of(live, "load_state_dict") is not None
         or (is_record(live) and not is_frozen(live))
     )
     if not fillable:

@@ -26,6 +26,7 @@ from ..slicing.sharded import Slicer
 from ..spec import MIB, Json, TensorSpec
 from ..state.capture import capture
 from ..state.captured import Capture, Mark, SnapshotView, is_leaf, part_of
+from ..state.plain import method_of
 from ..storage.interface import Storage
 from ..storage.pace import Pace
 from .admission import Admission
@@ -441,7 +442,7 @@ def _entry(state: Any, name: Any) -> Any:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, SnapshotView):
         return is_leaf(value)
-    return not isinstance(value, Mapping | list | tuple) and not hasattr(value, "state_dict")
+    return not isinstance(value, Mapping | list | tuple) and method_of(value, "state_dict") is None
 
 
 def _relative(node: Json, first: int) -> tuple[Json, bool]:

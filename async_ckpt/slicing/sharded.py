@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -23,14 +23,8 @@ from .cover import Box
 from .slices import Cut, Ints, Mesh, Rectangle, Slices, cuts_of, flat_range
 
 _DECLARED = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-_MEGATRON = (
-    "key",
-    "data",
-    "local_shape",
-    "global_shape",
-    "global_offset",
-    "axis_fragmentations",
-    "replica_id",
+_MEGATRON = frozenset(
+    {"key", "data", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id"}
 )
 # A state has one spec for each shape and way to cut it, seldom a thousand.
 _MAX_SPECS = 100_000
@@ -53,8 +47,17 @@ def is_sharded(value: Any) -> bool:
 
 
 def is_of_megatron(value: Any) -> bool:
-    """True for an object with the attributes of Megatron's ShardedTensor, which is no tensor itself."""
-    return not isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in _MEGATRON)
+    """True for a dataclass with the fields of Megatron's ShardedTensor, which is no tensor itself."""
+    return declares_fields(value, _MEGATRON)
+
+
+def declares_fields(value: Any, names: Set[str]) -> bool:
+    """True for an instance of a dataclass with these fields.
+
+    Its class is asked: some dicts and mocks have any attribute, and one that is asked for a name may raise anything.
+    """
+    fields: Mapping[str, Any] = getattr(type(value), "__dataclass_fields__", {})
+    return names <= fields.keys()
 
 
 def has_shards(state: Any) -> bool:

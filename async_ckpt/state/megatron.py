@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UnsupportedStateError
-from ..slicing.sharded import Slicer, is_of_megatron, joined
+from ..slicing.sharded import Slicer, declares_fields, is_of_megatron, joined
 from ..slicing.slices import Slices
 from ..spec import Json, with_article
 from .names import Path, shown
@@ -116,9 +116,9 @@ def _items_of(node: Json, name: Path) -> Any:
 
 def _why_not(value: Any) -> str | None:
     """The reason why one of Megatron's other objects cannot be stored, and a remedy; None for any other value."""
-    if all(hasattr(value, name) for name in ("key", "data", "build_fn", "merge_fn", "replica_id")):
+    if declares_fields(value, {"key", "data", "build_fn", "merge_fn", "replica_id"}):
         return "makes ShardedTensors, and is none; replace it by its build(), as apply_factories() does for a state"
-    if all(hasattr(value, name) for name in ("key", "data", "global_shape", "global_offset", "replica_id")):
+    if declares_fields(value, {"key", "data", "global_shape", "global_offset", "replica_id"}):
         return "holds any kind of object; save its data instead, with its group in per_rank= if each rank has its own"
     if type(value).__name__ == "LocalNonpersistentObject":
         return "is not to be saved; leave it out of the state"

@@ -407,6 +407,24 @@ def _is_void(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.void)
 
 
+# --- objects ------------------------------------------------------------------------------------------------------
+
+
+def method_of(value: Any, name: str) -> Callable[..., Any] | None:
+    """A method of an object, such as `state_dict`; None if it has none.
+
+    It may be an attribute of the object itself, or come through the `__getattr__` of a wrapper. Only a mapping is asked
+    by its class: many of them have each of their entries, or any name at all, as an attribute.
+    """
+    if isinstance(value, type) or (isinstance(value, Mapping) and not callable(getattr(type(value), name, None))):
+        return None
+    try:
+        method = getattr(value, name, None)
+    except Exception:  # a `__getattr__` may raise anything for a name that it does not know
+        return None
+    return method if callable(method) else None
+
+
 # --- dataclasses --------------------------------------------------------------------------------------------------
 
 

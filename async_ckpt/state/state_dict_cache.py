@@ -15,7 +15,7 @@ import torch
 
 from ..slicing.sharded import is_sharded
 from .captured import SnapshotView, has_dtensors
-from .plain import fields_of, is_record
+from .plain import fields_of, is_record, method_of
 
 SEQUENCES: Final = list | tuple | deque
 
@@ -50,7 +50,7 @@ class StateDictCache:
         seen.add(id(value))
         if isinstance(value, SnapshotView):
             return has_dtensors(value)
-        if type(value) is not dict and callable(getattr(value, "state_dict", None)):
+        if method_of(value, "state_dict") is not None:
             with suppress(Exception):
                 return self._is_spread(self.of(value), seen)
             return any(map(is_sharded, _parameters_of(value)))

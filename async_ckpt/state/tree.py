@@ -22,6 +22,7 @@ import torch
 from ..errors import UnsupportedStateError
 from ..spec import Json
 from .dtypes import numpy_dtype
+from .generators import SavedGenerator, generator_node
 from .names import Path, printable, shown
 from .per_rank import ListItems, PerRank
 from .plain import (
@@ -36,6 +37,7 @@ from .plain import (
     is_record,
     make_record,
     member_of,
+    method_of,
     plain_node,
     plain_value,
     scalar_node,
@@ -80,7 +82,7 @@ class Encoder:
         if isinstance(value, Enum):  # first, since a member may be an int or a tuple as well
             self.types.add(kind)
             return self._plain(value, enum_node, path)
-        if kind is not dict and not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+        if kind is not dict and method_of(value, "state_dict") is not None:
             return self._inside(value, path, lambda: self.encode(self._contents(value, path), path))
         if isinstance(value, dict):
             return self._inside(value, path, lambda: self._dict(value, path))
@@ -92,7 +94,7 @@ class Encoder:
             if self._taken(value, path):
                 return _OMITTED
             return self._inside(value, path, lambda: self._record(value, path))
-        return self._plain(value, plain_node, path)
+        return self._plain(value, _value_node, path)
 
     def _plain(self, value: Any, to_node: Callable[[Any], Json | None], path: Path) -> Json:
         if not self._is_kept(path):
@@ -120,7 +122,7 @@ class Encoder:
         if not isinstance(value, OrderedDict):
             return {"places" if isinstance(value, ListItems) else "dict": items}
         # `Module.state_dict` attaches the versions of modules, which these read when they load.
-        metadata = getattr(value, "_metadata", None)
+        metadata = vars(value).get("_metadata")
         if not isinstance(metadata, dict):
             return {"ordered": items}
         return {"ordered": items, "metadata": Encoder(_no_leaf).encode(dict(metadata), (*path, "_metadata"))}
@@ -303,7 +305,9 @@ def replaced(
         return PerRank({rank: replaced(item, give) for rank, item in value.values.items()})
     if isinstance(value, SavedRecord):
         return make_record(value.cls, replaced(value.fields, give, of_ranks))
-    if isinstance(value, dict):
+    if isinstance(value, SavedGenerator):
+        return value.made()
+    if type(value) in (dict, OrderedDict, ListItems):  # only these have leaves; another dict was in a pickle
         copy = type(value)((key, replaced(item, give, of_ranks)) for key, item in value.items())
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
             # A deep copy of the metadata: load_state_dict(assign=True) writes to its dicts.
@@ -364,6 +368,8 @@ class _Decoder:
             return getattr(self, f"_{kind}")(value, path)
         if kind == "enum":
             return self._leaf(lambda: self._enum(value), path)
+        if kind == "generator":
+            return self._leaf(lambda: SavedGenerator.of_node(value), path)
         if kind in _STORED:
             number, *facts = value if kind == "ndarray" else [value]
             shown_path = path if kind == "object" else ()
@@ -440,6 +446,12 @@ class _Decoder:
     def _wanted_empty(self, nodes: Json, path: Path) -> bool:
         """True if an empty container stays: it was empty before the selection, and is selected itself."""
         return self._keep is None or (not nodes and self._keep(path))
+
+
+def _value_node(value: Any) -> Json | None:
+    """The node of a plain value or a random generator; None for anything else."""
+    node = plain_node(value)
+    return generator_node(value) if node is None else node
 
 
 def _key_node(key: Any, path: Path) -> Json:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from .plain import fields_of, is_record
+from .plain import fields_of, is_record, method_of
 
 # Wrappers by module and class name, with the attribute that holds the inner module. Unless the module is imported, the
 # class has no instances.
@@ -257,7 +257,7 @@ def _plain_state(names: PlainNames, given: Any) -> Any:
         return given
     renamed: Any = OrderedDict() if isinstance(given, OrderedDict) else {}
     renamed.update((plain[name], value) for name, value in given.items())
-    metadata = getattr(given, "_metadata", None)
+    metadata = getattr(given, "__dict__", {}).get("_metadata")
     if isinstance(metadata, dict):  # an inner module comes after its wrapper, and replaces it
         renamed._metadata = OrderedDict((names.module(name), version) for name, version in metadata.items())
     return renamed
@@ -268,7 +268,7 @@ def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
         yield value
         return
     if not isinstance(value, dict | list | tuple | deque) and not is_record(value):
-        if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        if method_of(value, "state_dict") is not None:
             yield from _modules_held_by(value)
         return
     if id(value) in seen:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...state.plain import method_of
 from ...state.state_dict_cache import StateDictCache
 from ..dcp import TarStorageReader
 from .background_saves import BackgroundSaves
@@ -128,7 +129,7 @@ class FabricShards(StrategyShards):
             elif isinstance(value, torch.optim.Optimizer):
                 parts[key] = _state_dicts().get_optimizer_state_dict(model, value)
             else:
-                rest[key] = value.state_dict() if hasattr(value, "state_dict") else value
+                rest[key] = value if method_of(value, "state_dict") is None else value.state_dict()
         self.saves.save_shards(self.strategy, path, parts, rest)
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **options: Any) -> Any:

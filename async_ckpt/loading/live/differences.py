@@ -51,8 +51,11 @@ class Differences:
             lines.insert(0, f"none of its names is one of the live state; it holds {holds}")
         more = len(lines) - _MAX_LINES
         text = "\n  ".join([*lines[:_MAX_LINES], *([f"… and {more} more"] if more > 0 else [])])
+        advice = ""
+        if missing or unexpected:
+            advice = "; pass strict=False to ignore names that only one side has, or load() all that was saved"
         raise StateMismatchError(
-            f"{checkpoint} does not fit the live state; nothing was overwritten:\n  {text}",
+            f"{checkpoint} does not fit the live state; nothing was overwritten{advice}:\n  {text}",
             missing=tuple(missing),
             unexpected=tuple(unexpected),
             mismatched=tuple(self._mismatched),

@@ -23,11 +23,6 @@ def is_looked_into(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
     return _is_structure(live) or is_plain_module(live, state_dict_of)
 
 
-def is_filled_in_place(live: Any) -> bool:
-    """True if a restore keeps the object and changes its contents."""
-    return _is_structure(live) or hasattr(live, "load_state_dict")
-
-
 def _is_structure(live: Any) -> bool:
     return isinstance(live, torch.Tensor | MutableMapping | SEQUENCES) or is_record(live)
 

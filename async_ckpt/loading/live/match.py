@@ -4,15 +4,17 @@ In: live objects, and the structure of an archive. Out: tensors to fill, actions
 Knows nothing of: files, steps.
 
 Modules and torch's own optimizers are filled directly; other objects get their value by their own `load_state_dict`.
+Whatever can change stays the same object. Where it cannot be filled, that is a difference; only items of a history,
+which come and go, are exchanged.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+import math
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any
 
@@ -25,18 +27,45 @@ from ...spec import with_article
 from ...state.capture import why_not
 from ...state.captured import SnapshotView
 from ...state.dtypes import dtype_name
+from ...state.generators import SavedGenerator, is_generator
 from ...state.megatron import keys_below, name_of
-from ...state.names import Path, Selector, shown
+from ...state.names import Path, Selector, dotted, shown
 from ...state.per_rank import ListItems
-from ...state.plain import field_names, fields_of, is_frozen, is_record, make_record, member_of
+from ...state.plain import (
+    field_names,
+    fields_of,
+    has_fields,
+    is_frozen,
+    is_record,
+    make_record,
+    member_of,
+    method_of,
+)
 from ...state.state_dict_cache import SEQUENCES
 from ...state.tree import SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
 from ...state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
 from ..archives.contents import Contents
 from ..fill import Wanted
+from .containers import (
+    Change,
+    are_same_objects,
+    buffer_change,
+    child_of,
+    entry_change,
+    field_change,
+    is_array,
+    is_buffer,
+    is_immutable,
+    is_list,
+    is_mapping,
+    is_namespace,
+    is_plain,
+    list_change,
+    mapping_change,
+    set_change,
+)
 from .differences import Differences
 from .kinds import (
-    is_filled_in_place,
     is_on_device,
     is_optimizer_state,
     is_plain_module,
@@ -78,6 +107,9 @@ class Match:
         self._slicer = Slicer()
         self._has_tensors = False  # even if this rank holds no part of them
         self._groups: dict[Path, dict[Any, Any]] = {}  # the saved dicts at the top and of the groups
+        self._chosen = chosen
+        self._filled: dict[int, tuple[Any, Any, Path]] = {}  # by id: live objects, what fills them, and where
+        self._in_history = False  # the items here come and go, so that one which does not fit is exchanged
 
     @property
     def fits(self) -> bool:
@@ -95,7 +127,9 @@ class Match:
             self.differences.add_value_of_each_rank(saved)
             return live
         if isinstance(live, torch.Tensor):
-            return self._tensor(live, saved, path)
+            return (
+                self._copied(live, saved, path) if isinstance(saved, torch.Tensor) else self._tensor(live, saved, path)
+            )
         if is_plain_module(live, self._state_dicts.of):
             return self._module(live, saved, path)
         if isinstance(live, torch.optim.Optimizer):
@@ -103,17 +137,93 @@ class Match:
         return self._object(live, saved, path)
 
     def _object(self, live: Any, saved: Any, path: Path) -> Any:
-        if callable(getattr(live, "load_state_dict", None)) and not isinstance(live, type):
+        if method_of(live, "load_state_dict") is not None:
             if type(saved) is dict and not (self._keeps_empty or isinstance(live, torch.nn.Module)):
                 with suppress(Exception):  # an object that has no state dict now has nothing empty in it either
                     saved = self._with_left_out(saved, self._state_dicts.of(live))
             expected = self._as_live_expects(live, saved, path)
             return self._load(live, expected, self._own_state(live, expected), path)
-        if _is_array(live) and isinstance(saved, StoredLeaf):
-            return self._array(live, saved, path)
         if isinstance(live, Enum):  # like a namedtuple, it is of the live class
             return member_of(type(live), self._materialize(saved))
+        if is_immutable(live) and not (isinstance(live, tuple) or is_record(live)):
+            return self._materialize(saved)
+        saved = self._unpickled(live, saved)
+        is_rebuilt = isinstance(live, tuple) or (is_record(live) and is_frozen(live))
+        if not is_rebuilt and (why := self._why_not_here(live, saved, path)):
+            return self._unfit(live, saved, path, why)
+        if is_array(live):
+            return self._array(live, saved, path)
+        if is_generator(live):
+            return self._generator(live, saved, path)
         return self._container(live, saved, path)
+
+    def _unpickled(self, live: Any, saved: Any) -> Any:
+        """What a pickled container holds, so that the live one is filled with it; any other value as it is."""
+        if not (isinstance(saved, StoredLeaf) and saved.kind == "object"):
+            return saved
+        value = self._objects[saved.number]
+        if is_mapping(live) and is_mapping(value):
+            return {key: value[key] for key in list(value)}
+        if is_namespace(live) and type(value) is type(live):
+            return dict(vars(value))
+        if (is_list(live) or isinstance(live, tuple)) and (is_list(value) or isinstance(value, tuple)):
+            return list(value)
+        return set(value) if isinstance(live, MutableSet) and isinstance(value, MutableSet) else saved
+
+    def _why_not_here(self, live: Any, saved: Any, path: Path) -> str | None:
+        """The reason why an object that is at two places of the live state cannot be filled; None if it can.
+
+        It can if what was saved is the same at both.
+        """
+        _, before, first = self._filled.setdefault(id(live), (live, saved, path))
+        if first == path or self._are_alike(before, saved):
+            return None
+        return f"is the same object as {shown(first)} here, and has another value in the checkpoint"
+
+    def _are_alike(self, one: Any, other: Any) -> bool:
+        """True if two saved values are the same."""
+        if isinstance(one, StoredLeaf) and isinstance(other, StoredLeaf):
+            if (one.kind, one.descr, one.shape) != (other.kind, other.descr, other.shape):
+                return False
+            if one.kind == "object":
+                return are_same_objects(self._objects[one.number], self._objects[other.number])
+            first, second = self.archive.primary(one.number), self.archive.primary(other.number)
+            return first == second or (
+                one.kind != "tensor" and self.archive.content(first) == self.archive.content(second)
+            )
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, SavedRecord):
+            return self._are_alike(one.fields, other.fields)
+        if isinstance(one, dict):
+            return list(one) == list(other) and all(self._are_alike(one[key], other[key]) for key in one)
+        if isinstance(one, list | tuple | deque):
+            return len(one) == len(other) and all(map(self._are_alike, one, other))
+        return bool(one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other)))
+
+    def _unfit(self, live: Any, saved: Any, path: Path, why: str) -> Any:
+        """Note that a live object cannot be filled; or exchange it, as an item of a history."""
+        if self._in_history:
+            return self._materialize(saved)
+        self.differences.add(path, why)
+        return live
+
+    def _change(self, live: Any, change: Change | None, path: Path) -> Any:
+        """Make a change when everything has been read. One that the live object would refuse is a difference."""
+        if change is not None and (why := change.why_not()):
+            self.differences.add(path, f"cannot be filled: a {type(live).__qualname__} refuses the change ({why})")
+        elif change is not None:
+            self.actions.append(change.make)
+        return live
+
+    @contextmanager
+    def _history(self, is_history: bool = True) -> Iterator[None]:
+        """What is visited inside comes and goes, so that an item may be exchanged."""
+        before, self._in_history = self._in_history, self._in_history or is_history
+        try:
+            yield
+        finally:
+            self._in_history = before
 
     def _load(self, live: Any, expected: Any, state: dict[Any, Any] | None, path: Path) -> Any:
         """Load a value by the object's own `load_state_dict`: its own `state`, filled, if there is one."""
@@ -164,24 +274,77 @@ class Match:
 
     def _container(self, live: Any, saved: Any, path: Path) -> Any:
         fields = saved.fields if isinstance(saved, SavedRecord) else saved
-        if isinstance(live, MutableMapping) and isinstance(fields, dict):
-            return self._mapping(live, fields, path)
-        if is_record(live) and isinstance(fields, dict):
-            return self._record(live, fields, path)
-        if (
-            isinstance(live, SEQUENCES)
-            and not isinstance(live, torch.Size)
-            and isinstance(saved, SEQUENCES | ListItems)
-        ):
+        if isinstance(fields, dict) and not isinstance(fields, ListItems):
+            if is_mapping(live):
+                return self._mapping(live, fields, path)
+            if is_record(live):
+                return self._record(live, fields, path)
+            if is_namespace(live):
+                self._mapping(vars(live), fields, path)
+                return live
+        if is_list(live) or isinstance(live, tuple):
             saved = saved if self._keeps_empty else self._all_items(live, saved)
-            if isinstance(saved, SEQUENCES):
-                return self._sequence(live, saved, path)
-        if (isinstance(live, MutableMapping | list | deque) and len(live)) or (
-            is_record(live) and any(map(is_filled_in_place, fields_of(live).values()))
-        ):
+            if isinstance(saved, SEQUENCES) and not isinstance(saved, torch.Size):
+                return self._tuple(live, saved, path) if isinstance(live, tuple) else self._list(live, saved, path)
+        if isinstance(live, MutableSet) and isinstance(saved, set | frozenset):
+            return self._change(live, set_change(live, saved), path)
+        if is_buffer(live):
+            return self._buffer(live, saved, path)
+        if is_immutable(live):
+            return self._materialize(saved)
+        return self._opaque(live, saved, path)
+
+    def _opaque(self, live: Any, saved: Any, path: Path) -> Any:
+        """Leave an object of another kind as it is, if it was saved as it is; otherwise it cannot be filled."""
+        is_object = isinstance(saved, StoredLeaf) and saved.kind == "object"
+        if is_object and are_same_objects(live, self._objects[saved.number]):
+            return live
+        if self._in_history or (is_record(live) and all(map(is_immutable, fields_of(live).values()))):
+            return self._materialize(saved)
+        kind = with_article(type(live).__qualname__)
+        if is_list(live) or is_mapping(live) or isinstance(live, tuple | MutableSet) or is_record(live):
+            self._add_kind_difference(path, f"is {kind} here", saved)
+        elif method_of(live, "state_dict") is not None:
+            self.differences.add(path, f"is {kind} here, which has a state_dict() but no load_state_dict(): add it")
+        else:
+            self.differences.add(
+                path,
+                f"is {kind} here, which nothing can fill: whoever holds it would go on with the old one; give it "
+                "state_dict() and load_state_dict(), or load() what was saved, and leave it out here with select=",
+            )
+        return live
+
+    def _buffer(self, live: Any, saved: Any, path: Path) -> Any:
+        content = self._materialize(saved)
+        fits = content.typecode == live.typecode if isinstance(content, array) and isinstance(live, array) else False
+        if not (fits or (isinstance(live, bytearray) and isinstance(content, bytes | bytearray))):
             self._add_kind_difference(path, f"is {with_article(type(live).__qualname__)} here", saved)
             return live
-        return self._materialize(saved)
+        return live if content == live else self._change(live, buffer_change(live, content), path)
+
+    def _generator(self, live: Any, saved: Any, path: Path) -> Any:
+        if isinstance(saved, StoredLeaf) and saved.kind == "object":
+            value = self._objects[saved.number]
+            saved = SavedGenerator.of(value) if is_generator(value) else saved
+        if not isinstance(saved, SavedGenerator):
+            self._add_kind_difference(path, f"is {with_article(type(live).__qualname__)} here", saved)
+        elif why := saved.why_not(live):
+            self.differences.add(path, why)
+        else:
+            self.actions.append(lambda: saved.put_into(live))
+        return live
+
+    def _copied(self, live: torch.Tensor, saved: torch.Tensor, path: Path) -> Any:
+        """Match a live tensor with one in a pickled container."""
+        if (live.shape, live.dtype) != (saved.shape, saved.dtype) or why_not(live) or _is_expanded(live):
+            self.differences.add(
+                path,
+                f"is {dtype_name(live.dtype)}{list(live.shape)} here and {dtype_name(saved.dtype)}{list(saved.shape)} "
+                "in the checkpoint",
+            )
+        else:
+            self.actions.append(lambda: live.copy_(saved))
+        return live
 
     def _tensor(self, live: Any, saved: Any, path: Path) -> Any:
         if not (isinstance(saved, StoredLeaf) and saved.kind == "tensor"):
@@ -262,7 +425,7 @@ class Match:
             live_name_of = {name: raw for raw, name in names.items()}
             values = self._by_plain_name(names, saved, path)
             expected = type(saved)((live_name_of.get(name, name), value) for name, value in values.items())
-        if isinstance(metadata := getattr(saved, "_metadata", None), dict):
+        if isinstance(metadata := getattr(saved, "__dict__", {}).get("_metadata"), dict):
             expected = OrderedDict(expected)
             expected._metadata = live_metadata(live, plain, metadata)  # type: ignore[attr-defined]
         return expected
@@ -293,7 +456,7 @@ class Match:
         for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             for key, value in group.items():
                 if key not in ("params", "param_names"):  # the live model has names of its own
-                    self._entry(live_group, key, value, (*path, "param_groups", i, key))
+                    self._setting(live_group, key, value, (*path, "param_groups", i, key))
             for param, number in zip(live_group["params"], group["params"], strict=True):
                 state, inner = state_of_parameter(saved["state"], number), (*path, "state", number)
                 self._optimizer_state(optimizer, param, state, is_on_device(group), inner)
@@ -333,9 +496,17 @@ class Match:
 
         self.actions.append(hand_over)
 
+    def _setting(self, group: dict[str, Any], key: str, saved: Any, path: Path) -> None:
+        """Match a setting of an optimizer, which the live one may lack."""
+        value = self.visit(group.get(key), saved, path)
+        if value is not group.get(key):
+            self.actions.append(lambda: group.__setitem__(key, value))
+
     def _mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
-        if not live and path:  # an empty container takes the saved value
-            return self._materialize(saved)
+        if not len(live):  # an empty container takes all that was saved
+            return self._entries(live, {}, saved, path)
+        if path and is_plain(live, with_arrays=self._in_history):
+            return self._plain_mapping(live, self._with_live_keys(live, saved), path)
         names: set[Any] = set()  # the saved names of Megatron's tensors
         if len(path) < 2:
             self._groups[path], names = saved, keys_below(live, deep=bool(path))
@@ -351,6 +522,78 @@ class Match:
                 self._entry(live, key, saved[key], (*path, key))
         return live
 
+    def _entry(self, live: MutableMapping[Any, Any], key: Any, saved: Any, path: Path) -> None:
+        now = live[key]
+        value = self.visit(now, saved, path)
+        if value is not now:
+            self._change(live, entry_change(live, key, value), path)
+
+    def _plain_mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
+        """Match a mapping of plain values: it gets the entries that were saved, and loses what was added later.
+
+        A name that only the live one has is a difference, since the program may have got another setting.
+        """
+        is_history = self._in_history or isinstance(live, defaultdict | Counter)
+        kept, missing = {}, []
+        for key in list(live):
+            if key in saved or self._is_left_out(live, key, saved):
+                continue
+            if not self._is_chosen((*path, key)):
+                kept[key] = live[key]
+            elif isinstance(key, str) and not is_history:
+                missing.append(key)
+                kept[key] = live[key]
+        self.differences.add_names(missing, (), path)
+        with self._history(is_history):
+            return self._entries(live, kept, saved, path)
+
+    def _entries(self, live: MutableMapping[Any, Any], kept: dict[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
+        """Give a mapping all entries that were saved, in their order, beside those that it keeps."""
+        entries: dict[Any, Any] = {}
+        for key, value in saved.items():
+            inner = (*path, key)
+            with self._history(not isinstance(key, str)):
+                if key in live:
+                    entries[key] = self.visit(live[key], value, inner)
+                elif not self.archive.is_of_some(inner):  # an entry of some ranks alone is theirs
+                    entries[key] = self._new_entry(live, value, inner)
+        if kept or not self._keeps_empty:  # the order of a part, and of torch.distributed.checkpoint, says nothing
+            entries = {
+                key: entries[key] if key in entries else kept[key] for key in live if key in entries | kept
+            } | entries
+        self._change(live, mapping_change(live, entries), path)
+        if isinstance(live, OrderedDict) and not len(live) and hasattr(saved, "_metadata"):
+            self.actions.append(lambda: setattr(live, "_metadata", saved._metadata))
+        return live
+
+    def _new_entry(self, live: Any, saved: Any, path: Path) -> Any:
+        """The value for an entry that a live mapping lacks."""
+        child = child_of(live, saved)
+        if child is not None:
+            return self.visit(child, saved, path)
+        return self._new_item(next((live[key] for key in live), None), saved)
+
+    def _new_item(self, sibling: Any, saved: Any) -> Any:
+        """The value for an item that a live container lacks: of the class of its sibling, if it was saved like one."""
+        if is_record(sibling) and type(saved) is dict and has_fields(type(sibling), saved):
+            return self._materialize(SavedRecord(type(sibling), saved))
+        value = self._materialize(saved)
+        if isinstance(sibling, Enum):
+            return member_of(type(sibling), value)
+        if type(value) is tuple and hasattr(sibling, "_make") and len(value) == len(sibling):
+            return sibling._make(value)
+        return value
+
+    def _with_live_keys(self, live: MutableMapping[Any, Any], saved: dict[Any, Any]) -> dict[Any, Any]:
+        """The saved dict, with numbers for keys again, which torch.distributed.checkpoint has turned into text."""
+        if self._keeps_empty or not all(type(key) is int for key in live):
+            return saved
+        numbers = {key: int(key) for key in saved if isinstance(key, str) and key.removeprefix("-").isdecimal()}
+        return {numbers.get(key, key): value for key, value in saved.items()}
+
+    def _is_chosen(self, path: Path) -> bool:
+        return self._chosen is None or self._chosen(path)
+
     def _is_left_out(self, live: MutableMapping[Any, Any], key: Any, saved: dict[Any, Any]) -> bool:
         """True for what is empty in the live state, if the writer of the archive leaves that out."""
         return key not in saved and not self._keeps_empty and self._is_empty(live[key])
@@ -363,7 +606,7 @@ class Match:
             return all(map(self._is_empty, value.values()))
         if type(value) is list:
             return bool(value) and all(map(self._is_empty, value))
-        if callable(getattr(value, "state_dict", None)):
+        if method_of(value, "state_dict") is not None:
             with suppress(Exception):
                 return self._is_empty(self._state_dicts.of(value))
         return False
@@ -396,16 +639,12 @@ class Match:
         else:
             self.differences.add_missing(name)
 
-    def _entry(self, live: MutableMapping[Any, Any], key: Any, saved: Any, path: Path) -> None:
-        now = live.get(key)
-        value = self.visit(now, saved, path)
-        if value is not now:
-            self.actions.append(lambda: live.__setitem__(key, value))
-
     def _record(self, live: Any, saved: dict[str, Any], path: Path) -> Any:
         """Match the fields of a dataclass's instance. They are set in place, or in a new instance if it is frozen."""
         fields = fields_of(live)
         names = [*fields, *(name for name in field_names(live) if name in saved and name not in fields)]
+        if self._in_history and {*names} != saved.keys():
+            return self._materialize(saved)
         self._compare_names(names, saved, path)
         changed = {}
         for name in names:
@@ -416,34 +655,61 @@ class Match:
         if is_frozen(live):
             return make_record(type(live), {**fields, **changed}) if changed else live
         for name, value in changed.items():
-            self.actions.append(functools.partial(setattr, live, name, value))
+            self._change(live, field_change(live, name, value), (*path, name))
         return live
 
-    def _sequence(self, live: Any, saved: Any, path: Path) -> Any:
-        if not live and type(live) is not deque:
+    def _tuple(self, live: Any, saved: Any, path: Path) -> Any:
+        """Match the items of a tuple: those that can change are filled, and others make a new tuple."""
+        if not live:
             return self._materialize(saved)
-        if len(live) != len(saved) and isinstance(live, list | deque) and not any(map(is_filled_in_place, live)):
-            self._set_items(live, self._materialize(list(saved)))  # such as a history that has grown
-            return live
         if len(live) != len(saved):
-            self.differences.add(path, f"has {len(live)} entries here and {len(saved)} in the checkpoint")
-            return live
+            return self._unfit(live, saved, path, f"has {len(live)} entries here and {len(saved)} in the checkpoint")
         values = [self.visit(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, saved, strict=True))]
         if all(value is now for value, now in zip(values, live, strict=True)):
             return live
-        if isinstance(live, list | deque):
-            self._set_items(live, values)
+        if type(live) is not tuple:
+            with suppress(Exception):  # the user's own class may raise anything
+                return live._make(values) if hasattr(live, "_make") else type(live)(values)
+        return tuple(values)
+
+    def _list(self, live: Any, saved: Any, path: Path) -> Any:
+        """Match the items of a list. One of plain values gets as many as were saved. A deque keeps its newest items."""
+        items = list(saved)
+        if isinstance(live, deque) and live.maxlen is not None:
+            items = items[len(items) - min(len(items), live.maxlen) :]
+        if not self._is_whole(live, items, path):
+            return self._chosen_items(live, items, path)
+        if len(live) not in (0, len(items)) and not is_plain(live, with_arrays=True):
+            self.differences.add(
+                path,
+                f"has {len(live)} entries here and {len(items)} in the checkpoint; give it as many, or none: an empty "
+                "list takes all that was saved",
+            )
             return live
-        return live._make(values) if hasattr(live, "_make") else tuple(values)
+        comes_and_goes = len(live) != len(items) or isinstance(live, deque)
+        with self._history(comes_and_goes and is_plain(live, with_arrays=True)):
+            values = [self.visit(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, items, strict=False))]
+            last = live[-1] if len(live) else None
+            values += [self._new_item(last, item) for item in items[len(values) :]]
+        return self._change(live, list_change(live, values), path)
 
-    def _set_items(self, live: Any, values: list[Any]) -> None:
-        """Replace the items of a list or a deque. A deque keeps its maxlen, and so the newest items."""
+    def _is_whole(self, live: Any, items: list[Any], path: Path) -> bool:
+        """True if all items of a saved list are selected."""
+        return self._is_chosen(path) or all(self._is_chosen((*path, i)) for i in range(max(len(live), len(items))))
 
-        def set_items() -> None:
-            live.clear()
-            live.extend(values)
-
-        self.actions.append(set_items)
+    def _chosen_items(self, live: Any, items: list[Any], path: Path) -> Any:
+        """Match some of the items of a list: those at the places that the selection reaches."""
+        assert self._chosen is not None
+        reached = [
+            i for i in range(len(live)) if self._is_chosen((*path, i)) or self._chosen.reaches(dotted((*path, i)))
+        ]
+        if len(reached) != len(items):
+            self.differences.add(path, "is selected in part, and has other items here than in the checkpoint")
+            return live
+        values = list(live)
+        for i, item in zip(reached, items, strict=True):
+            values[i] = self.visit(live[i], item, (*path, i))
+        return self._change(live, list_change(live, values), path)
 
     def _compare_names(self, live: Iterable[Any], saved: dict[Any, Any], path: Path) -> None:
         self.differences.add_names(live, saved, path)
@@ -470,12 +736,15 @@ class Match:
 
         return replaced(saved, give, self.differences.add_value_of_each_rank)
 
-    def _array(self, live: Any, saved: StoredLeaf, path: Path) -> Any:
-        value = self._materialize(saved)
-        if not live.flags.writeable:
-            self.differences.add(path, "cannot be filled: it is a read-only numpy array")
-        elif not _is_array(value) or (value.shape, value.dtype) != (live.shape, live.dtype):
+    def _array(self, live: Any, saved: Any, path: Path) -> Any:
+        is_stored = isinstance(saved, StoredLeaf) and saved.kind in ("ndarray", "object")
+        value = self._materialize(saved) if is_stored else None
+        if not is_array(value) or (value.shape, value.dtype) != (live.shape, live.dtype):
+            if self._in_history:
+                return self._materialize(saved)
             self._add_kind_difference(path, f"is a numpy array {live.dtype}{list(live.shape)} here", saved)
+        elif not live.flags.writeable:
+            return self._unfit(live, saved, path, "cannot be filled: it is a read-only numpy array")
         else:
             self.actions.append(lambda: live.__setitem__(..., value))
         return live
@@ -489,13 +758,14 @@ class Match:
             for leaf in of_ranks:
                 self.differences.add_value_of_each_rank(leaf)
             return
-        kind = (
-            saved.kind
-            if isinstance(saved, StoredLeaf)
-            else "list without some of its items"
-            if isinstance(saved, ListItems)
-            else (saved.cls if isinstance(saved, SavedRecord) else type(saved)).__qualname__
-        )
+        if isinstance(saved, StoredLeaf):
+            kind = type(self._objects[saved.number]).__qualname__ if saved.kind == "object" else saved.kind
+        elif isinstance(saved, SavedGenerator):
+            kind = saved.kind
+        elif isinstance(saved, ListItems):
+            kind = "list without some of its items"
+        else:
+            kind = (saved.cls if isinstance(saved, SavedRecord) else type(saved)).__qualname__
         self.differences.add(path, f"{here} and {with_article(kind)} in the checkpoint")
 
 
@@ -519,8 +789,3 @@ def _emptied(value: Any) -> Any:
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)

@@ -9,13 +9,13 @@ needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from ...state.state_dict_cache import SEQUENCES, StateDictCache, items_of
+from ...state.plain import method_of
+from ...state.state_dict_cache import StateDictCache, items_of
 from .kinds import is_plain_optimizer
 
 
@@ -30,8 +30,7 @@ class LiveStateDicts(StateDictCache):
             if id(value) in seen or isinstance(value, torch.Tensor | type):
                 return
             seen.add(id(value))
-            is_container = isinstance(value, Mapping | SEQUENCES)
-            if not is_container and _has_state_dict(value):
+            if _has_state_dict(value):
                 if not is_plain_optimizer(value):
                     with suppress(Exception):
                         self.of(value)
@@ -43,4 +42,4 @@ class LiveStateDicts(StateDictCache):
 
 
 def _has_state_dict(value: Any) -> bool:
-    return callable(getattr(value, "load_state_dict", None)) and callable(getattr(value, "state_dict", None))
+    return method_of(value, "load_state_dict") is not None and method_of(value, "state_dict") is not None

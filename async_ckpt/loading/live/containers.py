@@ -1,0 +1,259 @@
+"""Live containers: how each kind is filled in place, and what may be exchanged because nobody can change it.
+
+In: live values, and what they are to contain. Out: changes to make, and to undo. Knows nothing of: archives, names.
+
+A container is filled by its own methods, item by item, since a class of the user's may refuse some of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+import types
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, MutableSet
+from contextlib import suppress
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ...pickles.object_digests import object_digests
+from ...state.capture import pickled
+from ...state.generators import is_generator
+from ...state.plain import fields_of, is_frozen, is_record, method_of
+
+_BUILT_IN: Final = frozenset(
+    {dict, OrderedDict, defaultdict, Counter, list, deque, set, bytearray, array, types.SimpleNamespace}
+)
+_IMMUTABLE: Final = (
+    str, bytes, int, float, complex, types.NoneType, types.EllipsisType, types.NotImplementedType, range, slice, type, Enum,
+    types.FunctionType, types.ModuleType, PurePath, 
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+)  # fmt: skip
+_MAPPING_METHODS: Final = ("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "keys", "items")
+
+
+class Change(NamedTuple):
+    """New contents for a live object. `may_fail` if a method of the user's class is called."""
+
+    make: Callable[[], None]
+    undo: Callable[[], None]
+    may_fail: bool
+
+    def why_not(self) -> str | None:
+        """The reason why the object refuses the change, which is made and undone at once; None if it takes it."""
+        if not self.may_fail:
+            return None
+        try:
+            self.make()
+        except Exception as error:
+            return f"{type(error).__name__}: {error!s:.200}"
+        finally:
+            with suppress(Exception):
+                self.undo()
+        return None
+
+
+# --- kinds --------------------------------------------------------------------------------------------------------
+
+
+def is_mapping(live: Any) -> bool:
+    """True for a mutable mapping, also for one that is not registered as such, by the methods of its class."""
+    if isinstance(live, MutableMapping):
+        return True
+    kind = type(live)  # tables of pandas have an `__array__`
+    return not (isinstance(live, Mapping | type) or hasattr(kind, "__array__")) and all(
+        callable(getattr(kind, name, None)) for name in _MAPPING_METHODS
+    )
+
+
+def is_list(live: Any) -> bool:
+    """True for a list, a deque, and the like: their length can change, and their items are any objects."""
+    return isinstance(live, MutableSequence) and not isinstance(live, bytearray | array)
+
+
+def is_buffer(live: Any) -> bool:
+    """True for a bytearray, or an array of the standard library."""
+    return isinstance(live, bytearray | array)
+
+
+def is_namespace(live: Any) -> bool:
+    """True for an object that is nothing but its attributes: argparse's Namespace and the like."""
+    argparse = sys.modules.get("argparse")
+    return isinstance(live, types.SimpleNamespace) or (argparse is not None and isinstance(live, argparse.Namespace))
+
+
+def is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_plain(live: Any, *, with_arrays: bool, _open: frozenset[int] = frozenset()) -> bool:
+    """True for a value that holds no tensor, module or other object with a state: a history, or settings.
+
+    `with_arrays`: whether arrays of numpy count as plain, too.
+    """
+    if isinstance(live, str | int | float | types.NoneType):
+        return True
+    if isinstance(live, torch.Tensor) or is_generator(live) or method_of(live, "load_state_dict") is not None:
+        return False
+    if is_array(live):
+        return with_arrays
+    if isinstance(live, set | frozenset | MutableSet) or is_buffer(live):
+        return True
+    inner = _items_of(live)
+    if inner is None:
+        return is_immutable(live)
+    if id(live) in _open:  # it contains itself, and what was saved is a tree
+        return True
+    return all(is_plain(item, with_arrays=with_arrays, _open=_open | {id(live)}) for item in inner)
+
+
+def _items_of(live: Any) -> Iterable[Any] | None:
+    """The items of a container, or the fields of a record; None for anything else."""
+    if is_mapping(live):
+        return [live[key] for key in list(live)]
+    if is_list(live) or isinstance(live, tuple):
+        return list(live)
+    if is_namespace(live):
+        return list(vars(live).values())
+    return list(fields_of(live).values()) if is_record(live) else None
+
+
+def is_immutable(value: Any) -> bool:
+    """True for a value that cannot change, so that nobody who holds it misses anything if it is exchanged."""
+    if isinstance(value, _IMMUTABLE):
+        return True
+    if isinstance(value, tuple | frozenset):
+        return all(map(is_immutable, value))
+    if isinstance(value, functools.partial):
+        return all(map(is_immutable, (value.func, *value.args, *value.keywords.values())))
+    if isinstance(value, types.MethodType | types.BuiltinFunctionType):
+        return is_immutable(value.__self__)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic | numpy.dtype):
+        return True
+    if is_record(value):
+        return is_frozen(value) and all(map(is_immutable, fields_of(value).values()))
+    if is_mapping(value) or is_list(value) or isinstance(value, MutableSet):  # though some of them have a hash
+        return False
+    return _is_known_by_value(value)
+
+
+def _is_known_by_value(value: Any) -> bool:
+    """True if a copy of a value is equal to it and has its hash, as Python asks of values that do not change."""
+    kind = type(value)
+    if kind.__hash__ in (None, object.__hash__) or kind.__eq__ is object.__eq__:
+        return False
+    try:
+        copy = pickle.loads(pickle.dumps(value))  # nosec B301
+        return bool(copy is value or (copy == value and hash(copy) == hash(value)))
+    except Exception:  # the user's own class may raise anything
+        return False
+
+
+def are_same_objects(one: Any, other: Any) -> bool:
+    """True for pickled objects that do not differ, as far as their pickles tell."""
+    try:
+        return type(one) is type(other) and object_digests(pickled([one]))(0) == object_digests(pickled([other]))(0)
+    except Exception:  # they cannot be pickled
+        return False
+
+
+def child_of(live: Any, saved: Any) -> Any:
+    """A new empty container for a saved one that the live mapping lacks, as the mapping itself makes its entries.
+
+    None if the saved value itself will do.
+    """
+    child: Any = None
+    with suppress(Exception):  # the user's own classes may raise anything
+        if isinstance(live, defaultdict) and live.default_factory is not None:
+            child = live.default_factory()
+        elif isinstance(live, dict) and hasattr(type(live), "__getattr__") and type(saved) is dict:
+            child = type(live)()  # entries of such a dict are attributes, and so are theirs
+    if type(saved) in (dict, OrderedDict):
+        fits = is_mapping(child) or method_of(child, "load_state_dict") is not None or is_record(child)
+    elif isinstance(saved, list | deque):
+        fits = is_list(child)
+    else:
+        fits = isinstance(saved, set) and isinstance(child, MutableSet)
+    return child if fits else None
+
+
+# --- changes ------------------------------------------------------------------------------------------------------
+
+
+def mapping_change(live: Any, entries: dict[Any, Any]) -> Change | None:
+    """Give a mapping these entries, and no others. None if it has them already, in this order."""
+    before = {key: live[key] for key in list(live)}
+    if list(before) == list(entries) and all(before[key] is value for key, value in entries.items()):
+        return None
+    return Change(lambda: _put_entries(live, entries), lambda: _put_entries(live, before), type(live) not in _BUILT_IN)
+
+
+def _put_entries(live: Any, entries: dict[Any, Any]) -> None:
+    for key in [key for key in live if key not in entries]:
+        del live[key]
+    for key, value in entries.items():
+        if key not in live or live[key] is not value:
+            live[key] = value
+    if type(live) in _BUILT_IN and list(live) != list(entries):
+        live.clear()
+        for key, value in entries.items():
+            live[key] = value
+
+
+def entry_change(live: Any, key: Any, value: Any) -> Change:
+    """Set one entry of a mapping, which has it."""
+    before = live[key]
+    return Change(
+        lambda: live.__setitem__(key, value), lambda: live.__setitem__(key, before), type(live) not in _BUILT_IN
+    )
+
+
+def list_change(live: Any, values: list[Any]) -> Change | None:
+    """Give a list or a deque these items. A deque keeps its maxlen. None if it has them already."""
+    before = list(live)
+    if len(before) == len(values) and all(value is now for value, now in zip(values, before, strict=True)):
+        return None
+
+    def put(items: list[Any]) -> None:
+        live.clear()
+        live.extend(items)
+
+    return Change(lambda: put(values), lambda: put(before), type(live) not in _BUILT_IN)
+
+
+def set_change(live: Any, items: Iterable[Any]) -> Change:
+    before = list(live)
+
+    def put(items: Iterable[Any]) -> None:
+        live.clear()
+        for item in items:
+            live.add(item)
+
+    return Change(lambda: put(items), lambda: put(before), type(live) not in _BUILT_IN)
+
+
+def buffer_change(live: Any, content: Any) -> Change:
+    """Give a bytearray or an array other content, of the same type of items."""
+    before = live[:]
+    # A bytearray with an exported buffer cannot change its size.
+    return Change(lambda: live.__setitem__(slice(None), content), lambda: live.__setitem__(slice(None), before), True)
+
+
+def field_change(live: Any, name: str, value: Any) -> Change:
+    """Set a field of a dataclass's instance, which may have no value yet."""
+    fields = fields_of(live)
+
+    def undo() -> None:
+        if name in fields:
+            setattr(live, name, fields[name])
+        else:
+            delattr(live, name)
+
+    return Change(lambda: setattr(live, name, value), undo, True)

@@ -1,0 +1,277 @@
+"""Random generators that are objects of their own, as plain data: those of torch, numpy and Python.
+
+In: a generator, or an untrusted node. Out: a node, or a `SavedGenerator`, which sets a live generator or makes a new
+one. Knows nothing of: files, the generators of the process itself.
+
+A node is `{"generator": [kind, state, …]}`. The kind is a word of this module, so reading imports nothing on a file's
+word, and a state is tried on a scratch generator before it is believed: numpy itself checks only a part of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ..backends import is_host
+from ..spec import Json, with_article
+from .plain import hashable_value, scalar_node
+
+_BIT_GENERATORS: Final = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+# Positions in a stock of numbers, which numpy sets without a look at the size of the stock.
+_STOCKS: Final = {"pos": 624, "buffer_pos": 4}
+# A seed of more digits is not kept: the time to mix it grows with the square of its length.
+_MAX_SEED_CHARACTERS: Final = 4096
+_MAX_POOL: Final = 64
+
+
+def generator_node(value: Any) -> Json | None:
+    """The node of a random generator with its state; None for anything else, and for kinds that are not known here."""
+    facts = _facts(value)
+    return None if facts is None else {"generator": facts}
+
+
+def is_generator(value: Any) -> bool:
+    """True for a random generator of torch, numpy or Python, also of a kind that is not stored as plain data."""
+    if isinstance(value, torch.Generator | random.Random):
+        return True
+    numpy = sys.modules.get("numpy.random")
+    return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator)
+
+
+def _facts(value: Any) -> Json | None:
+    if isinstance(value, torch.Generator):
+        return ["torch", _base64(bytes(value.get_state().tolist())), str(value.device)]
+    if isinstance(value, random.Random):
+        # A class with a state of its own is pickled; SystemRandom has none.
+        is_known = type(value).getstate is random.Random.getstate
+        return ["python", _tree(value.getstate())] if is_known else None
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None or not isinstance(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator):
+        return None
+    if type(_bit_generator(value)).__name__ not in _BIT_GENERATORS:
+        return None
+    if isinstance(value, numpy.RandomState):
+        return ["numpy.RandomState", _tree(value.get_state(legacy=False))]
+    kind = "numpy.Generator" if isinstance(value, numpy.Generator) else "numpy.BitGenerator"
+    inner = _bit_generator(value)
+    return [kind, _tree(inner.state), *_seed_facts(numpy, getattr(inner, "seed_seq", None))]
+
+
+def _bit_generator(value: Any) -> Any:
+    """The numpy object that holds the state of a generator."""
+    for name in ("bit_generator", "_bit_generator"):
+        if (inner := getattr(value, name, None)) is not None:
+            return inner
+    return value
+
+
+def _seed_facts(numpy: Any, seed: Any) -> list[Json]:
+    """The seed sequence, by which `spawn` makes further generators; empty if it cannot be kept."""
+    if type(seed) is not numpy.SeedSequence or seed.pool_size > _MAX_POOL:
+        return []
+    facts = _tree(seed.state)
+    return [facts] if len(json.dumps(facts)) <= _MAX_SEED_CHARACTERS else []
+
+
+@dataclass(frozen=True)
+class SavedGenerator:
+    """A random generator in a skeleton. Equal ones go on with the same numbers.
+
+    `facts` are those of the node: the kind, the state, and for torch the device, for numpy the seed sequence.
+    """
+
+    facts: list[Json]
+
+    @classmethod
+    def of_node(cls, facts: Json) -> SavedGenerator:
+        """The generator of an untrusted node. Raises some error for a node that `generator_node` would not make."""
+        saved = cls(facts)
+        if facts[0] == "torch" and not is_host(torch.device(facts[2])):
+            _bytes(facts[1])  # this machine may lack the device
+        else:
+            saved.made()
+        return saved
+
+    @classmethod
+    def of(cls, generator: Any) -> SavedGenerator | None:
+        """The state of a generator; None if its kind is not known here."""
+        facts = _facts(generator)
+        return None if facts is None else cls(facts)
+
+    def made(self) -> Any:
+        """A new generator with this state; of a device that this machine lacks, the state as a uint8 tensor."""
+        kind, state, *more = self.facts
+        if kind == "torch":
+            tensor, device = torch.frombuffer(bytearray(_bytes(state)), dtype=torch.uint8), torch.device(more[0])
+            try:
+                generator = torch.Generator(device)
+            except Exception:
+                if is_host(device):
+                    raise
+                return tensor
+            generator.set_state(tensor)
+            return generator
+        new = _blank(kind, state)
+        _put(new, state, *more)
+        return new
+
+    def put_into(self, live: Any) -> None:
+        """Set a live generator to this state. `why_not` has returned None for it."""
+        kind, state, *more = self.facts
+        if kind == "torch":
+            live.set_state(torch.frombuffer(bytearray(_bytes(state)), dtype=torch.uint8))
+        else:
+            _put(live, state, *more)
+
+    def why_not(self, live: Any) -> str | None:
+        """The reason why this state cannot be put into a live generator; None if it can."""
+        if isinstance(live, random.SystemRandom):
+            return "draws from the operating system and has no state that could be set; leave it out"
+        if (here := _kind_of(live)) != (there := self.kind):
+            return f"is {with_article(here)} here and {with_article(there)} in the checkpoint"
+        try:  # on a scratch generator: what is refused leaves the live one as it was
+            if isinstance(live, torch.Generator):
+                self.put_into(torch.Generator(live.device))
+            else:
+                self.made()
+        except Exception as error:
+            return f"cannot be set to the state in the checkpoint: {error!s:.200}"
+        return None
+
+    @property
+    def kind(self) -> str:
+        """The kind in words. A state fits only generators of the same kind."""
+        kind, state, *more = self.facts
+        if kind == "torch":
+            return f"torch.Generator of {torch.device(more[0]).type}"
+        return "random.Random" if kind == "python" else f"{_NUMPY_WORDS[kind]} of {_bit_generator_name(state)}"
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+
+_NUMPY_WORDS: Final = {
+    "numpy.Generator": "numpy Generator",
+    "numpy.RandomState": "numpy RandomState",
+    "numpy.BitGenerator": "numpy bit generator",
+}
+
+
+def _kind_of(live: Any) -> str:
+    saved = SavedGenerator.of(live)
+    return type(live).__qualname__ if saved is None else saved.kind
+
+
+def _bit_generator_name(state: Json) -> str:
+    name = state["dict"]["bit_generator"]
+    if name not in _BIT_GENERATORS:
+        raise ValueError(f"{name!r:.50} is not a bit generator of numpy")
+    return str(name)
+
+
+def _blank(kind: str, state: Json) -> Any:
+    """A new generator of a kind. Raises ValueError for a kind that is not known here."""
+    if kind == "python":
+        return random.Random()  # nosec B311
+    if kind not in _NUMPY_WORDS:
+        raise ValueError(f"the skeleton has a random generator of the unknown kind {kind!r:.50}")
+    import numpy.random
+
+    inner = getattr(numpy.random, _bit_generator_name(state))()
+    if kind == "numpy.BitGenerator":
+        return inner
+    return numpy.random.Generator(inner) if kind == "numpy.Generator" else numpy.random.RandomState(inner)
+
+
+def _put(generator: Any, tree: Json, seed: Json = None) -> None:
+    state = _value(tree)
+    if isinstance(generator, random.Random):
+        gauss = state[2]
+        if gauss is not None and not isinstance(gauss, float):  # setstate accepts anything, and gauss() fails later
+            raise TypeError(f"{with_article(type(gauss).__name__)} is not a number that gauss() has kept")
+        generator.setstate(state)
+        return
+    import numpy.random
+
+    if isinstance(generator, numpy.random.RandomState):
+        _check_like(generator.get_state(legacy=False), state)
+        generator.set_state(state)
+        return
+    inner = _bit_generator(generator)
+    _check_like(inner.state, state)
+    inner.state = state
+    if seed is not None:
+        with suppress(TypeError):  # numpy before 2.0 keeps the seed sequence that it was made with
+            inner.__setstate__((state, _seed_sequence(numpy.random, seed)))
+
+
+def _seed_sequence(numpy: Any, tree: Json) -> Any:
+    facts = _value(tree)
+    pool_size = facts["pool_size"]
+    if len(json.dumps(tree)) > _MAX_SEED_CHARACTERS or type(pool_size) is not int or not 0 < pool_size <= _MAX_POOL:
+        raise ValueError("the seed of a random generator is too large")
+    return numpy.SeedSequence(**facts)
+
+
+def _check_like(own: Any, state: Any, name: str = "") -> None:
+    """Raises ValueError for a state of another structure than a generator's own, or with a position out of range."""
+    if isinstance(own, Mapping):
+        if not isinstance(state, Mapping) or own.keys() != state.keys():
+            raise ValueError("the state of a random generator has other parts than it should")
+        for key, value in own.items():
+            _check_like(value, state[key], key)
+    elif hasattr(own, "dtype"):
+        if (own.dtype, own.shape) != (getattr(state, "dtype", None), getattr(state, "shape", None)):
+            raise ValueError(f"{name} in the state of a random generator has another shape than it should")
+    elif type(state) is not (str if isinstance(own, str) else float if isinstance(own, float) else int):
+        raise ValueError(f"{name} in the state of a random generator is {with_article(type(state).__name__)}")
+    elif name in _STOCKS and not 0 <= state <= _STOCKS[name]:
+        raise ValueError(f"position {state} lies outside of the {_STOCKS[name]} numbers in stock")
+
+
+# --- states as JSON: dicts, tuples, arrays of numpy, numbers and text ------------------------------------------------
+
+
+def _tree(value: Any) -> Json:
+    if isinstance(value, Mapping):
+        return {"dict": {key: _tree(item) for key, item in value.items()}}
+    if isinstance(value, tuple | list):
+        return {"tuple": [_tree(item) for item in value]}
+    if not hasattr(value, "dtype"):
+        return scalar_node(value)
+    if value.dtype.str[1:] not in ("u4", "u8") or not value.shape:  # a seed of any integers
+        return _tree(value.tolist())
+    little = value.astype(value.dtype.newbyteorder("<"))
+    return {"array": [little.dtype.str, _base64(little.tobytes())]}
+
+
+def _value(node: Json) -> Any:
+    kind = next(iter(node), None) if isinstance(node, dict) else None
+    if kind == "dict":
+        return {str(key): _value(item) for key, item in node[kind].items()}
+    if kind == "tuple":
+        return tuple(map(_value, node[kind]))
+    if kind == "array":
+        import numpy
+
+        name, text = node[kind]
+        if name not in ("<u4", "<u8"):
+            raise ValueError(f"{name!r:.50} is not a dtype in the state of a random generator")
+        return numpy.frombuffer(_bytes(text), name).astype(numpy.dtype(name).newbyteorder("="))
+    return hashable_value(node)
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: Json) -> bytes:
+    return base64.b64decode(text, validate=True)
