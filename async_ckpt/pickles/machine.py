@@ -252,6 +252,7 @@ _STEPS: Final[dict[str, _Step]] = {
     "BININT1": _byte,
     "BININT2": _unsigned(2, _push),
     "LONG1": _sized(1, _signed),
+    "LONG4": _sized(4, _signed),
     "BINFLOAT": _double,
     "BINUNICODE": _sized(4, _text),
     "SHORT_BINUNICODE": _sized(1, _text),
@@ -287,7 +288,8 @@ _STEPS: Final[dict[str, _Step]] = {
     "FRAME": lambda _machine, _program, at: at + 8,
     "STOP": lambda _machine, _program, at: at,  # never called: the loop ends before it
 }
-ALL: Final = frozenset(_STEPS)
+# LONG4 is an integer of hundreds of digits, which no reader here takes for plain data.
+ALL: Final = frozenset(_STEPS) - {"LONG4"}
 # The instructions that `torch.save` writes by default, and the only ones that its weights-only reader accepts.
 PROTOCOL_2: Final = ALL - {
     "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "MEMOIZE", "STACK_GLOBAL", "FRAME"

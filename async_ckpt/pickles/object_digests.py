@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, Final
 
 from ..spec import MIB
-from .machine import ALL, PickleMachine
+from .recorder import Recorded, Recorder, UnknownInstructionError
 from .saved_objects import records
 
 # With the names of Python 2, too, since `torch.save` pickles by protocol 2.
@@ -29,62 +29,15 @@ def object_digests(data: bytes) -> Callable[[int], str]:
     if len(contents.get("data.pkl", b"")) > _MAX_BYTES:
         return lambda _: _digest([data]).hex()
     try:
-        objects = _Operations().follow(contents["data.pkl"])
+        objects = Recorder().follow(contents["data.pkl"])
         if type(objects) is not list:
             raise ValueError("it is no list of objects")
         digests = _Digests(contents)
         return [digests.of(value).hex() for value in objects].__getitem__
-    except (RecursionError, _UnknownInstructionError):
+    except (RecursionError, UnknownInstructionError):
         return lambda _: _digest([data]).hex()
     except LookupError as error:
         raise ValueError(f"it is no pickle: {error!r}") from error
-
-
-class _UnknownInstructionError(Exception):
-    """An instruction is not known to the machine."""
-
-
-class _Result:
-    """The result of an operation on values of the stack, with the items that were added to it later."""
-
-    __slots__ = ("operation", "parts")
-
-    def __init__(self, operation: str, parts: Iterable[Any] = ()) -> None:
-        self.operation, self.parts = operation, [*parts]
-
-
-class _Operations(PickleMachine):
-    """Interprets a pickle, and records for each object the operations that would create it."""
-
-    accepted: ClassVar = ALL
-    protocols: ClassVar = range(2, 6)
-
-    def refuse(self, instruction: str) -> NoReturn:
-        raise _UnknownInstructionError(instruction)
-
-    def find_global(self, module: str, name: str) -> _Result:
-        return _Result("name", [f"{module}.{name}"])
-
-    def call(self, function: Any, arguments: Any) -> _Result:
-        return _Result("call", [function, arguments])
-
-    def set_state(self, target: Any, state: Any) -> None:
-        target.parts += [_Result("state"), state]
-
-    def persistent_load(self, key: Any) -> _Result:
-        return _Result("storage", key)
-
-    def empty_dict(self) -> _Result:
-        return _Result("dict")
-
-    def empty_set(self) -> _Result:
-        return _Result("set")
-
-    def set_items(self, into: Any, items: list[Any]) -> None:
-        into.parts += items
-
-    def append(self, into: Any, items: list[Any]) -> None:
-        (into.parts if isinstance(into, _Result) else into).extend(items)
 
 
 class _Digests:
@@ -95,7 +48,7 @@ class _Digests:
         self._known: dict[int, bytes] = {}  # by the id of lists, tuples and results, which all live as long
 
     def of(self, value: Any) -> bytes:
-        if not isinstance(value, list | tuple | _Result):
+        if not isinstance(value, list | tuple | Recorded):
             return _digest([f"{type(value).__name__} {value!r}".encode(errors="surrogatepass")])
         if id(value) not in self._known:
             self._known[id(value)] = b"itself"  # for an object that contains itself
@@ -103,14 +56,14 @@ class _Digests:
         return self._known[id(value)]
 
     def _parts_of(self, value: Any) -> list[bytes]:
-        if not isinstance(value, _Result):
+        if not isinstance(value, Recorded):
             return [type(value).__name__.encode(), *map(self.of, value)]
         parts = value.parts
         if value.operation == "storage":
             word, kind, key, _, size = parts  # the device does not count
             return [b"storage", *map(self.of, (word, kind, size)), self._records[f"data/{key}"]]
         digests = [*map(self.of, parts)]
-        if value.operation == "call" and isinstance(parts[0], _Result) and parts[0].parts[0] in _SETS:
+        if value.operation == "call" and isinstance(parts[0], Recorded) and parts[0].parts[0] in _SETS:
             digests[1] = b"".join(sorted(map(self.of, parts[1][0])))
         return [value.operation.encode(), *digests]
 

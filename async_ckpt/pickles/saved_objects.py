@@ -25,6 +25,7 @@ import torch
 from ..collector import no_collection
 from ..spec import DTYPES, with_article
 from .machine import PROTOCOL_2, PickleMachine
+from .recorder import Recorded, Recorder
 from .zip_records import ignore_missing_checksums
 
 # The limit of items and characters that loading may copy: a number for each byte of the pickle, and a constant.
@@ -34,6 +35,8 @@ _FREE_ITEMS: Final = 1 << 16
 # Python hashes nested tuples by recursion, and crashes if they are nested too deeply. It does not pickle deeper ones.
 _MAX_DEPTH: Final = 1000
 _MAX_DIMS: Final = 64
+# Longer integers are pickled by an instruction that torch's weights-only unpickler does not know.
+_MAX_INT_BITS: Final = 255 * 8 - 1
 
 _ITEM_BYTES: Final = {
     "torch.storage.UntypedStorage": 1,
@@ -63,6 +66,22 @@ def load(data: bytes, *, trust: bool) -> Any:
     with no_collection():
         _Survey(contents).run()
         return torch.load(io.BytesIO(_zip(contents)), map_location="cpu", weights_only=True)
+
+
+def needing_trust(data: bytes) -> dict[int, str]:
+    """The objects in a list that require trust, by their numbers, each with the name that is refused.
+
+    `load` has refused these bytes. Empty if the objects cannot be told apart.
+    """
+    contents = records(data)
+    try:
+        recorder = _TrustRecorder()
+        objects = recorder.follow(contents["data.pkl"])
+        search = _RefusedNames(_unsafe_among(recorder.names, contents))
+        refused = {number: search.first_in(value) for number, value in enumerate(objects)}
+    except Exception:  # nothing is known about an object that is malformed, or nested too deeply
+        return {}
+    return {number: name for number, name in refused.items() if name is not None}
 
 
 def records(data: bytes) -> dict[str, bytes]:
@@ -147,6 +166,56 @@ def _num_hashed(items: tuple[Any, ...]) -> int:
     return items.num_hashed if isinstance(items, _NestedTuple) else 1 + len(items)
 
 
+class _TrustRecorder(Recorder):
+    """Records what objects are made of, by the names of Python 3. `names` has each of them as it is pickled."""
+
+    accepted: ClassVar = PROTOCOL_2 | {"LONG4"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[tuple[str, str]] = set()
+
+    def find_global(self, module: str, name: str) -> Recorded:
+        self.names.add((module, name))
+        return Recorded("name", [_current_name(module, name)])
+
+
+def _unsafe_among(names: Iterable[tuple[str, str]], contents: Mapping[str, bytes]) -> set[str]:
+    """The names that torch's weights-only unpickler refuses. Torch is asked about a pickle of nothing but names."""
+    program = b"".join([b"\x80\x02", *(f"c{module}\n{name}\n".encode() for module, name in names), b"."])
+    head = {name: data for name, data in contents.items() if not name.startswith("data/")}
+    zipped = io.BytesIO(_zip({**head, "data.pkl": program}))
+    return {*torch.serialization.get_unsafe_globals_in_checkpoint(zipped)}
+
+
+class _RefusedNames:
+    """A search for the first name that is refused in each of several values, which may share parts."""
+
+    def __init__(self, unsafe: set[str]) -> None:
+        self._unsafe, self._callable = unsafe, _RULES.keys() | _safe_globals()
+        self._known: dict[int, str | None] = {}  # by the id of lists, tuples and results, which all live as long
+
+    def first_in(self, value: Any) -> str | None:
+        if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+            return "int"
+        if not isinstance(value, list | tuple | Recorded):
+            return None
+        if id(value) not in self._known:
+            self._known[id(value)] = None  # for an object that contains itself
+            self._known[id(value)] = self._first_among(value)
+        return self._known[id(value)]
+
+    def _first_among(self, value: Any) -> str | None:
+        parts = value.parts if isinstance(value, Recorded) else value
+        if isinstance(value, Recorded) and value.operation == "name":
+            return parts[0] if parts[0] in self._unsafe else None
+        if isinstance(value, Recorded) and value.operation == "call" and isinstance(parts[0], Recorded):
+            name = parts[0].parts[0]
+            if parts[0].operation == "name" and name not in self._callable:
+                return str(name)
+        return next(filter(None, map(self.first_in, parts)), None)
+
+
 class _Survey(PickleMachine):
     """Interprets a pickle like torch's weights-only unpickler, but judges calls by their arguments and makes none."""
 
@@ -179,11 +248,7 @@ class _Survey(PickleMachine):
         raise pickle.UnpicklingError(f"Unsupported operand {instruction}")
 
     def find_global(self, module: str, name: str) -> _Global:
-        if (module, name) in NAME_MAPPING:
-            module, name = NAME_MAPPING[module, name]
-        else:
-            module = IMPORT_MAPPING.get(module, module)
-        return _Global(f"{module}.{name}")
+        return _Global(_current_name(module, name))
 
     def empty_dict(self) -> _Dict:
         return _Dict()
@@ -244,6 +309,15 @@ class _Survey(PickleMachine):
         if function.name not in self._known:
             raise pickle.UnpicklingError(f"GLOBAL {function.name.removeprefix('builtins.')} is called")
         return _OPAQUE
+
+
+def _current_name(module: str, name: str) -> str:
+    """The name in Python 3 of a class or function, which `torch.save` writes by its name in Python 2."""
+    if (module, name) in NAME_MAPPING:
+        module, name = NAME_MAPPING[module, name]
+    else:
+        module = IMPORT_MAPPING.get(module, module)
+    return f"{module}.{name}"
 
 
 def _safe_globals() -> set[str]:

@@ -20,7 +20,7 @@ from ...format.index import Member
 from ...pickles import saved_objects
 from ...spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
 from ...state.names import shown
-from ...state.tree import StoredLeaf
+from ...state.tree import StoredLeaf, decode
 from ...storage.interface import Reader
 from .contents import Contents
 
@@ -288,20 +288,38 @@ class OpenArchive(Contents):
         try:
             loaded = saved_objects.load(data, trust=trust)
         except pickle.UnpicklingError as error:
-            names = [shown(leaf.path) for leaf in wanted]
-            among = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            kind = re.search(r"GLOBAL ([\w.]+)", str(error))
-            what = with_article(kind[1]) if kind else "an object"
-            raise UntrustedObjectError(
-                f"{self.path}: {among}: {what} is a Python object, not plain data; "
-                "if you trust whoever wrote this file, load it with trust=True, or leave it out with select=",
-                path=self.path,
-            ) from error
+            raise self._untrusted_error(wanted, data, str(error)) from error
         except Exception as error:
             raise self.corrupt(f"{index.OBJECTS} cannot be loaded: {error!r}") from error
         if not isinstance(loaded, list) or max(leaf.number for leaf in wanted) >= len(loaded):
             raise self.corrupt(f"{index.OBJECTS} lacks an object")
         return loaded
+
+    def _untrusted_error(self, wanted: Sequence[StoredLeaf], data: bytes, refusal: str) -> UntrustedObjectError:
+        """The error for pickled leaves, which are all in one pickle: it names those that need trust."""
+        refused = saved_objects.needing_trust(data)
+        leaves = [leaf for leaf in wanted if not refused or leaf.number in refused]
+        beside = ""
+        if not leaves:  # others that were not asked for need it
+            beside = f"{_listed(wanted)}: in one pickle with "
+            leaves = [
+                leaf for leaf in decode(self.index.skeleton)[1] if leaf.kind == "object" and leaf.number in refused
+            ]
+        kind = re.search(r"GLOBAL ([\w.]+)", refusal)
+        name = refused.get(leaves[0].number, "").removeprefix("builtins.") if leaves else ""
+        what = with_article(name or kind[1]) if name or kind else "an object"
+        advice = "" if beside else ", or leave it out with select="
+        return UntrustedObjectError(
+            f"{self.path}: {beside}{_listed(leaves)}: {what} is a Python object, not plain data; "
+            f"if you trust whoever wrote this file, load it with trust=True{advice}",
+            path=self.path,
+        )
+
+
+def _listed(leaves: Sequence[StoredLeaf]) -> str:
+    """The names of some leaves, for a message."""
+    names = [shown(leaf.path) for leaf in leaves]
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def first_bytes(reader: Reader, *, path: str, at_most: int = BLOCK_BYTES) -> memoryview:

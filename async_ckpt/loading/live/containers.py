@@ -31,7 +31,7 @@ _BUILT_IN: Final = frozenset(
 )
 _IMMUTABLE: Final = (
     str, bytes, int, float, complex, types.NoneType, types.EllipsisType, types.NotImplementedType, range, slice, type, Enum,
-    types.FunctionType, types.ModuleType, PurePath, 
+    types.FunctionType, types.ModuleType, PurePath,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
 _MAPPING_METHODS: Final = ("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "keys", "items")
