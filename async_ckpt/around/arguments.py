@@ -13,6 +13,7 @@ import copyreg
 import functools
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Final
@@ -98,13 +99,50 @@ def deep_copied(
                 vars(new).update(copy.deepcopy(attributes, memo))
             if (grad := _grad(old)) is not None:
                 new.grad = copy.deepcopy(grad, memo).to(new.device)
-        return copy.deepcopy(value, memo)
+        return deep_copy(value, memo)
     except Exception as error:
         raise UnsupportedStateError(
             f"{function_name} cannot be called in the background: an argument, or the object that it is a method "
             f"of, cannot be copied ({error}); pass plain data, or what its state_dict() gives",
             path=function_name,
         ) from error
+
+
+def deep_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """`copy.deepcopy`, also of dicts whose entries are attributes, and which raise when asked for `__deepcopy__`."""
+    try:
+        return copy.deepcopy(value, dict(memo))
+    except Exception:
+        found = _attribute_dicts(value)
+        if not found:
+            raise
+    memo.update((id(part), type(part).__new__(type(part))) for part in found)
+    for part in found:
+        new, kind = memo[id(part)], OrderedDict if isinstance(part, OrderedDict) else dict
+        for key, item in kind.items(part):
+            kind.__setitem__(new, copy.deepcopy(key, memo), copy.deepcopy(item, memo))
+        if part.__dict__ is not part:
+            vars(new).update(copy.deepcopy(part.__dict__, memo))
+    return copy.deepcopy(value, memo)
+
+
+def _attribute_dicts(value: Any) -> list[dict[Any, Any]]:
+    """The dicts in a value, at any depth, that raise something else than AttributeError for an unknown attribute."""
+    found: list[dict[Any, Any]] = []
+    seen: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, _ATOMS) or id(part) in seen:
+            continue
+        seen[id(part)] = part
+        if isinstance(part, dict) and hasattr(type(part), "__getattr__"):
+            try:
+                getattr(part, "__deepcopy__", None)
+            except Exception:
+                found.append(part)
+        todo += [inner for _, inner in _parts(part)]
+    return found
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ word, and a state is tried on a scratch generator before it is believed: numpy i
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import random
 import sys
@@ -44,6 +45,14 @@ def is_generator(value: Any) -> bool:
         return True
     numpy = sys.modules.get("numpy.random")
     return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator)
+
+
+def copy_state(source: Any, target: Any) -> None:
+    """Set a generator to the state of another one of its class, of a kind that is not stored as plain data."""
+    if isinstance(source, random.Random):
+        target.setstate(source.getstate())
+    else:
+        _bit_generator(target).state = _bit_generator(source).state
 
 
 def _facts(value: Any) -> Json | None:
@@ -155,7 +164,8 @@ class SavedGenerator:
         return "random.Random" if kind == "python" else f"{_NUMPY_WORDS[kind]} of {_bit_generator_name(state)}"
 
     def __repr__(self) -> str:
-        return f"<{self.kind}>"
+        state = hashlib.blake2b(json.dumps(self.facts).encode(), digest_size=4).hexdigest()
+        return f"<{self.kind} in state {state}>"
 
 
 _NUMPY_WORDS: Final = {
@@ -222,7 +232,10 @@ def _seed_sequence(numpy: Any, tree: Json) -> Any:
 
 
 def _check_like(own: Any, state: Any, name: str = "") -> None:
-    """Raises ValueError for a state of another structure than a generator's own, or with a position out of range."""
+    """Check a state that may be forged.
+
+    Raises ValueError for a state of another structure than a generator's own, or with a position out of range.
+    """
     if isinstance(own, Mapping):
         if not isinstance(state, Mapping) or own.keys() != state.keys():
             raise ValueError("the state of a random generator has other parts than it should")
@@ -231,7 +244,7 @@ def _check_like(own: Any, state: Any, name: str = "") -> None:
     elif hasattr(own, "dtype"):
         if (own.dtype, own.shape) != (getattr(state, "dtype", None), getattr(state, "shape", None)):
             raise ValueError(f"{name} in the state of a random generator has another shape than it should")
-    elif type(state) is not (str if isinstance(own, str) else float if isinstance(own, float) else int):
+    elif not isinstance(state, type(own)):
         raise ValueError(f"{name} in the state of a random generator is {with_article(type(state).__name__)}")
     elif name in _STOCKS and not 0 <= state <= _STOCKS[name]:
         raise ValueError(f"position {state} lies outside of the {_STOCKS[name]} numbers in stock")

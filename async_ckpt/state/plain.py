@@ -16,6 +16,7 @@ import re
 import struct
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
 from enum import Enum
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
@@ -436,7 +437,10 @@ def is_record(value: Any) -> bool:
     kind = type(value)
     if "__dataclass_fields__" not in vars(kind):
         return False
-    return set(getattr(value, "__dict__", ())) <= set(kind.__dataclass_fields__)
+    attributes: Any = ()
+    with suppress(Exception):  # one with slots has no `__dict__`
+        attributes = vars(value)
+    return set(attributes) <= set(kind.__dataclass_fields__)
 
 
 def field_names(record: Any) -> list[str]:
@@ -446,7 +450,11 @@ def field_names(record: Any) -> list[str]:
 
 def fields_of(record: Any) -> dict[str, Any]:
     """The fields of a dataclass's instance that have a value; a field with `init=False` may have none yet."""
-    return {name: getattr(record, name) for name in field_names(record) if hasattr(record, name)}
+    fields = {}
+    for name in field_names(record):
+        with suppress(AttributeError, LookupError):
+            fields[name] = getattr(record, name)
+    return fields
 
 
 def has_fields(cls: Any, names: Mapping[str, Any]) -> bool:

@@ -33,8 +33,8 @@ class MergedSkeleton(NamedTuple):
     """The number of each tensor on each rank that saved it."""
     objects: list[tuple[int, int]] | None
     """A rank, and the number of the object there; None if all ranks have the same numbers."""
-    of_some: Collection[Path] = ()
-    """The paths of entries that only some of the ranks have in their dicts."""
+    of_some: Mapping[Path, Collection[int]] = MappingProxyType({})
+    """The paths of entries that only some of the ranks have in their dicts, and these ranks."""
     chosen: Collection[str] = ()
     """The names in `from_ranks` that exist."""
     apart: Collection[Path] = ()
@@ -99,7 +99,7 @@ class _MergeWalk:
     ) -> None:
         self.tensors: list[Mapping[int, int]] = []
         self.objects: list[tuple[int, int]] = []
-        self.of_some: set[Path] = set()
+        self.of_some: dict[Path, Collection[int]] = {}
         self.apart: list[Path] = []
         self.names: set[str] = set()  # of choices that exist
         self._num_tensors = num_tensors
@@ -161,8 +161,9 @@ class _MergeWalk:
         merged = []
         for raw, inside in entries.values():
             inner = (*path, key_of(raw))
-            if sum(len(ranks) for ranks, _ in inside) < num_ranks:
-                self.of_some.add(inner)
+            owners = [rank for ranks, _ in inside for rank in ranks]
+            if len(owners) < num_ranks:
+                self.of_some[inner] = owners
             merged.append([raw, self.merge(_grouped(inside), inner)])
         return merged
 

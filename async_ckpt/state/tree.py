@@ -308,10 +308,10 @@ def replaced(
     if isinstance(value, SavedGenerator):
         return value.made()
     if type(value) in (dict, OrderedDict, ListItems):  # only these have leaves; another dict was in a pickle
-        copy = type(value)((key, replaced(item, give, of_ranks)) for key, item in value.items())
+        copy: Any = type(value)((key, replaced(item, give, of_ranks)) for key, item in value.items())
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
             # A deep copy of the metadata: load_state_dict(assign=True) writes to its dicts.
-            copy._metadata = replaced(value._metadata, give, of_ranks)  # type: ignore[attr-defined]
+            copy._metadata = replaced(value._metadata, give, of_ranks)
         return copy
     if type(value) is list:
         return [replaced(item, give, of_ranks) for item in value]

@@ -11,7 +11,6 @@ way, none of them sees the bytes of another.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -21,6 +20,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager
 
+from ...around.arguments import deep_copy
 from ...errors import UnsupportedStateError
 from ...host.loop import get_loop
 from ...host.threads import running_future
@@ -91,7 +91,7 @@ class PinnedStager(AsyncStager):
         copies = iter(host_copy.tensors)
         memo: dict[int, Any] = {key: _rebuild(tensor, copies) for key, (_, tensor) in tensors_by_id.items()}
         try:
-            staged = copy.deepcopy(state_dict, memo)
+            staged = deep_copy(state_dict, memo)
         except Exception as error:
             raise UnsupportedStateError(
                 f"a value in the state dict cannot be copied ({error}); pass plain data, or what its state_dict() "

@@ -305,9 +305,9 @@ class OpenArchive(Contents):
             leaves = [
                 leaf for leaf in decode(self.index.skeleton)[1] if leaf.kind == "object" and leaf.number in refused
             ]
-        kind = re.search(r"GLOBAL ([\w.]+)", refusal)
-        name = refused.get(leaves[0].number, "").removeprefix("builtins.") if leaves else ""
-        what = with_article(name or kind[1]) if name or kind else "an object"
+        match = re.search(r"GLOBAL ([\w.]+)", refusal)
+        name = refused[leaves[0].number].removeprefix("builtins.") if refused and leaves else match and match[1]
+        what = with_article(name) if name else "an object"
         advice = "" if beside else ", or leave it out with select="
         return UntrustedObjectError(
             f"{self.path}: {beside}{_listed(leaves)}: {what} is a Python object, not plain data; "

@@ -92,6 +92,10 @@ class Contents:
         """True if only some of the ranks that saved the step had this entry."""
         return False
 
+    def is_of_others(self, path: Path) -> bool:  # noqa: ARG002
+        """True if this rank had no such entry, and other ranks had."""
+        return False
+
     def is_of_each(self, number: int) -> bool:  # noqa: ARG002
         """True for a tensor of which each rank has its own value."""
         return False

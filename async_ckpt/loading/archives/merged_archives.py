@@ -243,6 +243,10 @@ class MergedArchives(Contents):
     def is_of_some(self, path: Path) -> bool:
         return path in self._merged.of_some
 
+    def is_of_others(self, path: Path) -> bool:
+        rank = self._choice.rank
+        return rank is not None and rank not in self._merged.of_some.get(path, (rank,))
+
     def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:
         """The places to read a tensor from, each element once; of several copies the one of the lowest rank.
 

@@ -146,7 +146,7 @@ def is_immutable(value: Any) -> bool:
 
 def _is_known_by_value(value: Any) -> bool:
     """True if a copy of a value is equal to it and has its hash, as Python asks of values that do not change."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind.__hash__ in (None, object.__hash__) or kind.__eq__ is object.__eq__:
         return False
     try:
@@ -173,8 +173,8 @@ def child_of(live: Any, saved: Any) -> Any:
     with suppress(Exception):  # the user's own classes may raise anything
         if isinstance(live, defaultdict) and live.default_factory is not None:
             child = live.default_factory()
-        elif isinstance(live, dict) and hasattr(type(live), "__getattr__") and type(saved) is dict:
-            child = type(live)()  # entries of such a dict are attributes, and so are theirs
+        elif type(saved) is dict and isinstance(live, dict) and _has_attributes(live):
+            child = type(live)()  # entries of entries are attributes, too
     if type(saved) in (dict, OrderedDict):
         fits = is_mapping(child) or method_of(child, "load_state_dict") is not None or is_record(child)
     elif isinstance(saved, list | deque):
@@ -182,6 +182,11 @@ def child_of(live: Any, saved: Any) -> Any:
     else:
         fits = isinstance(saved, set) and isinstance(child, MutableSet)
     return child if fits else None
+
+
+def _has_attributes(live: dict[Any, Any]) -> bool:
+    """True for a dict whose entries are attributes."""
+    return hasattr(type(live), "__getattr__") or getattr(live, "__dict__", None) is live
 
 
 # --- changes ------------------------------------------------------------------------------------------------------

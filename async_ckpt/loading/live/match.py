@@ -10,6 +10,7 @@ which come and go, are exchanged.
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -27,7 +28,7 @@ from ...spec import with_article
 from ...state.capture import why_not
 from ...state.captured import SnapshotView
 from ...state.dtypes import dtype_name
-from ...state.generators import SavedGenerator, is_generator
+from ...state.generators import SavedGenerator, copy_state, is_generator
 from ...state.megatron import keys_below, name_of
 from ...state.names import Path, Selector, dotted, shown
 from ...state.per_rank import ListItems
@@ -159,9 +160,10 @@ class Match:
 
     def _unpickled(self, live: Any, saved: Any) -> Any:
         """What a pickled container holds, so that the live one is filled with it; any other value as it is."""
-        if not (isinstance(saved, StoredLeaf) and saved.kind == "object"):
-            return saved
-        value = self._objects[saved.number]
+        is_object = isinstance(saved, StoredLeaf) and saved.kind == "object"
+        value = self._objects[saved.number] if is_object else saved
+        if isinstance(value, dict | SEQUENCES | SavedRecord | StoredLeaf):
+            return value if is_object and isinstance(value, dict | SEQUENCES) else saved
         if is_mapping(live) and is_mapping(value):
             return {key: value[key] for key in list(value)}
         if is_namespace(live) and type(value) is type(live):
@@ -325,7 +327,11 @@ class Match:
     def _generator(self, live: Any, saved: Any, path: Path) -> Any:
         if isinstance(saved, StoredLeaf) and saved.kind == "object":
             value = self._objects[saved.number]
-            saved = SavedGenerator.of(value) if is_generator(value) else saved
+            known = SavedGenerator.of(value) if is_generator(value) else None
+            if known is None and type(value) is type(live):
+                self.actions.append(lambda: copy_state(value, live))
+                return live
+            saved = saved if known is None else known
         if not isinstance(saved, SavedGenerator):
             self._add_kind_difference(path, f"is {with_article(type(live).__qualname__)} here", saved)
         elif why := saved.why_not(live):
@@ -343,7 +349,7 @@ class Match:
                 "in the checkpoint",
             )
         else:
-            self.actions.append(lambda: live.copy_(saved))
+            self.actions.append(functools.partial(_copy, live, saved))
         return live
 
     def _tensor(self, live: Any, saved: Any, path: Path) -> Any:
@@ -555,7 +561,7 @@ class Match:
             with self._history(not isinstance(key, str)):
                 if key in live:
                     entries[key] = self.visit(live[key], value, inner)
-                elif not self.archive.is_of_some(inner):  # an entry of some ranks alone is theirs
+                elif not self.archive.is_of_others(inner):
                     entries[key] = self._new_entry(live, value, inner)
         if kept or not self._keeps_empty:  # the order of a part, and of torch.distributed.checkpoint, says nothing
             entries = {
@@ -738,7 +744,7 @@ class Match:
 
     def _array(self, live: Any, saved: Any, path: Path) -> Any:
         is_stored = isinstance(saved, StoredLeaf) and saved.kind in ("ndarray", "object")
-        value = self._materialize(saved) if is_stored else None
+        value: Any = self._materialize(saved) if is_stored else saved
         if not is_array(value) or (value.shape, value.dtype) != (live.shape, live.dtype):
             if self._in_history:
                 return self._materialize(saved)
@@ -789,3 +795,7 @@ def _emptied(value: Any) -> Any:
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _copy(live: torch.Tensor, saved: torch.Tensor) -> None:
+    live.copy_(saved)
