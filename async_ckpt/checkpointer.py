@@ -421,7 +421,9 @@ class AsyncCheckpointer(RunReader):
         call = RunRestore(
             self._roots,
             state,
-            RestoreOptions(select, flag("strict", strict), flag("trust", trust), verify, types),
+            RestoreOptions(
+                select, flag("strict", strict), flag("trust", trust), verify, types, goes_back=self._policy.has_step
+            ),
             ranks=self._ranks,
             pool=self._saver.pool,
             see_own_saves=partial(self._see_own_saves, "restore()", overwrites=True),

@@ -38,6 +38,8 @@ class RestoreOptions(NamedTuple):
     trust: bool = False
     verify: Verify = True
     types: Iterable[type] = ()
+    goes_back: bool = False
+    """The training has saved or restored before, so that names which the checkpoint lacks were added since."""
 
 
 def restore_state(
@@ -122,6 +124,7 @@ def _match(part: Part, share: Any, live: Any, state_dicts: LiveStateDicts, optio
             state_dicts,
             live,
             keeps_empty=part.keeps_empty,
+            goes_back=options.goes_back and options.strict,
         )
         try:
             match.visit(share, saved, ())

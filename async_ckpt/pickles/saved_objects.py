@@ -73,9 +73,8 @@ def needing_trust(data: bytes) -> dict[int, str]:
 
     `load` has refused these bytes. Empty if the objects cannot be told apart.
     """
-    contents = records(data)
     try:
-        recorder = _TrustRecorder()
+        contents, recorder = records(data), _TrustRecorder()
         objects = recorder.follow(contents["data.pkl"])
         search = _RefusedNames(_unsafe_among(recorder.names, contents))
         refused = {number: search.first_in(value) for number, value in enumerate(objects)}

@@ -212,6 +212,12 @@ class SavePolicy:
         # `should_save` looks at it: a caller of `save` that is interrupted must not be while it holds a lock.
         self._starts.append(SaveStart(step, self._clock(), save, self._preempted()))
 
+    @property
+    def has_step(self) -> bool:
+        """True once a save has begun, or a step was restored."""
+        with self._lock:
+            return bool(self._starts) or self._saved_step is not None
+
     def restored(self, step: int) -> None:
         """Begin to count anew, from the step that training goes on from."""
         with self._lock:

@@ -173,7 +173,7 @@ def child_of(live: Any, saved: Any) -> Any:
     with suppress(Exception):  # the user's own classes may raise anything
         if isinstance(live, defaultdict) and live.default_factory is not None:
             child = live.default_factory()
-        elif type(saved) is dict and isinstance(live, dict) and _has_attributes(live):
+        elif type(saved) in (dict, OrderedDict) and isinstance(live, dict) and _has_attributes(live):
             child = type(live)()  # entries of entries are attributes, too
     if type(saved) in (dict, OrderedDict):
         fits = is_mapping(child) or method_of(child, "load_state_dict") is not None or is_record(child)
@@ -197,7 +197,7 @@ def mapping_change(live: Any, entries: dict[Any, Any]) -> Change | None:
     before = {key: live[key] for key in list(live)}
     if list(before) == list(entries) and all(before[key] is value for key, value in entries.items()):
         return None
-    return Change(lambda: _put_entries(live, entries), lambda: _put_entries(live, before), type(live) not in _BUILT_IN)
+    return Change(lambda: _put_entries(live, entries), lambda: _put_back(live, before), type(live) not in _BUILT_IN)
 
 
 def _put_entries(live: Any, entries: dict[Any, Any]) -> None:
@@ -206,10 +206,33 @@ def _put_entries(live: Any, entries: dict[Any, Any]) -> None:
     for key, value in entries.items():
         if key not in live or live[key] is not value:
             live[key] = value
-    if type(live) in _BUILT_IN and list(live) != list(entries):
+    if _has_own_order(live) and list(live) != list(entries):
         live.clear()
         for key, value in entries.items():
             live[key] = value
+
+
+def _put_back(live: Any, before: dict[Any, Any]) -> None:
+    """Undo changes, of which the class may have refused some: what it refuses now is put back behind its back."""
+    with suppress(Exception):
+        _put_entries(live, before)
+    if isinstance(live, dict) and list(live.items()) != list(before.items()):
+        kind = _kind_of_dict(live)
+        kind.clear(live)
+        for key, value in before.items():
+            kind.__setitem__(live, key, value)
+
+
+def _has_own_order(live: Any) -> bool:
+    """True for a dict whose class changes entries as Python's own dicts do, so that they may be set anew in order."""
+    if not isinstance(live, dict):
+        return False
+    kind, plain = type(live), _kind_of_dict(live)
+    return kind.__setitem__ is plain.__setitem__ and kind.clear is plain.clear
+
+
+def _kind_of_dict(live: dict[Any, Any]) -> type[dict[Any, Any]]:
+    return OrderedDict if isinstance(live, OrderedDict) else dict
 
 
 def entry_change(live: Any, key: Any, value: Any) -> Change:
@@ -226,22 +249,24 @@ def list_change(live: Any, values: list[Any]) -> Change | None:
     if len(before) == len(values) and all(value is now for value, now in zip(values, before, strict=True)):
         return None
 
-    def put(items: list[Any]) -> None:
-        live.clear()
-        live.extend(items)
+    kind: Any = next((kind for kind in (list, deque) if isinstance(live, kind)), type(live))
 
-    return Change(lambda: put(values), lambda: put(before), type(live) not in _BUILT_IN)
+    def put(items: list[Any], kind: Any) -> None:
+        kind.clear(live)
+        kind.extend(live, items)
+
+    return Change(lambda: put(values, type(live)), lambda: put(before, kind), type(live) not in _BUILT_IN)
 
 
 def set_change(live: Any, items: Iterable[Any]) -> Change:
-    before = list(live)
+    before, kind = list(live), set if isinstance(live, set) else type(live)
 
-    def put(items: Iterable[Any]) -> None:
-        live.clear()
+    def put(items: Iterable[Any], kind: Any) -> None:
+        kind.clear(live)
         for item in items:
-            live.add(item)
+            kind.add(live, item)
 
-    return Change(lambda: put(items), lambda: put(before), type(live) not in _BUILT_IN)
+    return Change(lambda: put(items, type(live)), lambda: put(before, kind), type(live) not in _BUILT_IN)
 
 
 def buffer_change(live: Any, content: Any) -> Change:

@@ -22,7 +22,7 @@ class Differences:
     """
 
     def __init__(self, selector: Selector | None) -> None:
-        self._selector = selector  # other live entries are ignored
+        self.selector = selector  # other live entries are ignored
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
@@ -84,11 +84,11 @@ class Differences:
         if not path:
             self._shares_a_name = any(key in saved for key in live)
         lacking = [(*path, key) for key in live if key not in saved]
-        if self._selector is None:
+        if self.selector is None:
             self._missing += map(shown, lacking)
         else:
             self._lacks_selected |= any(
-                self._selector(path_of_key) or self._selector.reaches(dotted(path_of_key)) for path_of_key in lacking
+                self.selector(path_of_key) or self.selector.reaches(dotted(path_of_key)) for path_of_key in lacking
             )
 
     def add_value_of_each_rank(self, saved: ValuesByRank) -> None:

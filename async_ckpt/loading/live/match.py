@@ -11,7 +11,6 @@ which come and go, are exchanged.
 from __future__ import annotations
 
 import functools
-import math
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
@@ -33,6 +32,7 @@ from ...state.megatron import keys_below, name_of
 from ...state.names import Path, Selector, dotted, shown
 from ...state.per_rank import ListItems
 from ...state.plain import (
+    SCALARS,
     field_names,
     fields_of,
     has_fields,
@@ -66,6 +66,7 @@ from .containers import (
     set_change,
 )
 from .differences import Differences
+from .filled_objects import FilledObjects
 from .kinds import (
     is_on_device,
     is_optimizer_state,
@@ -94,10 +95,12 @@ class Match:
         root: Any = None,
         *,
         keeps_empty: bool = True,
+        goes_back: bool = False,
     ) -> None:
         """`chosen` is the selection, None for all; `root` is the whole live state, whose modules name parameters.
 
-        `keeps_empty`: the writer of the archive has not left out dicts without entries.
+        `keeps_empty`: the writer of the archive has not left out dicts without entries. `goes_back`: the live state is
+        that of a training which has saved or restored before, so that names it lacks were added since.
         """
         self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
         self.actions: list[Callable[[], None]] = []
@@ -108,8 +111,7 @@ class Match:
         self._slicer = Slicer()
         self._has_tensors = False  # even if this rank holds no part of them
         self._groups: dict[Path, dict[Any, Any]] = {}  # the saved dicts at the top and of the groups
-        self._chosen = chosen
-        self._filled: dict[int, tuple[Any, Any, Path]] = {}  # by id: live objects, what fills them, and where
+        self._filled, self._goes_back = FilledObjects(archive, objects), goes_back
         self._in_history = False  # the items here come and go, so that one which does not fit is exchanged
 
     @property
@@ -119,6 +121,8 @@ class Match:
 
     def visit(self, live: Any, saved: Any, path: Path) -> Any:
         """Match one pair. Returns the value that the place should have afterwards: the live object, or a new one."""
+        if type(live) in SCALARS and type(saved) in SCALARS:
+            return saved
         if isinstance(live, SnapshotView):
             raise TypeError(
                 f"restore fills objects in place and cannot fill a snapshot, as {shown(path)} is; give it the live "
@@ -139,6 +143,9 @@ class Match:
 
     def _object(self, live: Any, saved: Any, path: Path) -> Any:
         if method_of(live, "load_state_dict") is not None:
+            if saved is None and self._state_dicts.of(live) is not None:
+                self._add_kind_difference(path, f"is {with_article(type(live).__qualname__)} here", saved)
+                return live
             if type(saved) is dict and not (self._keeps_empty or isinstance(live, torch.nn.Module)):
                 with suppress(Exception):  # an object that has no state dict now has nothing empty in it either
                     saved = self._with_left_out(saved, self._state_dicts.of(live))
@@ -150,7 +157,7 @@ class Match:
             return self._materialize(saved)
         saved = self._unpickled(live, saved)
         is_rebuilt = isinstance(live, tuple) or (is_record(live) and is_frozen(live))
-        if not is_rebuilt and (why := self._why_not_here(live, saved, path)):
+        if not is_rebuilt and (why := self._filled.why_not(live, saved, path)):
             return self._unfit(live, saved, path, why)
         if is_array(live):
             return self._array(live, saved, path)
@@ -171,37 +178,6 @@ class Match:
         if (is_list(live) or isinstance(live, tuple)) and (is_list(value) or isinstance(value, tuple)):
             return list(value)
         return set(value) if isinstance(live, MutableSet) and isinstance(value, MutableSet) else saved
-
-    def _why_not_here(self, live: Any, saved: Any, path: Path) -> str | None:
-        """The reason why an object that is at two places of the live state cannot be filled; None if it can.
-
-        It can if what was saved is the same at both.
-        """
-        _, before, first = self._filled.setdefault(id(live), (live, saved, path))
-        if first == path or self._are_alike(before, saved):
-            return None
-        return f"is the same object as {shown(first)} here, and has another value in the checkpoint"
-
-    def _are_alike(self, one: Any, other: Any) -> bool:
-        """True if two saved values are the same."""
-        if isinstance(one, StoredLeaf) and isinstance(other, StoredLeaf):
-            if (one.kind, one.descr, one.shape) != (other.kind, other.descr, other.shape):
-                return False
-            if one.kind == "object":
-                return are_same_objects(self._objects[one.number], self._objects[other.number])
-            first, second = self.archive.primary(one.number), self.archive.primary(other.number)
-            return first == second or (
-                one.kind != "tensor" and self.archive.content(first) == self.archive.content(second)
-            )
-        if type(one) is not type(other):
-            return False
-        if isinstance(one, SavedRecord):
-            return self._are_alike(one.fields, other.fields)
-        if isinstance(one, dict):
-            return list(one) == list(other) and all(self._are_alike(one[key], other[key]) for key in one)
-        if isinstance(one, list | tuple | deque):
-            return len(one) == len(other) and all(map(self._are_alike, one, other))
-        return bool(one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other)))
 
     def _unfit(self, live: Any, saved: Any, path: Path, why: str) -> Any:
         """Note that a live object cannot be filled; or exchange it, as an item of a history."""
@@ -537,7 +513,7 @@ class Match:
     def _plain_mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
         """Match a mapping of plain values: it gets the entries that were saved, and loses what was added later.
 
-        A name that only the live one has is a difference, since the program may have got another setting.
+        A name that only the live one has is a difference at the start of a program, which may have got a new setting.
         """
         is_history = self._in_history or isinstance(live, defaultdict | Counter)
         kept, missing = {}, []
@@ -546,7 +522,7 @@ class Match:
                 continue
             if not self._is_chosen((*path, key)):
                 kept[key] = live[key]
-            elif isinstance(key, str) and not is_history:
+            elif isinstance(key, str) and not (is_history or self._goes_back):
                 missing.append(key)
                 kept[key] = live[key]
         self.differences.add_names(missing, (), path)
@@ -574,6 +550,8 @@ class Match:
 
     def _new_entry(self, live: Any, saved: Any, path: Path) -> Any:
         """The value for an entry that a live mapping lacks."""
+        if type(saved) in SCALARS:
+            return saved
         child = child_of(live, saved)
         if child is not None:
             return self.visit(child, saved, path)
@@ -598,7 +576,8 @@ class Match:
         return {numbers.get(key, key): value for key, value in saved.items()}
 
     def _is_chosen(self, path: Path) -> bool:
-        return self._chosen is None or self._chosen(path)
+        chosen = self.differences.selector
+        return chosen is None or chosen(path)
 
     def _is_left_out(self, live: MutableMapping[Any, Any], key: Any, saved: dict[Any, Any]) -> bool:
         """True for what is empty in the live state, if the writer of the archive leaves that out."""
@@ -705,10 +684,9 @@ class Match:
 
     def _chosen_items(self, live: Any, items: list[Any], path: Path) -> Any:
         """Match some of the items of a list: those at the places that the selection reaches."""
-        assert self._chosen is not None
-        reached = [
-            i for i in range(len(live)) if self._is_chosen((*path, i)) or self._chosen.reaches(dotted((*path, i)))
-        ]
+        chosen = self.differences.selector
+        assert chosen is not None
+        reached = [i for i in range(len(live)) if self._is_chosen((*path, i)) or chosen.reaches(dotted((*path, i)))]
         if len(reached) != len(items):
             self.differences.add(path, "is selected in part, and has other items here than in the checkpoint")
             return live
