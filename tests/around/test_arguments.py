@@ -227,6 +227,35 @@ def test_what_cannot_be_copied_is_refused_by_what_it_is(value):
         deep_copied([value], [], [], function_name="f")
 
 
+class ByItem(dict):
+    """Its entries are attributes, so that it raises KeyError for `__deepcopy__`."""
+
+    __getattr__ = dict.__getitem__
+
+
+class OrderedByItem(collections.OrderedDict):
+    __getattr__ = collections.OrderedDict.__getitem__
+
+
+@pytest.mark.parametrize("cls", [ByItem, OrderedByItem])
+def test_dicts_whose_entries_are_attributes_are_copied(cls):
+    weight, inner = torch.ones(2), cls(b=[1], a=2)
+    value = {"one": cls(weight=weight, inner=inner), "same": [inner]}
+    inner.__dict__["note"] = ["kept"]
+
+    names, tensors, _ = tensors_in({"x": value})
+    again = deep_copied(value, tensors, [torch.zeros(2)], function_name="f")
+
+    assert names == ["x.one.weight"]
+    assert again["one"]["inner"] is again["same"][0] is not inner
+    assert type(again["one"]) is type(again["same"][0]) is cls
+    assert list(again["same"][0].items()) == [("b", [1]), ("a", 2)]
+    assert again["same"][0].__dict__ == {"note": ["kept"]}
+    assert again["one"]["weight"].tolist() == [0, 0]
+    again["same"][0]["b"].append(3)
+    assert inner["b"] == [1]
+
+
 def test_what_is_nested_too_deeply_is_refused():
     value: list[Any] = []
     for _ in range(10_000):

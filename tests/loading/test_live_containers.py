@@ -513,7 +513,7 @@ MARKS = {
 @pytest.mark.parametrize("cls", WITH_ATTRIBUTES)
 @pytest.mark.parametrize("is_empty", [False, True], ids=["filled", "empty"])
 def test_a_dict_with_its_entries_as_attributes_is_a_dict(cls: Any, is_empty: bool, ckpt: AsyncCheckpointer) -> None:
-    live = cls() if is_empty else cls({name: None for name in MARKS} | {"lr": 0.0, "deep": cls(n=0)})
+    live = cls() if is_empty else cls(dict.fromkeys(MARKS) | {"lr": 0.0, "deep": cls(n=0)})
     saved = cls({**MARKS, "lr": 1.0, "deep": cls(n=1)})
     state = restored(ckpt, {"settings": saved, "epoch": 3}, {"settings": live, "epoch": 0}, trust=cls is EveryUser)
     assert state["settings"] is live

@@ -13,7 +13,7 @@ from rng_trainers import NAMES, TRAINERS
 from states import difference
 
 import async_ckpt
-from async_ckpt import RngState
+from async_ckpt import AsyncCheckpointer, RngState, StateMismatchError
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +44,24 @@ def test_a_trainer_restores_its_devices(archive: Path, keys: Any, restores: Call
     current = torch.cuda.current_device()
     assert again[current] == first[current]
     assert (again == first) is (every or torch.cuda.device_count() == 1)
+
+
+def test_a_generator_of_a_device_goes_on_where_it_was(tmp_path: Path) -> None:
+    saved, live = (torch.Generator("cuda").manual_seed(seed) for seed in (1, 2))
+    torch.rand(5, generator=saved, device="cuda")
+    with AsyncCheckpointer(tmp_path) as ckpt:
+        ckpt.save({"g": saved}, 1).result()
+        state = {"g": live}
+        ckpt.restore(state)
+        loaded = ckpt.load()["g"]
+        with pytest.raises(
+            StateMismatchError, match=r"g is a torch\.Generator of cpu here and a torch\.Generator of cuda"
+        ):
+            ckpt.restore({"g": torch.Generator()})
+    expected = torch.rand(3, generator=saved, device="cuda").tolist()
+    assert state["g"] is live
+    assert torch.rand(3, generator=live, device="cuda").tolist() == expected
+    assert torch.rand(3, generator=loaded, device="cuda").tolist() == expected
 
 
 @pytest.mark.parametrize("keys", NAMES)

@@ -8,11 +8,12 @@ import datetime
 import enum
 import io
 import operator
+import re
 import sys
 import tarfile
 import threading
 import warnings
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, UserDict
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -205,6 +206,32 @@ def test_an_object_is_opened_only_with_trust(leaf: Any, archive: Path) -> None:
     assert loaded["extra"]["leaf"] == leaf
     assert type(loaded["extra"]["leaf"]) is type(leaf)
     assert difference(async_ckpt.load(archive, select=["w", "extra.n"])["extra"], {"n": 1}) is None
+
+
+shared_buffer = bytearray(b"ab")
+INNOCENT: dict[str, Any] = {
+    "buffer": shared_buffer, "layout": {torch.strided}, "counters": [{1, torch.strided}], "empty": {torch.device("cpu")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("leaf", "kind"),
+    [
+        (..., "an Ellipsis"), (Custom(shared_buffer), "a .*Custom"), ([{"deep": (Custom(1),)}], "a .*Custom"),
+        (operator.add, "an? .*add"), (Custom, "a .*Custom"), (Fraction(1, 2**5000), "a fractions.Fraction"),
+        ({2**5000, torch.strided}, "an int"), (UserDict(a=1), "a collections.UserDict"),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_the_error_names_only_what_needs_trust(leaf: Any, kind: str, archive: Path) -> None:
+    async_ckpt.save({**INNOCENT, "bad": leaf, "worse": {"too": leaf}, "w": torch.ones(1)}, archive).result()
+    place = r"bad(\.[\w.]+)?, worse\.too(\.[\w.]+)?"
+    with pytest.raises(UntrustedObjectError, match=rf"^{re.escape(str(archive))}: {place}: {kind} is a Python object"):
+        async_ckpt.load(archive)
+    assert async_ckpt.load(archive, select="w")["w"] == 1
+    with pytest.raises(UntrustedObjectError, match=rf": buffer: in one pickle with {place}: {kind} is a Python object"):
+        async_ckpt.load(archive, select="buffer")
+    assert async_ckpt.load(archive, trust=True)["buffer"] == shared_buffer
 
 
 def test_what_will_need_trust_is_told_when_it_is_saved(archive: Path, caplog: pytest.LogCaptureFixture) -> None:
