@@ -384,7 +384,7 @@ class Opaque:
 REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
     "locked dict": ({"a": 1}, locked, r"bad cannot be filled: a Locked refuses the change \(TypeError: this one is locked"),
     "sealed list": ([1], lambda: Sealed([0]), "bad cannot be filled: a Sealed refuses the change"),
-    "record that is set once": (Once(1), lambda: Once(0), r"bad\.value cannot be filled: a Once refuses the change"),
+    "record that is set once": (Once(1), lambda: Once(0), r"bad\.value cannot be filled: an Once refuses the change"),
     "read-only array": (np.ones(2), read_only, "bad cannot be filled: it is a read-only numpy array"),
     "array of another shape": (np.ones(2), lambda: np.zeros(3), r"bad is a numpy array float64\[3\] here"),
     "array for None": (None, lambda: np.zeros(3), r"bad is a numpy array float64\[3\] here and a NoneType"),

@@ -30,8 +30,8 @@ _BUILT_IN: Final = frozenset(
     {dict, OrderedDict, defaultdict, Counter, list, deque, set, bytearray, array, types.SimpleNamespace}
 )
 _IMMUTABLE: Final = (
-    str, bytes, int, float, complex, types.NoneType, types.EllipsisType, types.NotImplementedType, range, slice, type, Enum,
-    types.FunctionType, types.ModuleType, PurePath,
+    str, bytes, int, float, complex, types.NoneType, types.EllipsisType, types.NotImplementedType, range, slice,
+    type, Enum, types.FunctionType, types.ModuleType, PurePath,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
 _MAPPING_METHODS: Final = ("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "keys", "items")

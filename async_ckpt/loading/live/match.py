@@ -4,18 +4,15 @@ In: live objects, and the structure of an archive. Out: tensors to fill, actions
 Knows nothing of: files, steps.
 
 Modules and torch's own optimizers are filled directly; other objects get their value by their own `load_state_dict`.
-Whatever can change stays the same object. Where it cannot be filled, that is a difference; only items of a history,
-which come and go, are exchanged.
+`container_match` has what is about containers.
 """
 
 from __future__ import annotations
 
 import functools
-from array import array
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
-from contextlib import contextmanager, suppress
-from enum import Enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,46 +24,14 @@ from ...spec import with_article
 from ...state.capture import why_not
 from ...state.captured import SnapshotView
 from ...state.dtypes import dtype_name
-from ...state.generators import SavedGenerator, copy_state, is_generator
-from ...state.megatron import keys_below, name_of
-from ...state.names import Path, Selector, dotted, shown
-from ...state.per_rank import ListItems
-from ...state.plain import (
-    SCALARS,
-    field_names,
-    fields_of,
-    has_fields,
-    is_frozen,
-    is_record,
-    make_record,
-    member_of,
-    method_of,
-)
-from ...state.state_dict_cache import SEQUENCES
-from ...state.tree import SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
+from ...state.megatron import name_of
+from ...state.names import Path, Selector, shown
+from ...state.plain import SCALARS, method_of
+from ...state.tree import StoredLeaf, ValuesByRank, leaves
 from ...state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
 from ..archives.contents import Contents
-from ..fill import Wanted
-from .containers import (
-    Change,
-    are_same_objects,
-    buffer_change,
-    child_of,
-    entry_change,
-    field_change,
-    is_array,
-    is_buffer,
-    is_immutable,
-    is_list,
-    is_mapping,
-    is_namespace,
-    is_plain,
-    list_change,
-    mapping_change,
-    set_change,
-)
-from .differences import Differences
-from .filled_objects import FilledObjects
+from .container_match import ContainerMatch
+from .containers import is_plain
 from .kinds import (
     is_on_device,
     is_optimizer_state,
@@ -79,7 +44,7 @@ from .optimizer_forms import OptimizerConverter
 from .state_dicts import LiveStateDicts
 
 
-class Match:
+class Match(ContainerMatch):
     """One walk over the live objects and the saved structure, side by side, on the thread that restores.
 
     `restore_state` creates one for each archive. `wanted` fills live tensors, and new ones for values that `actions`
@@ -97,22 +62,10 @@ class Match:
         keeps_empty: bool = True,
         goes_back: bool = False,
     ) -> None:
-        """`chosen` is the selection, None for all; `root` is the whole live state, whose modules name parameters.
-
-        `keeps_empty`: the writer of the archive has not left out dicts without entries. `goes_back`: the live state is
-        that of a training which has saved or restored before, so that names it lacks were added since.
-        """
-        self.wanted: dict[tuple[int, Ints | None, int], Wanted] = {}
-        self.actions: list[Callable[[], None]] = []
-        self.differences = Differences(chosen)
-        self.archive, self._objects = archive, objects
-        self._new: dict[int, torch.Tensor] = {}  # memory of tensors without a live counterpart
-        self._state_dicts, self._root, self._keeps_empty = state_dicts, root, keeps_empty
-        self._slicer = Slicer()
+        """`root` is the whole live state, whose modules name parameters."""
+        super().__init__(archive, objects, chosen, state_dicts, keeps_empty=keeps_empty, goes_back=goes_back)
+        self._root, self._slicer = root, Slicer()
         self._has_tensors = False  # even if this rank holds no part of them
-        self._groups: dict[Path, dict[Any, Any]] = {}  # the saved dicts at the top and of the groups
-        self._filled, self._goes_back = FilledObjects(archive, objects), goes_back
-        self._in_history = False  # the items here come and go, so that one which does not fit is exchanged
 
     @property
     def fits(self) -> bool:
@@ -151,57 +104,7 @@ class Match:
                     saved = self._with_left_out(saved, self._state_dicts.of(live))
             expected = self._as_live_expects(live, saved, path)
             return self._load(live, expected, self._own_state(live, expected), path)
-        if isinstance(live, Enum):  # like a namedtuple, it is of the live class
-            return member_of(type(live), self._materialize(saved))
-        if is_immutable(live) and not (isinstance(live, tuple) or is_record(live)):
-            return self._materialize(saved)
-        saved = self._unpickled(live, saved)
-        is_rebuilt = isinstance(live, tuple) or (is_record(live) and is_frozen(live))
-        if not is_rebuilt and (why := self._filled.why_not(live, saved, path)):
-            return self._unfit(live, saved, path, why)
-        if is_array(live):
-            return self._array(live, saved, path)
-        if is_generator(live):
-            return self._generator(live, saved, path)
-        return self._container(live, saved, path)
-
-    def _unpickled(self, live: Any, saved: Any) -> Any:
-        """What a pickled container holds, so that the live one is filled with it; any other value as it is."""
-        is_object = isinstance(saved, StoredLeaf) and saved.kind == "object"
-        value = self._objects[saved.number] if is_object else saved
-        if isinstance(value, dict | SEQUENCES | SavedRecord | StoredLeaf):
-            return value if is_object and isinstance(value, dict | SEQUENCES) else saved
-        if is_mapping(live) and is_mapping(value):
-            return {key: value[key] for key in list(value)}
-        if is_namespace(live) and type(value) is type(live):
-            return dict(vars(value))
-        if (is_list(live) or isinstance(live, tuple)) and (is_list(value) or isinstance(value, tuple)):
-            return list(value)
-        return set(value) if isinstance(live, MutableSet) and isinstance(value, MutableSet) else saved
-
-    def _unfit(self, live: Any, saved: Any, path: Path, why: str) -> Any:
-        """Note that a live object cannot be filled; or exchange it, as an item of a history."""
-        if self._in_history:
-            return self._materialize(saved)
-        self.differences.add(path, why)
-        return live
-
-    def _change(self, live: Any, change: Change | None, path: Path) -> Any:
-        """Make a change when everything has been read. One that the live object would refuse is a difference."""
-        if change is not None and (why := change.why_not()):
-            self.differences.add(path, f"cannot be filled: a {type(live).__qualname__} refuses the change ({why})")
-        elif change is not None:
-            self.actions.append(change.make)
-        return live
-
-    @contextmanager
-    def _history(self, is_history: bool = True) -> Iterator[None]:
-        """What is visited inside comes and goes, so that an item may be exchanged."""
-        before, self._in_history = self._in_history, self._in_history or is_history
-        try:
-            yield
-        finally:
-            self._in_history = before
+        return self._value(live, saved, path)
 
     def _load(self, live: Any, expected: Any, state: dict[Any, Any] | None, path: Path) -> Any:
         """Load a value by the object's own `load_state_dict`: its own `state`, filled, if there is one."""
@@ -249,72 +152,6 @@ class Match:
         self.differences.add_own_names(state, saved)
         state = with_room(state) if are_spread else None
         return state if isinstance(state, dict) and has_shards(state) else None
-
-    def _container(self, live: Any, saved: Any, path: Path) -> Any:
-        fields = saved.fields if isinstance(saved, SavedRecord) else saved
-        if isinstance(fields, dict) and not isinstance(fields, ListItems):
-            if is_mapping(live):
-                return self._mapping(live, fields, path)
-            if is_record(live):
-                return self._record(live, fields, path)
-            if is_namespace(live):
-                self._mapping(vars(live), fields, path)
-                return live
-        if is_list(live) or isinstance(live, tuple):
-            saved = saved if self._keeps_empty else self._all_items(live, saved)
-            if isinstance(saved, SEQUENCES) and not isinstance(saved, torch.Size):
-                return self._tuple(live, saved, path) if isinstance(live, tuple) else self._list(live, saved, path)
-        if isinstance(live, MutableSet) and isinstance(saved, set | frozenset):
-            return self._change(live, set_change(live, saved), path)
-        if is_buffer(live):
-            return self._buffer(live, saved, path)
-        if is_immutable(live):
-            return self._materialize(saved)
-        return self._opaque(live, saved, path)
-
-    def _opaque(self, live: Any, saved: Any, path: Path) -> Any:
-        """Leave an object of another kind as it is, if it was saved as it is; otherwise it cannot be filled."""
-        is_object = isinstance(saved, StoredLeaf) and saved.kind == "object"
-        if is_object and are_same_objects(live, self._objects[saved.number]):
-            return live
-        if self._in_history or (is_record(live) and all(map(is_immutable, fields_of(live).values()))):
-            return self._materialize(saved)
-        kind = with_article(type(live).__qualname__)
-        if is_list(live) or is_mapping(live) or isinstance(live, tuple | MutableSet) or is_record(live):
-            self._add_kind_difference(path, f"is {kind} here", saved)
-        elif method_of(live, "state_dict") is not None:
-            self.differences.add(path, f"is {kind} here, which has a state_dict() but no load_state_dict(): add it")
-        else:
-            self.differences.add(
-                path,
-                f"is {kind} here, which nothing can fill: whoever holds it would go on with the old one; give it "
-                "state_dict() and load_state_dict(), or load() what was saved, and leave it out here with select=",
-            )
-        return live
-
-    def _buffer(self, live: Any, saved: Any, path: Path) -> Any:
-        content = self._materialize(saved)
-        fits = content.typecode == live.typecode if isinstance(content, array) and isinstance(live, array) else False
-        if not (fits or (isinstance(live, bytearray) and isinstance(content, bytes | bytearray))):
-            self._add_kind_difference(path, f"is {with_article(type(live).__qualname__)} here", saved)
-            return live
-        return live if content == live else self._change(live, buffer_change(live, content), path)
-
-    def _generator(self, live: Any, saved: Any, path: Path) -> Any:
-        if isinstance(saved, StoredLeaf) and saved.kind == "object":
-            value = self._objects[saved.number]
-            known = SavedGenerator.of(value) if is_generator(value) else None
-            if known is None and type(value) is type(live):
-                self.actions.append(lambda: copy_state(value, live))
-                return live
-            saved = saved if known is None else known
-        if not isinstance(saved, SavedGenerator):
-            self._add_kind_difference(path, f"is {with_article(type(live).__qualname__)} here", saved)
-        elif why := saved.why_not(live):
-            self.differences.add(path, why)
-        else:
-            self.actions.append(lambda: saved.put_into(live))
-        return live
 
     def _copied(self, live: torch.Tensor, saved: torch.Tensor, path: Path) -> Any:
         """Match a live tensor with one in a pickled container."""
@@ -480,277 +317,19 @@ class Match:
 
     def _setting(self, group: dict[str, Any], key: str, saved: Any, path: Path) -> None:
         """Match a setting of an optimizer, which the live one may lack."""
-        value = self.visit(group.get(key), saved, path)
-        if value is not group.get(key):
+        now = group.get(key)
+        with self._history(is_plain(now, with_arrays=True)):  # groups may share one list by default
+            value = self.visit(now, saved, path)
+        if value is not now:
             self.actions.append(lambda: group.__setitem__(key, value))
 
-    def _mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
-        if not len(live):  # an empty container takes all that was saved
-            return self._entries(live, {}, saved, path)
-        if path and is_plain(live, with_arrays=self._in_history):
-            return self._plain_mapping(live, self._with_live_keys(live, saved), path)
-        names: set[Any] = set()  # the saved names of Megatron's tensors
-        if len(path) < 2:
-            self._groups[path], names = saved, keys_below(live, deep=bool(path))
-        keyed = [key for key, value in live.items() if is_of_megatron(value)]
-        others = {name: value for name, value in saved.items() if name not in names}
-        self._compare_names(
-            [key for key in live if not (key in keyed or self._is_left_out(live, key, saved))], others, path
-        )
-        for key in list(live):
-            if key in keyed:
-                self._megatron_tensor(live[key], (*path, key))
-            elif key in others:
-                self._entry(live, key, saved[key], (*path, key))
-        return live
-
-    def _entry(self, live: MutableMapping[Any, Any], key: Any, saved: Any, path: Path) -> None:
-        now = live[key]
-        value = self.visit(now, saved, path)
-        if value is not now:
-            self._change(live, entry_change(live, key, value), path)
-
-    def _plain_mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
-        """Match a mapping of plain values: it gets the entries that were saved, and loses what was added later.
-
-        A name that only the live one has is a difference at the start of a program, which may have got a new setting.
-        """
-        is_history = self._in_history or isinstance(live, defaultdict | Counter)
-        kept, missing = {}, []
-        for key in list(live):
-            if key in saved or self._is_left_out(live, key, saved):
-                continue
-            if not self._is_chosen((*path, key)):
-                kept[key] = live[key]
-            elif isinstance(key, str) and not (is_history or self._goes_back):
-                missing.append(key)
-                kept[key] = live[key]
-        self.differences.add_names(missing, (), path)
-        with self._history(is_history):
-            return self._entries(live, kept, saved, path)
-
-    def _entries(self, live: MutableMapping[Any, Any], kept: dict[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
-        """Give a mapping all entries that were saved, in their order, beside those that it keeps."""
-        entries: dict[Any, Any] = {}
-        for key, value in saved.items():
-            inner = (*path, key)
-            with self._history(not isinstance(key, str)):
-                if key in live:
-                    entries[key] = self.visit(live[key], value, inner)
-                elif not self.archive.is_of_others(inner):
-                    entries[key] = self._new_entry(live, value, inner)
-        if kept or not self._keeps_empty:  # the order of a part, and of torch.distributed.checkpoint, says nothing
-            entries = {
-                key: entries[key] if key in entries else kept[key] for key in live if key in entries | kept
-            } | entries
-        self._change(live, mapping_change(live, entries), path)
-        if isinstance(live, OrderedDict) and not len(live) and hasattr(saved, "_metadata"):
-            self.actions.append(lambda: setattr(live, "_metadata", saved._metadata))
-        return live
-
-    def _new_entry(self, live: Any, saved: Any, path: Path) -> Any:
-        """The value for an entry that a live mapping lacks."""
-        if type(saved) in SCALARS:
-            return saved
-        child = child_of(live, saved)
-        if child is not None:
-            return self.visit(child, saved, path)
-        return self._new_item(next((live[key] for key in live), None), saved)
-
-    def _new_item(self, sibling: Any, saved: Any) -> Any:
-        """The value for an item that a live container lacks: of the class of its sibling, if it was saved like one."""
-        if is_record(sibling) and type(saved) is dict and has_fields(type(sibling), saved):
-            return self._materialize(SavedRecord(type(sibling), saved))
-        value = self._materialize(saved)
-        if isinstance(sibling, Enum):
-            return member_of(type(sibling), value)
-        if type(value) is tuple and hasattr(sibling, "_make") and len(value) == len(sibling):
-            return sibling._make(value)
-        return value
-
-    def _with_live_keys(self, live: MutableMapping[Any, Any], saved: dict[Any, Any]) -> dict[Any, Any]:
-        """The saved dict, with numbers for keys again, which torch.distributed.checkpoint has turned into text."""
-        if self._keeps_empty or not all(type(key) is int for key in live):
-            return saved
-        numbers = {key: int(key) for key in saved if isinstance(key, str) and key.removeprefix("-").isdecimal()}
-        return {numbers.get(key, key): value for key, value in saved.items()}
-
-    def _is_chosen(self, path: Path) -> bool:
-        chosen = self.differences.selector
-        return chosen is None or chosen(path)
-
-    def _is_left_out(self, live: MutableMapping[Any, Any], key: Any, saved: dict[Any, Any]) -> bool:
-        """True for what is empty in the live state, if the writer of the archive leaves that out."""
-        return key not in saved and not self._keeps_empty and self._is_empty(live[key])
-
-    def _is_empty(self, value: Any) -> bool:
-        """True for what torch.distributed.checkpoint leaves out: a dict, or an object's state dict, that has nothing in
-        it, but perhaps others of these, or lists of them.
-        """
-        if isinstance(value, Mapping):
-            return all(map(self._is_empty, value.values()))
-        if type(value) is list:
-            return bool(value) and all(map(self._is_empty, value))
-        if method_of(value, "state_dict") is not None:
-            with suppress(Exception):
-                return self._is_empty(self._state_dicts.of(value))
-        return False
-
-    def _with_left_out(self, saved: dict[Any, Any], live: Any) -> dict[Any, Any]:
-        """The saved dict, with the empty dicts of the live one that the writer of the archive has left out."""
-        if not isinstance(live, dict):
-            return saved
-        whole = {
-            key: self._with_left_out(value, live.get(key)) if type(value) is dict else value
-            for key, value in saved.items()
-        }
-        return whole | {
-            key: _emptied(value) for key, value in live.items() if key not in saved and self._is_empty(value)
-        }
-
-    def _all_items(self, live: Sequence[Any], saved: Any) -> Any:
-        """The saved items of a list, with the empty ones that the writer of the archive has left out."""
-        items = saved if isinstance(saved, ListItems) else dict(enumerate(saved))
-        missing = {*range(len(live))} - items.keys()
-        if missing and len(live) == len(items) + len(missing) and all(self._is_empty(live[i]) for i in missing):
-            return [items[i] if i in items else _emptied(live[i]) for i in range(len(live))]
-        return saved
-
-    def _megatron_tensor(self, live: Any, path: Path) -> None:
+    def megatron_tensor(self, live: Any, path: Path) -> None:
         """Match one of Megatron's sharded tensors, which has its own name in the group that it lies in."""
         name = name_of(live, path)
         if live.key in self._groups.get(name[:-1], {}):
             self._tensor(live, self._groups[name[:-1]][live.key], path)
         else:
             self.differences.add_missing(name)
-
-    def _record(self, live: Any, saved: dict[str, Any], path: Path) -> Any:
-        """Match the fields of a dataclass's instance. They are set in place, or in a new instance if it is frozen."""
-        fields = fields_of(live)
-        names = [*fields, *(name for name in field_names(live) if name in saved and name not in fields)]
-        if self._in_history and {*names} != saved.keys():
-            return self._materialize(saved)
-        self._compare_names(names, saved, path)
-        changed = {}
-        for name in names:
-            if name in saved:
-                value = self.visit(fields.get(name), saved[name], (*path, name))
-                if name not in fields or value is not fields[name]:
-                    changed[name] = value
-        if is_frozen(live):
-            return make_record(type(live), {**fields, **changed}) if changed else live
-        for name, value in changed.items():
-            self._change(live, field_change(live, name, value), (*path, name))
-        return live
-
-    def _tuple(self, live: Any, saved: Any, path: Path) -> Any:
-        """Match the items of a tuple: those that can change are filled, and others make a new tuple."""
-        if not live:
-            return self._materialize(saved)
-        if len(live) != len(saved):
-            return self._unfit(live, saved, path, f"has {len(live)} entries here and {len(saved)} in the checkpoint")
-        values = [self.visit(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, saved, strict=True))]
-        if all(value is now for value, now in zip(values, live, strict=True)):
-            return live
-        if type(live) is not tuple:
-            with suppress(Exception):  # the user's own class may raise anything
-                return live._make(values) if hasattr(live, "_make") else type(live)(values)
-        return tuple(values)
-
-    def _list(self, live: Any, saved: Any, path: Path) -> Any:
-        """Match the items of a list. One of plain values gets as many as were saved. A deque keeps its newest items."""
-        items = list(saved)
-        if isinstance(live, deque) and live.maxlen is not None:
-            items = items[len(items) - min(len(items), live.maxlen) :]
-        if not self._is_whole(live, items, path):
-            return self._chosen_items(live, items, path)
-        if len(live) not in (0, len(items)) and not is_plain(live, with_arrays=True):
-            self.differences.add(
-                path,
-                f"has {len(live)} entries here and {len(items)} in the checkpoint; give it as many, or none: an empty "
-                "list takes all that was saved",
-            )
-            return live
-        comes_and_goes = len(live) != len(items) or isinstance(live, deque)
-        with self._history(comes_and_goes and is_plain(live, with_arrays=True)):
-            values = [self.visit(a, b, (*path, i)) for i, (a, b) in enumerate(zip(live, items, strict=False))]
-            last = live[-1] if len(live) else None
-            values += [self._new_item(last, item) for item in items[len(values) :]]
-        return self._change(live, list_change(live, values), path)
-
-    def _is_whole(self, live: Any, items: list[Any], path: Path) -> bool:
-        """True if all items of a saved list are selected."""
-        return self._is_chosen(path) or all(self._is_chosen((*path, i)) for i in range(max(len(live), len(items))))
-
-    def _chosen_items(self, live: Any, items: list[Any], path: Path) -> Any:
-        """Match some of the items of a list: those at the places that the selection reaches."""
-        chosen = self.differences.selector
-        assert chosen is not None
-        reached = [i for i in range(len(live)) if self._is_chosen((*path, i)) or chosen.reaches(dotted((*path, i)))]
-        if len(reached) != len(items):
-            self.differences.add(path, "is selected in part, and has other items here than in the checkpoint")
-            return live
-        values = list(live)
-        for i, item in zip(reached, items, strict=True):
-            values[i] = self.visit(live[i], item, (*path, i))
-        return self._change(live, list_change(live, values), path)
-
-    def _compare_names(self, live: Iterable[Any], saved: dict[Any, Any], path: Path) -> None:
-        self.differences.add_names(live, saved, path)
-        if path:  # at the top, saved entries that are not live are ignored
-            names = set(live)
-            paths = ((*path, key) for key in saved if key not in names)
-            # An entry of some ranks alone, such as another stage of a pipeline, is theirs.
-            self.differences.add_unexpected(inner for inner in paths if not self.archive.is_of_some(inner))
-
-    def _materialize(self, saved: Any) -> Any:
-        """A new value for a saved one. Its tensors are filled together with the live ones."""
-
-        def give(leaf: StoredLeaf) -> Any:
-            if leaf.kind == "object":
-                return self._objects[leaf.number]
-            if leaf.kind == "bytes":
-                return self.archive.content(self.archive.primary(leaf.number))
-            self.archive.need([(leaf.number, None)])  # before `primary`: a tie may be known only afterwards
-            number = self.archive.primary(leaf.number)
-            if number not in self._new:
-                self._new[number] = self.archive.empty(number, torch.device("cpu"))
-                self._request(number, self._new[number])
-            return self.archive.leaf(leaf, self._new[number], torch.device("cpu"))
-
-        return replaced(saved, give, self.differences.add_value_of_each_rank)
-
-    def _array(self, live: Any, saved: Any, path: Path) -> Any:
-        is_stored = isinstance(saved, StoredLeaf) and saved.kind in ("ndarray", "object")
-        value: Any = self._materialize(saved) if is_stored else saved
-        if not is_array(value) or (value.shape, value.dtype) != (live.shape, live.dtype):
-            if self._in_history:
-                return self._materialize(saved)
-            self._add_kind_difference(path, f"is a numpy array {live.dtype}{list(live.shape)} here", saved)
-        elif not live.flags.writeable:
-            return self._unfit(live, saved, path, "cannot be filled: it is a read-only numpy array")
-        else:
-            self.actions.append(lambda: live.__setitem__(..., value))
-        return live
-
-    def _request(self, number: int, tensor: torch.Tensor, offsets: Ints | None = None) -> None:
-        number = self.archive.primary(number)
-        self.wanted[number, offsets, tensor.data_ptr() or id(tensor)] = Wanted(number, tensor, offsets)
-
-    def _add_kind_difference(self, path: Path, here: str, saved: Any) -> None:
-        if of_ranks := [leaf for leaf in leaves(saved) if isinstance(leaf, ValuesByRank)]:
-            for leaf in of_ranks:
-                self.differences.add_value_of_each_rank(leaf)
-            return
-        if isinstance(saved, StoredLeaf):
-            kind = type(self._objects[saved.number]).__qualname__ if saved.kind == "object" else saved.kind
-        elif isinstance(saved, SavedGenerator):
-            kind = saved.kind
-        elif isinstance(saved, ListItems):
-            kind = "list without some of its items"
-        else:
-            kind = (saved.cls if isinstance(saved, SavedRecord) else type(saved)).__qualname__
-        self.differences.add(path, f"{here} and {with_article(kind)} in the checkpoint")
 
 
 def _overlaps(
@@ -762,13 +341,6 @@ def _overlaps(
         sizes = [min(size, whole - begin) for size, whole, begin in zip(part.shape, shape, at, strict=True)]
         if all(size > 0 for size in sizes):
             yield at, part.detach()[tuple(map(slice, sizes))]
-
-
-def _emptied(value: Any) -> Any:
-    """Dicts and lists of the same shape, for a value that was left out since it is empty."""
-    if isinstance(value, Mapping):
-        return {key: _emptied(item) for key, item in value.items()}
-    return list(map(_emptied, value)) if isinstance(value, list) else {}
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
