@@ -161,6 +161,7 @@ def test_what_is_alive_inside_of_what_cannot_change_stays_itself(
     [
         ([1, {"a": [2]}], []), ([1], [0, 5]), ({"a": [1]}, {}), (filled(lists(), a=[1]), lists()), ({1, 2}, set()),
         (bytearray(b"ab"), bytearray()), (deque([1]), deque()), (np.arange(3), np.zeros(3, np.int64)),
+        (Counter(a=2, b=1), Counter(c=5)), ({0: 1, 1: 2}, {0: 0, 5: 5}), (filled(lists(), a=[1]), filled(lists(), b=[1])),
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
@@ -386,7 +387,7 @@ REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
     "sealed list": ([1], lambda: Sealed([0]), "bad cannot be filled: a Sealed refuses the change"),
     "record that is set once": (Once(1), lambda: Once(0), r"bad\.value cannot be filled: an Once refuses the change"),
     "read-only array": (np.ones(2), read_only, "bad cannot be filled: it is a read-only numpy array"),
-    "array of another shape": (np.ones(2), lambda: np.zeros(3), r"bad is a numpy array float64\[3\] here"),
+    "array of another shape": (np.ones(2), lambda: np.zeros(3), r"bad is a numpy array float64\[3\] here and float64\[2\]"),
     "array for None": (None, lambda: np.zeros(3), r"bad is a numpy array float64\[3\] here and a NoneType"),
     "dict for None": (None, dict, "bad is a dict here and a NoneType in the checkpoint"),
     "list for None": (None, list, "bad is a list here and a NoneType in the checkpoint"),

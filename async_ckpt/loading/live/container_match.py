@@ -121,10 +121,9 @@ class ContainerMatch:
 
     def _unpickled(self, live: Any, saved: Any) -> Any:
         """The items of a pickled container, so that the live one is filled with them; any other value as it is."""
-        is_object = isinstance(saved, StoredLeaf) and saved.kind == "object"
-        value = self._objects[saved.number] if is_object else saved
-        if isinstance(value, dict | SEQUENCES | SavedRecord | StoredLeaf):
-            return value if is_object and isinstance(value, dict | SEQUENCES) else saved
+        value = self._object_of(saved)
+        if isinstance(value, dict | SEQUENCES):
+            return value
         if is_mapping(live) and is_mapping(value):
             return {key: value[key] for key in list(value)}
         if is_namespace(live) and type(value) is type(live):
@@ -132,6 +131,11 @@ class ContainerMatch:
         if (is_list(live) or isinstance(live, tuple)) and (is_list(value) or isinstance(value, tuple)):
             return list(value)
         return set(value) if isinstance(live, MutableSet) and isinstance(value, MutableSet) else saved
+
+    def _object_of(self, saved: Any) -> Any:
+        """The object that was pickled; any other saved value as it is."""
+        is_object = isinstance(saved, StoredLeaf) and saved.kind == "object"
+        return self._objects[saved.number] if is_object else saved
 
     def _unfit(self, live: Any, saved: Any, path: Path, why: str) -> Any:
         """Note that a live object cannot be filled; or exchange it, as an item of a history."""
@@ -183,8 +187,7 @@ class ContainerMatch:
 
     def _opaque(self, live: Any, saved: Any, path: Path) -> Any:
         """Leave an object of another kind as it is, if it was saved as it is; otherwise it cannot be filled."""
-        is_object = isinstance(saved, StoredLeaf) and saved.kind == "object"
-        if is_object and are_same_objects(live, self._objects[saved.number]):
+        if are_same_objects(live, self._object_of(saved)):
             return live
         if self._in_history or (is_record(live) and all(map(is_immutable, fields_of(live).values()))):
             return self._materialize(saved)
@@ -210,9 +213,9 @@ class ContainerMatch:
         return live if content == live else self._change(live, buffer_change(live, content), path)
 
     def _generator(self, live: Any, saved: Any, path: Path) -> Any:
-        if isinstance(saved, StoredLeaf) and saved.kind == "object":
-            value = self._objects[saved.number]
-            known = SavedGenerator.of(value) if is_generator(value) else None
+        value = self._object_of(saved)
+        if is_generator(value):
+            known = SavedGenerator.of(value)
             if known is None and type(value) is type(live):
                 self.actions.append(lambda: copy_state(value, live))
                 return live
@@ -228,7 +231,9 @@ class ContainerMatch:
     def _mapping(self, live: MutableMapping[Any, Any], saved: dict[Any, Any], path: Path) -> Any:
         if not len(live):  # an empty container takes all that was saved
             return self._entries(live, {}, saved, path)
-        if path and is_plain(live, with_arrays=self._in_history):
+        has_names = any(isinstance(key, str) for key in live) and not isinstance(live, defaultdict | Counter)
+        # At the top, names that are not live are not asked for.
+        if (path or not has_names) and is_plain(live, with_arrays=self._in_history):
             return self._plain_mapping(live, self._with_live_keys(live, saved), path)
         names: set[Any] = set()  # the saved names of Megatron's tensors
         if len(path) < 2:
@@ -266,7 +271,8 @@ class ContainerMatch:
             elif isinstance(key, str) and not (is_history or self._goes_back):
                 missing.append(key)
                 kept[key] = live[key]
-        self.differences.add_names(missing, (), path)
+        if missing:
+            self.differences.add_names(missing, (), path)
         with self._history(is_history):
             return self._entries(live, kept, saved, path)
 
@@ -456,10 +462,14 @@ class ContainerMatch:
     def _array(self, live: Any, saved: Any, path: Path) -> Any:
         is_stored = isinstance(saved, StoredLeaf) and saved.kind in ("ndarray", "object")
         value: Any = self._materialize(saved) if is_stored else saved
-        if not is_array(value) or (value.shape, value.dtype) != (live.shape, live.dtype):
+        here = f"is a numpy array {live.dtype}{list(live.shape)} here"
+        if not is_array(value):
             if self._in_history:
                 return self._materialize(saved)
-            self._add_kind_difference(path, f"is a numpy array {live.dtype}{list(live.shape)} here", saved)
+            self._add_kind_difference(path, here, saved)
+        elif (value.shape, value.dtype) != (live.shape, live.dtype):
+            why = f"{here} and {value.dtype}{list(value.shape)} in the checkpoint; give it one like that, or None"
+            return self._unfit(live, saved, path, why)
         elif not live.flags.writeable:
             return self._unfit(live, saved, path, "cannot be filled: it is a read-only numpy array")
         else:
