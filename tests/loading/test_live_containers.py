@@ -238,6 +238,15 @@ def test_containers_are_filled_from_a_folder_of_dcp(tmp_path: Path, by: str) -> 
     assert all(live[name] is kept[name] for name in live if name not in ("tuple", "deep"))
 
 
+def test_what_dcp_leaves_out_since_it_is_empty_stays_beside_plain_values(tmp_path: Path) -> None:
+    dcp.save({"h": {"n": 1, "none": {}}}, checkpoint_id=tmp_path / "x")
+    live = {"h": {"none": {}, "n": 0}}
+    none = live["h"]["none"]
+    restore_dcp(live, tmp_path / "x")
+    assert live == {"h": {"none": {}, "n": 1}}
+    assert live["h"]["none"] is none
+
+
 # --- going back, and parts ---------------------------------------------------------------------------------------------
 
 

@@ -91,8 +91,6 @@ class ContainerMatch:
         self._filled = FilledObjects(archive, objects)
         self._in_history = False  # the items here come and go, so that one which does not fit is exchanged
 
-    # --- for the whole ----------------------------------------------------------------------------------------
-
     def visit(self, live: Any, saved: Any, path: Path) -> Any:
         """Match one pair. Returns the value that the place should have afterwards: the live object, or a new one."""
         raise NotImplementedError
@@ -100,8 +98,6 @@ class ContainerMatch:
     def megatron_tensor(self, live: Any, path: Path) -> None:
         """Match one of Megatron's sharded tensors, which has its own name in the group that it lies in."""
         raise NotImplementedError
-
-    # --- one value --------------------------------------------------------------------------------------------
 
     def _value(self, live: Any, saved: Any, path: Path) -> Any:
         """Match a live value that is no tensor, and has no state of its own."""
@@ -263,14 +259,12 @@ class ContainerMatch:
         """
         is_history = self._in_history or isinstance(live, defaultdict | Counter)
         kept, missing = {}, []
-        for key in list(live):
-            if key in saved or self._is_left_out(live, key, saved):
-                continue
-            if not self._is_chosen((*path, key)):
+        for key in [key for key in live if key not in saved]:
+            if self._is_left_out(live, key, saved) or not self._is_chosen((*path, key)):
                 kept[key] = live[key]
             elif isinstance(key, str) and not (is_history or self._goes_back):
-                missing.append(key)
                 kept[key] = live[key]
+                missing.append(key)
         if missing:
             self.differences.add_names(missing, (), path)
         with self._history(is_history):
@@ -287,9 +281,8 @@ class ContainerMatch:
                 elif not self.archive.is_of_others(inner):
                     entries[key] = self._new_entry(live, value, inner)
         if kept or not self._keeps_empty:  # the order of a part, and of torch.distributed.checkpoint, says nothing
-            entries = {
-                key: entries[key] if key in entries else kept[key] for key in live if key in entries | kept
-            } | entries
+            both = kept | entries
+            entries = {key: both[key] for key in live if key in both} | entries
         self._change(live, mapping_change(live, entries), path)
         if isinstance(live, OrderedDict) and not len(live) and hasattr(saved, "_metadata"):
             self.actions.append(lambda: setattr(live, "_metadata", saved._metadata))
@@ -463,10 +456,10 @@ class ContainerMatch:
         is_stored = isinstance(saved, StoredLeaf) and saved.kind in ("ndarray", "object")
         value: Any = self._materialize(saved) if is_stored else saved
         here = f"is a numpy array {live.dtype}{list(live.shape)} here"
-        if not is_array(value):
-            if self._in_history:
-                return self._materialize(saved)
+        if not is_array(value) and not self._in_history:
             self._add_kind_difference(path, here, saved)
+        elif not is_array(value):
+            return self._materialize(saved)
         elif (value.shape, value.dtype) != (live.shape, live.dtype):
             why = f"{here} and {value.dtype}{list(value.shape)} in the checkpoint; give it one like that, or None"
             return self._unfit(live, saved, path, why)

@@ -57,13 +57,11 @@ class Match(ContainerMatch):
         objects: list[Any],
         chosen: Selector | None,
         state_dicts: LiveStateDicts,
-        root: Any = None,
-        *,
-        keeps_empty: bool = True,
-        goes_back: bool = False,
+        root: Any,
+        **options: bool,
     ) -> None:
-        """`root` is the whole live state, whose modules name parameters."""
-        super().__init__(archive, objects, chosen, state_dicts, keeps_empty=keeps_empty, goes_back=goes_back)
+        """`root` is the whole live state, whose modules name parameters; the rest is as for `ContainerMatch`."""
+        super().__init__(archive, objects, chosen, state_dicts, **options)
         self._root, self._slicer = root, Slicer()
         self._has_tensors = False  # even if this rank holds no part of them
 
