@@ -15,6 +15,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any, Final
 
@@ -109,7 +110,7 @@ def deep_copied(
 
 
 def deep_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """`copy.deepcopy`, also of dicts whose entries are attributes, and which raise when asked for `__deepcopy__`."""
+    """`copy.deepcopy`, also of dicts whose entries are attributes, as `__deepcopy__` is then."""
     try:
         return copy.deepcopy(value, dict(memo))
     except Exception:
@@ -127,7 +128,7 @@ def deep_copy(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _attribute_dicts(value: Any) -> list[dict[Any, Any]]:
-    """The dicts in a value, at any depth, that raise something else than AttributeError for an unknown attribute."""
+    """The dicts in a value, at any depth, that have an entry as their `__deepcopy__`, or raise when asked for it."""
     found: list[dict[Any, Any]] = []
     seen: dict[int, Any] = {}
     todo = [value]
@@ -136,10 +137,11 @@ def _attribute_dicts(value: Any) -> list[dict[Any, Any]]:
         if isinstance(part, _ATOMS) or id(part) in seen:
             continue
         seen[id(part)] = part
-        if isinstance(part, dict) and hasattr(type(part), "__getattr__"):
-            try:
-                getattr(part, "__deepcopy__", None)
-            except Exception:
+        if isinstance(part, dict) and hasattr(type(part), "__getattr__") and not hasattr(type(part), "__deepcopy__"):
+            method: Any = part
+            with suppress(Exception):
+                method = getattr(part, "__deepcopy__", None)
+            if method is not None:
                 found.append(part)
         todo += [inner for _, inner in _parts(part)]
     return found

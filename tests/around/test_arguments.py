@@ -233,11 +233,21 @@ class ByItem(dict):
     __getattr__ = dict.__getitem__
 
 
+class Every(dict):
+    """It has any attribute, `__deepcopy__` too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def __missing__(self, name: Any) -> Any:
+        return Every()
+
+
 class OrderedByItem(collections.OrderedDict):
     __getattr__ = collections.OrderedDict.__getitem__
 
 
-@pytest.mark.parametrize("cls", [ByItem, OrderedByItem])
+@pytest.mark.parametrize("cls", [ByItem, Every, OrderedByItem])
 def test_dicts_whose_entries_are_attributes_are_copied(cls):
     weight, inner = torch.ones(2), cls(b=[1], a=2)
     value = {"one": cls(weight=weight, inner=inner), "same": [inner]}
