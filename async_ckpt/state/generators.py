@@ -120,14 +120,12 @@ class SavedGenerator:
         kind, state, *more = self.facts
         if kind == "torch":
             tensor, device = torch.frombuffer(bytearray(_bytes(state)), dtype=torch.uint8), torch.device(more[0])
-            try:
-                generator = torch.Generator(device)
-            except Exception:
-                if is_host(device):
-                    raise
-                return tensor
-            generator.set_state(tensor)
-            return generator
+            if is_host(device):
+                return torch.Generator().set_state(tensor)
+            for name in (more[0], more[0].partition(":")[0]):  # the machine may have fewer of the kind
+                with suppress(Exception):
+                    return torch.Generator(name).set_state(tensor)
+            return tensor
         new = _blank(kind, state)
         _put(new, state, *more)
         return new
