@@ -23,12 +23,13 @@ from ..errors import UnsupportedStateError
 from ..slicing.sharded import Placed, Slicer, is_dtensor, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
-from .captured import Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, per_rank_in, tree_of
+from .captured import Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, classes_in, per_rank_in, tree_of
 from .dtypes import dtype_name, is_describable
 from .megatron import MegatronTensors, refuse_others, with_megatron
 from .names import Path, Select, dotted, selector, shown
+from .optimizers import classes_of, is_optimizer
 from .rng import RngState
-from .tree import Encoder, is_omitted
+from .tree import Encoder, is_omitted, with_classes
 from .wrappers import StateDictOf, StateDicts, plain_model, state_dict_of
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -63,7 +64,7 @@ def capture(
                 raise KeyError(f"select={select!r} matches nothing in the state")
             if chosen is not None and chosen.unused:
                 raise KeyError(f"of select={select!r}, {chosen.unused[0]!r} matches nothing in the state")
-            skeleton = json.dumps(node, separators=(",", ":"))
+            skeleton = json.dumps(with_classes(node, walk.classes), separators=(",", ":"))
     except RecursionError as error:
         raise UnsupportedStateError("the state is nested too deeply to be stored", path="") from error
     return Capture(
@@ -79,6 +80,7 @@ def capture(
         walk.slices,
         tuple(walk.per_rank),
         walk.placed,
+        walk.classes,
     )
 
 
@@ -95,11 +97,11 @@ class _CaptureWalk:
         self.specs: list[TensorSpec] = []
         self.tensors: list[torch.Tensor] = []
         self.marks: list[Mark | None] = []
-        self._objects: list[Any] = []
-        self._object_paths: list[str] = []
+        self._objects: list[tuple[Any, str]] = []  # with their names
         self._at: dict[int, int] = {}  # the first tensor at an address
         self.modules: dict[Path, weakref.ref[torch.nn.Module]] = {}
         self.frozen = FrozenParts()
+        self.classes: dict[Path, list[list[str]]] = {}
 
     def contents(self, value: Any, path: Path) -> Any:
         """The contents of an object with a state dict."""
@@ -109,11 +111,14 @@ class _CaptureWalk:
             if view is not value:
                 return value.state_dict()
             self.per_rank += per_rank_in(view, path)
+            self.classes |= classes_in(view, path)
             return tree_of(view)
         if isinstance(value, RngState):
             self.per_rank.append(dotted(path))
         if isinstance(value, torch.nn.Module):
             self.modules[path] = weakref.ref(plain_model(value))  # a wrapper may be made for the call alone
+        elif is_optimizer(value):
+            self.classes[path] = classes_of(value)
         return self._state_dicts.of(value)
 
     def leaf(self, value: Any, path: Path) -> Json:
@@ -127,8 +132,7 @@ class _CaptureWalk:
         if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap) and is_describable(value.dtype):
             return self._array(numpy, value, path)
         refuse_others(value, path)
-        self._objects.append(value)
-        self._object_paths.append(shown(path))
+        self._objects.append((value, shown(path)))
         return {"object": len(self._objects) - 1}
 
     def _local_part(self, tensor: Any, path: Path) -> int:
@@ -235,9 +239,9 @@ class _CaptureWalk:
         if not self._objects:
             return None
         try:
-            data = pickled(self._objects)
+            data = pickled([value for value, _ in self._objects])
         except Exception:
-            for value, name in zip(self._objects, self._object_paths, strict=True):
+            for value, name in self._objects:
                 try:
                     pickled(value)
                 except Exception as error:
@@ -253,7 +257,7 @@ class _CaptureWalk:
     def _warn_of_trust(self, data: bytes) -> None:
         """Warn of leaves that will need trust=True, once for each type, while they can still be left out."""
         new: dict[type, tuple[Any, str]] = {}
-        for value, name in zip(self._objects, self._object_paths, strict=True):
+        for value, name in self._objects:
             if type(value) not in _known_types:
                 new.setdefault(type(value), (value, name))
         _known_types.update(new)

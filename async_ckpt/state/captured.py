@@ -54,6 +54,8 @@ class Capture:
     """The names of values that each process has for itself: random generators."""
     placed: Mapping[int, Placed] = field(default_factory=dict)
     """The DTensors, by number, of which `tensors` has the local tensors: those of a held snapshot."""
+    classes: Mapping[Path, list[list[str]]] = field(default_factory=dict)
+    """The names of the classes of optimizers, by path: see `optimizers.classes_of`."""
 
 
 def structure_of(captured: Capture) -> Any:
@@ -70,7 +72,7 @@ class SnapshotCopies:
     def __init__(self, captured: Capture, copies: list[torch.Tensor], completion: Future[None]) -> None:
         self.completion = completion
         self.modules: Mapping[Path, weakref.ref[torch.nn.Module]] = captured.modules
-        self.per_rank, self.placed = captured.per_rank, captured.placed
+        self.per_rank, self.placed, self.classes = captured.per_rank, captured.placed, captured.classes
         self._pickled = captured.objects
         self._copies: list[torch.Tensor] | None = copies
         self._specs, self._marks = captured.specs, captured.marks
@@ -283,6 +285,13 @@ def per_rank_in(view: SnapshotView, path: Path) -> list[str]:
     top, at = dotted(view._path), dotted(path)
     names = (name for name in view._source.per_rank if not top or is_within(name, {top}))
     return [".".join(filter(None, (at, name[len(top) :].lstrip(".")))) for name in names]
+
+
+def classes_in(view: SnapshotView, path: Path) -> dict[Path, list[list[str]]]:
+    """The names of the classes of the optimizers in a snapshot that lies at a path of a state."""
+    top = view._path
+    known = view._source.classes
+    return {(*path, *inner[len(top) :]): names for inner, names in known.items() if inner[: len(top)] == top}
 
 
 def tree_of(view: SnapshotView) -> Any:

@@ -29,6 +29,24 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     return [one for one in all_of(optimizer) if not _parts_held_by(one)]
 
 
+def is_optimizer(value: Any) -> bool:
+    """Whether an object is an optimizer, or wraps one."""
+    return isinstance(value, Optimizer) or hasattr(type(value), "param_groups")
+
+
+def classes_of(optimizer: Any) -> list[list[str]]:
+    """The names of the classes of its parts: each with those that it is derived from, but torch's base class.
+
+    A name is that of the package, and that of the class: modules are moved within packages.
+    """
+    kinds = dict.fromkeys(map(type, parts_of(optimizer)))
+    return [[name_of_class(cls) for cls in kind.__mro__ if cls not in (Optimizer, object)] for kind in kinds]
+
+
+def name_of_class(cls: type) -> str:
+    return f"{cls.__module__.partition('.')[0]}.{cls.__name__}"
+
+
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The parameter groups of all its parts."""
     return [group for part in parts_of(optimizer) for group in part.param_groups]
@@ -57,7 +75,7 @@ def _walk(optimizer: Optimizer, by_id: dict[int, Optimizer]) -> None:
 
 def _parts_held_by(optimizer: Optimizer) -> list[Optimizer]:
     held: list[Optimizer] = []
-    for value in vars(optimizer).values():
+    for value in getattr(optimizer, "__dict__", {}).values():
         several = value.values() if isinstance(value, Mapping) else value
         candidates = several if isinstance(value, Mapping | list | tuple) else (value,)
         held += (one for one in candidates if isinstance(one, Optimizer) and _is_part(one, optimizer))

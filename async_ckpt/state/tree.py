@@ -5,7 +5,8 @@ Knows nothing of: files, devices, how a tensor is stored.
 
 A plain value is a node of `plain`; everything else is an object with one key, its kind: `{"dict": [[key, node], ...]}`,
 `{"tensor": 7}`. Classes of namedtuples, dataclasses and enums are stored by name, and looked up among the caller's
-`types`. Nothing in a skeleton can name code: decoding imports nothing.
+`types`. Nothing in a skeleton can name code: decoding imports nothing. Beside the state dict of an optimizer stand the
+names of its classes, with which a restore compares those of the live one.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ from .plain import (
 _MAX_DIMS: Final = 64
 _STORED: Final = frozenset({"tensor", "ndarray", "bytes", "object"})
 _OMITTED: Final = object()
+
+
+# The key beside the state dict of an optimizer: the names of the classes that each of its parts is derived from.
+_CLASSES: Final = "optimizer"
 
 
 def is_omitted(node: Json) -> bool:
@@ -269,6 +274,45 @@ def _rebuilt(cls: Any) -> Any:
         return cls
     name = cls.__qualname__ if is_class else f"{cls!r:.100}"
     raise TypeError(f"types must be classes of namedtuples, dataclasses or enums; got {name}")
+
+
+def with_classes(node: Json, classes: Mapping[Path, Json]) -> Json:
+    """The skeleton, with the names of classes beside the state dicts of the optimizers at these paths."""
+    for path, names in classes.items():
+        inner = _node_at(node, path)
+        if isinstance(inner, dict) and "dict" in inner:
+            inner[_CLASSES] = names
+    return node
+
+
+def classes_at(node: Json, path: Path) -> list[list[str]]:
+    """The names of the classes of each part of the optimizer that was saved at a path; empty if they are not known."""
+    inner = _node_at(node, path)
+    names = inner.get(_CLASSES) if isinstance(inner, dict) else None
+    known = names if isinstance(names, list) else []
+    return [[str(name) for name in chain] for chain in known if isinstance(chain, list) and chain]
+
+
+def classes_of_all(nodes: Iterable[Json]) -> dict[str, Json]:
+    """The entry for the classes of optimizers that several ranks have, in one node; empty if there is none."""
+    chains = [chain for node in nodes for chain in classes_at(node, ())]
+    unique = [chain for number, chain in enumerate(chains) if chain not in chains[:number]]
+    return {_CLASSES: unique} if unique else {}
+
+
+def _node_at(node: Json, path: Path) -> Json:
+    """The node at a path of a skeleton that can be decoded; None if there is none."""
+    for key in path:
+        kind = next(iter(node), None) if isinstance(node, dict) else None
+        if kind in ("dict", "ordered", "places", "dataclass"):
+            items = node[kind][1] if kind == "dataclass" else node[kind]
+            node = next((inner for raw, inner in items if key_of(raw) == key), None)
+        elif kind in ("list", "tuple", "deque", "namedtuple"):
+            nodes = {"deque": lambda value: value[0], "namedtuple": lambda value: value[2]}.get(kind, list)(node[kind])
+            node = nodes[key] if type(key) is int and key < len(nodes) else None
+        else:
+            return None
+    return node
 
 
 def top_keys(node: Json) -> list[Any] | None:

@@ -205,7 +205,7 @@ def paired(live: Mapping[Any, Any], saved: Iterable[Any]) -> NamePairs:
     pairs = {(name, other) for name, plain in plain_names.items() for other in {name, plain} & names}
     lives, saves = Counter(name for name, _ in pairs), Counter(other for _, other in pairs)
     ambiguous = [(name, other) for name, other in pairs if lives[name] > 1 or saves[other] > 1]
-    bare_live, bare_saved = _by_bare_name(plain_names), _by_bare_name(names)
+    bare_live, bare_saved = by_bare_name(plain_names), by_bare_name(names)
     for bare, others in bare_saved.items():
         same = bare_live.get(bare, [])
         if all(map(saves.__contains__, others)) or all(map(lives.__contains__, same)):
@@ -303,7 +303,8 @@ def _bare_module(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _ATTRIBUTES)
 
 
-def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
+def by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names by what is left of them without the words that a wrapper may have added."""
     by_bare_name: dict[str, list[str]] = {}
     for name in names:
         by_bare_name.setdefault(_bare(name), []).append(name)

@@ -4,5 +4,6 @@
   containers; `differences` collects what does not fit.
 - `containers` fills dicts, lists and the like in place; `filled_objects` finds one that is at two places of the state.
 - `kinds` tells which objects are filled directly; `state_dicts` takes the state dicts of the others.
-- `optimizer_forms` converts the saved state of an optimizer to the form that the live one accepts.
+- `optimizer_kinds` tells whose states an optimizer can go on from; `optimizer_forms` converts a saved state to the form
+  that the live optimizer accepts.
 """

@@ -5,8 +5,6 @@ In: live objects, and saved states of optimizers. Out: whether they are of such 
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -78,34 +76,6 @@ def is_optimizer_state(saved: Any) -> bool:
         and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
         and all(type(number) is int for group in groups for number in group["params"])
         and all(isinstance(state, dict) for state in saved["state"].values())
-    )
-
-
-@functools.cache
-def _settings() -> frozenset[str]:
-    """The names of the arguments of torch's optimizers."""
-    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
-    return frozenset(
-        name
-        for kind in kinds
-        if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-        for name in inspect.signature(kind).parameters
-    )
-
-
-def kind_difference(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> str | None:
-    """The reason why a state is of another kind of optimizer: each side has settings that the other lacks. None if not.
-
-    One side alone may have more, as a newer version of an optimizer does; and schedulers add settings of their own.
-    """
-    saved = {key for group in groups for key in group}
-    known = {key for group in optimizer.param_groups for key in group}
-    only_saved, only_known = (saved - known) & _settings(), optimizer.defaults.keys() - saved
-    if not (only_saved and only_known):
-        return None
-    return (
-        f"was saved from another kind of optimizer, with {', '.join(sorted(only_saved))}; "
-        f"{type(optimizer).__qualname__} has {', '.join(sorted(only_known))} instead"
     )
 
 

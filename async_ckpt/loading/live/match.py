@@ -26,8 +26,9 @@ from ...state.captured import SnapshotView
 from ...state.dtypes import dtype_name
 from ...state.megatron import name_of
 from ...state.names import Path, Selector, shown
+from ...state.optimizers import is_optimizer
 from ...state.plain import SCALARS, method_of
-from ...state.tree import StoredLeaf, ValuesByRank, leaves
+from ...state.tree import StoredLeaf, ValuesByRank, classes_at, leaves
 from ...state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
 from ..archives.contents import Contents
 from .container_match import ContainerMatch
@@ -37,10 +38,10 @@ from .kinds import (
     is_optimizer_state,
     is_plain_module,
     is_plain_optimizer,
-    kind_difference,
     state_of_parameter,
 )
-from .optimizer_forms import OptimizerConverter
+from .optimizer_forms import OptimizerConverter, another_kind
+from .optimizer_kinds import has_shape_of_parameter
 from .state_dicts import LiveStateDicts
 
 
@@ -100,6 +101,9 @@ class Match(ContainerMatch):
             if type(saved) is dict and not (self._keeps_empty or isinstance(live, torch.nn.Module)):
                 with suppress(Exception):  # an object that has no state dict now has nothing empty in it either
                     saved = self._with_left_out(saved, self._state_dicts.of(live))
+            if is_optimizer(live) and (why := another_kind(live, saved, self._names, self._classes(path))):
+                self.differences.add(path, why)
+                return live
             expected = self._as_live_expects(live, saved, path)
             return self._load(live, expected, self._own_state(live, expected), path)
         return self._value(live, saved, path)
@@ -114,7 +118,9 @@ class Match(ContainerMatch):
         """Fill one of torch's optimizers, or convert the state to the form that another one loads."""
         try:
             saved = self._with_empty_state(saved, path)
-            converter = OptimizerConverter(live, saved, lambda: names_of_parameters(self._root), self._state_dicts.of)
+            converter = OptimizerConverter(live, saved, self._names, self._state_dicts.of)
+            if why := another_kind(live, saved, converter.known_names, self._classes(path)):
+                raise ValueError(why)
             saved = converter.convert(saved, is_of_some=lambda key: self.archive.is_of_some((*path, key)))
             if is_plain_optimizer(live):
                 return self._optimizer(live, saved, path)
@@ -123,6 +129,13 @@ class Match(ContainerMatch):
             self.differences.add(path, str(error))
             return live
         return self._load(live, saved, state, path)
+
+    def _names(self) -> dict[int, set[str]]:
+        return names_of_parameters(self._root)
+
+    def _classes(self, path: Path) -> list[list[str]]:
+        """The names of the classes of an optimizer that was saved; empty if they are not known."""
+        return classes_at(self.archive.index.skeleton, path)
 
     def _room_for(self, parameter: torch.Tensor, saved: Any) -> torch.Tensor | None:
         """New memory for an optimizer's tensor, sharded like the parameter; None if it is not sharded."""
@@ -267,9 +280,6 @@ class Match(ContainerMatch):
         if sizes != live_sizes:
             self.differences.add(path, f"has parameter groups of {live_sizes} here and of {sizes} in the checkpoint")
             return optimizer
-        if why := kind_difference(optimizer, groups):
-            self.differences.add(path, f"{why}")
-            return optimizer
         for i, (live_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             for key, value in group.items():
                 if key not in ("params", "param_names"):  # the live model has names of its own
@@ -277,6 +287,10 @@ class Match(ContainerMatch):
             for param, number in zip(live_group["params"], group["params"], strict=True):
                 state, inner = state_of_parameter(saved["state"], number), (*path, "state", number)
                 self._optimizer_state(optimizer, param, state, is_on_device(group), inner)
+        # As load_state_dict does at its end: classes bring older states up to date there.
+        self.actions.append(
+            lambda: optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+        )
         return optimizer
 
     def _optimizer_state(
@@ -299,6 +313,11 @@ class Match(ContainerMatch):
                 tuple(live_tensor.shape),
                 dtype_name(live_tensor.dtype),
             ) == (tensor.shape, tensor.dtype)
+            if has_shape_of_parameter(optimizer, key) and tensor.shape != tuple(param.shape):
+                self.differences.add(
+                    (*path, key),
+                    f"is {list(tensor.shape)} in the checkpoint, and its parameter {list(param.shape)} here",
+                )
             if not fits and tensor.shape and (room := self._room_for(param, value)) is not None:
                 live_tensor = room
             elif not fits:
@@ -308,8 +327,10 @@ class Match(ContainerMatch):
             state[key] = self._tensor(live_tensor, value, (*path, key))
 
         def hand_over() -> None:
-            if state or param in optimizer.state:
+            if state:
                 optimizer.state[param] = state
+            else:
+                optimizer.state.pop(param, None)
 
         self.actions.append(hand_over)
 

@@ -10,16 +10,19 @@ parameter. A state in any other form is not converted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
+from itertools import chain, count, islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from ...state.optimizers import groups_of, has_own, names_in, parts_of
-from ...state.wrappers import same_but_wrapped
-from .kinds import is_optimizer_state, kind_difference, state_of_parameter
+from ...state.wrappers import by_bare_name, same_but_wrapped
+from .kinds import is_optimizer_state, is_plain_optimizer, state_of_parameter
+from .optimizer_kinds import SavedParameters, has_one_state, kind_difference
 
 _STATE: Final = "state."
 _GROUPS: Final = "param_groups."
@@ -96,7 +99,8 @@ class OptimizerConverter:
         """
         form = form_of(saved)
         if form is self.form is Form.NUMBERED:
-            return {**saved, "param_groups": self._with_live_names(saved["param_groups"])}
+            ordered = self._in_own_order(saved)
+            return {**ordered, "param_groups": self._with_live_names(ordered["param_groups"])}
         if form is self.form is Form.FLAT:
             names = {*_by_name(self._own).group_of}
             return {k: v for k, v in saved.items() if not is_of_some(k) or _name_in(k, names) in names}
@@ -122,7 +126,8 @@ class OptimizerConverter:
 
     # --- names ------------------------------------------------------------------------------------------------
 
-    def _known(self) -> Names:
+    def known_names(self) -> Names:
+        """The names of parameters, by their ids: those in modules beside the optimizer, and its own."""
         known = {number: {*names} for number, names in self._names_beside().items()}
         for number, names in names_in(self._optimizer).items():
             known.setdefault(number, set()).update(names)
@@ -144,7 +149,7 @@ class OptimizerConverter:
         """The key of each parameter in a state of the optimizer's form, and its name; by groups."""
         if self.form is Form.NESTED:
             return [[(name, name) for name in group["params"]] for group in self._own["param_groups"]]
-        known, number = self._known(), 0
+        known, number = self.known_names(), 0
         groups: list[list[tuple[Any, str]]] = []
         for group in self._groups():
             groups.append([])
@@ -168,11 +173,10 @@ class OptimizerConverter:
                 raise ValueError(
                     f"has parameter groups of {list(map(len, live))} here and of {_sizes(groups)} in the checkpoint"
                 )
-            known = self._known()
+            known = self.known_names()
             names = [
                 [_name_of(parameter, known, own, _IS_NUMBERED) for parameter in group_names] for group_names in live
             ]
-        self._refuse_another_kind(groups)
         _refuse_twice([name for group_names in names for name in group_names])
         pairs = [
             (number, name, i)
@@ -182,17 +186,42 @@ class OptimizerConverter:
         states = {name: state_of_parameter(saved["state"], number) for number, name, _ in pairs}
         return _ByName(states, {name: i for _, name, i in pairs}, list(map(_settings, groups)), is_flat=False)
 
-    def _refuse_another_kind(self, groups: Sequence[dict[str, Any]]) -> None:
-        at = 0
-        for part in parts_of(self._optimizer):
-            own = list(groups[at : at + len(part.param_groups)])
-            at += len(own)
-            if own and (why := kind_difference(part, own)):
-                raise ValueError(why)
+    def _own_groups(self) -> list[dict[str, Any]]:
+        """The groups in the order in which the optimizer's own state dict numbers their parameters."""
+        groups: list[dict[str, Any]] = self._optimizer.param_groups if self._own is None else self._own["param_groups"]
+        return groups
+
+    def _in_own_order(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A numbered state in the order of the live groups: by the names of the parameters if both sides have names.
+
+        A group gets each setting that the saved groups of its parameters have in common, and keeps its own for others.
+        """
+        own, groups = self._own_groups(), saved["param_groups"]
+        names, saved_names = _names_of(own), _names_of(groups)
+        if names is None or saved_names is None or names == saved_names:
+            return saved
+        saved_name = _saved_names([*chain(*names)], [*chain(*saved_names)])
+        if has_one_state(self._optimizer) and [*saved_name.values()] != [*chain(*saved_names)]:
+            raise ValueError(
+                "has one state for all its parameters, in their order, which differs here; give the optimizer its "
+                f"parameters in the order {', '.join(chain(*saved_names))!s:.200}"
+            )
+        number_of = dict(zip(chain(*saved_names), chain(*(group["params"] for group in groups)), strict=True))
+        group_of = {name: i for i, group_names in enumerate(saved_names) for name in group_names}
+        keeps = not is_plain_optimizer(self._optimizer)
+        states: dict[int, Any] = {}
+        ordered, numbers = [], count()
+        for live_group, group_names in zip(own, names, strict=True):
+            here = {next(numbers): saved_name[name] for name in group_names}
+            states |= {number: state_of_parameter(saved["state"], number_of[name]) for number, name in here.items()}
+            sources = [groups[i] for i in sorted({group_of[name] for name in here.values()})]
+            settings = _common(sources, _settings(live_group) if keeps else {})
+            ordered.append({**settings, "params": [*here], "param_names": [*here.values()]})
+        return {**saved, "state": states, "param_groups": ordered}
 
     def _with_live_names(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The saved groups with the parameter names of the live model, which may be wrapped, unlike the saved names."""
-        own = self._optimizer.param_groups if self._own is None else self._own["param_groups"]
+        own = self._own_groups()
         is_same = _sizes(own) == _sizes(groups)
         keeps = has_own(self._optimizer, "load_state_dict")
         merged = []
@@ -218,7 +247,7 @@ class OptimizerConverter:
         elif self.form is Form.OTHER:
             return
         else:
-            known, names = self._known(), {*_by_name(saved).group_of}
+            known, names = self.known_names(), {*_by_name(saved).group_of}
             parameters = {}
             for parameter in (own for group in groups_of(self._optimizer) for own in group["params"]):
                 with suppress(ValueError):
@@ -234,6 +263,51 @@ class OptimizerConverter:
             saved_entries = state_of_parameter(saved["state"], identifier)
             if isinstance(saved_entries, dict) and saved_entries:
                 yield parameter, states.setdefault(identifier, {}), saved_entries
+
+
+def another_kind(
+    live: Any, saved: Any, known: Callable[[], Names], classes: Sequence[Sequence[str]] = ()
+) -> str | None:
+    """The reason why a state is of another kind than an optimizer, or than those that it steps; None if it is not.
+
+    `known` returns the names of parameters, which are asked for only if the state is by names. `classes` are those that
+    it was saved from, as `classes_of` gives them; empty if they are not known.
+    """
+    form, parts = form_of(saved), parts_of(live)
+    if form is Form.OTHER:
+        return None
+    if form is Form.NUMBERED:
+        groups = [
+            SavedParameters(
+                _settings(group), [state_of_parameter(saved["state"], number) for number in group["params"]]
+            )
+            for group in saved["param_groups"]
+        ]
+        pairs = _in_turn(parts, groups)
+    else:
+        by_name, names = _by_name(saved), known()
+        pairs = ((part, _groups_of_part(part, by_name, names)) for part in parts)
+    return next(filter(None, (kind_difference(part, own, classes) for part, own in pairs if own)), None)
+
+
+def _in_turn(parts: Sequence[Any], groups: list[SavedParameters]) -> Iterator[tuple[Any, list[SavedParameters]]]:
+    """Each of several optimizers with its saved groups, if these are as many as the live ones, or if it is any's."""
+    sizes = [len(getattr(part, "param_groups", ())) for part in parts]
+    if len({*map(type, parts)}) == 1:
+        yield parts[0], groups
+    elif sum(sizes) == len(groups):
+        left = iter(groups)
+        yield from ((part, [*islice(left, size)]) for part, size in zip(parts, sizes, strict=True))
+
+
+def _groups_of_part(part: Any, by_name: _ByName, names: Names) -> list[SavedParameters]:
+    """The saved groups of an optimizer's parameters; all of them if none of its parameters has a name."""
+    parameters = chain(*(group["params"] for group in getattr(part, "param_groups", ())))
+    own = {name for parameter in parameters for name in names.get(id(parameter), ())} & by_name.group_of.keys()
+    states_of: dict[int, list[Any]] = {}
+    for name in own or by_name.group_of:
+        states_of.setdefault(by_name.group_of[name], []).append(by_name.states.get(name, {}))
+    return [SavedParameters(by_name.groups[i], states) for i, states in states_of.items()]
 
 
 def _by_name(saved: Mapping[str, Any]) -> _ByName:
@@ -304,8 +378,47 @@ def _name_of(parameter: torch.Tensor, known: Names, saved_names: Collection[str]
 
 def _refuse_twice(names: Sequence[str]) -> None:
     if len({*names}) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"has several parameters of one name, in several modules beside it: {', '.join(twice)[:200]}")
+        twice = sorted(name for name, times in Counter(names).items() if times > 1)
+        raise ValueError(f"has several parameters of one name, as those of several modules: {', '.join(twice)[:200]}")
+
+
+def _names_of(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
+    """The names of the parameters of each group; None if not all have names."""
+    names = [[*group.get("param_names", ())] for group in groups]
+    return names if any(names) and [*map(len, names)] == _sizes(groups) else None
+
+
+def _saved_names(live: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
+    """The saved name of each live parameter: the same name, or the one that differs in words of wrappers alone.
+
+    Raises ValueError if there are parameters of one side alone.
+    """
+    _refuse_twice(live)
+    _refuse_twice(saved)
+    names = {name: name for name in {*live} & {*saved}}
+    others = by_bare_name({*saved} - names.keys())
+    for bare, same in by_bare_name({*live} - names.keys()).items():
+        if len(same) == len(others.get(bare, ())) == 1:
+            names[same[0]] = others[bare][0]
+    found = [
+        f"has parameters {where}: {', '.join(sorted(left))!s:.200}"
+        for where, left in (
+            ("that the checkpoint lacks", {*live} - names.keys()),
+            ("in the checkpoint that it lacks here", {*saved} - {*names.values()}),
+        )
+        if left
+    ]
+    if found:
+        raise ValueError(f"{', and '.join(found)}; give the optimizer the parameters that were saved, by their names")
+    return {name: names[name] for name in live}
+
+
+def _common(groups: Sequence[Mapping[str, Any]], live: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that all of some groups have in common, and the live ones for the others."""
+    settings = [_settings(group) for group in groups]
+    differing = {key for one in settings for key in one if any(key not in o or o[key] != one[key] for o in settings)}
+    merged = {key: value for one in settings for key, value in one.items() if key not in differing}
+    return {key: value for key, value in live.items() if key in differing or not groups} | merged
 
 
 def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
