@@ -9,17 +9,20 @@ background, the folder is written from it.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from ..around.torch_file import write_by_torch
 from ..around.wrap import wrap
+from ..errors import StateMismatchError
 from ..oneoff import load, snapshot
 from ..saving.handle import SaveHandle
 from ..staging.held_snapshot import HeldSnapshot
@@ -30,7 +33,7 @@ from .common.fsdp_files import kind_for, sharded_parts
 from .common.joint_errors import meet
 from .common.small_files import refuse_full, write_files, written_by
 from .common.step_guard import StepGuard
-from .common.training_archive import TrainingArchive, archive_in, path_beside
+from .common.training_archive import TrainingArchive, archive_in, num_items_in, path_beside
 from .dcp import restore
 
 if TYPE_CHECKING:  # whichever version is installed, if any
@@ -49,6 +52,12 @@ _USED: Final = (
     "_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "_save_model_state_pre_hook",
     "_load_model_state_pre_hook", "get_state_dict", "project_configuration", "step",
 )  # fmt: skip
+
+
+# What accelerate's small files begin with, and the names of the objects in the others.
+_FILES: Final = ("scheduler", "sampler", "scaler")
+_KINDS: Final = {"models": "model", "optimizers": "optimizer", "custom": "registered object"}
+_log = logging.getLogger("async_ckpt")
 
 
 class AsyncState:
@@ -246,7 +255,8 @@ class AsyncState:
         """Fill everything from a folder, or from the newest one of the project, whose number the next save follows.
 
         Every rank calls this. A folder of accelerate is left to `accelerator.load_state`, with these options. Raises
-        FileNotFoundError if there is no folder.
+        FileNotFoundError if there is no folder, and StateMismatchError, before anything is overwritten, if it lacks
+        something of what is prepared or registered, or has more registered objects.
         """
         self.wait()
         folder: Any = input_dir
@@ -258,16 +268,83 @@ class AsyncState:
         if archive is not None:
             self._load_archive(archive)
         else:
+            meet(lambda: self._compare(Path(folder), self._numbers_in(folder), os.listdir(folder)))
             self._accelerator.load_state(str(folder), **options)
+
+    def _numbers_in(self, folder: str | os.PathLike[str]) -> dict[str, int]:
+        """The numbers of objects in a folder of accelerate. Under FSDP2, models and optimizers have other names."""
+        names = os.listdir(folder)
+        numbers = {"custom": sum(re.fullmatch(r"custom_checkpoint_\d+\.pkl", name) is not None for name in names)}
+        if not self._is_sharded:
+            models = (re.fullmatch(r"(?:pytorch_)?model(_\d+)?\.(?:safetensors|bin)", name) for name in names)
+            numbers["models"] = len({found[1] for found in models if found})
+            numbers["optimizers"] = sum(re.fullmatch(r"optimizer(_\d+)?\.bin", name) is not None for name in names)
+        return numbers
+
+    def _compare(self, folder: Path, saved: Mapping[str, int], files: Iterable[str]) -> None:
+        """Refuse a checkpoint that lacks something of what is prepared, or has a registered object more, as accelerate
+        does after it has loaded the rest. Anything else that nothing is prepared for is logged, and left.
+
+        `saved` has the numbers of models, optimizers and registered objects.
+        """
+        accelerator = self._accelerator
+        live = {"custom": accelerator._custom_objects}
+        if not accelerator._load_model_state_pre_hook:  # which take what they load from these lists
+            live |= {"models": accelerator._models, "optimizers": accelerator._optimizers}
+        numbers = {name: (len(objects), saved[name]) for name, objects in live.items() if name in saved}
+        needed = self._files_to_load()
+        beside = {name for name in files if name.startswith(_FILES)} - needed
+        missing = [_object(name, i) for name, (here, there) in numbers.items() for i in range(there, here)]
+        unexpected = [_object("custom", i) for i in range(*numbers.get("custom", (0, 0)))]
+        missing += sorted(needed - {*files})
+        if missing or unexpected:
+            lines = [f"missing in the checkpoint: {name}" for name in missing]
+            lines += [f"unexpected in the checkpoint: {name}" for name in unexpected]
+            raise StateMismatchError(
+                f"{folder} does not have the objects that the Accelerator has; prepare and register those that were "
+                "saved; nothing was overwritten:\n  " + "\n  ".join(lines),
+                missing=tuple(missing),
+                unexpected=tuple(unexpected),
+            )
+        beside |= {_object(name, i) for name, (here, there) in numbers.items() for i in range(here, there)}
+        if beside:
+            _log.warning(
+                "async_ckpt: %s also has %s, which the Accelerator has not prepared; it is not loaded",
+                folder,
+                ", ".join(sorted(beside)),
+            )
+
+    def _files_to_load(self) -> set[str]:
+        """The names of the small files that accelerate needs for what is prepared now."""
+        from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
+
+        accelerator = self._accelerator
+        loaders = [
+            i
+            for i, loader in enumerate(accelerator._dataloaders)
+            if isinstance(loader.dataset, IterableDatasetShard)
+            and isinstance(loader.get_sampler(), SeedableRandomSampler)
+        ]
+        names = {_numbered("", "scheduler", i, "bin") for i in range(len(accelerator._schedulers))}
+        names |= {_numbered("", "sampler", i, "bin") for i in loaders}
+        return names if accelerator.scaler is None else {*names, "scaler.pt"}
 
     def _load_archive(self, archive: Path) -> None:
         accelerator = self._accelerator
         optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
         live = {"models": accelerator._models, "optimizers": optimizers, "custom": accelerator._custom_objects}
         live = {name: objects for name, objects in live.items() if objects}
-        restore(live, archive, select=tuple(live))
+        files: dict[str, bytes] = {}
+
+        def compare() -> None:
+            files.update(load(archive, select="files")["files"])
+            self._compare(archive.parent, num_items_in(archive), files)
+
+        meet(compare)
+        if live:
+            restore(live, archive, select=tuple(live))
         with tempfile.TemporaryDirectory() as folder:
-            write_files(load(archive, select="files")["files"], folder)
+            write_files(files, folder)
             for hook in accelerator._load_model_state_pre_hook.values():
                 hook([], folder)
             overrides = checkpointing.load_accelerator_state(
@@ -311,6 +388,10 @@ def _write_folder(parts: dict[str, Any], files: dict[str, bytes], archive: Train
         write_by_torch(state, Path(folder, f"custom_checkpoint_{number}.pkl"))
     if archive is not None:
         archive.take_into(folder)
+
+
+def _object(kind: str, number: int) -> str:
+    return f"{_KINDS[kind]} {number}"
 
 
 def _remove_retired_beside(folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,16 @@ from rank_worlds import Worlds
 
 pytest.importorskip("accelerate")
 
+from accelerate import Accelerator
+from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
+from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
-from accelerated import STEPS, Training
+from accelerate.utils import DataLoaderConfiguration
+from accelerated import STEPS, Counted, Training
+from torch.optim.lr_scheduler import StepLR
 
 import async_ckpt
+from async_ckpt import StateMismatchError
 from async_ckpt.around import wrap as wrapping
 from async_ckpt.integrations.accelerate import AsyncState
 from async_ckpt.integrations.common.training_archive import TrainingArchive
@@ -119,6 +126,82 @@ def test_a_loader_with_workers_is_no_hindrance(tmp_path, whole):
     training = Training(tmp_path, workers=1)
     with AsyncState(training.accelerator) as state:
         assert training.run(4, state.save_state) == whole[0][:4]
+
+
+# --- objects of one side alone ------------------------------------------------------------------------------------
+
+
+def prepared(**numbers: int) -> Any:
+    """An Accelerator with so many objects of each kind."""
+    kinds = {"models": 1, "optimizers": 1, "schedulers": 1, "samplers": 0, "registered": 1, "scalers": 1, **numbers}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    models = [torch.nn.Linear(2, 2) for _ in range(kinds["models"])]
+    weights = [torch.nn.Parameter(torch.randn(2)) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(weights) for _ in range(kinds["optimizers"])]
+    schedulers = [StepLR(torch.optim.SGD(weights), 1) for _ in range(kinds["schedulers"])]
+    accelerator.prepare(*models, *optimizers, *schedulers)
+    for _ in range(kinds["samplers"]):  # those of accelerate's own, of data that several processes share
+        shard = IterableDatasetShard(range(4), batch_size=1)
+        accelerator._dataloaders.append(SimpleNamespace(dataset=shard, get_sampler=sampler, set_sampler=lambda _: None))
+    for _ in range(kinds["registered"]):
+        accelerator.register_for_checkpointing(Counted())
+    if kinds["scalers"]:
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+    return accelerator
+
+
+def sampler() -> Any:
+    return SeedableRandomSampler(range(4), data_seed=0)
+
+
+ONE_SIDE = {
+    "a model": ({"models": 1}, {"models": 2}, "missing in the checkpoint: model 1"),
+    "an optimizer": ({"optimizers": 1}, {"optimizers": 2}, "missing in the checkpoint: optimizer 1"),
+    "all optimizers": ({"optimizers": 0}, {}, "missing in the checkpoint: optimizer 0"),
+    "a scheduler": ({}, {"schedulers": 2}, r"missing in the checkpoint: scheduler_1\.bin"),
+    "all schedulers": ({"schedulers": 0}, {}, r"missing in the checkpoint: scheduler\.bin"),
+    "a sampler": ({"samplers": 0}, {"samplers": 1}, r"missing in the checkpoint: sampler\.bin"),
+    "a scaler": ({"scalers": 0}, {}, r"missing in the checkpoint: scaler\.pt"),
+    "a registered object": ({}, {"registered": 2}, "missing in the checkpoint: registered object 1"),
+    "all registered objects": ({"registered": 0}, {}, "missing in the checkpoint: registered object 0"),
+    "a registered object more": ({"registered": 2}, {}, "unexpected in the checkpoint: registered object 1"),
+    "registered objects alone": ({}, {"registered": 0}, "unexpected in the checkpoint: registered object 0"),
+    "several": ({"registered": 0, "scalers": 0}, {}, "registered object 0\n  missing in the checkpoint: scaler"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", ONE_SIDE)
+def test_what_one_side_lacks_is_named_with_the_checkpoint_before_anything_is_overwritten(tmp_path, case, layout):
+    of, into, match = ONE_SIDE[case]
+    with AsyncState(prepared(**of), layout) as state:
+        state.save_state(tmp_path / "one")
+    accelerator = prepared(**into)
+    weights = [*accelerator._models[0].parameters(), *accelerator._optimizers[0].param_groups[0]["params"]]
+    before = [weight.detach().clone() for weight in weights]
+    with pytest.raises(StateMismatchError, match=match) as caught:
+        AsyncState(accelerator, layout).load_state(tmp_path / "one")
+    assert str(tmp_path / "one") in str(caught.value)
+    assert all(map(torch.equal, weights, before))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["optimizers", "schedulers", "samplers", "scalers"])
+def test_what_accelerate_leaves_in_a_checkpoint_is_left_with_a_word(tmp_path, caplog, kind, layout):
+    """Such as an optimizer, by a program that only evaluates."""
+    with AsyncState(prepared(samplers=1 if kind == "samplers" else 0), layout) as state:
+        state.save_state(tmp_path / "one")
+    AsyncState(prepared(**{kind: 0}), layout).load_state(tmp_path / "one")
+    assert f"{tmp_path / 'one'} also has {kind[:-1]}" in caplog.text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_that_is_prepared_is_loaded_without_a_word(tmp_path, caplog, layout):
+    with AsyncState(prepared(models=2, optimizers=2, registered=2), layout) as state:
+        state.save_state(tmp_path / "one")
+    AsyncState(prepared(models=2, optimizers=2, registered=2), layout).load_state(tmp_path / "one")
+    assert "also has" not in caplog.text
 
 
 # --- when a folder appears, and what is kept ----------------------------------------------------------------------

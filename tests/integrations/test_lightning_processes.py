@@ -320,7 +320,7 @@ def test_fsdp2_of_one_rank_goes_on_on_two(worlds, tmp_path):
 def test_fabric_saves_shards_and_loads_them_on_another_mesh(worlds, tmp_path):
     script = """
 import torch
-from async_ckpt import load
+from async_ckpt import StateMismatchError, load
 
 def parallelize(model, mesh):
     for layer in (model[0], model[2], model):
@@ -355,6 +355,16 @@ if here.size == 4:
     checkpoints.wait()
     here.tell([next_loss, [report.step for report in checkpoints.reports()]])
 else:
+    before = model.statistics.clone(), next(model.parameters()).to_local().clone()
+    for more in ({"optimizer 2": optimizer}, {"note": ""}):  # which the checkpoint lacks
+        try:
+            fabric.load(path, {**state, **more})
+        except (KeyError, StateMismatchError) as error:
+            assert f"{path} has no" in str(error), error
+        else:
+            raise AssertionError("was loaded")
+        assert torch.equal(model.statistics, before[0])
+        assert torch.equal(next(model.parameters()).to_local(), before[1])
     rest = fabric.load(path, state)
     here.tell([step(), state["step"], state["words"], rest, model.statistics.item()])
 """

@@ -23,7 +23,7 @@ from trainers import OURS, STEPS, Archives, At, Files, Kept, folders, losses, ti
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
 import async_ckpt
-from async_ckpt import CheckpointError, StorageFullError
+from async_ckpt import CheckpointError, StateMismatchError, StorageFullError
 from async_ckpt.errors import RunTakenError
 from async_ckpt.integrations.transformers import AsyncCheckpointing, make_async
 
@@ -604,13 +604,36 @@ def test_a_search_by_optuna_has_a_folder_of_each_trial(tmp_path):
     assert [folders(tmp_path / f"run-{number}") for number in range(2)] == [[saved(4)]] * 2
 
 
+def scaler(scale: float) -> torch.amp.GradScaler:
+    made = torch.amp.GradScaler("cpu", init_scale=scale)
+    made._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    return made
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_the_scaler_of_fp16_is_not_lost_by_a_training_without_one(tmp_path, kind):
+    trainer = trainer_of(kind, tmp_path, max_steps=2)
+    trainer.accelerator.scaler = scaler(1024.0)
+    trainer.train()
+    again = trainer_of(kind, tmp_path, max_steps=4)
+    before = [weight.detach().clone() for weight in again.model.parameters()]
+    with pytest.raises(StateMismatchError, match=saved(2) + ".* has the state of a GradScaler"):
+        again.train(resume_from_checkpoint=True)
+    assert all(map(torch.equal, again.model.parameters(), before))
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_scaler_that_was_not_saved_begins_anew(tmp_path, kind):
+    """As with the plain Trainer."""
+    trainer_of(kind, tmp_path, max_steps=2).train()
+    again = trainer_of(kind, tmp_path, max_steps=4)
+    again.accelerator.scaler = scaler(1024.0)
+    again._load_scaler(str(tmp_path / saved(2)))
+    assert again.accelerator.scaler.get_scale() == 1024.0
+
+
 @pytest.mark.parametrize("kind", OURS)
 def test_the_scaler_of_fp16_is_saved_and_loaded(tmp_path, kind):
-    def scaler(scale: float) -> torch.amp.GradScaler:
-        made = torch.amp.GradScaler("cpu", init_scale=scale)
-        made._lazy_init_scale_growth_tracker(torch.device("cpu"))
-        return made
-
     trainer = trainer_of(kind, tmp_path, max_steps=2)
     trainer.accelerator.scaler = scaler(1024.0)
     trainer.train()

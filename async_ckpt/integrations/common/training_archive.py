@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence, Sized
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from ...loading.archives.contents import Part
+from ...loading.archives.find import from_path
 from ...oneoff import save
 from ...storage.disk import translated
 
@@ -85,6 +88,19 @@ def url_beside(folder: str) -> str:
 def path_beside(folder: Path) -> Path:
     """The path at which the archive for a folder is written."""
     return folder.with_name(f".{folder.name}.{_NAME}")
+
+
+def num_items_in(archive: Path) -> dict[str, int]:
+    """The number of items of each container at the top of an archive's state. Nothing but the structure is read.
+
+    Raises what `load` raises.
+    """
+
+    def count(parts: Sequence[Part]) -> dict[str, int]:
+        tree, _ = parts[0].archive.tree()
+        return {name: len(items) for name, items in tree.items() if isinstance(items, Sized)}
+
+    return from_path(archive, count, verify=True)
 
 
 def archive_in(folder: str | os.PathLike[str] | None) -> Path | None:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from ...errors import StateMismatchError
 from ...state.plain import method_of
 from ...state.state_dict_cache import StateDictCache
+from ..common.training_archive import num_items_in
 from ..dcp import TarStorageReader
 from .background_saves import BackgroundSaves
 from .checkpoint_paths import REST, archives_in, saved_world_size
@@ -97,6 +99,7 @@ class TrainerShards(StrategyShards):
         if (archives := archives_in(path)) is None:
             return self.plain.load_checkpoint(path, **options)
         optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(strategy.optimizers)}
+        _refuse_missing(path, archives, {"state_dict", *optimizers})
         _fill(archives, "state_dict", strategy.model, optimizers, strict=strategy.lightning_module.strict_loading)
         # Lightning says in the options what it trusts.
         return torch.load(path / REST, map_location="cpu", **options)  # nosec B614
@@ -140,13 +143,14 @@ class FabricShards(StrategyShards):
             return self.plain.load_checkpoint(path, state, strict, **options)
         models = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
         optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
-        for key, value in models.items():
-            _fill(archives, key, value, optimizers if value is model else {}, strict=strict)
         # Lightning says in the options what it trusts.
         rest = torch.load(path / REST, map_location="cpu", **options)  # nosec B614
         wanted = state.keys() - models.keys() - optimizers.keys()
         if strict and (missing := sorted(wanted - rest.keys())):
             raise KeyError(f"{path} has no {missing[0]!r}; leave it out of the state, or pass strict=False")
+        _refuse_missing(path, archives, {*models, *optimizers})
+        for key, value in models.items():
+            _fill(archives, key, value, optimizers if value is model else {}, strict=strict)
         state.update({key: rest.pop(key) for key in wanted if key in rest})
         return rest
 
@@ -169,6 +173,16 @@ def _state_dicts() -> ModuleType:
     return import_module("torch.distributed.checkpoint.state_dict")
 
 
+def _refuse_missing(path: Path, archives: Path, names: set[str]) -> None:
+    """Refuse a checkpoint without one of these models and optimizers, before any of them is filled."""
+    if missing := sorted(names - num_items_in(archives).keys()):
+        raise StateMismatchError(
+            f"{path} has no {' and no '.join(missing)}; load it into the models and optimizers that were saved; nothing "
+            "was overwritten",
+            missing=tuple(missing),
+        )
+
+
 def _fill(archives: Path, key: str, model: Any, optimizers: Mapping[str, Any], *, strict: bool) -> None:
     """Fill a model, and its optimizers, from the archives of all ranks. Every rank calls it."""
     dcp, torch_ = import_module("torch.distributed.checkpoint"), _state_dicts()
@@ -177,9 +191,8 @@ def _fill(archives: Path, key: str, model: Any, optimizers: Mapping[str, Any], *
     from_ranks = None if is_same_world else {key: 0, **dict.fromkeys(optimizers, 0)}
     reader = TarStorageReader(archives, from_ranks=from_ranks)
     weights = torch_.get_model_state_dict(model)
-    dcp.load({key: weights}, storage_reader=reader)
+    states = {name: torch_.get_optimizer_state_dict(model, optimizer) for name, optimizer in optimizers.items()}
+    dcp.load({key: weights, **states}, storage_reader=reader)  # at once: it fills nothing if a name is missing
     torch_.set_model_state_dict(model, weights, options=torch_.StateDictOptions(strict=strict))
     for name, optimizer in optimizers.items():
-        state = torch_.get_optimizer_state_dict(model, optimizer)
-        dcp.load({name: state}, storage_reader=reader)
-        torch_.set_optimizer_state_dict(model, optimizer, state)
+        torch_.set_optimizer_state_dict(model, optimizer, states[name])

@@ -10,16 +10,18 @@ background, the trainer's own methods write the folder from that snapshot.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ...errors import StateMismatchError
 from ...files import local_read_dir, local_work_dir
 from ...oneoff import load, snapshot
 from ...spans import monotonic
@@ -29,9 +31,9 @@ from ..common.joint_errors import meet
 from ..common.run_folders import LocalRun, StoredRun, is_url
 from ..common.small_files import write_files, written_by
 from ..common.step_guard import StepGuard
-from ..common.training_archive import archive_in
+from ..common.training_archive import archive_in, num_items_in
 from ..dcp import restore
-from .trainer_parts import parts_of, peft_config_of, written_weights
+from .trainer_parts import FILES, parts_of, peft_config_of, written_weights
 from .trainer_save import STATE, TrainerSave
 
 if TYPE_CHECKING:  # whichever version is installed, if any
@@ -47,6 +49,7 @@ else:
 
 Layout = Literal["transformers", "archive"]
 
+_log = logging.getLogger("async_ckpt")
 _OLDEST, _NEWEST = "4.57", "5.23"
 _PREFIX: Final = "checkpoint"
 # The mark that the trainer puts into the folder of a checkpoint on SIGTERM, before it has it written.
@@ -384,8 +387,22 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         self.state.best_model_checkpoint = best
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self._refuse_scaler(resume_from_checkpoint)
         if not self._restore_model(archive_in(resume_from_checkpoint), self.model if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _refuse_scaler(self, checkpoint: str) -> None:
+        """Refuse the state of a scaler that this training does not have, before the model is filled. The Trainer raises
+        AttributeError for it afterwards.
+        """
+        if getattr(self.accelerator, "scaler", None) is None and (
+            os.path.isfile(os.path.join(checkpoint, FILES["scaler"])) or "scaler" in _parts_in(archive_in(checkpoint))
+        ):
+            raise StateMismatchError(
+                f"{checkpoint} has the state of a GradScaler, and this training, which has none, would lose it; train in "
+                "the precision that was saved, or remove the state from the checkpoint; nothing was overwritten",
+                unexpected=("scaler",),
+            )
 
     def _restore_model(self, archive: Path | None, model: Any) -> bool:
         """Fill the model from an archive; False if that has none."""
@@ -402,14 +419,24 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             return
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         live = {"optimizer": optimizer, "scheduler": self.lr_scheduler}
-        restore(live, archive, select=tuple(live))
+        if lacking := live.keys() - _parts_in(archive):  # of `save_only_model`; the Trainer goes on, too
+            self._tell_of_lacking(checkpoint, lacking)
+        else:
+            restore(live, archive, select=tuple(live))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         archive, scaler = archive_in(checkpoint), getattr(self.accelerator, "scaler", None)
         if archive is None:
             super()._load_scaler(checkpoint)
-        elif scaler is not None:
+        elif scaler is not None and "scaler" in _parts_in(archive):
             restore({"scaler": scaler}, archive, select="scaler")
+        elif scaler is not None:
+            self._tell_of_lacking(checkpoint, {"scaler"})
+
+    def _tell_of_lacking(self, checkpoint: str | None, parts: Iterable[str]) -> None:
+        _log.warning(
+            "async_ckpt: %s has no %s; training goes on with new ones", checkpoint, " and no ".join(sorted(parts))
+        )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         archive = archive_in(checkpoint)
@@ -419,6 +446,11 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         with tempfile.TemporaryDirectory() as folder:
             write_files(load(archive, select="rng")["rng"], folder)
             super()._load_rng_state(folder)
+
+
+def _parts_in(archive: Path | None) -> set[str]:
+    """The names of the parts in an archive; none without one."""
+    return set() if archive is None else {*num_items_in(archive)}
 
 
 class _AtEnd(TrainerCallback):  # type: ignore[misc]
