@@ -38,12 +38,13 @@ from .dcp import restore
 
 if TYPE_CHECKING:  # whichever version is installed, if any
     checkpointing: Any
+    data_loader: Any
     utils: Any
 else:
     try:
-        from accelerate import checkpointing, utils
+        from accelerate import checkpointing, data_loader, utils
     except ImportError:  # said by `require`, when a state is made
-        checkpointing = utils = None
+        checkpointing = data_loader = utils = None
 
 Layout = Literal["archive", "accelerate"]
 
@@ -316,14 +317,12 @@ class AsyncState:
 
     def _files_to_load(self) -> set[str]:
         """The names of the small files that accelerate needs for what is prepared now."""
-        from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
-
         accelerator = self._accelerator
         loaders = [
             i
             for i, loader in enumerate(accelerator._dataloaders)
-            if isinstance(loader.dataset, IterableDatasetShard)
-            and isinstance(loader.get_sampler(), SeedableRandomSampler)
+            if isinstance(loader.dataset, data_loader.IterableDatasetShard)
+            and isinstance(loader.get_sampler(), data_loader.SeedableRandomSampler)
         ]
         names = {_numbered("", "scheduler", i, "bin") for i in range(len(accelerator._schedulers))}
         names |= {_numbered("", "sampler", i, "bin") for i in loaders}

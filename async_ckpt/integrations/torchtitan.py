@@ -256,6 +256,8 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
     ) -> None:
         """Fill these states by a function that restores, and one that loads. With `is_flat`, weights lie at the top."""
         own = {name: state for name, state in states.items() if name in _OF_EACH_RANK}
+        # First, so that nothing is filled if they are missing.
+        values = _values_of_this_rank(own, restore_from, load_from) if own else {}
         live = {name: state for name, state in states.items() if name not in own}
         weights = self._model.state_dict() if live.pop(_base.MODEL, None) is not None else None
         if weights is not None:
@@ -263,10 +265,8 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         restore_from(live)
         if weights is not None:
             self._model.load_state_dict(weights)  # for names that the model has not as tensors of its own
-        if own:
-            values = _values_of_this_rank(own, restore_from, load_from)
-            for name, state in own.items():
-                state.load_state_dict(values[name])
+        for name, state in own.items():
+            state.load_state_dict(values[name])
 
     def _load_hf(self, path: str | None) -> None:
         """Fill the model from a folder of Hugging Face, as the adapter reads it."""

@@ -19,6 +19,7 @@ from ...loading.archives.contents import Part
 from ...loading.archives.find import from_path
 from ...oneoff import save
 from ...storage.disk import translated
+from ...storage.place import Anywhere
 
 # The name of the archive in the folder: of a file, or of a folder if several ranks have written it.
 _NAME: Final = "training.tar"
@@ -90,7 +91,7 @@ def path_beside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.{_NAME}")
 
 
-def num_items_in(archive: Path) -> dict[str, int]:
+def num_items_in(archive: Anywhere) -> dict[str, int]:
     """The number of items of each container at the top of an archive's state. Nothing but the structure is read.
 
     Raises what `load` raises.

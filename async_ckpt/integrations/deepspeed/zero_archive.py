@@ -16,8 +16,11 @@ from typing import Any, Final
 
 import torch
 
+from ...errors import StateMismatchError
+from ...loading.live.optimizer_forms import another_kind
 from ...oneoff import load
 from ...slicing.sharded import Slicer
+from ...state.optimizers import classes_of
 from ...storage.place import Place
 from ..dcp import restore
 from .zero_guard import innermost
@@ -96,6 +99,7 @@ def rest_of(engine: Any, client_state: Mapping[str, Any]) -> bytes:
         "optimizer": {name: getattr(optimizer, name) for name in _OF_OPTIMIZER if hasattr(optimizer, name)},
         "param_groups": [{key: value for key, value in g.items() if key != "params"} for g in inner.param_groups],
         "state": {key: value for key, value in inner.state[flats[0]].items() if not _is_like(value, flats[0])},
+        "classes": classes_of(inner),
         "keys": [key for key, value in inner.state[flats[0]].items() if _is_like(value, flats[0])],
     }
     file = io.BytesIO()
@@ -110,6 +114,7 @@ def fill(engine: Any, archive: Place, saved_world_size: int, *, optimizer: bool,
     # The pickle is our own, as those are which DeepSpeed loads.
     pickled = io.BytesIO(load(archive, select=RESTS)[RESTS][number])
     rest = torch.load(pickled, map_location="cpu", weights_only=False)  # nosec B614
+    _compare(engine, archive, rest, optimizer=optimizer and not only, scheduler=scheduler and not only)
     with _Partitioned(engine.optimizer):
         inner, flats = innermost(engine.optimizer), _flats(engine)
         assert inner is not None
@@ -135,6 +140,25 @@ def fill(engine: Any, archive: Place, saved_world_size: int, *, optimizer: bool,
         if scheduler and engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(rest["lr_scheduler"])
     return rest["client_state"]
+
+
+def _compare(engine: Any, archive: Place, rest: Mapping[str, Any], *, optimizer: bool, scheduler: bool) -> None:
+    """Refuse a checkpoint without a scheduler, which DeepSpeed finds when all else is loaded, and the state of another
+    kind of optimizer.
+    """
+    if scheduler and engine.lr_scheduler is not None and rest["lr_scheduler"] is None:
+        raise StateMismatchError(
+            f"{archive.shown} has no lr_scheduler; load it with load_lr_scheduler_states=False; nothing was overwritten",
+            missing=("lr_scheduler",),
+        )
+    inner = innermost(engine.optimizer)
+    keys = dict.fromkeys([*rest["keys"], *rest["state"]])
+    groups = [{**group, "params": [number]} for number, group in enumerate(rest["param_groups"])]
+    saved = {"state": dict.fromkeys(range(len(groups)), keys), "param_groups": groups}
+    if optimizer and inner is not None and (why := another_kind(inner, saved, dict, rest.get("classes", ()))):
+        raise StateMismatchError(
+            f"{archive.shown} does not fit the engine; nothing was overwritten:\n  optimizer {why}", mismatched=(why,)
+        )
 
 
 class _Partitioned:

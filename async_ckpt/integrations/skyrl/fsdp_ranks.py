@@ -27,6 +27,7 @@ from ...storage.url import StrPath as Where
 from ...storage.url import text_of
 from ..common.joint_errors import meet
 from ..common.step_guard import StepGuard
+from ..common.training_archive import num_items_in
 
 # The folder of our archives in a checkpoint's folder.
 _ARCHIVES: Final = "async_ckpt"
@@ -110,7 +111,7 @@ class FSDPCheckpoints:
 
         The generators of each rank are restored only on as many ranks as have saved them; on other numbers they stay
         as they are. If `client_state` differs between ranks, each gets its own; on another number of ranks that
-        raises StateMismatchError. An earlier save that is under way is waited for; if it fails, that is a warning
+        raises StateMismatchError, and so does a checkpoint without one of the objects. An earlier save that is under way is waited for; if it fails, that is a warning
         here, and `finalize_pending_saves` raises its error. Raises NotCommittedError for a folder with neither our
         archives nor, if the next base class has this method, SkyRL's files.
         """
@@ -138,6 +139,11 @@ class FSDPCheckpoints:
             )
             if extra["world_size"] != world_size:
                 del parts["rng"]
+            if missing := sorted(parts.keys() - num_items_in(archives).keys()):  # whatever is strict of the model
+                raise StateMismatchError(
+                    f"{archives} has no {' and no '.join(missing)}; leave it out of the call; nothing was overwritten",
+                    missing=tuple(missing),
+                )
             ckpt.restore(parts, step, strict=load_module_strict)
         return ckpt_dir, {**extra, "rank": rank, "fsdp_strategy": getattr(self, "fsdp_strategy", None)}
 
