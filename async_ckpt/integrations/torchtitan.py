@@ -30,6 +30,7 @@ from ..storage.place import storage_at
 from .common.frameworks import require, require_names
 from .common.joint_errors import meet
 from .common.step_guard import StepGuard
+from .common.training_archive import refuse_missing
 from .dcp import restore
 
 _torchtitan: Final = require("torchtitan", oldest="0.3", newest="0.3")
@@ -195,7 +196,10 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         if is_own:
             try:
                 self._fill(
-                    states, partial(self.checkpointer.restore, step=newest), partial(self.checkpointer.load, newest)
+                    path,
+                    states,
+                    partial(self.checkpointer.restore, step=newest),
+                    partial(self.checkpointer.load, newest),
                 )
             except StateMismatchError as error:
                 _explain(error, newest)
@@ -244,19 +248,22 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         """Fill these states from a checkpoint that this manager or torchtitan's own has written."""
         of_torchtitan = storage_at(path).exists(OF_DCP)
         restore_from = partial(_restore_known if of_torchtitan else restore, path=path)
-        self._fill(states, restore_from, partial(load, path), is_flat=of_torchtitan)
+        self._fill(path, states, restore_from, partial(load, path), is_flat=of_torchtitan)
 
     def _fill(
         self,
+        path: str,
         states: dict[str, Any],
         restore_from: Callable[[dict[str, Any]], object],
         load_from: Callable[..., Any],
         *,
         is_flat: bool = False,
     ) -> None:
-        """Fill these states by a function that restores, and one that loads. With `is_flat`, weights lie at the top."""
+        """Fill these states from a path by a function that restores, and one that loads. With `is_flat`, weights lie at
+        the top.
+        """
+        refuse_missing(path, [name for name in states if not (is_flat and name == _base.MODEL)])
         own = {name: state for name, state in states.items() if name in _OF_EACH_RANK}
-        # First, so that nothing is filled if they are missing.
         values = _values_of_this_rank(own, restore_from, load_from) if own else {}
         live = {name: state for name, state in states.items() if name not in own}
         weights = self._model.state_dict() if live.pop(_base.MODEL, None) is not None else None

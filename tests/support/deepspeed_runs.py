@@ -25,14 +25,24 @@ logger.setLevel("ERROR")
 class Training:
     """Trains by an engine. Its own part of the losses is `losses`, by step."""
 
-    def __init__(self, stage: int, layout: str | None, *, width: int = 600, batch: int = 4, **config: Any) -> None:
+    def __init__(
+        self,
+        stage: int,
+        layout: str | None,
+        *,
+        width: int = 600,
+        batch: int = 4,
+        kind: Any = torch.optim.AdamW,
+        has_scheduler: bool = True,
+        **config: Any,
+    ) -> None:
         """Without a `layout`, by plain DeepSpeed. One weight is larger than what is copied at once."""
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, width),
                                     torch.nn.Tanh(), torch.nn.Linear(width, 1))  # fmt: skip
         model.register_buffer("count", torch.zeros(1))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+        optimizer = kind(model.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9) if has_scheduler else None
         self.batch = batch
         self.engine, *_ = deepspeed.initialize(
             model=model,

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence, Sized
+from collections.abc import Collection, Sequence, Sized
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from ...errors import StateMismatchError
 from ...loading.archives.contents import Part
 from ...loading.archives.find import from_path
 from ...oneoff import save
 from ...storage.disk import translated
-from ...storage.place import Anywhere
+from ...storage.place import Anywhere, place_of
 
 # The name of the archive in the folder: of a file, or of a folder if several ranks have written it.
 _NAME: Final = "training.tar"
@@ -102,6 +103,34 @@ def num_items_in(archive: Anywhere) -> dict[str, int]:
         return {name: len(items) for name, items in tree.items() if isinstance(items, Sized)}
 
     return from_path(archive, count, verify=True)
+
+
+def missing_in(checkpoint: Anywhere, names: Collection[str]) -> list[str]:
+    """The names that the state of a checkpoint, a dict, does not have. Nothing but the structure is read.
+
+    Raises what `load` raises.
+    """
+
+    def lacking(parts: Sequence[Part]) -> list[str]:
+        return sorted({*names}.difference(*(part.archive.entries() or () for part in parts)))
+
+    def look(parts: Sequence[Part]) -> list[str]:
+        missing = lacking(parts)
+        while missing and any(part.archive.learn_names() for part in parts):  # of archives of other ranks
+            missing = lacking(parts)
+        return missing
+
+    return from_path(checkpoint, look, verify=True)
+
+
+def refuse_missing(checkpoint: Anywhere, names: Collection[str]) -> None:
+    """Raise StateMismatchError if the state of a checkpoint lacks one of these names, before anything is filled."""
+    if missing := missing_in(checkpoint, names):
+        lines = "\n  ".join(f"missing in the checkpoint: {name}" for name in missing)
+        raise StateMismatchError(
+            f"{place_of(checkpoint).shown} does not fit the live state; nothing was overwritten:\n  {lines}",
+            missing=tuple(missing),
+        )
 
 
 def archive_in(folder: str | os.PathLike[str] | None) -> Path | None:

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from ...errors import StateMismatchError
 from ...state.plain import method_of
 from ...state.state_dict_cache import StateDictCache
-from ..common.training_archive import num_items_in
+from ..common.training_archive import refuse_missing
 from ..dcp import TarStorageReader
 from .background_saves import BackgroundSaves
 from .checkpoint_paths import REST, archives_in, saved_world_size
@@ -99,7 +98,7 @@ class TrainerShards(StrategyShards):
         if (archives := archives_in(path)) is None:
             return self.plain.load_checkpoint(path, **options)
         optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(strategy.optimizers)}
-        _refuse_missing(path, archives, {"state_dict", *optimizers})
+        refuse_missing(archives, {"state_dict", *optimizers})
         _fill(archives, "state_dict", strategy.model, optimizers, strict=strategy.lightning_module.strict_loading)
         # Lightning says in the options what it trusts.
         return torch.load(path / REST, map_location="cpu", **options)  # nosec B614
@@ -148,7 +147,7 @@ class FabricShards(StrategyShards):
         wanted = state.keys() - models.keys() - optimizers.keys()
         if strict and (missing := sorted(wanted - rest.keys())):
             raise KeyError(f"{path} has no {missing[0]!r}; leave it out of the state, or pass strict=False")
-        _refuse_missing(path, archives, {*models, *optimizers})
+        refuse_missing(archives, {*models, *optimizers})
         for key, value in models.items():
             _fill(archives, key, value, optimizers if value is model else {}, strict=strict)
         state.update({key: rest.pop(key) for key in wanted if key in rest})
@@ -171,16 +170,6 @@ def _sharded_model(state: Mapping[str, Any]) -> torch.nn.Module | None:
 
 def _state_dicts() -> ModuleType:
     return import_module("torch.distributed.checkpoint.state_dict")
-
-
-def _refuse_missing(path: Path, archives: Path, names: set[str]) -> None:
-    """Refuse a checkpoint without one of these models and optimizers, before any of them is filled."""
-    if missing := sorted(names - num_items_in(archives).keys()):
-        raise StateMismatchError(
-            f"{path} has no {' and no '.join(missing)}; load it into the models and optimizers that were saved; nothing "
-            "was overwritten",
-            missing=tuple(missing),
-        )
 
 
 def _fill(archives: Path, key: str, model: Any, optimizers: Mapping[str, Any], *, strict: bool) -> None:

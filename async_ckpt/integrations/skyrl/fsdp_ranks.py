@@ -27,7 +27,7 @@ from ...storage.url import StrPath as Where
 from ...storage.url import text_of
 from ..common.joint_errors import meet
 from ..common.step_guard import StepGuard
-from ..common.training_archive import num_items_in
+from ..common.training_archive import refuse_missing
 
 # The folder of our archives in a checkpoint's folder.
 _ARCHIVES: Final = "async_ckpt"
@@ -139,11 +139,7 @@ class FSDPCheckpoints:
             )
             if extra["world_size"] != world_size:
                 del parts["rng"]
-            if missing := sorted(parts.keys() - num_items_in(archives).keys()):  # whatever is strict of the model
-                raise StateMismatchError(
-                    f"{archives} has no {' and no '.join(missing)}; leave it out of the call; nothing was overwritten",
-                    missing=tuple(missing),
-                )
+            refuse_missing(archives, parts)  # `strict` is about the names of parameters
             ckpt.restore(parts, step, strict=load_module_strict)
         return ckpt_dir, {**extra, "rank": rank, "fsdp_strategy": getattr(self, "fsdp_strategy", None)}
 

@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from ..common.joint_errors import meet
 from ..common.run_folders import LocalRun, StoredRun, is_url
 from ..common.small_files import write_files, written_by
 from ..common.step_guard import StepGuard
-from ..common.training_archive import archive_in, num_items_in
+from ..common.training_archive import archive_in, missing_in
 from ..dcp import restore
 from .trainer_parts import FILES, parts_of, peft_config_of, written_weights
 from .trainer_save import STATE, TrainerSave
@@ -396,7 +396,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         AttributeError for it afterwards.
         """
         if getattr(self.accelerator, "scaler", None) is None and (
-            os.path.isfile(os.path.join(checkpoint, FILES["scaler"])) or "scaler" in _parts_in(archive_in(checkpoint))
+            os.path.isfile(os.path.join(checkpoint, FILES["scaler"]))
+            or ((archive := archive_in(checkpoint)) is not None and not missing_in(archive, ["scaler"]))
         ):
             raise StateMismatchError(
                 f"{checkpoint} has the state of a GradScaler, and this training, which has none, would lose it; train in "
@@ -419,7 +420,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
             return
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         live = {"optimizer": optimizer, "scheduler": self.lr_scheduler}
-        if lacking := live.keys() - _parts_in(archive):  # of `save_only_model`; the Trainer goes on, too
+        if lacking := missing_in(archive, live):  # of `save_only_model`; the Trainer goes on, too
             self._tell_of_lacking(checkpoint, lacking)
         else:
             restore(live, archive, select=tuple(live))
@@ -428,15 +429,13 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         archive, scaler = archive_in(checkpoint), getattr(self.accelerator, "scaler", None)
         if archive is None:
             super()._load_scaler(checkpoint)
-        elif scaler is not None and "scaler" in _parts_in(archive):
+        elif scaler is not None and not missing_in(archive, ["scaler"]):
             restore({"scaler": scaler}, archive, select="scaler")
         elif scaler is not None:
-            self._tell_of_lacking(checkpoint, {"scaler"})
+            self._tell_of_lacking(checkpoint, ["scaler"])
 
-    def _tell_of_lacking(self, checkpoint: str | None, parts: Iterable[str]) -> None:
-        _log.warning(
-            "async_ckpt: %s has no %s; training goes on with new ones", checkpoint, " and no ".join(sorted(parts))
-        )
+    def _tell_of_lacking(self, checkpoint: str | None, parts: list[str]) -> None:
+        _log.warning("async_ckpt: %s has no %s; training goes on with new ones", checkpoint, " and no ".join(parts))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         archive = archive_in(checkpoint)
@@ -446,11 +445,6 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         with tempfile.TemporaryDirectory() as folder:
             write_files(load(archive, select="rng")["rng"], folder)
             super()._load_rng_state(folder)
-
-
-def _parts_in(archive: Path | None) -> set[str]:
-    """The names of the parts in an archive; none without one."""
-    return set() if archive is None else {*num_items_in(archive)}
 
 
 class _AtEnd(TrainerCallback):  # type: ignore[misc]

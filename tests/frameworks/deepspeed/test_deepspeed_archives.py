@@ -65,6 +65,36 @@ def test_a_part_of_an_archive_is_loaded_as_of_the_files_of_deepspeed(worlds, tmp
         assert [ours[0] for _, ours in end.told] == [4, 0, 4]
 
 
+_UNLIKE = """
+import contextlib, io
+from deepspeed_runs import *
+from async_ckpt import StateMismatchError
+training = Training(2, "archive", width=8, has_scheduler=False)
+training.train(2, {folder!r})
+training.checkpoints.wait()
+for options in ({{}}, {{"has_scheduler": False, "kind": torch.optim.RAdam}}):
+    live = Training(2, "archive", width=8, **options)
+    before = [weight.detach().clone() for weight in live.engine.module.parameters()]
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            live.engine.load_checkpoint({folder!r})
+        except StateMismatchError as error:
+            here.tell(str(error))
+    assert all(map(torch.equal, live.engine.module.parameters(), before))
+    assert live.step == 0
+"""
+
+
+def test_what_an_archive_lacks_and_the_state_of_another_optimizer_are_refused_before_anything_is_filled(
+    worlds, tmp_path
+):
+    for end in worlds.run(2, _UNLIKE.format(folder=str(tmp_path / "run"))):
+        scheduler, kind = end.told
+        assert "has no lr_scheduler" in scheduler
+        assert "another kind of optimizer" in kind
+        assert all(str(tmp_path / "run" / "global_step2") in message for message in end.told)
+
+
 _URL = """
 from deepspeed_runs import *
 training = Training(2, "archive")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -148,6 +149,21 @@ def test_states_may_be_excluded_from_loading(tmp_path):
     assert live.lr_schedulers.state_dict() == fresh
     with pytest.raises(ValueError, match="exclude_from_loading has 'data'"):
         Trainer(tmp_path, exclude_from_loading=["data"])
+
+
+@pytest.mark.parametrize("name", ["dataloader", "train_state", "lr_scheduler", "optimizer"])
+def test_what_a_checkpoint_lacks_is_named_before_the_model_is_filled(tmp_path, name):
+    Trainer(tmp_path).train(2)
+    state = async_ckpt.load(tmp_path / "checkpoint" / "step-2")
+    del state[name]
+    async_ckpt.save(state, tmp_path / "part.tar").result()
+    live = Trainer(
+        tmp_path / "live", seed=5, initial_load_path=str(tmp_path / "part.tar"), initial_load_model_only=False
+    )
+    before = copy.deepcopy([part.state_dict() for part in live.parts])
+    with pytest.raises(StateMismatchError, match=rf"part\.tar[^\n]*\n  missing in the checkpoint: {name}"):
+        live.load()
+    assert difference([part.state_dict() for part in live.parts], before) is None
 
 
 def test_the_last_step_may_have_the_model_alone_in_another_dtype(tmp_path):
