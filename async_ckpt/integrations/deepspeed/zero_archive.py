@@ -148,7 +148,7 @@ def _compare(engine: Any, archive: Place, rest: Mapping[str, Any], *, optimizer:
     """
     if scheduler and engine.lr_scheduler is not None and rest["lr_scheduler"] is None:
         raise StateMismatchError(
-            f"{archive.shown} has no lr_scheduler; load it with load_lr_scheduler_states=False; nothing was overwritten",
+            f"{archive.shown} has no lr_scheduler; pass load_lr_scheduler_states=False; nothing was overwritten",
             missing=("lr_scheduler",),
         )
     inner = innermost(engine.optimizer)
