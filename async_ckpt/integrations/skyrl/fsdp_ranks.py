@@ -112,8 +112,9 @@ class FSDPCheckpoints:
         The generators of each rank are restored only on as many ranks as have saved them; on other numbers they stay
         as they are. If `client_state` differs between ranks, each gets its own; on another number of ranks that
         raises StateMismatchError, and so does a checkpoint without one of the objects. An earlier save that is under
-        way is waited for; if it fails, that is a warning here, and `finalize_pending_saves` raises its error. Raises NotCommittedError for a folder with neither our
-        archives nor, if the next base class has this method, SkyRL's files.
+        way is waited for; if it fails, that is a warning here, and `finalize_pending_saves` raises its error. Raises
+        NotCommittedError for a folder with neither our archives nor, if the next base class has this method, SkyRL's
+        files.
         """
         self._finish_own_save()
         archives = _archives_in(ckpt_dir)
