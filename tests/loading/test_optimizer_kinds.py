@@ -489,6 +489,45 @@ def test_parameters_of_one_side_alone_are_named(tmp_path: Path, case: str):
         assert difference([on.state_dict(), into.state_dict()], before) is None
 
 
+@pytest.mark.parametrize("way", ["in place", "by its own load_state_dict"])
+@pytest.mark.parametrize("is_flat", [False, True], ids=["nested", "flat"])
+def test_a_state_by_names_goes_to_them_in_other_groups_too(tmp_path: Path, is_flat: bool, way: str):
+    model, live = layers(), layers(1)
+    before = named(TWO, model)
+    other = named([(NAMES[:3], {"weight_decay": 0.7}), (NAMES[3:], {"weight_decay": 0.2})], live)
+    if way != "in place":
+        other.register_load_state_dict_post_hook(lambda _: None)
+    before.param_groups[0]["lr"] = before.param_groups[1]["lr"] = 0.05
+    go_on(model, before)
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    state = {"model": model, "optimizer": get_optimizer_state_dict(model, before, options=options)}
+    async_ckpt.save(state, tmp_path / "x.tar").result()
+    restore({"model": live, "optimizer": other}, tmp_path / "x.tar")
+    assert [(group["lr"], group["weight_decay"]) for group in other.param_groups] == [(0.05, 0.7), (0.05, 0.2)]
+    states = [{name: one.state[p] for name, p in m.named_parameters()} for m, one in ((model, before), (live, other))]
+    assert difference(*states) is None
+    go_on(live, other)
+
+
+def test_a_hook_of_the_user_gets_the_state_as_it_was_saved(tmp_path: Path):
+    """Also of another kind and order: it makes of it what the optimizer loads."""
+    model, live = layers(), layers(1)
+    before, other = named([(NAMES, {})], model, torch.optim.RAdam), named([(NAMES[::-1], {})], live)
+    go_on(model, before)
+    seen = []
+
+    def adapt(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        seen.append([group["param_names"] for group in state["param_groups"]])
+        return {**state, "state": {len(NAMES) - 1 - number: one for number, one in state["state"].items()}}
+
+    other.register_load_state_dict_pre_hook(adapt)
+    async_ckpt.save({"optimizer": before}, tmp_path / "x.tar").result()
+    restore({"optimizer": other}, tmp_path / "x.tar")
+    assert seen == [[NAMES]]
+    exp_avg = [optimizer.state[m[0].weight]["exp_avg"] for m, optimizer in ((model, before), (live, other))]
+    assert torch.equal(*exp_avg)
+
+
 @pytest.mark.parametrize("is_flat", [False, True], ids=["nested", "flat"])
 def test_a_state_by_names_of_another_kind_is_refused(tmp_path: Path, is_flat: bool):
     model, live = layers(), layers(1)

@@ -99,6 +99,8 @@ class OptimizerConverter:
         """
         form = form_of(saved)
         if form is self.form is Form.NUMBERED:
+            if adapts_states(self._optimizer):
+                return saved
             ordered = self._in_own_order(saved)
             return {**ordered, "param_groups": self._with_live_names(ordered["param_groups"])}
         if form is self.form is Form.FLAT:
@@ -110,7 +112,9 @@ class OptimizerConverter:
         if self.form is Form.FLAT:  # settings that were not saved keep their live values
             own = {key: value for key, value in self._own.items() if key.startswith(_GROUPS)}
             return {**own, **_flatten(by_name)}
-        return _group(by_name, self._ids(by_name), is_of_some)
+        has_names = _names_of(self._optimizer.param_groups) is not None
+        live = self._live_settings() if by_name.is_flat or has_names else ()
+        return _group(by_name, self._ids(by_name), is_of_some, live)
 
     def with_room(self, state: Any, saved: Any, make: Callable[[torch.Tensor, Any], Any]) -> Any:
         """A copy of the optimizer's own state, with an entry for everything that was saved of its parameters.
@@ -192,10 +196,7 @@ class OptimizerConverter:
         return groups
 
     def _in_own_order(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A numbered state in the order of the live groups: by the names of the parameters if both sides have names.
-
-        A group gets each setting that the saved groups of its parameters have in common, and keeps its own for others.
-        """
+        """A numbered state in the order of the live groups: by the names of the parameters if both sides have names."""
         own, groups = self._own_groups(), saved["param_groups"]
         names, saved_names = _names_of(own), _names_of(groups)
         if names is None or saved_names is None or names == saved_names:
@@ -206,18 +207,24 @@ class OptimizerConverter:
                 "has one state for all its parameters, in their order, which differs here; give the optimizer its "
                 f"parameters in the order {', '.join(chain(*saved_names))!s:.200}"
             )
-        number_of = dict(zip(chain(*saved_names), chain(*(group["params"] for group in groups)), strict=True))
-        group_of = {name: i for i, group_names in enumerate(saved_names) for name in group_names}
-        keeps = not is_plain_optimizer(self._optimizer)
-        states: dict[int, Any] = {}
-        ordered, numbers = [], count()
-        for live_group, group_names in zip(own, names, strict=True):
-            here = {next(numbers): saved_name[name] for name in group_names}
-            states |= {number: state_of_parameter(saved["state"], number_of[name]) for number, name in here.items()}
-            sources = [groups[i] for i in sorted({group_of[name] for name in here.values()})]
-            settings = _common(sources, _settings(live_group) if keeps else {})
-            ordered.append({**settings, "params": [*here], "param_names": [*here.values()]})
-        return {**saved, "state": states, "param_groups": ordered}
+        numbers, saved_numbers = count(), chain(*(group["params"] for group in groups))
+        number_of = dict(zip(chain(*saved_names), saved_numbers, strict=True))
+        by_name = _ByName(
+            {name: state_of_parameter(saved["state"], number) for name, number in number_of.items()},
+            {name: i for i, group_names in enumerate(saved_names) for name in group_names},
+            list(map(_settings, groups)),
+            is_flat=False,
+        )
+        ids = [[(next(numbers), saved_name[name]) for name in group_names] for group_names in names]
+        ordered = _group(by_name, ids, lambda _: False, self._live_settings())
+        for group, pairs in zip(ordered["param_groups"], ids, strict=True):
+            group["param_names"] = [name for _, name in pairs]
+        return {**saved, **ordered}
+
+    def _live_settings(self) -> list[dict[str, Any]]:
+        """The settings of each group that a state needs where none are saved; none if they are left as they are."""
+        is_plain = is_plain_optimizer(self._optimizer)
+        return [{} if is_plain else _settings(group) for group in self._own_groups()]
 
     def _with_live_names(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The saved groups with the parameter names of the live model, which may be wrapped, unlike the saved names."""
@@ -274,7 +281,7 @@ def another_kind(
     it was saved from, as `classes_of` gives them; empty if they are not known.
     """
     form, parts = form_of(saved), parts_of(live)
-    if form is Form.OTHER:
+    if form is Form.OTHER or adapts_states(live):
         return None
     if form is Form.NUMBERED:
         groups = [
@@ -288,6 +295,11 @@ def another_kind(
         by_name, names = _by_name(saved), known()
         pairs = ((part, _groups_of_part(part, by_name, names)) for part in parts)
     return next(filter(None, (kind_difference(part, own, classes) for part, own in pairs if own)), None)
+
+
+def adapts_states(live: Any) -> bool:
+    """Whether a hook of the user's makes of a saved state what an optimizer loads."""
+    return bool(getattr(live, "_optimizer_load_state_dict_pre_hooks", None))
 
 
 def _in_turn(parts: Sequence[Any], groups: list[SavedParameters]) -> Iterator[tuple[Any, list[SavedParameters]]]:
@@ -314,21 +326,30 @@ def _by_name(saved: Mapping[str, Any]) -> _ByName:
     return _nested(saved) if _is_nested(saved) else _flat(saved)
 
 
-def _group(by_name: _ByName, ids: list[list[tuple[Any, str]]], is_of_some: Callable[[str], bool]) -> dict[str, Any]:
-    """A nested state in these groups, which list the key and the name of each parameter."""
+def _group(
+    by_name: _ByName,
+    ids: list[list[tuple[Any, str]]],
+    is_of_some: Callable[[str], bool],
+    live: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """A nested state in these groups, which list the key and the name of each parameter.
+
+    Parameters may have been in other groups if the state is flat, or with the `live` settings of the groups: a group
+    gets each setting that the saved groups of its parameters have in common, and keeps its own for others.
+    """
     states: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     left = {*by_name.group_of}
-    for group in ids:
+    for i, group in enumerate(ids):
         own = {name for _, name in group}
         if unknown := own - by_name.group_of.keys():
             raise ValueError(f"has parameters that the checkpoint lacks: {', '.join(sorted(unknown))[:200]}")
         states |= {identifier: by_name.states.get(name, {}) for identifier, name in group}
         sources = sorted({by_name.group_of[name] for name in own})
         together = [name for name, number in by_name.group_of.items() if number in sources]
-        if not by_name.is_flat and (len(sources) > 1 or {*together} != own):
+        if not (by_name.is_flat or live) and (len(sources) > 1 or {*together} != own):
             raise ValueError(f"has other groups of parameters in the checkpoint: {', '.join(together)[:200]}")
-        settings = by_name.groups[sources[0]] if sources else {}
+        settings = _common([by_name.groups[source] for source in sources], live[i] if i < len(live) else {})
         groups.append({**settings, "params": [identifier for identifier, _ in group]})
         left -= own
     left = {name for name in left if not by_name.is_flat or not is_of_some(by_name.key_of(name))}
@@ -415,10 +436,12 @@ def _saved_names(live: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
 
 def _common(groups: Sequence[Mapping[str, Any]], live: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that all of some groups have in common, and the live ones for the others."""
-    settings = [_settings(group) for group in groups]
-    differing = {key for one in settings for key in one if any(key not in o or o[key] != one[key] for o in settings)}
-    merged = {key: value for one in settings for key, value in one.items() if key not in differing}
-    return {key: value for key, value in live.items() if key in differing or not groups} | merged
+    if not groups:
+        return dict(live)
+    first, *others = map(_settings, groups)
+    common = {key: value for key, value in first.items() if all(key in one and one[key] == value for one in others)}
+    differing = {key for one in (first, *others) for key in one} - common.keys()
+    return {key: value for key, value in live.items() if key in differing} | common
 
 
 def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
