@@ -295,9 +295,8 @@ def classes_at(node: Json, path: Path) -> list[list[str]]:
 
 def classes_of_all(nodes: Iterable[Json]) -> dict[str, Json]:
     """The entry for the classes of optimizers that several ranks have, in one node; empty if there is none."""
-    chains = [chain for node in nodes for chain in classes_at(node, ())]
-    unique = [chain for number, chain in enumerate(chains) if chain not in chains[:number]]
-    return {_CLASSES: unique} if unique else {}
+    unique = dict.fromkeys(tuple(chain) for node in nodes for chain in classes_at(node, ()))
+    return {_CLASSES: [*map(list, unique)]} if unique else {}
 
 
 def _node_at(node: Json, path: Path) -> Json:
