@@ -326,6 +326,55 @@ def test_what_would_go_on_in_another_way_is_refused(tmp_path: Path, accelerator:
     assert_refused(Training(into), written(tmp_path, Training(of, 3)), match)
 
 
+class Both(torch.optim.Optimizer):
+    """Steps one optimizer for each parameter, and counts these through."""
+
+    def __init__(self, kinds: list[Any], weights: list[Any]) -> None:
+        self.parts = [kind([weight]) for kind, weight in zip(kinds, weights, strict=True)]
+        super().__init__(weights, {})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        given = [part.state_dict() for part in self.parts]
+        groups = [{**one["param_groups"][0], "params": [number]} for number, one in enumerate(given)]
+        return {"state": {number: one["state"][0] for number, one in enumerate(given)}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for number, part in enumerate(self.parts):
+            group = {**state_dict["param_groups"][number], "params": [0]}
+            part.load_state_dict({"state": {0: state_dict["state"][number]}, "param_groups": [group]})
+
+
+@pytest.mark.parametrize("form", ["object", "state dict"])
+def test_each_part_of_a_container_takes_the_state_of_its_own_kind(tmp_path: Path, form: str):
+    kinds = [torch.optim.Adagrad, torch.optim.AdamW]
+
+    def made(kinds: list[Any], seed: int) -> tuple[list[Any], Both]:
+        torch.manual_seed(seed)
+        weights = [nn.Parameter(torch.randn(3, 2)) for _ in kinds]
+        optimizer = Both([lambda p, kind=kind: kind(p, lr=0.1) for kind in kinds], weights)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        return weights, optimizer
+
+    weights, before = made(kinds, 0)
+    state = {"optimizer": before if form == "object" else before.state_dict(), "weights": weights}
+    async_ckpt.save(state, tmp_path / "x.tar").result()
+    for others in (kinds[::-1], [torch.optim.Adagrad, torch.optim.RAdam]):
+        with pytest.raises(StateMismatchError, match=ANOTHER):
+            restore({"optimizer": made(others, 1)[1]}, tmp_path / "x.tar")
+    live_weights, live = made(kinds, 1)
+    restore({"optimizer": live, "weights": live_weights}, tmp_path / "x.tar")
+    before.step()
+    live.step()
+    assert difference(live_weights, weights) is None
+
+
 def test_a_state_that_lacks_what_the_next_step_needs_is_refused(tmp_path: Path):
     """As of a version that did not save the setting."""
     state = Training(torch.optim.AdamW, 3).state("state dict")
