@@ -76,7 +76,7 @@ class UntrustedObjectError(CheckpointError):
 
 
 class NotCommittedError(CheckpointError, FileNotFoundError):
-    """There is no such committed checkpoint."""
+    """There is no such committed checkpoint, or one that a save borrows from is gone."""
 
     path: str
     step: int | None
@@ -123,13 +123,15 @@ class StepBehindError(CheckpointError):
 class RunTakenError(CheckpointError):
     """Another process has the run: it has begun to save there since, or it is alive and began before.
 
-    `host`, `pid` and `since` (seconds since the epoch, by its clock) tell which; the steps that it commits count.
+    `host`, `pid` and `since` (seconds since the epoch, by its clock) tell which; the steps that it commits count. With
+    `undecided`, the manifest of the save was put before that was known, so the step may be committed all the same.
     """
 
     path: str
     host: str
     pid: int
     since: float
+    undecided: bool = False
 
 
 class PeerFailedError(CheckpointError):

@@ -130,7 +130,7 @@ def copy_steps(
     copied again where they are damaged.
 
     Raises:
-        RunTakenError: a living process writes to the target.
+        RunTakenError: a living process writes to the target, or has begun to, before a step was committed there.
         StepExistsError: as `show` does; nothing has been copied then.
     """
     to = open_run(target.storage(), source.naming)

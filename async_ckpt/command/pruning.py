@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import typer
 
 from ..report import sized
+from ..runs.retention import Commits
 from ..runs.run import Run
-from ..runs.starts import about_start, refuse_if_alive
+from ..runs.starts import Start, about_start, refuse_if_alive
 from ..spans import shown_time
 from ..spec import Keep
 from ..storage.place import Place
@@ -57,7 +58,8 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
         raise Answer(f"{place.shown} is the folder of one step; name the root of its run", USAGE)
     for one in chosen:
         refuse_newer(one.run)
-    rows = [row for one in chosen for row in _planned(one.run)]
+    shown = [_Shown.of(one) for one in chosen]
+    rows = [row for each in shown for row in each.rows()]
     going = [row for row in rows if row.deleted]
     freed = sum(row.num_bytes or 0 for row in going)
     if not as_json:
@@ -80,10 +82,10 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
             refuse_writer(one.run, unattended=unattended)
         if not (yes or typer.confirm("Delete them?", err=True)):
             raise Answer("nothing was deleted")
-        gone = {step for one in chosen for step in _delete(one)}
+        gone = {step for each in shown for step in each.delete(unattended=unattended)}
         rows = [PruneRow(row.step, row.num_bytes, row.step in gone) for row in rows]
         if not as_json:
-            print_text(f"{counted(len(gone), 'step')} deleted")
+            print_text(f"{counted(len(gone), 'step')} deleted{_of_the_others(going, gone)}")
     if as_json:
         freed = sum(row.num_bytes or 0 for row in rows if row.deleted)
         print_json(
@@ -160,16 +162,46 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _planned(run: Run) -> list[PruneRow]:
-    commits = run.view()
-    going = {*run.steps_to_delete(commits, protected=run.protected())}
-    return [
-        PruneRow(step, manifest.num_bytes if manifest else None, step in going) for step, manifest in commits.items()
-    ]
+class _Shown(NamedTuple):
+    """A run as it was shown to somebody: its commits, the steps that were to go, and its newest start."""
+
+    run: Run
+    commits: Commits
+    going: frozenset[int]
+    start: Start | None
+
+    @classmethod
+    def of(cls, one: ChosenRun) -> _Shown:
+        commits = one.run.view()
+        going = frozenset(one.run.steps_to_delete(commits, protected=one.run.protected()))
+        return cls(one.run, commits, going, max(one.run.root.starts, default=None))
+
+    def rows(self) -> list[PruneRow]:
+        return [
+            PruneRow(step, manifest.num_bytes if manifest else None, step in self.going)
+            for step, manifest in self.commits.items()
+        ]
+
+    def delete(self, *, unattended: bool) -> list[int]:
+        """Delete the steps that were to go, and still are as they were. No save begins there meanwhile.
+
+        Raises Answer and RunTakenError as `refuse_writer`, for a process that has begun to save there since.
+        """
+        run = self.run
+        run.steps()
+        is_as_shown = max(run.root.starts, default=None) == self.start
+        refuse_writer(run, unattended=unattended and is_as_shown)
+        with run.changing():
+            newest = run.latest()
+            only = Commits({step: self.commits[step] for step in self.going})
+            gone = [] if newest is None else run.retain(newest, replaced=None, in_flight=(), only=only)
+            run.events.write()
+        return gone
 
 
-def _delete(one: ChosenRun) -> list[int]:
-    newest = one.run.latest()
-    gone = [] if newest is None else one.run.retain(newest, replaced=None, in_flight=())
-    one.run.events.write()
-    return gone
+def _of_the_others(going: Sequence[PruneRow], gone: Collection[int]) -> str:
+    """A note on the steps that were to go and stay."""
+    stay = [row.step for row in going if row.step not in gone]
+    if not stay:
+        return ""
+    return f"; the run has changed since it was shown, so {counted(len(stay), 'step')} stay, such as {stay[0]}"

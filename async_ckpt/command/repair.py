@@ -10,7 +10,7 @@ rule that leaves out the steps of an overtaken process does not concern it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -60,15 +60,19 @@ def show(place: Place, *, unretire: int | None, apply: bool, unattended: bool, a
     chosen = runs_at(place)
     if chosen[0].step is not None:
         raise Answer(f"{place.shown} is the folder of one step; name the root of its run", USAGE)
-    for one in chosen:
-        refuse_newer(one.run)
-        if apply:
-            refuse_writer(one.run, unattended=unattended)
     damages = []
-    for damage in damages_of(place, chosen, unretire):
-        damages.append(damage)
-        if apply and damage.mend is not None:
-            damage.mend()
+    with ExitStack() as taken:
+        for one in chosen:
+            refuse_newer(one.run)
+            if apply:
+                refuse_writer(one.run, unattended=unattended)
+                taken.enter_context(one.run.changing())
+        for damage in damages_of(place, chosen, unretire):
+            damages.append(damage)
+            if apply and damage.mend is not None:
+                for one in chosen:
+                    one.run.check_taken()
+                damage.mend()
     if as_json:
         document = {"place": place.shown, "applied": apply, "damages": [one.as_json() for one in damages]}
         print_json("repairs", document)

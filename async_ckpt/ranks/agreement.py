@@ -18,6 +18,7 @@ from typing import Any, Final, NoReturn
 from ..errors import (
     CheckpointError,
     PeerFailedError,
+    RunTakenError,
     StepExistsError,
     StorageFullError,
     StorageUnavailableError,
@@ -370,6 +371,11 @@ class Agreement:
                 if decision is None:
                     await off_loop(self._refuse_if_deleted)
             if isinstance(decision, Manifest):
+                try:
+                    await off_loop(partial(self._run.look_again, decision))
+                except RunTakenError as error:
+                    self._joint.life.go(JointState.LEFT)
+                    raise undecided_by_start(error) from error
                 table = await off_loop(partial(self._table_after, decision))
                 self._root.is_shared = True
                 self._is_committed(table)
@@ -566,6 +572,11 @@ def _peers_failed(joint: JointSave, causes: Sequence[Cause]) -> PeerFailedError:
         f"{joint.what} is not committed: {reasons}{more}",
         rank=causes[0].rank if causes else 0,
     )
+
+
+def undecided_by_start(error: RunTakenError) -> PeerFailedError:
+    """The error of a rank that has found a later start after the manifest. The new one may have seen that, or not."""
+    return PeerFailedError(str(error), rank=0, undecided=True)
 
 
 def tell_of_failure(

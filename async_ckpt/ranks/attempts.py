@@ -23,6 +23,7 @@ from ..errors import PeerFailedError
 from ..host.deadlines import MEETING_SECONDS
 from ..host.life import Life
 from ..host.waits import ENDS_THE_CALL, Wait
+from ..runs.manifest import Manifest
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Exchange, Table
 from ..spans import TIMEKEEPER, monotonic
 from ..state.division import Structure
@@ -67,6 +68,8 @@ class AttemptPlace(Protocol):
     def folder(self, step: int) -> str: ...
 
     def attempt_path(self, step: int, attempt: str, rank: int = 0) -> str: ...
+
+    def look_again(self, manifest: Manifest) -> None: ...
 
     def do_all(self, tasks: Sequence[Callable[[], None]]) -> None: ...
 

@@ -53,6 +53,9 @@ class OneOffFolder:
     def _named(self, name: str) -> str:
         return f"{self._name}/{name}"
 
+    def look_again(self, manifest: Manifest) -> None:
+        """Do nothing: a folder of its own has no starts."""
+
     def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
         """Run tasks that make requests. Raises the error of one of them."""
         run_together("look", tasks, max_threads=_REQUESTS_IN_FLIGHT)

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import Any
 
 from ..errors import (
     CheckpointError,
+    CorruptCheckpointError,
     NotCommittedError,
     StepBehindError,
     StepExistsError,
@@ -69,6 +70,7 @@ class Run:
         self._clock = clock
         self._tenure = tenure_of(storage.locate(""))
         self._start: Start | None = None  # of this process, from the first save on
+        self._is_changing = False  # `changing` has taken the root, and not a save
         self._announcer = Announcer(self.root, tracker_of(tracker, step_format))
         self.sweeper = Sweeper(self.root)
         self.events = EventLog(storage, clock)
@@ -194,8 +196,15 @@ class Run:
             )
 
     def check_known(self, step: int, *, overwrite: bool) -> None:
-        """The part of `check` that needs no request to the storage."""
+        """The part of `check` that needs no request to the storage, unless the step is refused."""
         if step in self.root.committed_here and not overwrite:
+            try:
+                self.root.read(step, say=False)
+            except NotCommittedError:  # somebody has deleted it by hand
+                self.root.note_deleted(step)
+                return
+            except CheckpointError:
+                pass
             raise _exists(step)
 
     def manifest_to_replace(self, step: int) -> tuple[Manifest, str] | None:
@@ -228,8 +237,11 @@ class Run:
         """Make the durable archives of an attempt the step's checkpoint, by its manifest. Call `announce` after that.
 
         With `ranks`, several ranks have written it, and the objects in `ranks` list their archives. With `retire`, the
-        manifest retires all newer steps. Raises StepExistsError if another writer was faster; its commit stands.
+        manifest retires all newer steps. Raises StepExistsError if another writer was faster; its commit stands. Raises
+        NotCommittedError if a step that this one borrows from is gone. If RunTakenError has `undecided`, the manifest
+        is there.
         """
+        self.refuse_if_lender_is_gone(step, elsewhere)
         listing = self.root.listing or self.root.relist()
         stale = self.root.stale(listing, self.root.retired_by(listing.intents), listing.steps)
         self.root.retire(stale)
@@ -267,8 +279,39 @@ class Run:
         self.root.note_commit(manifest, newer, listing)
         if retires:
             self.events.note("rollback", step, retired=[retired.step for retired in retires])
-        self._look_again()
+        self.look_again(manifest)
         return manifest
+
+    def refuse_if_lender_is_gone(self, step: int, elsewhere: Collection[GroupLocation]) -> None:
+        """Raise NotCommittedError if a step borrows from one that was deleted, or replaced, by somebody else."""
+        for lender in sorted({lent.step for lent in elsewhere} - {step}):
+            lent_here = [lent for lent in elsewhere if lent.step == lender]
+            if self.lends(lent_here):
+                continue
+            groups, shown = ", ".join(sorted(lent.group for lent in lent_here)), self.storage.locate("")
+            raise NotCommittedError(
+                f"{shown}: step {step} is not committed: it borrows {groups} from step {lender}, which was deleted or "
+                "replaced there meanwhile. Save again; with several ranks, leave it out of unchanged= in the next save",
+                path=self.storage.locate(self.root.manifest_path(lender)),
+                step=lender,
+            )
+
+    def lends(self, lent: Collection[GroupLocation]) -> bool:
+        """Whether a committed manifest still has these archives, so that nobody deletes them."""
+        missing = {(one.step, one.archive.name) for one in lent}
+        for step in {one.step for one in lent}:
+            try:
+                manifest = self.root.read(step, say=False)[0]
+            except NotCommittedError:
+                continue
+            except CorruptCheckpointError:
+                return True  # nobody can say what it names
+            missing -= {(step, name) for name in manifest.own_names}
+        if missing:  # the lender was overwritten, and other steps have borrowed from it before that
+            self.root.forget(list(self.root.known.borrowers))
+            borrowers = self.view().borrowers.values()
+            missing -= {(other.step, other.archive.name) for manifest in borrowers for other in manifest.elsewhere}
+        return not missing
 
     def _start_label(self, before: Manifest | None, listing: Listing) -> str:
         """The start for a manifest. Below newer steps it is that of the replaced manifest, so the newer steps count."""
@@ -277,20 +320,43 @@ class Run:
             return before.start
         return self._start.label if self._start else ""
 
-    def _look_again(self) -> None:
-        """After the manifest, raise RunTakenError if another process has taken the run meanwhile."""
-        start = self._start
-        if start is None:
-            return
+    def join(self, token: str) -> None:
+        """Note the token of the start of all ranks. Rank 0 makes that start at its first save."""
+        self._opening = token
+        self._tenure.join(token)
+
+    def look_again(self, manifest: Manifest) -> None:
+        """After its manifest is there, raise RunTakenError if another process has taken the run meanwhile.
+
+        All ranks look: then none of them takes a save for committed that the other process may not have seen.
+        """
         try:
             listing = self.root.relist()
         except StorageUnavailableError:
             return  # the manifest is there, and no later start is known
-        self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
+        start = self._start
+        if start is None:
+            own = self._tenure.own(listing.starts, manifest.start)
+            self._tenure.refuse_if_later(self.storage, own, listing.starts, put=manifest.step)
+            return
+        try:
+            self._tenure.refuse_if_later(self.storage, start, listing.starts, put=manifest.step)
+        finally:
+            if manifest.ranks is None and manifest.elsewhere:
+                self._withdraw_if_lender_is_gone(manifest)
         if start not in listing.starts:
             self._tenure.put_back(self.storage, start)
         elif len(listing.starts) > NUM_KEPT:
             self.storage.delete_many([other.name for other in sorted(listing.starts)[:-NUM_KEPT]])
+
+    def _withdraw_if_lender_is_gone(self, manifest: Manifest) -> None:
+        """Retire the manifest again if what it borrows was deleted while it was put: nobody could load it."""
+        try:
+            self.refuse_if_lender_is_gone(manifest.step, manifest.elsewhere)
+        except NotCommittedError:
+            self.root.retire({manifest.step: manifest.attempt})
+            self.root.note_deleted(manifest.step)
+            raise
 
     # --- the right to commit ----------------------------------------------------------------------------------
 
@@ -328,6 +394,30 @@ class Run:
         if self._start is not None:
             self._tenure.refuse_if_later(self.storage, self._start, self.root.relist().starts)
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Take the root for a change that no save makes: meanwhile no process begins to save there, where locks work.
+
+        In the block, all that was known of the root is read again. `check_taken` and `retain` raise RunTakenError once
+        another process has begun to save there all the same. Raises RunTakenError for a root that a living process has.
+        """
+        self.root.forget(list(self.root.known))
+        steps = self.root.relist().steps
+        self._is_changing = True
+        try:
+            self.take(steps[-1] + 1 if steps else 0, [])
+            self.check_taken()
+            others = [start for start in self.root.starts if start != self._start]
+            refuse_if_alive(self.storage, others)  # it may have begun at the same moment
+            yield
+        finally:
+            self._start, self._is_changing = None, False
+            self._tenure.leave(self, self._withdraw_start)
+
+    def _withdraw_start(self, name: str) -> None:
+        with suppress(CheckpointError):  # the next start follows it
+            self.storage.delete(name)
+
     def close(self) -> None:
         """Give up the root, so that another process can take it before this one ends."""
         self.write_events(again=False)
@@ -341,9 +431,13 @@ class Run:
     def adopt(self, manifest: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
         """Commit, with its manifest and the rollback in it, a step whose archives were copied from another root.
 
-        Raises StepExistsError if the step was committed here meanwhile.
+        Raises StepExistsError if the step was committed here meanwhile, and RunTakenError if another process has the
+        run.
         """
         listing = self.root.relist()
+        if self._start is None:
+            refuse_if_alive(self.storage, listing.starts)
+        self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
         self.root.retire(self.root.stale(listing, self.root.retired_by(listing.intents), listing.steps))
         self.root.finish_rollbacks(listing.intents)
         if manifest.retires:
@@ -373,16 +467,26 @@ class Run:
 
     # --- deleting ---------------------------------------------------------------------------------------------
 
-    def retain(self, step: int, *, replaced: Manifest | None, in_flight: Collection[int]) -> list[int]:
+    def retain(
+        self,
+        step: int,
+        *,
+        replaced: Manifest | None,
+        in_flight: Collection[int],
+        only: Commits | None = None,
+    ) -> list[int]:
         """Delete replaced archives, and the steps that retention deletes. Returns these steps, ascending.
 
-        Raises RunTakenError before it deletes a step, if another process has taken the run.
+        With `only`, other steps than these stay, and those that were replaced since. If another process has taken the
+        run, RunTakenError is raised and what it may go on from is there.
         """
         listing = self.root.listing or self.root.relist()
         self.root.finish_rollbacks(listing.intents)
         view = self.root.view(listing)
         self.sweeper.delete_replaced(step, replaced)
         protected = self._protected(step, view, in_flight)
+        if only is not None:
+            protected |= {old for old, manifest in view.items() if old not in only or only[old] != manifest}
         doomed = self.steps_to_delete(view, protected=protected)
         # Another process may have overwritten them: apply the rules to the present manifests.
         inside = {old: self.sweeper.read_folder(old) for old in doomed}
@@ -393,14 +497,30 @@ class Run:
         if doomed:
             self.check_taken()  # another process may have gone on from one of them
         self.root.listing = None
-        for old in reversed(doomed):  # a step may borrow from older ones, so these are deleted after it
-            self.sweeper.delete(old, inside[old], whole_folder=self.keep.whole_folder)
+        doomed = self.sweeper.delete(
+            {old: inside[old] for old in doomed}, self._needed_of, whole_folder=self.keep.whole_folder
+        )
         view = view.without(doomed)
         if doomed:
             self.events.note("retention", step, deleted=doomed)
         self._announcer.rewrite(view)
         self._warn_of_what_is_kept(view)
         return doomed
+
+    def _needed_of(self, gone: Collection[int]) -> set[int]:
+        """The steps, of those whose manifests were just deleted, that a commit there is now has borrowed from.
+
+        Raises RunTakenError if another process has taken the run: it may be about to borrow from any. Whoever borrows
+        looks for the lender's manifest after it has taken the run, and again once its own is there (`commit`). So
+        either the borrower's manifest is seen here, or its process sees that the lender is gone.
+        """
+        if self._is_changing:
+            self.root.forget(list(self.root.known))
+        listing = self.root.relist()
+        self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
+        view = self.root.view(listing._replace(steps=[step for step in listing.steps if step not in gone]))
+        self.root.listing = None
+        return {lent.step for manifest in view.borrowers.values() for lent in manifest.elsewhere if lent.step in gone}
 
     def steps_to_delete(self, commits: Commits, *, protected: Collection[int] = ()) -> list[int]:
         """The steps that retention does not keep now, except for those that kept steps have borrowed from.

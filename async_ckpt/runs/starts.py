@@ -145,21 +145,29 @@ class Tenure:
 
     def __init__(self) -> None:
         self.start: Start | None = None  # since the first save; replaced under _taking
+        self._joined: set[str] = set()  # the tokens of the starts that rank 0 makes for this process, too
         self._lost: tuple[str, Start, dict[str, object]] | None = None
         self._taking = threading.Lock()  # held over requests, so that concurrent saves take the root once
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
         self._hold = _Hold()
         weakref.finalize(self, self._hold.release).atexit = False
 
-    def leave(self, user: object) -> None:
-        """Remove a user. After the last one, another process may take the root."""
+    def leave(self, user: object, withdraw: Callable[[str], None] = lambda _: None) -> None:
+        """Remove a user. After the last one, another process may take the root.
+
+        `withdraw` is then called with the name of the start's file, which is still locked.
+        """
         with self._taking:
             if user not in self._users:
                 return
             self._users.discard(user)
             if not self._users:
-                self.start, self._lost = None, None
-                self._hold.release()
+                start, self.start, self._lost = self.start, None, None
+                try:
+                    if start is not None:
+                        withdraw(start.name)
+                finally:
+                    self._hold.release()
 
     def take(
         self,
@@ -194,6 +202,16 @@ class Tenure:
             self.start = start
             return start, True
 
+    def join(self, token: str) -> None:
+        """Note the token of the start of all ranks, which rank 0 makes."""
+        self._joined.add(token)
+
+    def own(self, starts: Iterable[Start], label: str) -> Start | None:
+        """The start of this process, or of the ranks that it is one of; else the one that a manifest names."""
+        number, _, token = label.partition(".")
+        named = Start(int(number), token) if number else None
+        return self.start or max((start for start in starts if start.token in self._joined), default=named)
+
     def _put(self, storage: Storage, start: Start) -> None:
         with suppress(FileExistsError):  # an earlier put that failed may have arrived
             storage.put_new(start.name, seal(_about_this_process()))
@@ -210,12 +228,17 @@ class Tenure:
         if self._lost is not None:
             raise _taken_error(*self._lost, is_alive=False)
 
-    def refuse_if_later(self, storage: Storage, own: Start | None, starts: Iterable[Start]) -> None:
-        """Raise RunTakenError if one of these starts is later than this process's own."""
+    def refuse_if_later(
+        self, storage: Storage, own: Start | None, starts: Iterable[Start], *, put: int | None = None
+    ) -> None:
+        """Raise RunTakenError if one of these starts is later than this process's own.
+
+        `put` is a step whose manifest is there already: the process of the later start may have seen it, or not.
+        """
         later = [start for start in starts if own is not None and own.is_before(start)]
         if later:
             self._lost = storage.locate(""), max(later), about_start(storage, max(later))
-            self.refuse_if_lost()
+            raise _taken_error(*self._lost, is_alive=False, put=put)
 
 
 class _Hold:
@@ -256,7 +279,7 @@ def _forget_tenures() -> None:
     _tokens, _tenures, _lock = set(), weakref.WeakValueDictionary(), threading.Lock()
 
 
-def refuse_if_alive(storage: Storage, starts: Sequence[Start]) -> None:
+def refuse_if_alive(storage: Storage, starts: Iterable[Start]) -> None:
     """Raise RunTakenError if another living process provably has the newest of these starts."""
     newest = max(starts, default=None)
     if newest is not None and newest.token not in _tokens and storage.is_held(newest.name):
@@ -276,7 +299,9 @@ def about_start(storage: Storage, start: Start) -> dict[str, object]:
     return {}
 
 
-def _taken_error(root: str, start: Start, about: dict[str, object], *, is_alive: bool) -> RunTakenError:
+def _taken_error(
+    root: str, start: Start, about: dict[str, object], *, is_alive: bool, put: int | None = None
+) -> RunTakenError:
     host, pid, since = about.get("host"), about.get("pid"), 0.0
     host = host if isinstance(host, str) else "an unknown host"
     pid = pid if isinstance(pid, int) and not isinstance(pid, bool) else 0
@@ -293,6 +318,11 @@ def _taken_error(root: str, start: Start, about: dict[str, object], *, is_alive:
             f"{root}: {owner}, has taken the run over (start {start.number}); this process can commit nothing "
             "there any more. End it, or close its checkpointer and make a new one to take the run back"
         )
+    if put is not None:
+        text += (
+            f". The manifest of step {put} was put before that was known, so the step may be committed all the same: "
+            "look at what is committed"
+        )
     error = RunTakenError(text)
-    error.path, error.host, error.pid, error.since = root, host, pid, since
+    error.path, error.host, error.pid, error.since, error.undecided = root, host, pid, since, put is not None
     return error

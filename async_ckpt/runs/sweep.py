@@ -6,7 +6,7 @@ In: a root, steps to delete. Out: a root without them, but with the files of oth
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
@@ -49,11 +49,14 @@ def _of_ranks(names: Iterable[str]) -> set[str]:
 
 
 class StepFolder(NamedTuple):
-    """The folder of a step: the names in it, its manifest if it is sound, and the names that manifests name."""
+    """The folder of a step: the names in it, its manifest if it is sound, the names that manifests name, and the text of
+    the manifest.
+    """
 
     names: list[str]
     manifest: Manifest | None
     named: set[str]
+    text: bytes | None = None
 
 
 class Sweeper:
@@ -73,19 +76,21 @@ class Sweeper:
         for _ in range(_READ_TRIES):
             names = self._storage.names(folder)
             manifests: dict[str, Manifest] = {}
+            texts: dict[str, bytes] = {}
             try:
                 for name in names:
                     if name == MANIFEST or is_retired_name(name):
                         path = f"{folder}/{name}"
-                        manifests[name] = parse_manifest(self._storage.read(path)[0], path=path)
+                        texts[name] = self._storage.read(path)[0]
+                        manifests[name] = parse_manifest(texts[name], path=path)
             except CheckpointError:
                 break
             except FileNotFoundError:  # deleted or replaced at this moment: look again
                 continue
             named = {name for manifest in manifests.values() for name in manifest.own_names}
-            return StepFolder(names, manifests.get(MANIFEST), named)
+            return StepFolder(names, manifests.get(MANIFEST), named, texts.get(MANIFEST))
         # A damaged manifest might name any archive.
-        return StepFolder(names, None, {name for name in names if _ARCHIVE.fullmatch(name)})
+        return StepFolder(names, None, {name for name in names if _ARCHIVE.fullmatch(name)}, texts.get(MANIFEST))
 
     def _borrowed_names(self, step: int) -> set[str]:
         """The archives of a step that later steps borrow from, even if the step has been overwritten since.
@@ -182,11 +187,40 @@ class Sweeper:
         names = [name for name in (replaced.own_names if replaced else ()) if name not in borrowed]
         self._storage.delete_many([f"{self._root.folder(step)}/{name}" for name in names])
 
-    def delete(self, step: int, inside: StepFolder, *, whole_folder: bool = False) -> None:
-        """Delete a step, its manifest first. Files of other programs are deleted only with `whole_folder`."""
+    def delete(
+        self,
+        steps: Mapping[int, StepFolder],
+        needed: Callable[[Collection[int]], Collection[int]],
+        *,
+        whole_folder: bool = False,
+    ) -> list[int]:
+        """Delete steps, first all manifests. Returns the steps that are gone, ascending.
+
+        Then `needed` is asked for those that have to stay all the same; their manifests are put back, and all of them
+        if it raises. Files of other programs are deleted only with `whole_folder`.
+        """
+        if not steps:
+            return []
+        self._swept, was_swept = False, self._swept  # if this fails, the next save sweeps the archives
+        for step in sorted(steps, reverse=True):  # a step may borrow from older ones
+            self._root.note_deleted(step)
+            self._storage.delete(self._root.manifest_path(step))
+        stay: Collection[int] = steps
+        try:
+            stay = needed(steps)
+        finally:
+            for step in stay:
+                if (text := steps[step].text) is not None:
+                    with suppress(FileExistsError):  # it was committed anew
+                        self._storage.put_new(self._root.manifest_path(step), text)
+        gone = sorted(steps.keys() - {*stay})
+        for step in reversed(gone):
+            self._delete_rest(step, steps[step], whole_folder=whole_folder)
+        self._swept = was_swept
+        return gone
+
+    def _delete_rest(self, step: int, inside: StepFolder, *, whole_folder: bool) -> None:
         folder = self._root.folder(step)
-        self._root.note_deleted(step)
-        self._storage.delete(f"{folder}/{MANIFEST}")
         own = {name for name in inside.names if name in inside.named or is_retired_name(name)}
         self._storage.delete_many([f"{folder}/{name}" for name in sorted(own)])
         foreign = []

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
-from ..errors import CheckpointError, NotUnchangedError
+from ..errors import CheckpointError, NotUnchangedError, StorageUnavailableError
 from ..ranks.attempts import JointSave
 from ..ranks.peers import Ranks
 from ..runs.manifest import Archive, GroupLocation, Manifest
@@ -366,6 +366,8 @@ class UnchangedGroups:
             known = lent.get(name)
             if known is None or not known.runs.issuperset(runs):
                 continue  # it has to be written
+            if not all(_still_lends(run, known.borrowed) for run in runs):
+                continue  # somebody has deleted it by hand
             now = StateOutline(capture({name: _entry(state, name)}, slicer=self._slicer())).of(name)
             differences = known.outline.of(name).differences(now)
             if differences:
@@ -379,6 +381,15 @@ class UnchangedGroups:
         if len(absent) == len(state):
             raise ValueError("every group is said to be unchanged; there would be nothing to save")
         return {key: _entry(state, key) for key in state if key not in absent}, tuple(borrowed)
+
+    def forget(self, step: int | None) -> None:
+        """Lend nothing any more from a step that was found to be gone, where no other rank counts on it."""
+        with self._lock:
+            if all(known.since == _FIRST for known in self._known):
+                self._known = [
+                    known._replace(groups={name: group for name, group in known.groups.items() if group.step != step})
+                    for known in self._known
+                ]
 
     def lenders(self) -> set[int]:
         """The steps that the next save may borrow from."""
@@ -433,6 +444,16 @@ class UnchangedGroups:
         with self._lock:
             written = {group: SavedGroup(lent[0].step, lent, outline, set(runs)) for group, lent in parts.items()}
             self._set([_Known(_FIRST, next(self._numbers), written)])
+
+
+def _still_lends(run: Run, lent: Collection[GroupLocation]) -> bool:
+    """Whether a root still has what it lends. A store is asked when the save is committed, not on the caller's thread."""
+    if run.storage.remote:
+        return True
+    try:
+        return run.lends(lent)
+    except StorageUnavailableError:  # the commit finds out
+        return True
 
 
 def _entry(state: Any, name: Any) -> Any:

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
-from ..errors import CheckpointError, StepExistsError, StorageUnavailableError
+from ..errors import CheckpointError, NotCommittedError, RunTakenError, StepExistsError, StorageUnavailableError
 from ..events.shapes import MEASURED, brief, largest, shortened
 from ..host.loop import OffLoop, get_loop
-from ..ranks.agreement import Agreement, Alone, listen_again
+from ..ranks.agreement import Agreement, Alone, listen_again, undecided_by_start
 from ..ranks.attempts import JointSave
 from ..ranks.one_off import STEP, OneOffFolder
 from ..ranks.peers import Ranks
@@ -317,19 +317,27 @@ class StepTarget(JointTarget):
     def _put_manifest(
         self, archives: tuple[Archive, ...], elsewhere: tuple[GroupLocation, ...], *, retire: bool
     ) -> Manifest:
-        with self._agreement.committing(), self._telling_ranks():
-            return self._run.commit(
-                self._contents.step,
-                self._token,
-                archives,
-                replaces=self._replaces,
-                retire=retire,
-                record=self._contents.record,
-                elsewhere=elsewhere,
-                ranks=self._of_ranks,
-                world_size=self._agreement.world_size,
-                times=self.times,
-            )
+        try:
+            with self._agreement.committing(), self._telling_ranks():
+                return self._run.commit(
+                    self._contents.step,
+                    self._token,
+                    archives,
+                    replaces=self._replaces,
+                    retire=retire,
+                    record=self._contents.record,
+                    elsewhere=elsewhere,
+                    ranks=self._of_ranks,
+                    world_size=self._agreement.world_size,
+                    times=self.times,
+                )
+        except NotCommittedError as error:
+            self._lineage.groups.forget(error.step)
+            raise
+        except RunTakenError as error:
+            if error.undecided and self._agreement.has_others:  # they see the manifest, and perhaps no later start
+                raise undecided_by_start(error) from error
+            raise
 
     def _is_committed_as(self, manifest: Manifest, archives: tuple[Archive, ...], *, late: bool) -> None:
         self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
@@ -441,6 +449,8 @@ def step_targets(lineage: Lineage, contents: StepContents, ranks: Ranks) -> list
         token = os.urandom(4).hex()
         return [StepTarget(lineage, run, contents, token, Alone()) for run in runs]
     ranks.attempts.begin(joint, partial(listen_again, get_loop(), ranks, runs))
+    for run in runs:
+        run.join(ranks.meeting.token()[:8])
     joint.is_any = lineage.rule == "any" and not lineage.has_one_root
     agreements = [Agreement(ranks, joint, run, [other for other in runs if other is not run]) for run in runs]
     return [

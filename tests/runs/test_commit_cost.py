@@ -11,8 +11,8 @@ from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.runs.manifest import Archive, Manifest
 
 # Beside one page of a listing for every thousand folders. An upload in parts asks for each of these, too. The history
-# takes one of them.
-MOST_REQUESTS = 14
+# takes one of them, and the look for later starts after the manifest of a deleted step another.
+MOST_REQUESTS = 15
 
 
 def seed(s3, bucket: str, num_steps: int) -> None:
