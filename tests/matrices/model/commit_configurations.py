@@ -68,6 +68,7 @@ _BROKEN: Final = (
     (_broken("no second check", 2, (2,), (1,)), 0),
     (_broken("no look before the manifest", 2, (1,), (1,)), 2),
     (_broken("no look after the manifest", 2, (2,), (1,)), 0),
+    (_broken("rank 0 alone looks after the manifest", 2, (2,), (1,)), 1),
     (_broken("manifests are put without a condition", 2, (1,), (1,)), 5),
     (_broken("rollbacks without an intent", 2, (1, 3, 2), retire=True), 6),
     (_broken("readers take every manifest", 2, (2,), (1,)), 6),

@@ -12,7 +12,7 @@ from .commit_state import Attempt, Configuration, Manifest, State, Store, line_o
 
 INVARIANTS: Final = (
     "what rank 0 has acknowledged is on the line, or a later commit has retired it, or retention has deleted it",
-    "what another rank calls committed was committed, and is on the line unless a later start has the run",
+    "what another rank calls committed is on the line, or a later commit has retired it, or retention has deleted it",
     "no manifest is put by a start that had lost the run when all of its ranks had said yes",
     "what is refused is committed by nobody",
     "each rank's archive of the same attempt lies under a manifest",
@@ -44,10 +44,7 @@ def _broken_in(configuration: Configuration, state: State) -> Iterator[int]:
         for number, rank in enumerate(ranks):
             for attempt, word in rank.said:
                 if word == "committed" and attempt not in on and attempt not in gone:
-                    if number == 0:
-                        yield 0
-                    elif attempt not in put or not _has_lost(store, attempt.start):
-                        yield 1
+                    yield min(number, 1)
                 if word == "refused" and attempt in put:
                     yield 3
     if put.intersection(store.verdicts):
@@ -78,20 +75,14 @@ def _broken_between(configuration: Configuration, earlier: State, later: State) 
     if after.tracker < before.tracker and all(one.step != before.tracker for one in before.renamed):
         yield 7
     if after.deleted != before.deleted:
-        (going,) = set(after.deleted).difference(before.deleted)
         counted = line_of(before, configuration.broken)
-        if counted and counted[-1].attempt == going:
+        if counted and counted[-1].attempt in set(after.deleted).difference(before.deleted):
             yield 8
 
 
 def stuck(state: State) -> str | None:
     """The invariant of progress, of a state from which no move leads on."""
     return None if all(rank.at == "done" for ranks in state.starts for rank in ranks) else INVARIANTS[-1]
-
-
-def _has_lost(store: Store, token: int) -> bool:
-    own = max((start for start in store.starts if start.token == token), default=None)
-    return own is not None and any(own.is_before(start) for start in store.starts)
 
 
 __all__ = ["INVARIANTS", "Attempt", "stuck", "violated"]

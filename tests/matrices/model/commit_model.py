@@ -48,12 +48,14 @@ STANDS_FOR: Final = {
     "end rollback": Root.finish_rollbacks,
     "put intent": Run.commit,
     "put manifest": Run._put,
-    "look again": Run._look_again,
+    "look again": Run.look_again,
     "finish": Root.finish_rollbacks,
     "read tracker": Announcer._read_tracker,
     "put tracker": Announcer._track,
     "look before deleting": Run.check_taken,
     "delete": Sweeper.delete,
+    "look after deleting": Run._needed_of,
+    "put back": Sweeper.delete,
     "put verdict": Exchange.put_verdict,
     "hear": Exchange.decision,
     "hear nothing": Agreement._heard,
@@ -189,7 +191,10 @@ class Process:
     def _listen_again(self) -> Iterator[Outcome]:
         """`Attempts.begin`, at a step whose last attempt was given up here undecided. A save that raises there has no name."""
         manifest, attempt = self.store.at(self.step), self.attempt
-        if (manifest is not None and manifest.attempt == attempt) or attempt in self.store.verdicts:
+        is_there = manifest is not None and manifest.attempt == attempt
+        if is_there and self.is_overtaken:
+            yield self.goes("done", what="listen again")
+        elif is_there or attempt in self.store.verdicts:
             rank = self.rank._replace(
                 decided=(*self.rank.decided, self.step), left=tuple(one for one in self.rank.left if one != self.step)
             )
@@ -203,6 +208,14 @@ class Process:
     def is_taken(self) -> bool:
         """`Tenure.refuse_if_later`."""
         own = self.rank.own
+        return own is not None and any(own.is_before(start) for start in self.shown.starts)
+
+    @property
+    def is_overtaken(self) -> bool:
+        """`Run.look_again`, on any rank: rank 0 has told the others the token of its start."""
+        if self.broken == "rank 0 alone looks after the manifest":
+            return False
+        own = max((start for start in self.shown.starts if start.token == self.start), default=None)
         return own is not None and any(own.is_before(start) for start in self.shown.starts)
 
     def listed(self, **more: object) -> Seen:
@@ -381,8 +394,11 @@ class Process:
         if not doomed:
             return self._after(outcome)
         at = "delete" if self.broken == "no look before deleting" else "look before deleting"
-        verdicts = tuple(one for one in outcome.store.verdicts if one.step in doomed)  # `Sweeper.read_folder`
-        return outcome._replace(rank=outcome.rank._replace(at=at, seen=Seen(tuple(doomed), verdicts=verdicts)))
+        # `Sweeper.read_folder`
+        verdicts = tuple(one for one in outcome.store.verdicts if one.step in doomed)
+        going = tuple(one for one in outcome.store.manifests if one.step in doomed)
+        seen = Seen(tuple(doomed), verdicts=verdicts, going=going)
+        return outcome._replace(rank=outcome.rank._replace(at=at, seen=seen))
 
     def zero_look_before_deleting(self) -> Iterator[Outcome]:
         outcome = self.goes("delete")
@@ -391,13 +407,29 @@ class Process:
     def zero_delete(self) -> Iterator[Outcome]:
         *left, going = self.rank.seen.steps
         manifest = self.store.at(going)
-        seen = self.rank.seen
-        kept = tuple(one for one in self.store.verdicts if one.step != going or one not in seen.verdicts)
-        store = self.store._replace(verdicts=kept)
+        seen, store = self.rank.seen, self.store
         if manifest is not None:
             manifests = tuple(one for one in store.manifests if one != manifest)
             store = store._replace(manifests=manifests, deleted=tuple(sorted({*store.deleted, manifest.attempt})))
-        outcome = self.goes("delete", store, seen=seen._replace(steps=tuple(left)))
+        yield self.goes("delete" if left else "look after deleting", store, seen=seen._replace(steps=tuple(left)))
+
+    def zero_look_after_deleting(self) -> Iterator[Outcome]:
+        seen = self.rank.seen
+        if self.is_taken and seen.going:
+            yield self.goes("put back")
+        elif self.is_taken:
+            yield self._after(self.goes("look after deleting"))
+        else:
+            steps = {one.step for one in seen.going}
+            kept = tuple(one for one in self.store.verdicts if one.step not in steps or one not in seen.verdicts)
+            yield self._after(self.goes("look after deleting", self.store._replace(verdicts=kept)))
+
+    def zero_put_back(self) -> Iterator[Outcome]:
+        seen, store = self.rank.seen, self.store
+        manifest, *left = seen.going
+        if store.at(manifest.step) is None:
+            store = store._replace(manifests=tuple(sorted([*store.manifests, manifest])))
+        outcome = self.goes("put back", store, seen=seen._replace(going=tuple(left)))
         yield outcome if left else self._after(outcome)
 
     def zero_put_verdict(self) -> Iterator[Outcome]:
@@ -438,7 +470,7 @@ class Process:
     def other_hear(self) -> Iterator[Outcome]:
         manifest = self.store.at(self.step)
         if manifest is not None and manifest.attempt == self.attempt:
-            yield self.ends("committed")
+            yield self.goes("look again")
         elif self.attempt in self.store.verdicts and self.broken != "verdicts are not read":
             yield self.ends("refused")
         else:
@@ -449,6 +481,9 @@ class Process:
             is_in_vain = is_gone and not is_heard
             if self.state.faults or is_in_vain:
                 yield self.ends("undecided", what="hear nothing")._replace(is_fault=not is_in_vain)
+
+    def other_look_again(self) -> Iterator[Outcome]:
+        yield self.ends("undecided" if self.is_overtaken else "committed")
 
 
 def _renamed(store: Store, one: Manifest) -> Store:

@@ -23,7 +23,7 @@ from async_ckpt import Keep, PeerFailedError, RunTakenError, StepBehindError, St
 from async_ckpt.ranks import agreement
 from async_ckpt.ranks.agreement import Agreement
 from async_ckpt.ranks.attempts import JointSave, JointState
-from async_ckpt.runs.manifest import Archive, RankFiles, parse, parse_intent
+from async_ckpt.runs.manifest import Archive, Manifest, RankFiles, parse, parse_intent
 from async_ckpt.runs.receipts import EMPTY, Exchange, Receipt
 from async_ckpt.runs.run import Run
 from async_ckpt.runs.starts import Tenure, split_starts
@@ -79,6 +79,7 @@ class Player:
         self.errors: list[BaseException] = []
         self.at, self.goes_by, self._is_stopped, self.has_ended = "", "", False, False
         self._last_manifest = ""
+        self._is_deleting = False
         self._changed = threading.Condition()
         self.run = Run(
             StoreOf(replay.objects, self._asks),
@@ -87,6 +88,7 @@ class Player:
             opening=token_of(start),
         )
         self.run._tenure = Tenure()
+        self.run.join(token_of(start))
         self._gate_library()
         self._thread = Call(self._work)
 
@@ -134,9 +136,15 @@ class Player:
             self.gate("put start")
         elif call == "put_new" and path.startswith("rollback-"):
             self.gate("put intent")
+        elif call == "put_new" and name == "manifest.json" and self._is_committing:
+            self._is_deleting = False
+            self.gate("put back")
         elif call == "put_new" and name == "manifest.json":
             self.gate("put manifest")
             self._last_manifest = path
+        elif call == "names" and not path and self._is_deleting:
+            self._is_deleting = False
+            self.gate("look after deleting")
         elif call == "names" and not path and self._last_manifest:
             self._last_manifest = ""
             self.gate("look again")
@@ -147,6 +155,7 @@ class Player:
             self.gate("read tracker" if call == "read" else "put tracker")
         elif call == "delete" and name == "manifest.json":
             self.gate("delete")
+            self._is_deleting = True
         elif call == "delete" and path.startswith("rollback-"):
             self.gate("finish")
 
@@ -232,8 +241,16 @@ class Player:
 
             return gated_call
 
+        def gated_decision(**more: Any) -> Any:
+            self.gate(listens)
+            decision = decide(**more)
+            if isinstance(decision, Manifest) and listens == "hear":
+                self._last_manifest = decision.attempt
+            return decision
+
+        decide = exchange.decision
         exchange.receipts = gated("collect", exchange.receipts)  # type: ignore[method-assign]
-        exchange.decision = gated(listens, exchange.decision)  # type: ignore[method-assign]
+        exchange.decision = gated_decision  # type: ignore[method-assign]
         return made
 
     def _put_archive(self, joint: JointSave) -> Archive:

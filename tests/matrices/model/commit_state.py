@@ -81,6 +81,7 @@ class Seen(NamedTuple):
     tracker: tuple[int, int] = (0, 0)
     relists: bool = False
     verdicts: tuple[Attempt, ...] = ()  # in the folders that are to go
+    going: tuple[Manifest, ...] = ()  # the manifests in these folders
 
 
 class Rank(NamedTuple):
