@@ -98,8 +98,12 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
         ClosedError as ClosedError,
         DestinationBusyError as DestinationBusyError,
         FormatVersionError as FormatVersionError,
+        IsAFolderError as IsAFolderError,
+        NotAFolderError as NotAFolderError,
+        NotFoundError as NotFoundError,
         NothingWrittenError as NothingWrittenError,
         NotUnchangedError as NotUnchangedError,
+        OccupiedError as OccupiedError,
         PeerFailedError as PeerFailedError,
         SaveAbandonedError as SaveAbandonedError,
         StateMismatchError as StateMismatchError,
@@ -108,6 +112,7 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
         UnsafeArchiveError as UnsafeArchiveError,
         UnsupportedStateError as UnsupportedStateError,
         UntrustedObjectError as UntrustedObjectError,
+        UsageError as UsageError,
     )
     from .following.follower import follow as follow
     from .publishing.publisher import Publisher as Publisher

@@ -82,6 +82,26 @@ class NotCommittedError(CheckpointError, FileNotFoundError):
     step: int | None
 
 
+class NotAFolderError(CheckpointError, NotADirectoryError):
+    """A path that was given for a folder is that of something else."""
+
+
+class IsAFolderError(CheckpointError, IsADirectoryError):
+    """A path that was given for a file is that of a folder."""
+
+
+class NotFoundError(CheckpointError, FileNotFoundError):
+    """There is no file or folder at a path that was given."""
+
+
+class OccupiedError(CheckpointError, FileExistsError):
+    """There is something already where a file or a folder is to be written, and it is not replaced."""
+
+
+class UsageError(CheckpointError, RuntimeError):
+    """A call came at a moment, or from a place, where it cannot be made."""
+
+
 class UnsafeArchiveError(CheckpointError):
     """Extracting the archive could do harm: names or links that lead outside, devices, or too much data."""
 

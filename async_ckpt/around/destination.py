@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..errors import IsAFolderError
 from ..spec import with_article
 from ..state.plain import method_of
 from ..storage.interface import Storage
@@ -203,7 +204,7 @@ def output_path(given: Anywhere, options: WrapOptions) -> OutputPath:
         storage = storage_at(parent)
     output = OutputPath(storage.locate(name), storage, name)
     if options.streams and output.is_folder:
-        raise IsADirectoryError(f"{output.path} is a folder; give the path of a file")
+        raise IsAFolderError(f"{output.path} is a folder; give the path of a file")
     if output.is_folder and Path.cwd().is_relative_to(os.path.realpath(output.path)):
         raise ValueError(
             f"{output.path} is the current folder of this process, and would be replaced; give a folder inside it"

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from ..errors import NotAFolderError
 from ..host.threads import running_future
 from ..saving.handle import SaveHandle
 from ..spans import Spans
@@ -20,6 +21,7 @@ from ..staging.guard import unwrapped
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import SnapshotView
 from ..storage.compressed import refuse_archive_name
+from ..storage.disk import refuse_dangling
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, local_place, written_at
@@ -123,7 +125,8 @@ def _replaceable(folder: str) -> str:
     """The folder behind a link, since the folder itself is replaced. Raises if it cannot be replaced."""
     real = os.path.realpath(folder)
     if os.path.lexists(real) and not os.path.isdir(real):
-        raise NotADirectoryError(f"{folder} is a file; give the folder to write the model to")
+        refuse_dangling(Path(real))
+        raise NotAFolderError(f"{folder} is a file; give the folder to write the model to")
     with suppress(FileNotFoundError):  # the current folder was deleted
         if Path.cwd().is_relative_to(real):
             raise ValueError(
@@ -140,7 +143,8 @@ def is_left_out(path: str) -> bool:
 def files_of(folder: Path) -> dict[str, bytes]:
     """The config, tokenizer and similar files. Read now, so that the folder may be deleted once the call returns."""
     if not folder.is_dir():
-        raise NotADirectoryError(f"config_folder {folder} is not a folder; give the one with the model's config.json")
+        refuse_dangling(folder)
+        raise NotAFolderError(f"config_folder {folder} is not a folder; give the one with the model's config.json")
     paths = [path for path in folder.iterdir() if not is_left_out(path.name) and not path.is_dir()]
     paths += (folder / _TEMPLATES).glob("*.jinja")
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(paths)}

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import OccupiedError
 from ..host.loop import OffLoop
 from ..report import Progress
 from ..saving.copy_save import CopySave
@@ -94,7 +95,7 @@ class Export(CopySave):
     def _write_folder(self) -> None:
         self._check_others()
         if self._weights.stem == "model" and self._storage.exists(ADAPTER_CONFIG):
-            raise FileExistsError(
+            raise OccupiedError(
                 f"{self.path} holds an adapter ({ADAPTER_CONFIG}), which would be loaded in place of the model; "
                 "delete it, or give another folder"
             )

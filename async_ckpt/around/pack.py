@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import ClosedError, NothingWrittenError, StorageUnavailableError
+from ..errors import ClosedError, NotAFolderError, NothingWrittenError, StorageUnavailableError, UsageError
 from ..format.tarball import Tarball
 from ..host.loop import OffLoop
 from ..host.threads import running_future
@@ -27,7 +27,7 @@ from ..saving.story import Attempt, story
 from ..saving.targets import Compression, FileTarget
 from ..spans import Spans
 from ..staging.file_segments import FileFill, FilesImage, scan
-from ..storage.disk import translated
+from ..storage.disk import refuse_dangling, translated
 from ..storage.place import Anywhere, local_place, written_at
 from ..storage.scratch import Scratch
 
@@ -43,7 +43,7 @@ class PackedFolder(_PathType):  # type: ignore[misc]
     def handle(self) -> SaveHandle:
         """The save, once the block has been left."""
         if self._handle is None:
-            raise RuntimeError("there is no handle until the `with` block has ended without an exception")
+            raise UsageError("there is no handle until the `with` block has ended without an exception")
         return self._handle
 
 
@@ -62,7 +62,7 @@ class Pack:
 
     def __enter__(self) -> PackedFolder:
         if self._scratch is not None:
-            raise RuntimeError("this folder was packed already; call pack() again for another one")
+            raise UsageError("this folder was packed already; call pack() again for another one")
         self._scratch = Scratch(self._parent, self._name)
         self._folder = PackedFolder(self._scratch.folder)
         return self._folder
@@ -135,7 +135,8 @@ def pack_folder(
     """
     source = local_place(folder, "fetch the folder with files.download_directory, then pack it")
     if not source.is_dir():
-        raise NotADirectoryError(f"{source} is not a folder; give the folder to pack")
+        refuse_dangling(source)
+        raise NotAFolderError(f"{source} is not a folder; give the folder to pack")
     source = source.resolve()
     target = FileTarget.at(written_at(destination), compression)
     if not target.storage.remote and Path(target.path).resolve().is_relative_to(source):

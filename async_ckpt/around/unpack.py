@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
-from ..errors import CorruptCheckpointError, NotCommittedError, UnsafeArchiveError
+from ..errors import CorruptCheckpointError, NotCommittedError, NotFoundError, OccupiedError, UnsafeArchiveError
 from ..format import zstd
 from ..format.tarball import stays_inside
 from ..loading.archives.find import opened_as_file
@@ -69,7 +69,7 @@ def extract(
     """
     target = local_place(written_at(folder), "extract to a local folder, and copy it with files.upload_directory")
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(f"{target} already exists and is not an empty folder; give a new one")
+        raise OccupiedError(f"{target} already exists and is not an empty folder; give a new one")
     place = target.resolve()
     with Scratch(place.parent, place.name) as scratch:
         limits = _Limits(max_bytes, max_file_bytes, max_members)
@@ -142,7 +142,7 @@ class _Limits:
 def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
     opened = opened_as_file(source)
     if opened is None:
-        raise FileNotFoundError(f"{place_of(source).shown}: there is no such archive")
+        raise NotFoundError(f"{place_of(source).shown}: there is no such archive")
     reader, path = opened
     with ReadAhead(reader) as raw, _damage_translated(path):
         content = _ForwardFile(_decompressed(raw, path))

@@ -22,9 +22,10 @@ from typing import IO, Any, Final, Literal, cast
 from ..around.pack import pack_folder
 from ..around.streams import BUFFER_BYTES, ReaderFile, UploadFile, open_local
 from ..around.unpack import extract
+from ..errors import IsAFolderError, NotAFolderError, NotFoundError
 from ..loading.rebuild import rebuild_layout
 from ..storage.bulk import Parcel, copy
-from ..storage.disk import sync_folder
+from ..storage.disk import refuse_dangling, sync_folder, told
 from ..storage.interface import Storage
 from ..storage.local import LocalStorage
 from ..storage.locks import TEMP_SUFFIX, temp_stem
@@ -78,7 +79,7 @@ def local_read_dir(path: Anywhere) -> Iterator[str]:
     elif _HUB_ID.fullmatch(place.text) and not os.path.lexists(storage.locate(name)):
         yield place.text
     else:
-        raise FileNotFoundError(
+        raise NotFoundError(
             f"{place.shown} is not a folder, a URL or an id of the Hugging Face hub (org/name); correct the path"
         )
 
@@ -109,7 +110,7 @@ def local_read_files(
         sizes_found = {wish: 0 for wish in wanted if os.path.isfile(os.path.join(folder, wish))}
     missing_names = [wish for wish in wanted if wish not in sizes_found]
     if missing_names and missing == "error":
-        raise FileNotFoundError(
+        raise NotFoundError(
             f'{storage.locate(name)} has no {", ".join(missing_names)}; pass missing="skip" to ignore missing files'
         )
     if not storage.remote:
@@ -156,7 +157,7 @@ def upload_directory(local: Anywhere, cloud: Anywhere) -> None:
     folder = _existing_folder(place_of(local))
     sizes = LocalStorage(folder).sizes("")
     if not sizes:
-        raise FileNotFoundError(f"{folder} holds no files; there is nothing to upload")
+        raise NotFoundError(f"{folder} holds no files; there is nothing to upload")
     _send(folder, sizes, storage, name)
 
 
@@ -240,7 +241,7 @@ def remove(path: Anywhere) -> None:
     located = storage.locate(name)
     is_found = bool(storage.sizes(name)) or _is_object(storage, name) if storage.remote else os.path.lexists(located)
     if not is_found:
-        raise FileNotFoundError(f"{located} does not exist")
+        raise NotFoundError(f"{located} does not exist")
     storage.delete_all(name)
 
 
@@ -260,13 +261,15 @@ def open_file(path: Anywhere, mode: str = "rb") -> IO[Any]:
     encoding = None if "b" in mode else "utf-8"
     place = written_at(path) if "w" in mode else place_of(path)
     if place.is_local:
-        return open_local(_as_given(place), mode, encoding)
+        with told(_as_given(place)):
+            return open_local(_as_given(place), mode, encoding)
     if mode not in ("r", "rt", "rb", "w", "wt", "wb"):
         raise ValueError(f'a file in a store is opened with mode "r", "rb", "w" or "wb", not {mode!r}')
     storage, name = place.object()
     if "w" in mode:
         return cast("IO[Any]", UploadFile(storage, name, mode, encoding))
-    ranges = io.BufferedReader(ReaderFile(storage.open(name)), BUFFER_BYTES)
+    with told(place.shown):
+        ranges = io.BufferedReader(ReaderFile(storage.open(name)), BUFFER_BYTES)
     return io.TextIOWrapper(ranges, encoding) if encoding else ranges
 
 
@@ -282,10 +285,11 @@ def _as_given(place: Place) -> str:
 def _existing_folder(place: Place) -> str:
     """The path of a local folder. Raises FileNotFoundError, NotADirectoryError, and ValueError for a URL."""
     folder = str(local_place(place))
+    refuse_dangling(Path(folder))
     if not os.path.exists(folder):
-        raise FileNotFoundError(f"{folder} does not exist; correct the path")
+        raise NotFoundError(f"{folder} does not exist; correct the path")
     if not os.path.isdir(folder):
-        raise NotADirectoryError(f"{folder} is a file; give the folder that contains it")
+        raise NotAFolderError(f"{folder} is a file; give the folder that contains it")
     return folder
 
 
@@ -305,8 +309,8 @@ def _sizes_below(storage: Storage, name: str) -> dict[str, int]:
 def _no_folder(storage: Storage, name: str) -> OSError:
     path = storage.locate(name)
     if _is_object(storage, name):
-        return NotADirectoryError(f"{path} is an object, not a folder; read it with open_file")
-    return FileNotFoundError(f"{path} does not exist: there is nothing below it; correct the URL")
+        return NotAFolderError(f"{path} is an object, not a folder; read it with open_file")
+    return NotFoundError(f"{path} does not exist: there is nothing below it; correct the URL")
 
 
 def _is_object(storage: Storage, name: str) -> bool:
@@ -357,12 +361,10 @@ def _check_target(target: Path, paths: Collection[str]) -> None:
     """Check, before files are fetched, that they can be put into a folder."""
     for folder in {target, *(target / folder for path in paths for folder in _folders_of(path))}:
         if folder.exists() and not folder.is_dir():
-            raise NotADirectoryError(
-                f"{folder} is a file where a folder should be; remove it, or choose another folder"
-            )
+            raise NotAFolderError(f"{folder} is a file where a folder should be; remove it, or choose another folder")
     for path in paths:
         if (target / path).is_dir():
-            raise IsADirectoryError(f"{target / path} is a folder where a file should be; remove it first")
+            raise IsAFolderError(f"{target / path} is a folder where a file should be; remove it first")
 
 
 def _put_in_place(temp: Path, target: Path, paths: Collection[str]) -> None:

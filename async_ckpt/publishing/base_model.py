@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..around.export import files_of
-from ..errors import CorruptCheckpointError
+from ..errors import CorruptCheckpointError, NotAFolderError
 from ..format.delta import INDEX, VersionIndex, checksum, weight_map_in
-from ..storage.disk import translated
+from ..storage.disk import refuse_dangling, translated
 from ..storage.local import LocalStorage
 from .notes import SINGLE
 from .source import VersionSource
@@ -28,7 +28,8 @@ class BaseModel:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise NotADirectoryError(f"base {folder} is not a folder; give the one with the model")
+            refuse_dangling(folder)
+            raise NotAFolderError(f"base {folder} is not a folder; give the one with the model")
         self.folder = folder
         self._storage = LocalStorage(folder)
         self._index: VersionIndex | None = None  # the last one that was made

@@ -25,14 +25,14 @@ import torch
 from ..around.export import is_left_out
 from ..around.hf_weights import ADAPTER_CONFIG, ADAPTER_FILE, Weights
 from ..around.shards import MAX_SHARD_BYTES, Shard, index_of, shards_of, view_of
-from ..errors import StorageUnavailableError
+from ..errors import NotAFolderError, OccupiedError, StorageUnavailableError
 from ..format import safetensors
 from ..format.delta import INDEX, checksum, identity_of, new_hash, structure_of
 from ..host.waits import ENDS_THE_CALL, Wait
 from ..staging.device import dense_blocks
 from ..state.dtypes import dtype_name
 from ..storage.confined import ConfinedFolder, read_at, write_at
-from ..storage.disk import close_quietly, free_bytes_at, full, preallocate, translated
+from ..storage.disk import close_quietly, free_bytes_at, full, preallocate, refuse_dangling, translated
 from .difference import checksum_of
 from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, InstalledFiles, Notes
 from .of_ranks.pieces import PiecedTensor
@@ -71,9 +71,10 @@ class FolderReplica:
             exists, is_folder = os.path.lexists(folder), folder.is_dir()
             names = {*os.listdir(folder)} - _OF_DISKS if is_folder else set()
         if exists and not is_folder:
-            raise NotADirectoryError(f"{folder} is a file; give a folder to pull into")
+            refuse_dangling(folder)
+            raise NotAFolderError(f"{folder} is a file; give a folder to pull into")
         if names and FOLDER not in names:
-            raise FileExistsError(f"{folder} has files that no version put there; give a folder that is new or empty")
+            raise OccupiedError(f"{folder} has files that no version put there; give a folder that is new or empty")
 
     @contextmanager
     def locked(self) -> Iterator[None]:

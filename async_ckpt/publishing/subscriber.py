@@ -15,7 +15,14 @@ from typing import Final, Protocol, Self
 
 import torch
 
-from ..errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCommittedError
+from ..errors import (
+    CheckpointError,
+    ClosedError,
+    CorruptCheckpointError,
+    NotAFolderError,
+    NotCommittedError,
+    UsageError,
+)
 from ..format.delta import VersionIndex
 from ..host.loop import get_loop
 from ..host.operations import Operation, observed
@@ -110,7 +117,7 @@ class Subscriber:
         """The versions that are whole: one listing, one of each world of ranks, and a request for each new version."""
         names = self._versions.storage.names("")
         if not names and not self._versions.storage.remote and Path(self._versions.root).is_file():
-            raise NotADirectoryError(f"{self._versions.root} is a file; give the folder with the versions")
+            raise NotAFolderError(f"{self._versions.root} is a file; give the folder with the versions")
         self._sizes = self._ranks.sizes(names)
         return sorted({*self._versions.numbers(names), *self._sizes})
 
@@ -176,7 +183,7 @@ class Subscriber:
     ) -> PullReport:
         number = None if version is None else whole_step(version, what="version")
         if not self._pulling.acquire(blocking=False):
-            raise RuntimeError("another pull of this Subscriber is under way; use one for each thread")
+            raise UsageError("another pull of this Subscriber is under way; use one for each thread")
         try:
             # Independent of the caller's mode: our tensors are plain ones on the host.
             with torch.inference_mode(False), torch.device("cpu"):

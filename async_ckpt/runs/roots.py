@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from ..errors import CheckpointError, NotCommittedError, StorageUnavailableError
+from ..errors import CheckpointError, NotAFolderError, NotCommittedError, StorageUnavailableError
 from ..spans import Clock
 from ..spec import Keep, keep_of
 from ..storage.local import LocalStorage
@@ -227,7 +227,7 @@ def open_roots(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Namin
     storages = [place.storage() for place in places]
     for storage in storages:
         if isinstance(storage, LocalStorage) and storage.root.exists() and not storage.root.is_dir():
-            raise NotADirectoryError(f"{storage.root} is a file; a run needs a folder")
+            raise NotAFolderError(f"{storage.root} is a file; a run needs a folder")
     names = [storage.locate("") for storage in storages]
     if len(set(names)) < len(names):
         raise ValueError(f"two roots are the same: {', '.join(names)}")

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from ..errors import ClosedError
+from ..errors import ClosedError, UsageError
 from ..host.loop import OffLoop
 from ..host.threads import Task, is_library_thread, running_future
 from ..host.waits import ENDS_THE_WAIT, Wait, wait_for
@@ -188,7 +188,7 @@ class SaveHandle(Future[SaveReport]):
         if (future or self).done():
             return
         if is_library_thread():
-            raise RuntimeError("a thread of async_ckpt must not wait for a save: it would wait for itself")
+            raise UsageError("a thread of async_ckpt must not wait for a save: it would wait for itself")
         if os.getpid() != self._pid:
             raise ClosedError("this save runs in the parent process; wait for it there")
 

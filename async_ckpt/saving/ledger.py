@@ -20,7 +20,7 @@ from math import nan
 from typing import Any, Final
 from weakref import WeakSet
 
-from ..errors import ClosedError, SaveAbandonedError
+from ..errors import ClosedError, SaveAbandonedError, UsageError
 from ..host import deadlines
 from ..host.loop import get_loop
 from ..host.operations import Operation
@@ -197,7 +197,7 @@ class Ledger:
         begun = self.saves()
         undecided = [save for save in begun if not (save.handle.done() or save.given_up)]
         if undecided and is_library_thread():
-            raise RuntimeError(
+            raise UsageError(
                 f"{reader} would have to wait for {name_of(undecided[0].handle)}, and a thread of "
                 "async_ckpt must not: it "
                 "would wait for itself. Call it on another thread, or when no save is under way"

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any, Final
 
+from ..errors import UsageError
 from ..host.process import in_forked_child
 
 Signals = bool | Iterable[str | int]
@@ -68,7 +69,7 @@ class Notice:
         if not self._signums:
             return
         if not _is_main_thread():
-            raise RuntimeError(
+            raise UsageError(
                 "Due(signals=…) installs signal handlers, which Python allows only on the main thread; construct the "
                 "checkpointer there (it may be used on any thread), or leave signals= out"
             )

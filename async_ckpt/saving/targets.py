@@ -14,7 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
-from ..errors import CheckpointError, NotCommittedError, RunTakenError, StepExistsError, StorageUnavailableError
+from ..errors import (
+    CheckpointError,
+    IsAFolderError,
+    NotAFolderError,
+    NotCommittedError,
+    RunTakenError,
+    StepExistsError,
+    StorageUnavailableError,
+)
 from ..events.shapes import MEASURED, brief, largest, shortened
 from ..host.loop import OffLoop, get_loop
 from ..ranks.agreement import Agreement, Alone, listen_again, undecided_by_start
@@ -69,7 +77,7 @@ class FileTarget(Target):
         self._zstd = zstd
         if not self.storage.remote and Path(self.path).is_dir():
             example = os.path.join(self.path, "checkpoint.tar")
-            raise IsADirectoryError(f"{self.path} is a folder; give the path of a file, such as {example}")
+            raise IsAFolderError(f"{self.path} is a folder; give the path of a file, such as {example}")
         if not self.storage.remote:
             refuse_in_running(Path(self.path).parent)
 
@@ -135,7 +143,7 @@ class FolderTarget(JointTarget):
         if not self.storage.remote:
             refuse_in_running(Path(self.path))
             if Path(self.path).exists() and not Path(self.path).is_dir():
-                raise NotADirectoryError(f"{self.path} is a file, and several ranks write a folder; give another path")
+                raise NotAFolderError(f"{self.path} is a file, and several ranks write a folder; give another path")
 
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
         self._agreement.claim()

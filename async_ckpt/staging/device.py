@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..backends import Backend, device_of, is_capturing, is_dense, is_on_host
+from ..errors import UsageError
 from ..format.layout import Piece
 from ..host.memory import HostBuffer
 from ..spec import KIB, MIB
@@ -486,5 +487,5 @@ def first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """The accelerator of the first tensor that is on one. Raises RuntimeError while a graph is being captured on it."""
     device = next((place for tensor in tensors if (place := device_of(tensor)) is not None), None)
     if device is not None and is_capturing():
-        raise RuntimeError("save was called while a graph is being captured; call it before or after the capture")
+        raise UsageError("save was called while a graph is being captured; call it before or after the capture")
     return device

@@ -17,7 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import StorageFullError, StorageUnavailableError
+from ..errors import (
+    CheckpointError,
+    IsAFolderError,
+    NotAFolderError,
+    NotFoundError,
+    OccupiedError,
+    StorageFullError,
+    StorageUnavailableError,
+)
 
 try:
     import fcntl
@@ -40,6 +48,9 @@ _ADVICE: Final = {
     errno.EIO: "the disk may be failing: look at the kernel's log, and choose another disk",
     errno.ESTALE: "the file system of a server has gone: mount it again",
     errno.ENAMETOOLONG: "choose a shorter path",
+    errno.EFBIG: "the file system, or the limit of this process (ulimit -f), allows no file of that size: raise the limit, "
+    "or choose a file system that holds larger files",
+    errno.ELOOP: "a link leads back to itself: correct it, or delete it",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "this host has too many open files",
 }
@@ -88,14 +99,37 @@ def translated(path: Path, *, needed_bytes: int = 0, passing: tuple[type[OSError
     """Translate OSErrors of the block into errors of this library. Errors in `passing` pass unchanged."""
     try:
         yield
-    except passing:
+    except (CheckpointError, *passing):
         raise
     except OSError as error:
         if error.errno in NO_ROOM:
             raise full(path, needed_bytes, free_bytes_at(path.parent)) from error
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP):
+            refuse_dangling(path)
         reason = error.strerror or str(error)
         advice = _ADVICE.get(error.errno or 0, "make sure that the folder exists and its disk is healthy")
         raise StorageUnavailableError(f"{path}: {reason}; {advice}", path=str(path)) from error
+
+
+@contextmanager
+def told(path: str) -> Iterator[None]:
+    """Raise OSErrors of the block, about a path that a user gave, as errors of this library. They keep their kind."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        refuse_dangling(Path(path))
+        kind = next((own for theirs, own in _OWN.items() if isinstance(error, theirs)), StorageUnavailableError)
+        raise kind(f"{path}: {error.strerror or error}", path=path) from error
+
+
+_OWN: Final = {
+    FileNotFoundError: NotFoundError,
+    IsADirectoryError: IsAFolderError,
+    NotADirectoryError: NotAFolderError,
+    FileExistsError: OccupiedError,
+}
 
 
 def open_regular(path: Path, flags: int) -> int:
@@ -113,10 +147,7 @@ def open_regular(path: Path, flags: int) -> int:
             fd = os.open(path, flags)
     except FileNotFoundError:
         if os.path.islink(path):
-            raise StorageUnavailableError(
-                f"{path} is a link to {os.path.realpath(path)}, which does not exist; restore it, or delete the link",
-                path=str(path),
-            ) from None
+            refuse_dangling(path)
         raise
     except NotADirectoryError as error:  # what is above it is a file, so there is no such name
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
@@ -162,6 +193,20 @@ def read_regular(path: Path) -> tuple[bytes, os.stat_result]:
         close_quietly(fd)
 
 
+def refuse_dangling(path: Path) -> None:
+    """Raise StorageUnavailableError if a path, or a folder above it, is a link to something that does not exist."""
+    for one in (path, *path.parents):
+        if os.path.exists(one):
+            return
+        if os.path.islink(one):
+            target = os.path.join(one.parent, os.readlink(one))
+            raise StorageUnavailableError(
+                f"{one} is a link to {target}, which does not exist or leads back to the link; restore or mount what it "
+                "leads to, or delete the link",
+                path=str(path),
+            )
+
+
 def refuse_special(path: Path) -> None:
     """Raise StorageUnavailableError if the path is neither free, nor a regular file, nor a link."""
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -194,6 +239,7 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
         os.mkdir(folder)
     except FileExistsError:
+        refuse_dangling(folder)
         with suppress(FileNotFoundError):  # it was removed since: `create_locked` makes it again
             if not stat.S_ISDIR(os.lstat(folder).st_mode) and not folder.is_dir():
                 raise NotADirectoryError(

@@ -39,6 +39,7 @@ from .disk import (
     preallocate,
     pwrite,
     read_regular,
+    refuse_dangling,
     refuse_special,
     remove_if_empty,
     rename_new,
@@ -106,14 +107,23 @@ class LocalStorage(Storage):
                 raise
 
     def open(self, path: str) -> LocalReader:
-        with translated(self.root / path, passing=(FileNotFoundError, IsADirectoryError)):
+        with translated(self.root / path, passing=(FileNotFoundError, IsADirectoryError)), self._root_told():
             return LocalReader(self.root / path)
 
     def read(self, path: str) -> tuple[bytes, str]:
         target = self.root / path
-        with translated(target, passing=(FileNotFoundError,)):
+        with translated(target, passing=(FileNotFoundError,)), self._root_told():
             data, status = read_regular(target)
         return data, _version(status)
+
+    @contextmanager
+    def _root_told(self) -> Iterator[None]:
+        """What is missing says nothing if the root itself is behind a link to nothing: then that is raised."""
+        try:
+            yield
+        except FileNotFoundError:
+            refuse_dangling(self.root)
+            raise
 
     def put_new(self, path: str, data: bytes) -> None:
         target = self.root / path
@@ -205,6 +215,7 @@ class LocalStorage(Storage):
             try:
                 return sorted(os.listdir(self.root / folder))
             except (FileNotFoundError, NotADirectoryError):
+                refuse_dangling(self.root)
                 return []
 
     def sizes(self, folder: str) -> dict[str, int]:

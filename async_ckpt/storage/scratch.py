@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
-from ..errors import StorageUnavailableError
+from ..errors import IsAFolderError, OccupiedError, StorageUnavailableError
 from ..host.threads import is_library_thread
 from .disk import call_libc, close_quietly, make_folder, sync_file, sync_folder, translated
 from .locks import TEMP_SUFFIX, create_locked, forget, is_dead, temps_of
@@ -146,9 +146,9 @@ def publish(written: Path, target: Path, *, replaced: Callable[[str], bool] = la
 def refuse_misfit(written: Path, target: Path) -> None:
     """Raise IsADirectoryError or FileExistsError if one is a file and the other a folder."""
     if _is_folder(target) and not written.is_dir():
-        raise IsADirectoryError(f"{target} is a folder, but a file was written; give another name")
+        raise IsAFolderError(f"{target} is a folder, but a file was written; give another name")
     if written.is_dir() and os.path.lexists(target) and not _is_folder(target):
-        raise FileExistsError(f"{target} is a file, but a folder was written; give another name")
+        raise OccupiedError(f"{target} is a file, but a folder was written; give another name")
 
 
 def _is_folder(path: Path) -> bool:

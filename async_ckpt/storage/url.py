@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path, PurePath
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -22,6 +23,8 @@ SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
 # A chain of fsspec, which is one filesystem on another; a URL within a foreign text.
 _CHAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:://[^:]*)?::.*:/")
+# A key or password of fewer characters may be a word, or a part of one.
+_LONG_SECRET: Final = 8
 _URL_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 
 
@@ -118,6 +121,19 @@ def shown(text: str) -> str:
     if scheme.lower() in SCHEMES and ":" in host:  # no bucket has one: a port, or keys without their @
         place = host.partition(":")[0]
     return f"{scheme}{slashes}{re.split('[?#]', place, maxsplit=1)[0]}"
+
+
+def starred(text: str, secrets: Iterable[str]) -> str:
+    """A foreign text without these secrets, and without those in the URLs in it.
+
+    A secret that is shorter than other words may be a part of many: it is replaced where it stands alone.
+    """
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        if len(secret) >= _LONG_SECRET:
+            text = text.replace(secret, "***")
+        else:
+            text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", "***", text)
+    return without_secrets(text)
 
 
 def without_secrets(text: str) -> str:

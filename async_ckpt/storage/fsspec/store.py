@@ -18,7 +18,7 @@ from ...host.deadlines import OBJECT_SECONDS
 from .. import stores
 from ..bulk import delete, existing
 from ..interface import Reader, Storage
-from ..url import scheme_of, shown, split_bucket, unusable_name, without_secrets
+from ..url import scheme_of, shown, split_bucket, starred, unusable_name
 from .bucket import Bucket
 from .file_tree import FileTree
 from .info import Moment, ReplacedError
@@ -287,9 +287,7 @@ def _reason_of(error: BaseException, secrets: Sequence[str]) -> str:
 
 
 def _scrub(secrets: Sequence[str], text: str) -> str:
-    for secret in secrets:
-        text = text.replace(secret, "***")
-    return without_secrets(text)
+    return starred(text, secrets)
 
 
 def abort_stale_uploads(

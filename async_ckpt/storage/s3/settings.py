@@ -12,7 +12,7 @@ from ... import spans
 from ...errors import StorageUnavailableError
 from ...host.deadlines import OBJECT_SECONDS, PART_SECONDS, REQUEST_SECONDS, SMALL_SECONDS
 from .. import stores
-from ..url import split_bucket, without_secrets
+from ..url import split_bucket, starred
 from .aws import AwsSetup
 
 # Clients for small requests, for parts, and for the deletion of many objects.
@@ -98,7 +98,4 @@ class BucketSettings:
     def scrub(self, text: str) -> str:
         """A text without the secrets of these settings, and without those in URLs."""
         known = {str(value) for key, value in self._config.items() if stores.SECRET_NAME.search(key)}
-        for secret in known | (self.aws.known_secrets if self.aws else set()):
-            if len(secret) > 3:
-                text = text.replace(secret, "***")
-        return without_secrets(text)
+        return starred(text, known | (self.aws.known_secrets if self.aws else set()))
