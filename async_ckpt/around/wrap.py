@@ -44,7 +44,6 @@ from ..staging.held_snapshot import refuse_guard
 from ..state.captured import tree_of
 from ..storage.disk import translated
 from ..storage.local import LocalStorage
-from ..storage.locks import temps_of
 from ..storage.place import local_place, place_of
 from ..storage.scratch import Scratch, publish, refuse_misfit, sync_all
 from ..storage.sequential import Appender, AppenderFile
@@ -345,9 +344,6 @@ class _Call(CopySave):
     def _stream(self) -> None:
         """Stream the output into the sink as the function writes it."""
         output = self.output_path
-        if not output.storage.remote:
-            names = temps_of(output.name, output.storage.names(""))
-            output.storage.sweep("", names, delete=True)
         self._out = Appender(output.storage, output.name, limit_bytes=2 * self._host_bytes + _LIMIT_BYTES)
         try:
             with AppenderFile(self._out) as file:

@@ -18,7 +18,14 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ..errors import CheckpointError, StorageUnavailableError
+from ..errors import (
+    CheckpointError,
+    IsAFolderError,
+    NotAFolderError,
+    NotFoundError,
+    OccupiedError,
+    StorageUnavailableError,
+)
 from ..storage.place import Place
 from .options import AsJson, Where, place_like, with_place
 from .screen import NO, STORAGE, USAGE, Answer, escaped
@@ -421,7 +428,8 @@ def status_of(arguments: Sequence[str]) -> int:
     except StorageUnavailableError as error:
         return _said(str(error), STORAGE)
     except CheckpointError as error:
-        return _said(str(error), NO)
+        is_of_path = isinstance(error, IsAFolderError | NotAFolderError | NotFoundError | OccupiedError)
+        return _said(str(error), STORAGE if is_of_path else NO)
     except KeyError as error:  # a name that no checkpoint has; its text would be quoted
         return _said(str(error.args[0] if error.args else error), NO)
     except (ValueError, TypeError, ImportError) as error:

@@ -8,6 +8,7 @@ against.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ import xxhash
 
 from ..around.hf_weights import Weights
 from ..around.shards import MAX_SHARD_BYTES, Shard, ShardReader, index_of, shards_of
-from ..errors import CheckpointError, ClosedError, StepExistsError, UnsupportedStateError
+from ..errors import CheckpointError, ClosedError, StepExistsError, StorageUnavailableError, UnsupportedStateError
 from ..format import safetensors
 from ..format.delta import (
     INDEX,
@@ -57,6 +58,7 @@ from .of_ranks.own_slices import OwnSlices
 from .replica import MemoryReplica
 from .series import VersionSeries
 from .source import WeightsState
+from .versions import UNFINISHED_VERSION
 
 # Encoded frames are kept in memory up to _FILE_BYTES, then written as a file, beside the batch of tensors being
 # encoded.
@@ -129,7 +131,12 @@ class Publication(CopySave):
         return Progress(self._total_bytes, staged, self._num_bytes)
 
     async def _write(self, off_loop: OffLoop) -> None:
-        await off_loop(self._write_version)
+        try:
+            await off_loop(self._write_version)
+        except StorageUnavailableError:
+            if self._scratch is not None and not self._scratch.is_there:
+                await off_loop(self._series.ownership.check)  # which says who has taken it away
+            raise
 
     def failed(self, error: BaseException) -> None:
         if self._attempt and not self._is_put:
@@ -191,7 +198,8 @@ class Publication(CopySave):
             self._series.versions.begin(self._version, token=self._series.ownership.token)
             return storage, f"{self._folder}/{self._attempt}/"
         root = Path(storage.locate(""))
-        self._scratch = Scratch(root, "weight_v")
+        self._scratch = Scratch(root, UNFINISHED_VERSION)
+        self._series.ownership.check()  # whoever takes the root from now on takes the folder away
         return LocalStorage(self._scratch.folder), ""
 
     def _write_anchor(self, place: Storage, prefix: str, structure: str) -> tuple[VersionIndex, WeightsState, bytes]:
@@ -354,11 +362,8 @@ class Publication(CopySave):
                 ) from error
         else:
             LocalStorage(self._scratch.folder).replace(INDEX, data)
-            target = Path(storage.locate(self._folder))
             series.replacement.delete(series.ownership)
-            with translated(target):
-                os.replace(self._scratch.folder, target)  # fails if the target has files
-                sync_folder(target.parent)
+            self._rename(self._scratch, Path(storage.locate(self._folder)))
         try:
             series.ownership.check()
         except ClosedError:  # after losing the root meanwhile, this version must not count
@@ -371,6 +376,22 @@ class Publication(CopySave):
             self.readable.set_result(None)
         self._release_weights()
         series.base.crew.stop()
+
+    def _rename(self, scratch: Scratch, target: Path) -> None:
+        """Put the folder in its place. Raises ClosedError if another publisher has the root."""
+        try:
+            with translated(target):
+                if not scratch.is_there:
+                    raise FileNotFoundError(errno.ENOENT, "the folder of the version was taken away", str(target))
+                os.replace(scratch.folder, target)  # fails if the target has files
+                sync_folder(target.parent)
+        except StorageUnavailableError as error:
+            self._series.ownership.check()
+            if os.path.lexists(target):
+                raise StepExistsError(
+                    f"{self.path} is there already, and is kept; give a higher version", step=self._version
+                ) from error
+            raise
 
     def _release_weights(self) -> None:
         """Release the copies, and the optimizers that wait for them."""

@@ -35,7 +35,7 @@ from ..format.delta import (
 from ..storage.disk import sync_folder, translated
 from ..storage.interface import Storage
 from ..storage.locks import TEMP_SUFFIX, temps_of
-from ..storage.scratch import Scratch
+from ..storage.scratch import Scratch, take_away
 from ..storage.stores import PROBE
 from .base_model import BaseModel
 from .notes import SINGLE
@@ -43,6 +43,8 @@ from .source import VersionSource, WeightsState
 
 # The publisher that wrote this file last is the one that may add versions.
 _OWNER: Final = "publisher.json"
+# Of scratch folders on a disk.
+UNFINISHED_VERSION: Final = "weight_v"
 # In a store, each publisher (by its token) lists here the folders that it is about to fill or to delete.
 _UNFINISHED: Final = re.compile(r"unfinished(\.[0-9a-f]{16})?\.json")
 # A publisher that replaces versions puts a new mark into the root and removes older ones. A reader that lists the
@@ -290,7 +292,7 @@ class Versions:
     @staticmethod
     def _remove_folder(root: Path, name: str) -> None:
         """Rename a folder first, to a name that the next publisher sweeps if this process is killed."""
-        with Scratch(root, "weight_v") as scratch, translated(root / name), suppress(FileNotFoundError):
+        with Scratch(root, UNFINISHED_VERSION) as scratch, translated(root / name), suppress(FileNotFoundError):
             os.replace(root / name, scratch.folder)
             sync_folder(root)
 
@@ -384,6 +386,10 @@ class Ownership:
         left = [*temps_of(_OWNER, names), *marks, *probes]
         self._storage.sweep("", left, delete=True, decided=True)  # left by processes that were killed meanwhile
         self._storage.replace(_OWNER, self._note)
+        if not self._storage.remote:  # a publisher that is overtaken renames nothing into place any more
+            root = Path(self._storage.locate(""))
+            with translated(root):
+                take_away(root, UNFINISHED_VERSION)
         if self._storage.remote:  # it may have been emptied, and get other versions by the same numbers
             mark_replaced(self._storage)
         self.is_taken = True

@@ -43,7 +43,7 @@ from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, Save
 from .naming import STEP_FORMAT, TRACKER, tracker_of
 from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
 from .root import Listing, Root, commit_of
-from .starts import NUM_KEPT, Commit, Start, refuse_if_alive, tenure_of
+from .starts import NUM_KEPT, Commit, Start, about_start, refuse_if_alive, tenure_of
 from .sweep import Sweeper, is_library_name
 
 
@@ -70,6 +70,7 @@ class Run:
         self._clock = clock
         self._tenure = tenure_of(storage.locate(""))
         self._start: Start | None = None  # of this process, from the first save on
+        self._swept_for: set[Start] = set()  # the start of this process for which those before it were swept
         self._is_changing = False  # `changing` has taken the root, and not a save
         self._announcer = Announcer(self.root, tracker_of(tracker, step_format))
         self.sweeper = Sweeper(self.root)
@@ -346,8 +347,35 @@ class Run:
                 self._withdraw_if_lender_is_gone(manifest)
         if start not in listing.starts:
             self._tenure.put_back(self.storage, start)
-        elif len(listing.starts) > NUM_KEPT:
-            self.storage.delete_many([other.name for other in sorted(listing.starts)[:-NUM_KEPT]])
+        elif len(listing.starts) > 1:
+            self._sweep_starts(start, listing.starts)
+
+    def _sweep_starts(self, own: Start, starts: Sequence[Start]) -> None:
+        """Delete the files of starts that nothing needs any more, after a commit of `own`.
+
+        A file tells the order of the commits of its start and others. Where locks show which processes have ended, it
+        is not needed once no process of that start, or of one before it, can put a manifest, and what does not count
+        was renamed. A start at several roots tells also of the commits at the others, so it stays.
+        """
+        before = [start for start in sorted(starts) if start.is_before(own)]
+        going = before[: 1 - NUM_KEPT]
+        if not self.storage.remote and own not in self._swept_for:
+            self._swept_for = {own}
+            ended = {*self.storage.sweep("", [start.name for start in before])}
+            settled = [*takewhile(lambda start: start.name in ended and self._is_settled(start), before)]
+            if settled:  # they have put their last manifest by now
+                listing = self.root.relist()
+                self.root.retire(self.root.stale(listing, self.root.retired_by(listing.intents), listing.steps))
+                self.root.listing = None
+            going += settled
+        if going:
+            with suppress(CheckpointError):  # another start sweeps them
+                self.storage.delete_many(sorted({start.name for start in going}))
+
+    def _is_settled(self, start: Start) -> bool:
+        """Whether no other root has commits of a start that its file here may have to tell from later ones."""
+        roots = about_start(self.storage, start).get("roots")
+        return roots == [self.storage.locate("")]
 
     def _withdraw_if_lender_is_gone(self, manifest: Manifest) -> None:
         """Retire the manifest again if what it borrows was deleted while it was put: nobody could load it."""
@@ -380,6 +408,7 @@ class Run:
             next((other._start.token for other in others if other._start is not None), self._opening),
             lambda: self.root.relist().starts,
             lambda: [start for other in others for start in other._starts_if_there()],
+            roots=sorted(run.storage.locate("") for run in (self, *others)),
         )
         return is_new
 

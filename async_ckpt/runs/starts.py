@@ -36,7 +36,8 @@ from .manifest import seal, unseal
 _NAME: Final = re.compile(r"start-(\d{8,18})\.([0-9a-f]{8})\.(\d{1,255})\.json")
 # All names of starts sort between these texts.
 _FIRST, _LAST = "start-", "start."
-# The number of starts that stay listed: a process that sleeps through more starts does not notice them.
+# The number of starts that stay listed where nobody can tell which have ended. What a process commits that sleeps through
+# more of them is not told from the commits after it.
 NUM_KEPT: Final = 32
 
 
@@ -145,6 +146,7 @@ class Tenure:
 
     def __init__(self) -> None:
         self.start: Start | None = None  # since the first save; replaced under _taking
+        self._roots: Sequence[str] = ()  # of the run, for the file of the start
         self._joined: set[str] = set()  # the tokens of the starts that rank 0 makes for this process, too
         self._lost: tuple[str, Start, dict[str, object]] | None = None
         self._taking = threading.Lock()  # held over requests, so that concurrent saves take the root once
@@ -177,11 +179,13 @@ class Tenure:
         token: str,
         listed: Callable[[], Sequence[Start]],
         elsewhere: Callable[[], Iterable[Start]],
+        *,
+        roots: Sequence[str] = (),
     ) -> tuple[Start, bool]:
         """Take a root for a user that is about to save, unless that was done for this step or a lower one.
 
         Returns the start, and whether it is new: then the caller looks at the commits again. `token` is that of the
-        start at all roots of the run; `listed` lists the starts at this root, and `elsewhere` those at the others.
+        start at all `roots` of the run; `listed` lists the starts at this root, and `elsewhere` those at the others.
         Raises RunTakenError for a root that another living process has, and StorageUnavailableError.
         """
         with self._taking:
@@ -198,6 +202,7 @@ class Tenure:
             number = max(least_number, 1 + max((s.number for s in starts), default=0))
             _tokens.add(token)
             start = Start(number, token, step)
+            self._roots = roots
             self._put(storage, start)
             self.start = start
             return start, True
@@ -214,7 +219,7 @@ class Tenure:
 
     def _put(self, storage: Storage, start: Start) -> None:
         with suppress(FileExistsError):  # an earlier put that failed may have arrived
-            storage.put_new(start.name, seal(_about_this_process()))
+            storage.put_new(start.name, seal({**_about_this_process(), "roots": [*self._roots]}))
         self._hold.replace(storage.hold(start.name))
 
     def put_back(self, storage: Storage, start: Start) -> None:

@@ -205,12 +205,12 @@ class Storage(Protocol):
 
     def sweep(
         self,
-        folder: str,
-        names: list[str],
+        folder: str,  # noqa: ARG002
+        names: list[str],  # noqa: ARG002
         *,
-        delete: bool = False,
-        decided: bool = False,
-        of_ranks: bool = False,
+        delete: bool = False,  # noqa: ARG002
+        decided: bool = False,  # noqa: ARG002
+        of_ranks: bool = False,  # noqa: ARG002
     ) -> list[str]:
         """The names, among these, of objects whose writer has provably ended. With `delete`, they are deleted.
 
@@ -218,6 +218,7 @@ class Storage(Protocol):
         asked, that and a day's age by the store's clock are the proof; also for an object that one of several ranks has
         written (`of_ranks`), which may run on another machine.
         """
+        return []
 
     def hold(self, path: str) -> Callable[[], None]:  # noqa: ARG002
         """Lock an object, as a sign to other processes that this one lives, until the returned function is called.

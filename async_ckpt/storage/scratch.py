@@ -18,8 +18,8 @@ from typing import Final, Self
 
 from ..errors import IsAFolderError, OccupiedError, StorageUnavailableError
 from ..host.threads import is_library_thread
-from .disk import call_libc, close_quietly, make_folder, sync_file, sync_folder, translated
-from .locks import TEMP_SUFFIX, create_locked, forget, is_dead, temps_of
+from .disk import call_libc, close_quietly, identity, make_folder, sync_file, sync_folder, translated
+from .locks import TEMP_SUFFIX, create_locked, forget, is_dead, temp_stem, temps_of
 
 _FOLDER_SUFFIX: Final = ".d"
 _INNER: Final = "files"
@@ -42,6 +42,7 @@ class Scratch:
             try:
                 self._outer.mkdir(0o700)
                 self.folder.mkdir()  # with the mode that the user's umask gives every folder
+                self._identity = identity(os.stat(self.folder))
             except BaseException:
                 self._delete()
                 raise
@@ -50,6 +51,14 @@ class Scratch:
     def belongs_here(self) -> bool:
         """False in a child that was forked after this folder was made."""
         return os.getpid() == self._pid
+
+    @property
+    def is_there(self) -> bool:
+        """False once another process has taken the folder away, even if something has made it again."""
+        try:
+            return identity(os.stat(self.folder)) == self._identity
+        except FileNotFoundError:
+            return False
 
     def remove(self) -> None:
         """Remove the folder with its content. Idempotent. Raises StorageUnavailableError."""
@@ -187,6 +196,21 @@ def _exchange(a: Path, b: Path) -> None:
     os.rename(b, aside)
     os.rename(a, b)
     os.rename(aside, a)
+
+
+def take_away(parent: Path, name: str) -> None:
+    """Remove the scratch folders of this name, also those of living writers: these can publish nothing any more.
+
+    Each is renamed first, so that a writer either has published it or finds it gone.
+    """
+    names = os.listdir(parent)
+    for folder in names:
+        lock = folder.removesuffix(_FOLDER_SUFFIX)
+        if folder != lock and temps_of(name, [lock]):
+            gone = parent / f"{temp_stem(name)}{os.urandom(4).hex()}{TEMP_SUFFIX}{_FOLDER_SUFFIX}"
+            with suppress(FileNotFoundError):
+                os.rename(parent / folder, gone)
+                shutil.rmtree(gone, ignore_errors=True)  # the rest is swept, as it has no lock
 
 
 def _folder_of(lock: Path) -> Path:

@@ -20,6 +20,7 @@ from ..host.waits import LIVENESS_SECONDS
 from ..spec import MIB
 from ..staging.device import memmove
 from .interface import Reader, Sink, Storage
+from .locks import temps_of
 
 _SEGMENT_BYTES: Final = 8 * MIB
 # One is being filled, some are being written, and some are held until a store has sent them.
@@ -37,6 +38,9 @@ class Appender:
     """
 
     def __init__(self, storage: Storage, path: str, *, limit_bytes: int) -> None:
+        if not storage.remote:  # of a writer of the same object that was killed
+            folder, _, name = path.rpartition("/")
+            storage.sweep(folder, temps_of(name, storage.names(folder)), delete=True)
         num_segments = max(_NUM_SEGMENTS, 2 * storage.part_segments(limit_bytes, _SEGMENT_BYTES) + 2)
         self.sink: Sink = storage.create(
             path, num_bytes=limit_bytes, segment_bytes=_SEGMENT_BYTES, max_segments=num_segments, exact=False

@@ -138,10 +138,10 @@ def test_a_call_that_raises_on_one_rank_fails_the_others_at_once(worlds: Worlds,
     for number, one in enumerate(ended):
         told = one.told[which]
         if number == rank:
-            assert told[0] == "NotADirectoryError"
+            assert told[0] == "NotAFolderError"
         elif number == 0 or which == 0 or told != "done":  # a rank that has done its part waits for nobody
             assert told[0] == "PeerFailedError"
-            assert f"rank {rank}: NotADirectoryError: config_folder" in told[1]
+            assert f"rank {rank}: NotAFolderError: config_folder" in told[1]
         assert one.told[1 - which] == "done"
     assert [path.name for path in worlds.root.iterdir()] == ["hf"]
 
@@ -178,7 +178,7 @@ def test_whatever_is_wrong_in_one_call_the_others_are_told_and_the_next_call_is_
     ended = worlds.run(2, WRONG.format(rank=rank))
 
     told = ended[rank].told
-    assert [name for name, _ in told[:3]] == ["ValueError", "NotADirectoryError", "UnsupportedStateError"]
+    assert [name for name, _ in told[:3]] == ["ValueError", "NotAFolderError", "UnsupportedStateError"]
     for number, (name, text) in enumerate(ended[1 - rank].told[:3]):
         # A rank other than 0 that has done its part waits for nobody.
         assert name == "PeerFailedError" or (rank == 0 and name == "done")

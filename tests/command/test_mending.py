@@ -22,6 +22,9 @@ from states import assert_is_state, leftovers, open_run, state_at
 
 import async_ckpt
 from async_ckpt import Keep
+from async_ckpt.command import pruning
+from async_ckpt.runs.run import Run
+from async_ckpt.storage.s3.store import ObjectStorage
 
 # A word with the kill armed; prints how many calls it made.
 DYING = """
@@ -186,6 +189,118 @@ def test_a_store_cannot_tell_who_lives_and_says_so(bucket: Any, nursery: Nursery
     assert run_command("prune", place.url, *options, "--unattended", **env).returncode == 0
     with open_run(place) as ckpt:
         assert ckpt.steps() == [3]
+
+
+# A training that goes on from step 1, whose group it does not write again, and leaves the run or lives on.
+GOES_ON = """
+import json, sys, torch
+from states import open_run
+from async_ckpt import Place
+url, options, lives = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] == "lives"
+state = {"base": {"w": torch.zeros(10)}, "n": 0}
+ckpt = open_run(Place(url, options=options), on_rollback="retire")
+assert ckpt.restore(state, step=1) == 1
+ckpt.save(state, 3, unchanged="base").result()
+print("saved", flush=True)
+sys.stdin.read() if lives else ckpt.close()
+"""
+
+
+def lending_run(place: Any) -> None:
+    with open_run(place) as ckpt:
+        for step in (1, 2, 4, 5):
+            ckpt.save({"base": {"w": torch.full((10,), float(step))}, "n": step}, step).result()
+
+
+def pruned_meanwhile(
+    place: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, path: str, go_on: Any, *more: str, **env: str
+) -> Any:
+    """`prune`, of which one call is made only after `go_on`."""
+    real, calls = getattr(owner, name), itertools.count()
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if path in str(arguments[1:]) and next(calls) == 0:
+            go_on()
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, call)
+    ended = run_command("prune", place, "--keep", "last=1", "--yes", *more, **env)
+    assert next(calls), "nobody came there"
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(pruning._Shown, "of"), (pruning, "refuse_writer"), (pruning._Shown, "delete"), (Run, "changing")],
+)
+@pytest.mark.parametrize("lives", ["lives", "ends"])
+def test_a_training_that_begins_while_it_works_keeps_what_it_goes_on_from(
+    tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, lives: str
+) -> None:
+    root = tmp_path / "a"
+    lending_run(root)
+    children = []
+
+    def go_on() -> None:
+        children.append(nursery.start(GOES_ON, root, "{}", lives))
+        children[0].wait_for_line("saved") if lives == "lives" else children[0].ended()
+
+    ended = pruned_after(root, monkeypatch, owner, name, go_on)
+    if lives == "lives":
+        assert (ended.returncode, "is alive" in ended.stderr) == (1, True), ended
+        children[0].send(signal.SIGKILL)
+        children[0].ended()
+    with open_run(root) as ckpt:
+        assert ckpt.latest() == 3
+        loaded = ckpt.load()
+        assert (loaded["n"], loaded["base"]["w"][0].item()) == (1, 1.0)
+    assert [path.name for path in root.glob("start-*")] != []
+
+
+def pruned_after(root: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, go_on: Any) -> Any:
+    real, calls = getattr(owner, name), itertools.count()
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == 0:
+            go_on()
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, staticmethod(call) if name == "of" else call)
+    return run_command("prune", root, "--keep", "last=1", "--yes")
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("names", "('',)"),
+        ("put_new", "start-"),
+        ("delete", "step_00000004/manifest"),
+        ("delete_many", "step_00000004/rank"),
+    ],
+)
+def test_at_a_store_it_stops_where_a_training_has_begun_and_puts_back_what_that_may_need(
+    bucket: Any,
+    nursery: Nursery,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    path: str,  # noqa: F811
+) -> None:
+    place = bucket.place("runs/a")
+    lending_run(place)
+    store, env = store_options(place.options)
+    is_late = name == "delete_many"  # all manifests are gone, and nobody has begun until then
+
+    def go_on() -> None:
+        child = nursery.start(GOES_ON, place.url, json.dumps(place.options), "ends").ended()
+        assert (child.status != 0) == is_late, child.err
+
+    pruned_meanwhile(place.url, monkeypatch, ObjectStorage, name, path, go_on, *store, "--unattended", **env)
+    with open_run(place) as ckpt:
+        if is_late:
+            assert ckpt.steps() == [5]
+        else:
+            assert ckpt.latest() == 3
+            assert ckpt.load()["base"]["w"][0].item() == 1.0
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from slices import some
 
 from async_ckpt import ClosedError, Place, Publisher, Subscriber
 from async_ckpt.format.delta import INDEX
+from async_ckpt.publishing.publication import Publication
 from async_ckpt.publishing.series import Replacement
 from async_ckpt.publishing.versions import Versions
 from async_ckpt.storage.place import storage_at
@@ -217,3 +218,53 @@ def network_of(value: float) -> torch.nn.Sequential:
         for parameter in model.parameters():
             parameter.fill_(value)
     return model
+
+
+LATE = """
+import os, sys, time, torch, async_ckpt
+from pathlib import Path
+from async_ckpt.publishing.publication import Publication
+real = Publication._rename
+def sleepy(self, scratch, target):
+    print("here", flush=True)
+    while not Path(sys.argv[2]).exists():
+        time.sleep(0.01)
+    try:
+        real(self, scratch, target)
+    finally:
+        os._exit(9)
+publisher = async_ckpt.Publisher(sys.argv[1])
+for version in (1, 2):
+    publisher.publish({"weight": torch.full((3000,), float(version))}, version).result()
+Publication._rename = sleepy
+publisher.publish({"weight": torch.full((3000,), 3.0)}, 3).result()
+"""
+
+
+@pytest.mark.parametrize("store", [False], ids=["disk"])
+@pytest.mark.parametrize("versions", [(1,), (1, 2, 3), (1, 2, 3, 4)])
+def test_one_that_is_killed_right_after_its_late_rename_leaves_no_version(place, nursery, set_back, tmp_path, versions):
+    child = nursery.start(LATE, place.url, tmp_path / "go")
+    child.wait_for_line("here")
+    set_back(*versions)
+    (tmp_path / "go").touch()
+    assert child.ended().status == 9
+    assert Subscriber(place).versions() == [*versions]
+    assert_newest_is(place, versions[-1], 20 + versions[-1], tmp_path / "local")
+    set_back(versions[-1] + 1)
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("store", [False], ids=["disk"])
+@pytest.mark.parametrize("versions", [(1,), (1, 2, 3)])
+def test_one_that_is_overtaken_is_told_so_also_at_the_same_number(place, set_back, gate: Gate, monkeypatch, versions):
+    real = Publication._rename
+    monkeypatch.setattr(Publication, "_rename", lambda self, *rest: (gate.passed(), real(self, *rest))[1])
+    with Publisher(place) as old:
+        handle = old.publish(full(3), 3)
+        gate.wait_reached()
+        set_back(*versions)
+        gate.open()
+        with pytest.raises(ClosedError, match="another Publisher has begun"):
+            handle.result()
+    assert Subscriber(place).versions() == [*versions]

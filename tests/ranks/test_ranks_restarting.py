@@ -176,6 +176,55 @@ with open_run(here.root) as ckpt:
 """
 
 
+# Rank 0 sleeps between its manifest and its look for later starts.
+SLEEPS_AFTER_ITS_MANIFEST = """
+from pathlib import Path
+from racing import until
+from async_ckpt.storage.local import LocalStorage
+from async_ckpt.runs.run import Run
+LocalStorage.hold = lambda *_: lambda: None
+look = Run.look_again
+def sleepy(self, manifest):
+    if manifest.step == 10 and {who}:
+        here.say(f"asleep{{here.rank}}")
+        until(Path({go!r}).exists)
+    look(self, manifest)
+Run.look_again = sleepy
+with open_run(here.root) as ckpt:
+    for step in (1, 2):
+        here.save(ckpt, small(step), step)
+    here.save(ckpt, small(10), 10)
+"""
+SEES_OR_NOT = """
+from async_ckpt.storage.local import LocalStorage
+LocalStorage.hold = lambda *_: lambda: None
+with open_run(here.root, on_rollback="retire") as ckpt:
+    ckpt.restore(small(0), step={base})
+    here.save(ckpt, small(3), {base} + 1, **({{"overwrite": True}} if {base} == 1 else {{}}))
+"""
+
+
+@pytest.mark.parametrize("base", [1, 2, 10])
+@pytest.mark.parametrize("who", ["here.rank == 0", "here.rank == 1", "True"])
+def test_no_two_ranks_contradict_each_other_where_a_new_world_comes_after_the_manifest(worlds, tmp_path, who, base):
+    go = tmp_path / "go"
+    old = worlds.start(2, SLEEPS_AFTER_ITS_MANIFEST.format(who=who, go=str(go)))
+    for rank in (0, 1) if who == "True" else (int(who[-1]),):
+        old.wait_for(f"asleep{rank}")
+    new = worlds.run(2, SEES_OR_NOT.format(base=base))
+    go.touch()
+    ended = old.ended()
+
+    assert [save.get("status") for one in new for save in one.saves] == ["committed"] * 2
+    told = [one.saves[2] for one in ended]
+    for rank, one in enumerate(told):
+        if one.get("status") == "committed":  # it has looked before the new world began, which has seen the step
+            assert who == f"here.rank == {1 - rank}"
+        else:
+            assert (one["error"], one["undecided"]) == ("PeerFailedError", True)
+            assert "may be committed all the same" in one["text"]
+
+
 @pytest.mark.parametrize("point", ["receipt", "manifest"])
 def test_a_world_that_wakes_after_another_has_gone_on_commits_nothing_that_counts(worlds, tmp_path, point):
     go, woken = tmp_path / "go", tmp_path / "woken"
