@@ -6,12 +6,11 @@ In: keys, and requests about them. Out: responses, and errors of this library. K
 from __future__ import annotations
 
 import secrets
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
-from posixpath import commonpath, dirname
+from posixpath import basename, commonpath, dirname
 from typing import Any, Final, TypeVar
 
 from ... import spans
@@ -165,31 +164,35 @@ class Client:
         return self.ask(path, ask)
 
     def find(self, paths: Sequence[str]) -> tuple[set[str], list[str]]:
-        """Look for these objects by pages of a listing, as long as a page tells more than a few requests would.
+        """Look for these objects by pages of a listing, as long as a page tells of more than a few requests would.
 
-        Returns the paths of those that exist, and the paths of which nothing is known.
+        Returns the paths of those that exist, and the paths of which nothing is known. A listing proves only that an
+        object exists: servers differ in the order of keys, and in where a page begins after a key that does not exist.
         """
         path_of = {self.key(path): path for path in paths}
-        keys = sorted(path_of)
-        there: set[str] = set()
-        unknown: list[str] = []
-        folder = commonpath(map(dirname, keys)) if keys else ""
-        at, last = 0, ""
-        while at < len(keys) - 1 and self.settings.scheme == "s3":  # others list from the beginning
-            page = self._page(path_of[keys[at]], folder, max(dirname(keys[at]), last))
-            if sorted(page) != list(page):
-                break  # directory buckets list in no order
+        missing, there = {*path_of}, set[str]()
+        if len(missing) < 2 or self.settings.scheme != "s3":  # others list from the beginning
+            return there, [*path_of.values()]
+        first, final = min(missing), max(missing)
+        folder = commonpath(map(dirname, missing))
+        # Not after the folder of the first key, if it can be helped: SeaweedFS would leave out all that is in it.
+        after = dirname(first) if basename(first[:-1]) in ("", ".", "..") else first[:-1]
+        while len(missing) > 1:
+            try:
+                page = self._page(path_of[first], folder, after)
+            except StorageUnavailableError as error:
+                if getattr(error, "status", None) in refusals.UNSUPPORTED_STATUSES:
+                    break
+                raise
+            found = {key for key in missing if page.get(key)}  # an empty object may mark a folder of this name
+            missing -= found
+            there |= {path_of[key] for key in found}
             last = next(reversed(page), "")
-            until = bisect_right(keys, last) if len(page) >= _PAGE_KEYS else len(keys)
-            for key in keys[at:until]:
-                if page.get(key):
-                    there.add(path_of[key])
-                elif key in page:
-                    unknown.append(path_of[key])  # an empty object may mark a folder of this name
-            num_told, at = until - at, until
-            if num_told < _LEAST_TOLD or len(keys) - at > _MOST_PAGES * num_told:
+            is_through = len(page) < _PAGE_KEYS or last >= final or last == after
+            if is_through or len(found) < _LEAST_TOLD or len(missing) > _MOST_PAGES * len(found):
                 break
-        return there, unknown + [path_of[key] for key in keys[at:]]
+            after = last
+        return there, [path_of[key] for key in sorted(missing)]
 
     def _page(self, path: str, folder: str, after: str) -> dict[str, int]:
         """The next keys in a folder, and the sizes of their objects, as far as one request for this path lists them."""
