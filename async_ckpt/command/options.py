@@ -27,7 +27,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdou
 
 # The options of a store: their types, defaults and flags.
 _OPTIONS: Final[dict[str, tuple[type, Any, str]]] = {
-    "endpoint": (str, None, "The endpoint of an S3 store."),
+    "endpoint": (str, None, "The endpoint of the store, if it is not the provider's own."),
     "region": (str, None, "The region of the store."),
     "profile": (str, None, "The profile in ~/.aws whose credentials are used."),
     "anonymous": (bool, False, "Ask the store without credentials."),

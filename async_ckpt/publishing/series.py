@@ -144,6 +144,7 @@ class VersionSeries:
         It sends requests to the storage; `check` may end a wait by raising.
         """
         root = self.versions.root
+        self.storage.prove(for_run=True)
         if self.ownership.is_taken:
             self.ownership.check()
         existing = self.versions.numbers()

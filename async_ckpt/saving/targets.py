@@ -94,6 +94,9 @@ class FileTarget(Target):
             )
         return super().open(num_bytes, segment_bytes, max_segments)
 
+    def check(self) -> None:
+        self.storage.prove()
+
     @property
     def is_compressed(self) -> bool:
         return self._zstd is not None
@@ -151,6 +154,7 @@ class FolderTarget(JointTarget):
 
     def check(self) -> None:
         if self._agreement.decides:
+            self.storage.prove(for_run=True)
             self._replaces = self._folder.check()
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:  # noqa: ARG002
@@ -233,6 +237,7 @@ class StepTarget(JointTarget):
         if not self._agreement.decides:
             return
         if self.storage.remote:
+            self.storage.prove(for_run=True)
             self._take()
         if not self._is_checked:
             self._check()

@@ -65,6 +65,8 @@ def copy(
     the bandwidth of the writes.
     Raises FileNotFoundError, StorageUnavailableError, StorageFullError, and whatever `verify` raises.
     """
+    if parcels:
+        to.prove()
     # Larger segments only for objects of too many parts (in S3, above 78 GiB), so that each segment is one part.
     segment_bytes *= max(
         (to.part_segments(parcel.num_bytes, segment_bytes) for parcel in parcels if parcel.num_bytes),

@@ -120,6 +120,13 @@ class Storage(Protocol):
         `exact`, `num_bytes` is a limit, and `finish` is given the size.
         """
 
+    def prove(self, *, for_run: bool = False) -> None:
+        """Make sure, once in a process, that what is saved here can be read again; see `proven/place_proof.py`.
+
+        A place for a run also has to replace small objects, and to list new ones at once. Does nothing on a disk.
+        Raises StorageUnavailableError.
+        """
+
     def open(self, path: str) -> Reader:
         """Open an object. Raises FileNotFoundError, and IsADirectoryError if folders are real."""
 

@@ -41,6 +41,7 @@ class Appender:
         if not storage.remote:  # of a writer of the same object that was killed
             folder, _, name = path.rpartition("/")
             storage.sweep(folder, temps_of(name, storage.names(folder)), delete=True)
+        self._storage = storage
         num_segments = max(_NUM_SEGMENTS, 2 * storage.part_segments(limit_bytes, _SEGMENT_BYTES) + 2)
         self.sink: Sink = storage.create(
             path, num_bytes=limit_bytes, segment_bytes=_SEGMENT_BYTES, max_segments=num_segments, exact=False
@@ -79,6 +80,7 @@ class Appender:
             self._send()
         self._wait()
         self.check()
+        self._storage.prove()
         self.sink.finish(self.num_bytes)
         self._close()
         return self.num_bytes

@@ -27,5 +27,6 @@ class StorageContract(ArchiveContract, ObjectContract):
                 return MyStorage(tmp_path)
 
     `secrets` are texts that no message may contain. Override `uploads` if the store can list unfinished uploads.
-    `not_applicable` names tests that cannot hold for this storage, with the reason.
+    `num_listed` is how many objects are listed in one test: set it above the size of a page (1,000 in S3), if there are
+    pages. `not_applicable` names tests that cannot hold for this storage, with the reason.
     """

@@ -37,6 +37,22 @@ SIZES: Final = [
 ODD_NAMES: Final = ["x y", "größe 検", "a+b", "100%", "%2F", "a#b", "a?b=c&d", "~(it's)*!"]
 
 
+# Folders whose names sort on either side of others by the slash behind them, or by what comes for a character in UTF-16.
+SORTED_NAMES: Final = [
+    "step",
+    "step 1",
+    "step!",
+    "step-1",
+    "step.1",
+    "step0",
+    "step1",
+    "step10",
+    "stepé",
+    "step検",
+    "step😀",
+]
+
+
 class Loan:
     """A segment on loan, which counts its holders. LentMemory makes it. From any thread."""
 
@@ -168,6 +184,7 @@ class ContractBase:
     """The common part of the contract's classes; see `StorageContract`."""
 
     secrets: Sequence[str] = ()
+    num_listed = 12
     not_applicable: Mapping[str, str] = MappingProxyType({})
 
     @pytest.fixture

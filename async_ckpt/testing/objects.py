@@ -15,6 +15,7 @@ from .lending import (
     NUM_THREADS,
     ODD_NAMES,
     SEGMENT_BYTES,
+    SORTED_NAMES,
     ContractBase,
     LentMemory,
     create,
@@ -274,6 +275,42 @@ class ObjectContract(ContractBase):
         assert all(storage.read(path) == contents[path] for path in there)
         assert storage.read_many([]) == {}
 
+    @pytest.mark.parametrize("first", ["a", "manifest.json", "~"])
+    def test_objects_are_found_however_their_folders_are_sorted(self, storage: Storage, first: str) -> None:
+        """Some servers sort by folder, some by key: the slash that ends a folder comes after `-` and before `0`."""
+        there = [f"{folder}/{first}" for folder in SORTED_NAMES]
+        beside = [f"{folder}/{folder}.tar" for folder in SORTED_NAMES]  # such as archives without a manifest
+        for path in there + beside:
+            storage.replace(path, path.encode())
+        missing = [f"{folder}/{name}" for folder in (*SORTED_NAMES, "none") for name in ("!", f"{first}x")]
+
+        for asked in (there, there[::-1], there[:1], [*missing, *there], missing):
+            assert storage.existing(asked) == [path for path in asked if path in there]
+            contents = storage.read_many(asked)
+            assert {path for path, content in contents.items() if content is not None} <= {*there}
+            assert {path for path in asked if path in contents and contents[path] is None} <= {*missing}
+        assert storage.names("") == sorted(SORTED_NAMES)
+        assert sorted(storage.sizes("")) == sorted(there + beside)
+        for folder in SORTED_NAMES:
+            assert storage.names(folder) == sorted([first, f"{folder}.tar"])
+
+    def test_more_objects_than_a_page_has_are_listed_and_found(self, storage: Storage) -> None:
+        number = self.num_listed
+        paths = [f"step_{step:08d}/manifest.json" for step in range(number)]
+        beside = [f"step_{step:08d}/rank_00000.tar" for step in range(number)]
+        archives = [f"step_{number:08d}/rank_{rank:05d}.tar" for rank in range(number)]
+        every = [*paths[1:], *beside, *archives]
+        shares = [every[begin::NUM_THREADS] for begin in range(NUM_THREADS)]
+        together(lambda share: [storage.replace(path, b"1") for path in shares[share]], range(NUM_THREADS))
+
+        assert storage.existing([paths[0], *paths[1:]]) == paths[1:]
+        assert {path for path, content in storage.read_many(paths).items() if content} <= {*paths[1:]}
+        assert storage.names("") == [f"step_{step:08d}" for step in range(number + 1)]
+        assert storage.names(f"step_{number:08d}") == [path.rpartition("/")[2] for path in archives]
+        assert list(storage.sizes("")) == sorted(every)
+        storage.delete_many(archives)
+        assert list(storage.sizes("")) == sorted([*paths[1:], *beside])
+
     @pytest.mark.parametrize("name", ODD_NAMES)
     def test_a_name_may_have_any_character(self, storage: Storage, name: str) -> None:
         data = random_bytes(PAGE_BYTES)
@@ -307,6 +344,16 @@ class ObjectContract(ContractBase):
         sink.close()
 
         assert not [secret for secret in self.secrets if secret in "".join(shown)]
+
+    # --- the proof before a save ------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("for_run", [True, False])
+    def test_a_place_is_proved_and_nothing_is_left_of_it(self, storage: Storage, for_run: bool) -> None:
+        storage.replace("folder/x", b"1")
+        for _ in range(2):
+            storage.prove(for_run=for_run)
+
+        assert everything(storage) == ["folder/x"]
 
     # --- leftovers --------------------------------------------------------------------------------------------
 

@@ -273,6 +273,7 @@ class TarStorageWriter(StorageWriter, PinnedStager):
         Raises StepExistsError if another writer has committed.
         """
         storage = save.place.storage()
+        storage.prove(for_run=True)
         attempt = attempt_of(archives[0].name)
         if layout is not None:
             storage.replace(layout_name(attempt), layout)

@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from ...errors import StorageUnavailableError
 from ...spec import KIB
 from .. import stores
 from ..conditions import Conditions, Form
+from ..proven.whole_copy import NoRangesError
 from .info import Info, Moment, ReplacedError, probe_name
 from .refusals import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, codes_of, was_repeated
 from .setup import OncePerProcess
@@ -166,6 +167,9 @@ class Bucket:
 
         async def get(request: Callable[..., Any]) -> tuple[memoryview, str]:
             response = await request("get_object")
+            if target is not None and response["ContentLength"] != len(target):
+                response["Body"].close()
+                raise NoRangesError
             view = memoryview(bytearray(response["ContentLength"])) if target is None else target
             at = 0
             async with response["Body"] as body:
@@ -181,6 +185,19 @@ class Bucket:
                 if not tries_left or isinstance(error, FSTimeoutError):
                     raise
         raise AssertionError("the last try returns or raises")
+
+    def fetch_whole(self, name: str, version: str, file: IO[bytes]) -> None:
+        """Write an object to a file."""
+
+        async def get(request: Callable[..., Any]) -> str:
+            response = await request("get_object")
+            async with response["Body"] as body:
+                while chunk := await body.read(_SLICE_BYTES):
+                    file.write(chunk)
+            return str(response["ETag"])
+
+        if self._await(get, name) != version:
+            raise ReplacedError
 
     def put(self, name: str, data: bytes, *, create: bool = False, version: str | None = None) -> None:
         condition = {"IfNoneMatch": "*"} if create else {"IfMatch": version} if version else {}

@@ -8,15 +8,20 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from io import UnsupportedOperation
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import xxhash
 
+from ...spec import MIB
 from ..disk import sync_folder
 from ..locks import TEMP_SUFFIX, temp_stem
+from ..proven.known import Known
+from ..proven.whole_copy import NoRangesError
 from .info import Info, Moment, ReplacedError, probe_name
 from .setup import OncePerProcess
 
@@ -26,6 +31,7 @@ _OBJECTS: Final = frozenset(
 )
 # Filesystems whose `rmdir` refuses a folder that is not empty; others (Arrow's) delete its content.
 _KEEPS_FULL_FOLDERS: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb"})
+_COPIED_BYTES: Final = 4 * MIB
 # Fields that differ between versions of a file, the most reliable first.
 _STAMPS: Final = (
     "ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created",
@@ -37,13 +43,16 @@ class FileTree:
 
     in_order = True
 
-    def __init__(self, filesystem: OncePerProcess, root: str, protocol: str) -> None:
+    def __init__(self, filesystem: OncePerProcess, root: str, protocol: str, shown: str, known: Known) -> None:
         self._filesystem = filesystem
         self._root = root
         self.objects = protocol in _OBJECTS
         self.alone = protocol == "memory"  # no other process can write to it
         self.local = protocol in ("file", "local")
         self._keeps_full_folders = protocol in _KEEPS_FULL_FOLDERS
+        self._protocol, self._shown, self._known = protocol, shown, known
+        # Whether `cat_file` reads parts; None if that is not known yet.
+        self._takes_ranges: bool | None = None
 
     def name(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
@@ -65,10 +74,37 @@ class FileTree:
         return data, xxhash.xxh3_128_hexdigest(data)
 
     def fetch(self, name: str, offset: int, target: memoryview, version: str) -> None:
-        data = self._filesystem().cat_file(name, start=offset, end=offset + len(target))
+        """Fill `target`. Raises NoRangesError if a part of an object cannot be read."""
+        data = self._read_part(name, offset, len(target))
         if self.info(name).version != version or len(data) != len(target):
             raise ReplacedError
         target[:] = data
+
+    def _read_part(self, name: str, offset: int, num_bytes: int) -> bytes:
+        """A part of a file, by `cat_file`, or by a file that can seek: some filesystems (sshfs) have the one alone."""
+        fs = self._filesystem()
+        if self._takes_ranges is not False:
+            with suppress(TypeError, NotImplementedError):
+                data: bytes = fs.cat_file(name, start=offset, end=offset + num_bytes)
+                if len(data) <= num_bytes:
+                    return data
+            self._takes_ranges = False
+        try:
+            with fs.open(name, "rb") as file:
+                file.seek(offset)
+                data = file.read(num_bytes)
+        except (ValueError, NotImplementedError, UnsupportedOperation) as error:
+            raise NoRangesError from error
+        if len(data) > num_bytes:
+            raise NoRangesError
+        return data
+
+    def fetch_whole(self, name: str, version: str, file: IO[bytes]) -> None:
+        """Write an object to a file."""
+        with self._filesystem().open(name, "rb") as source:
+            shutil.copyfileobj(source, file, _COPIED_BYTES)
+        if self.info(name).version != version:
+            raise ReplacedError
 
     def draft(self, name: str) -> Draft:
         return Draft(self, self._filesystem(), name)
@@ -98,15 +134,55 @@ class FileTree:
         return False  # no filesystem can
 
     def move(self, name: str, to: str) -> None:
+        """Rename a file, and replace another one of that name."""
+        try:
+            self._rename(name, to)
+        except FileNotFoundError:
+            raise
+        except Exception:
+            if not self._is_there(name):
+                raise FileNotFoundError(errno.ENOENT, "no such file", name) from None
+            if not self._is_there(to):
+                raise
+            self._rename_aside(to, name)
+        self.settle(to)
+
+    def _rename(self, name: str, to: str) -> None:
         from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
 
         fs = self._filesystem()
-        if type(fs).mv is AbstractFileSystem.mv:  # which takes `?` and `[` in names as patterns
+        if self._protocol in ("webdav", "dav"):  # its `mv` copies, and refuses to replace
+            fs.client.move(name, to, overwrite=True)
+        elif type(fs).mv is AbstractFileSystem.mv:  # which takes `?` and `[` in names as patterns
             fs.cp_file(name, to)
             fs.rm_file(name)
         else:
             fs.mv(name, to)
-        self.settle(to)
+
+    def _rename_aside(self, to: str, name: str) -> None:
+        """Replace a file where a rename onto an existing name is refused."""
+        aside = _temp_name(to)
+        self._rename(to, aside)
+        self._known.say(
+            self._shown,
+            "no file can be renamed to a name that exists, so the old file is renamed first; if the process is killed "
+            "between the two, a file that was being replaced, such as a tracker or a manifest, is missing",
+        )
+        try:
+            self._rename(name, to)
+        except BaseException:
+            with suppress(Exception):
+                self._rename(aside, to)
+            raise
+        with suppress(Exception):  # it is swept as a temp file
+            self._filesystem().rm_file(aside)
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            self.info(name)
+        except FileNotFoundError:
+            return False
+        return True
 
     def settle(self, name: str) -> None:
         """On a local disk, make the name durable, and the names of the folders that may be new."""
@@ -222,8 +298,8 @@ class Draft:
         if files.objects:
             self.file = _open_uncommitted(fs, name)
             return
-        folder, _, last = name.rpartition("/")
-        self._temp = f"{folder}/{temp_stem(last)}{os.urandom(4).hex()}{TEMP_SUFFIX}"
+        folder = name.rpartition("/")[0]
+        self._temp = _temp_name(name)
         for tries_left in (1, 0):
             self._make(folder or "/")
             try:
@@ -267,6 +343,12 @@ class Draft:
             self.file.close()
         with suppress(Exception):
             self._files.delete(self._temp)
+
+
+def _temp_name(name: str) -> str:
+    """A name beside this one for a file that is being written, or about to be deleted."""
+    folder, _, last = name.rpartition("/")
+    return f"{folder}/{temp_stem(last)}{os.urandom(4).hex()}{TEMP_SUFFIX}"
 
 
 def _is_folder(entry: dict[str, Any]) -> bool:

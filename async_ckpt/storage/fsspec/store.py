@@ -18,6 +18,9 @@ from ...host.deadlines import OBJECT_SECONDS
 from .. import stores
 from ..bulk import delete, existing
 from ..interface import Reader, Storage
+from ..proven.known import Known, identity_of, known_of, known_to
+from ..proven.place_proof import prove
+from ..proven.whole_copy import NO_RANGES, NoRangesError, WholeCopy
 from ..url import scheme_of, shown, split_bucket, starred, unusable_name
 from .bucket import Bucket
 from .file_tree import FileTree
@@ -57,6 +60,9 @@ class FsspecStorage(Storage):
         root = (kind if fs is None else fs)._strip_protocol(url).rstrip("/")
         self._url = shown(url if scheme_of(url) else f"{scheme}://{root}")
         self._secrets = secrets_in(url, options, getattr(fs, "storage_options", {}))
+        bucket = root.lstrip("/").partition("/")[0]
+        identity = identity_of(kind, bucket, kind._get_kwargs_from_urls(url), options)
+        self._known = known_of(identity) if fs is None else known_to(fs)
         filesystem = self._filesystem = OncePerProcess(make, one_at_a_time=scheme in ONE_AT_A_TIME)
         self._place: Bucket | FileTree
         self._deletes_many = True  # until it refuses
@@ -65,7 +71,7 @@ class FsspecStorage(Storage):
                 raise ValueError(f"{shown(url)} names no bucket; write s3://bucket/prefix")
             self._place = Bucket(filesystem, root, float(options.get("deadline_seconds") or OBJECT_SECONDS))
         else:
-            self._place = FileTree(filesystem, root, scheme)
+            self._place = FileTree(filesystem, root, scheme, self._url, self._known)
         self.in_order = self._place.in_order
         self._warnings: set[str] = set()
 
@@ -93,10 +99,19 @@ class FsspecStorage(Storage):
             return MultipartSink(self._place, name, num_bytes, segment_bytes, self.locate(path), translate)
         return AppendingSink(self._place, name, num_bytes, self.locate(path), translate)
 
+    def prove(self, *, for_run: bool = False) -> None:
+        if not self._place.alone:
+            prove(self, self._known, for_run=for_run)
+
     def open(self, path: str) -> FsspecReader:
         with self._translate_errors(path, passing=(FileNotFoundError, IsADirectoryError)):
             return FsspecReader(
-                self._place, self._place.name(path), self.locate(path), partial(self._translate_errors, path)
+                self._place,
+                self._place.name(path),
+                self._known,
+                self._url,
+                self.locate(path),
+                partial(self._translate_errors, path),
             )
 
     def read(self, path: str) -> tuple[bytes, str]:
@@ -306,20 +321,26 @@ def abort_stale_uploads(
 class FsspecReader(Reader):
     """One object, read by ranges; reads fail once it is replaced."""
 
-    def __init__(self, place: Bucket | FileTree, name: str, shown_as: str, translate: Translate) -> None:
+    def __init__(
+        self, place: Bucket | FileTree, name: str, known: Known, root: str, shown_as: str, translate: Translate
+    ) -> None:
         self._place = place
         self._name = name
+        self._known, self._root = known, root
         self._shown_as = shown_as
         self._translate = translate
         self._info = place.info(name)
         self.num_bytes = self._info.num_bytes
+        self._whole = WholeCopy(
+            self.num_bytes, shown_as, lambda file: place.fetch_whole(name, self._info.version, file)
+        )
 
     def read_into(self, offset: int, target: memoryview) -> None:
         available = target[: max(0, self.num_bytes - offset)]
         try:
             if available:
                 with self._translate(passing=(ReplacedError, FileNotFoundError)):
-                    self._place.fetch(self._name, offset, available, self._info.version)
+                    self._fetch(offset, available)
         except (ReplacedError, FileNotFoundError) as error:
             raise StorageUnavailableError(
                 f"{self._shown_as} was replaced or deleted while it was being read; load it again", path=self._shown_as
@@ -327,5 +348,15 @@ class FsspecReader(Reader):
         if len(available) < len(target):
             raise EOFError(f"{self._shown_as} ends at byte {self.num_bytes}")
 
+    def _fetch(self, offset: int, target: memoryview) -> None:
+        if not self._known.ignores_ranges:
+            try:
+                self._place.fetch(self._name, offset, target, self._info.version)
+                return
+            except NoRangesError:
+                self._known.say(self._root, NO_RANGES)
+                self._known.ignores_ranges = True
+        self._whole.read_into(offset, target)
+
     def close(self) -> None:
-        pass
+        self._whole.close()

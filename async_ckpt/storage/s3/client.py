@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from posixpath import basename, commonpath, dirname
-from typing import Any, Final, TypeVar
+from typing import IO, Any, Final, TypeVar
 
 from ... import spans
 from ...errors import StorageUnavailableError
@@ -21,6 +21,7 @@ from ...host.watched_calls import StuckError, WatchedCall
 from ...spans import TIMEKEEPER, Timekeeper
 from ...spec import KIB
 from .. import retry, stores
+from ..proven.known import known_of
 from . import refusals, runtime
 from .connections import Connections
 from .segments import GivenUpError
@@ -50,6 +51,7 @@ class Client:
         self.settings = BucketSettings(url, options)
         runtime.require(self.settings.url)
         self._connections = Connections(self.settings)
+        self.known = known_of(self.settings.identity)
         self._deletes_many = True  # until the store refuses it
         self._has_answered = False  # so the bucket is there, and a 404 is about the key
 
@@ -255,6 +257,22 @@ class Client:
             return at == len(target) and (not etag or result.meta["e_tag"] == etag)
 
         return self.ask_watched(path, get, kind="part")
+
+    def fetch_whole(self, path: str, etag: str | None, file: IO[bytes]) -> None:
+        """Write an object to a file. Raises FileExistsError if it was replaced."""
+        import obstore
+
+        def get(store: Any, call: WatchedCall) -> None:
+            result = obstore.get(store, self.key(path))
+            if etag and result.meta["e_tag"] != etag:
+                raise obstore.exceptions.PreconditionError("replaced")
+            file.seek(0)
+            file.truncate()
+            for chunk in result.stream(min_chunk_size=_READ_BYTES):
+                with call.ours():
+                    file.write(memoryview(chunk))
+
+        self.ask_watched(path, get, kind="whole")
 
     def list(self, folder: str) -> Any:
         import obstore

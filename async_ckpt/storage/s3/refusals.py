@@ -35,8 +35,11 @@ ADVICE: Final = {
     "401": KEYS,
     "403": RIGHTS,
     "507": ROOM,
+    "NoRange": "use another server or client, which can read a part of an object",
 }
 EXPIRED_CODES: Final = frozenset({code for code, advice in ADVICE.items() if advice is LOG_IN})
+# Not a code of the store: it answered a request for a part of an object with something else.
+NO_RANGE: Final = "NoRange"
 UNSUPPORTED_STATUSES: Final = frozenset({400, 405, 501})  # for an unknown condition
 TRANSIENT_STATUSES: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 TRANSIENT_CODES: Final = frozenset({"SlowDown", "InternalError", "RequestTimeout", "ServiceUnavailable", "ServerBusy"})
@@ -69,6 +72,8 @@ class ErrorResponse:
         message = find(r"<Message>(.*?)<")
         if "redirect without LOCATION" in text:
             status = "301"
+        if re.search(r"non-partial response|^Requested \S+, got |Content-Range", text, re.MULTILINE):
+            code = NO_RANGE
         kind, detail = find(r"HttpError \{\s*kind: (\w+)"), find(r'(?:message|error): "([^"]*)"')
         builder, certificate = "builder error" in text, find(r"invalid peer certificate: (\w+)")
         provider = find(r"External \w+ credential provider: (?:\w+: )?([^\n]*)")

@@ -12,11 +12,13 @@ from ... import spans
 from ...errors import StorageUnavailableError
 from ...host.deadlines import OBJECT_SECONDS, PART_SECONDS, REQUEST_SECONDS, SMALL_SECONDS
 from .. import stores
+from ..proven.known import identity_of
 from ..url import split_bucket, starred
 from .aws import AwsSetup
+from .azure_google import azure_config, google_config
 
-# Clients for small requests, for parts, and for the deletion of many objects.
-Kind: TypeAlias = Literal["small", "part", "many"]
+# Clients for small requests, for parts, for the deletion of many objects, and for objects of any size.
+Kind: TypeAlias = Literal["small", "part", "many", "whole"]
 
 # A request that takes this many times its own timeout does not end by it: obstore's threads are stuck.
 _STUCK_TIMES: Final = 4
@@ -39,14 +41,26 @@ class BucketSettings:
         self._retry_config = dict(rest.pop("retry_config", {}))
         self._credential_provider = rest.pop("credential_provider", None)
         self.aws = AwsSetup(rest) if self.scheme == "s3" else None
-        self._config = self.aws.config if self.aws else rest
-        if self.aws and self.aws.endpoint.startswith("http:"):
+        if self.aws:
+            self._config, self.endpoint = self.aws.config, self.aws.endpoint
+        elif self.scheme == "gs":
+            self._config = google_config(rest)
+            self.endpoint = str(self._config.get("base_url", ""))
+        else:
+            self._config = azure_config(rest)
+            self.endpoint = str(self._config.get("endpoint", ""))
+        if self.endpoint.startswith("http:"):
             self._client_options.setdefault("allow_http", True)
+
+    @property
+    def identity(self) -> str:
+        """A text that is the same for the same bucket and options."""
+        return identity_of(f"{self.scheme}://{self.bucket}", self._config, self.aws.given_keys if self.aws else {})
 
     @property
     def obeys_conditions(self) -> bool:
         """Whether this is S3 itself, Google or Azure, which are known to obey the conditions of a put."""
-        return not (self.aws and self.aws.endpoint)
+        return not self.endpoint
 
     @property
     def renews_keys(self) -> bool:
@@ -72,6 +86,8 @@ class BucketSettings:
         return max(_STUCK_TIMES * self._timeout_seconds(kind), min(longest, self.deadline_seconds))
 
     def _timeout_seconds(self, kind: Kind) -> float:
+        if kind == "whole":
+            return self.deadline_seconds
         return min(PART_SECONDS if kind == "part" else SMALL_SECONDS, self.deadline_seconds)
 
     def arguments(self, kind: Kind) -> dict[str, Any]:

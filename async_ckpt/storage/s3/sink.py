@@ -23,8 +23,10 @@ from ...host.threads import Running, running_future, start_thread
 from ...host.watched_calls import StuckError, WatchedCall
 from .. import retry, stores
 from ..interface import Reader
+from ..proven.whole_copy import NO_RANGES, WholeCopy
 from .client import Client
 from .plan import UploadPlan
+from .refusals import NO_RANGE
 from .segments import GivenUpError, Phase, SegmentQueue
 
 if TYPE_CHECKING:
@@ -258,6 +260,7 @@ class ObjectReader(Reader):
         meta = client.head(path)
         self.num_bytes: int = meta["size"]
         self._etag: str | None = meta["e_tag"]
+        self._whole = WholeCopy(self.num_bytes, client.locate(path), partial(client.fetch_whole, path, self._etag))
 
     def read_into(self, offset: int, target: memoryview) -> None:
         shown = self._client.locate(self._path)
@@ -266,11 +269,25 @@ class ObjectReader(Reader):
         if not target:
             return
         try:
-            is_same = self._client.fetch(self._path, offset, target, self._etag)
+            is_same = self._fetch(offset, target)
         except FileExistsError:
             is_same = False
         if not is_same:
             raise StorageUnavailableError(f"{shown} was replaced while it was being read; load it again", path=shown)
 
+    def _fetch(self, offset: int, target: memoryview) -> bool:
+        """Fill `target`. False, or FileExistsError, if the object was replaced."""
+        known = self._client.known
+        if not known.ignores_ranges:
+            try:
+                return self._client.fetch(self._path, offset, target, self._etag)
+            except StorageUnavailableError as error:
+                if getattr(error, "code", "") != NO_RANGE:
+                    raise
+            known.say(self._client.settings.url, NO_RANGES)
+            known.ignores_ranges = True
+        self._whole.read_into(offset, target)
+        return True
+
     def close(self) -> None:
-        """Nothing is held between reads."""
+        self._whole.close()

@@ -21,6 +21,7 @@ from .. import stores
 from ..bulk import delete, existing
 from ..conditions import Conditions, Form
 from ..interface import Storage
+from ..proven.place_proof import prove
 from ..url import unusable_name
 from . import refusals
 from .client import Client, version_of
@@ -75,6 +76,9 @@ class ObjectStorage(Storage):
         self._client.key(path)
         plan = plan_upload(num_bytes, segment_bytes, max_segments=max_segments)
         return ObjectSink(self._client, path, num_bytes, plan)
+
+    def prove(self, *, for_run: bool = False) -> None:
+        prove(self, self._client.known, for_run=for_run, timer=self._client.timer)
 
     def open(self, path: str) -> ObjectReader:
         return ObjectReader(self._client, path)

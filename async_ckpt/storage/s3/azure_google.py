@@ -1,0 +1,82 @@
+"""The settings of Azure and of Google Cloud Storage, by the names that obstore, fsspec and their own tools use.
+
+In: options, the environment. Out: obstore's configuration, and the endpoint. Knows nothing of: objects.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+# Other names of obstore's options: those of adlfs and gcsfs, and of the command.
+_AZURE_NAMES: Final = {
+    "account_url": "endpoint",
+    "sas_token": "sas_key",
+    "anon": "skip_signature",
+    "account_name": "account_name",
+    "account_key": "account_key",
+    "connection_string": "connection_string",
+}
+_GOOGLE_NAMES: Final = {
+    "endpoint": "base_url",
+    "endpoint_url": "base_url",
+    "anon": "skip_signature",
+    "bearer_token": "bearer_token",
+    "service_account": "service_account",
+    "service_account_path": "service_account",
+    "service_account_key": "service_account_key",
+    "application_credentials": "application_credentials",
+}
+# The parts of a connection string of Azure.
+_CONNECTION_PARTS: Final = {
+    "AccountName": "account_name",
+    "AccountKey": "account_key",
+    "SharedAccessSignature": "sas_key",
+    "BlobEndpoint": "endpoint",
+}
+_GOOGLE_KEYS: Final = frozenset({"service_account", "service_account_key", "application_credentials", "bearer_token"})
+_GOOGLE_VARIABLES: Final = tuple(f"GOOGLE_{name.upper()}" for name in (*_GOOGLE_KEYS, "service_account_path"))
+
+
+def azure_config(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Obstore's configuration. The endpoint comes from an option, a connection string, or the environment."""
+    config = _renamed(options, "azure_", _AZURE_NAMES)
+    connection = str(config.pop("connection_string", "") or os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
+    for part in filter(None, connection.split(";")):
+        name, _, value = part.partition("=")
+        if name in _CONNECTION_PARTS and value:
+            config.setdefault(_CONNECTION_PARTS[name], value)
+    if not config.get("endpoint"):
+        endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT")
+        config |= {"endpoint": endpoint} if endpoint else {}
+    return config
+
+
+def google_config(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Obstore's configuration. The endpoint comes from an option or the environment.
+
+    Requests to a server without TLS, as only emulators are, have no credentials unless some are given.
+    """
+    config = _renamed(options, "google_", _GOOGLE_NAMES)
+    if config.get("token") == "anon":
+        config["skip_signature"] = True
+    config.pop("token", None)
+    config.pop("project", None)
+    if not config.get("base_url"):
+        endpoint = os.environ.get("GOOGLE_BASE_URL") or os.environ.get("STORAGE_EMULATOR_HOST")
+        if endpoint:
+            config["base_url"] = endpoint if "://" in endpoint else f"http://{endpoint}"
+    has_keys = config.keys() & _GOOGLE_KEYS or any(map(os.environ.get, _GOOGLE_VARIABLES))
+    if str(config.get("base_url", "")).startswith("http:") and not has_keys:
+        config["bearer_token"] = "none"  # without it, obstore looks for credentials before each put  # nosec B105
+    return config
+
+
+def _renamed(options: Mapping[str, Any], prefix: str, names: Mapping[str, str]) -> dict[str, Any]:
+    """The options by one name each. Those that this module does not know keep theirs, for obstore to judge."""
+    config = {}
+    for key, value in options.items():
+        name = key.lower().removeprefix(prefix).removeprefix("storage_")
+        config[names.get(name, name if name in names.values() else key)] = value
+    return config
