@@ -1,4 +1,5 @@
-"""The program that runs one server for `servers.py`: `_child.py moto`, or `_child.py rclone <its command line>`.
+"""The program that runs one server for `servers.py`: `_child.py moto`, or `_child.py rclone <its command line>`, or
+`_child.py program <a command line with {port} in it>`.
 
 In: standard input, which closes when the owner ends in any way. Out: the endpoint, one line on standard output, once
 the server answers. Knows nothing of: async_ckpt, which it must not import.
@@ -9,10 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 
@@ -79,6 +83,36 @@ def rclone(command: list[str]) -> None:
         server.wait()
 
 
+def program(command: list[str]) -> None:
+    names = sorted({name for word in command for name in re.findall(r"\{port\d*\}", word)})
+    with ExitStack() as free:
+        sockets = {name: free.enter_context(socket.socket()) for name in names}
+        for one in sockets.values():
+            one.bind(("127.0.0.1", 0))
+        ports = {name: one.getsockname()[1] for name, one in sockets.items()}
+    port = ports["{port}"]
+    words = [re.sub(r"\{port\d*\}", lambda match: str(ports[match[0]]), word) for word in command]
+    server = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        threading.Thread(target=_announce_port, args=[server, port], daemon=True).start()
+        sys.stdin.buffer.read()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _announce_port(server: subprocess.Popen[bytes], port: int) -> None:
+    while server.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except OSError:
+            time.sleep(0.02)
+        else:
+            print(f"http://127.0.0.1:{port}", flush=True)
+            server.wait()
+    os._exit(1)  # it has ended by itself
+
+
 def _announce(server: subprocess.Popen[bytes]) -> None:
     assert server.stderr is not None
     for line in server.stderr:
@@ -95,5 +129,7 @@ def _announce(server: subprocess.Popen[bytes]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "moto":
         moto()
+    elif sys.argv[1] == "program":
+        program(sys.argv[2:])
     else:
         rclone(sys.argv[2:])

@@ -104,7 +104,34 @@ def rclone_server(folder: str | os.PathLike[str]) -> Iterator[Server]:
 
 
 @contextmanager
+def run_program(*arguments: str) -> Iterator[str]:
+    """Run a program that listens on `{port}` of its arguments, a free one, as are `{port1}` and so on.
+
+    Yields its endpoint once it accepts connections. Raises RuntimeError if it ends before that.
+    """
+    with _run_child("program", *arguments) as (endpoint, _):
+        yield endpoint
+
+
+@contextmanager
 def _run_server(*arguments: str) -> Iterator[Server]:
+    with _run_child(*arguments) as (endpoint, pid):
+        options = {
+            "endpoint": endpoint,
+            "region": _REGION,
+            "access_key_id": _ACCESS_KEY,
+            "secret_access_key": _SECRET_KEY,
+        }
+        server = Server(endpoint, options, pid)
+        try:
+            yield server
+        finally:
+            server._close()
+
+
+@contextmanager
+def _run_child(*arguments: str) -> Iterator[tuple[str, int]]:
+    """The endpoint and the process id of a server that is run by the child."""
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(
@@ -123,17 +150,7 @@ def _run_server(*arguments: str) -> Iterator[Server]:
                 process.wait()
                 log.seek(0)
                 raise RuntimeError(f"{arguments[0]} did not start:\n{log.read()[-4000:].decode(errors='replace')}")
-            options = {
-                "endpoint": endpoint,
-                "region": _REGION,
-                "access_key_id": _ACCESS_KEY,
-                "secret_access_key": _SECRET_KEY,
-            }
-            server = Server(endpoint, options, process.pid)
-            try:
-                yield server
-            finally:
-                server._close()
+            yield endpoint, process.pid
         finally:
             process.stdin.close()
             try:

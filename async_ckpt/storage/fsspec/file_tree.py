@@ -83,16 +83,24 @@ class FileTree:
     def _read_part(self, name: str, offset: int, num_bytes: int) -> bytes:
         """A part of a file, by `cat_file`, or by a file that can seek: some filesystems (sshfs) have the one alone."""
         fs = self._filesystem()
+        if self._takes_ranges is None and self._protocol in ("http", "https"):
+            # Where a server knows no ranges, `cat_file` would take the whole into memory, and a file raises an error.
+            data = self._seek_and_read(name, offset, num_bytes)
+            self._takes_ranges = True
+            return data
         if self._takes_ranges is not False:
             with suppress(TypeError, NotImplementedError):
-                data: bytes = fs.cat_file(name, start=offset, end=offset + num_bytes)
+                data = fs.cat_file(name, start=offset, end=offset + num_bytes)
                 if len(data) <= num_bytes:
                     return data
             self._takes_ranges = False
+        return self._seek_and_read(name, offset, num_bytes)
+
+    def _seek_and_read(self, name: str, offset: int, num_bytes: int) -> bytes:
         try:
-            with fs.open(name, "rb") as file:
+            with self._filesystem().open(name, "rb") as file:
                 file.seek(offset)
-                data = file.read(num_bytes)
+                data: bytes = file.read(num_bytes)
         except (ValueError, NotImplementedError, UnsupportedOperation) as error:
             raise NoRangesError from error
         if len(data) > num_bytes:
@@ -101,8 +109,14 @@ class FileTree:
 
     def fetch_whole(self, name: str, version: str, file: IO[bytes]) -> None:
         """Write an object to a file."""
-        with self._filesystem().open(name, "rb") as source:
-            shutil.copyfileobj(source, file, _COPIED_BYTES)
+        fs = self._filesystem()
+        try:
+            with fs.open(name, "rb") as source:
+                shutil.copyfileobj(source, file, _COPIED_BYTES)
+        except (ValueError, NotImplementedError):  # no part is read, not even the first one
+            file.seek(0)
+            file.truncate()
+            fs.get_file(name, file)
         if self.info(name).version != version:
             raise ReplacedError
 

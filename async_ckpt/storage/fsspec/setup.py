@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final
 
 from ...host.process import in_forked_child, never_end
+from ..s3.azure_google import adlfs_options, gcsfs_options
+from ..url import SCHEMES
 from .refusals import InheritedError, chain
 
 # Filesystems with one connection, on which threads would receive each other's responses (paramiko drops these).
@@ -42,6 +44,9 @@ _OBSTORE_ONLY: Final = frozenset(
     }
 )
 
+
+# What makes options of obstore those of the filesystem, by the scheme.
+_OPTIONS_OF: Final = {"gs": gcsfs_options, **dict.fromkeys(("az", "azure", "abfs", "abfss"), adlfs_options)}
 
 _makers: weakref.WeakSet[OncePerProcess] = weakref.WeakSet()
 # Filesystems by their ids, since equal ones need not be the same.
@@ -116,6 +121,8 @@ def class_and_maker(scheme: str, url: str, options: Mapping[str, Any]) -> tuple[
         kwargs = _for_s3fs(options, known=set(inspect.signature(kind.__init__).parameters))
     else:
         kwargs = {key: value for key, value in options.items() if key not in _OURS}
+        if (translated := _OPTIONS_OF.get(SCHEMES.get(scheme, scheme))) is not None:
+            kwargs = translated(kwargs)
         kwargs = {**kind._get_kwargs_from_urls(url), **kwargs}
 
     def make() -> Any:

@@ -73,6 +73,33 @@ def google_config(options: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
+def adlfs_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of adlfs, from those of adlfs or obstore. An endpoint becomes a part of a connection string."""
+    config = azure_config(options)
+    endpoint = config.pop("endpoint", None)
+    names = {new: old for old, new in _AZURE_NAMES.items() if old in ("sas_token", "anon")}
+    adlfs = {names.get(name, name): value for name, value in config.items()}
+    if endpoint and "credential" not in adlfs:
+        parts = {part: config.get(name) for part, name in _CONNECTION_PARTS.items()} | {"BlobEndpoint": endpoint}
+        adlfs["connection_string"] = ";".join(f"{part}={value}" for part, value in parts.items() if value)
+    return adlfs
+
+
+def gcsfs_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of gcsfs, from those of gcsfs or obstore."""
+    config = {name.lower().removeprefix("google_"): value for name, value in options.items()}
+    for name in ("endpoint", "base_url"):
+        if name in config:
+            config["endpoint_url"] = config.pop(name)
+    for name in ("service_account", "application_credentials"):
+        if name in config:
+            config["token"] = config.pop(name)
+    is_plain = str(config.get("endpoint_url", "")).startswith("http:")
+    if str(config.pop("skip_signature", False)).lower() in ("true", "1") or (is_plain and "token" not in config):
+        config["token"] = "anon"
+    return config
+
+
 def _renamed(options: Mapping[str, Any], prefix: str, names: Mapping[str, str]) -> dict[str, Any]:
     """The options by one name each. Those that this module does not know keep theirs, for obstore to judge."""
     config = {}

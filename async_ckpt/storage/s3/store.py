@@ -300,7 +300,10 @@ class ObjectStorage(Storage):
 
     def _try_conditions(self) -> bool:
         """Make two puts on a probe that must be refused. Returns whether both are."""
-        modes: tuple[Any, ...] = ("create", {"e_tag": '"00000000000000000000000000000000"'})
+        never = {"e_tag": '"00000000000000000000000000000000"'}
+        if self._client.settings.scheme == "gs":
+            never["version"] = "1"
+        modes: tuple[Any, ...] = ("create", never)
         with self._client.probe() as path:
             for mode in modes:
                 try:
