@@ -126,6 +126,7 @@ class Storage(Protocol):
         A place for a run also has to replace small objects, and to list new ones at once. Does nothing on a disk.
         Raises StorageUnavailableError.
         """
+        return
 
     def open(self, path: str) -> Reader:
         """Open an object. Raises FileNotFoundError, and IsADirectoryError if folders are real."""

@@ -279,11 +279,11 @@ def pruned_after(root: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: 
     ],
 )
 def test_at_a_store_it_stops_where_a_training_has_begun_and_puts_back_what_that_may_need(
-    bucket: Any,
+    bucket: Any,  # noqa: F811
     nursery: Nursery,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    path: str,  # noqa: F811
+    path: str,
 ) -> None:
     place = bucket.place("runs/a")
     lending_run(place)
