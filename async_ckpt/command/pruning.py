@@ -5,7 +5,6 @@ In: a place with a run, and rules. Out: a run without the steps that they do not
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Collection, Sequence
@@ -17,7 +16,7 @@ import typer
 from ..report import sized
 from ..runs.retention import Commits
 from ..runs.run import Run
-from ..runs.starts import Start, about_start, refuse_if_alive
+from ..runs.starts import Start, about_start, lives, refuse_if_alive
 from ..spans import shown_time
 from ..spec import Keep
 from ..storage.place import Place
@@ -140,7 +139,7 @@ def refuse_writer(run: Run, *, unattended: bool) -> None:
     host, pid, since = about.get("host"), about.get("pid"), about.get("since")
     writer = f"process {pid!r:.20} on {host!a:.100}" if pid and host else "a process that left no name"
     when = f", which began at {shown_time(float(since))}" if isinstance(since, int | float) else ""
-    if host == socket.gethostname() and isinstance(pid, int) and _lives(pid):
+    if host == socket.gethostname() and isinstance(pid, int) and lives(pid):
         raise Answer(
             f"{run.storage.locate('')}: {writer}{when}, saves there and is alive on this machine; end it first, or "
             "pass --unattended if it saves elsewhere by now"
@@ -150,16 +149,6 @@ def refuse_writer(run: Run, *, unattended: bool) -> None:
             f"{run.storage.locate('')}: {writer}{when}, saved there last. A store has no locks, so whether it is alive "
             "cannot be seen from here; make sure that it has ended, and pass --unattended"
         )
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # of another user
-    return True
 
 
 class _Shown(NamedTuple):

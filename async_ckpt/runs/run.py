@@ -43,7 +43,7 @@ from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, Save
 from .naming import STEP_FORMAT, TRACKER, tracker_of
 from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
 from .root import Listing, Root, commit_of
-from .starts import NUM_KEPT, Commit, Start, about_start, refuse_if_alive, tenure_of
+from .starts import NUM_KEPT, Commit, Start, about_start, has_ended_here, refuse_if_alive, tenure_of
 from .sweep import Sweeper, is_library_name
 
 
@@ -353,7 +353,7 @@ class Run:
     def _sweep_starts(self, own: Start, starts: Sequence[Start]) -> None:
         """Delete the files of starts that nothing needs any more, after a commit of `own`.
 
-        A file tells the order of the commits of its start and others. Where locks show which processes have ended, it
+        A file tells the order of the commits of its start and others. Where it is known which processes have ended, it
         is not needed once no process of that start, or of one before it, can put a manifest, and what does not count
         was renamed. A start at several roots tells also of the commits at the others, so it stays.
         """
@@ -373,9 +373,9 @@ class Run:
                 self.storage.delete_many(sorted({start.name for start in going}))
 
     def _is_settled(self, start: Start) -> bool:
-        """Whether no other root has commits of a start that its file here may have to tell from later ones."""
-        roots = about_start(self.storage, start).get("roots")
-        return roots == [self.storage.locate("")]
+        """Whether a start whose lock is free has provably ended, and no other root has commits of it."""
+        about = about_start(self.storage, start)
+        return about.get("roots") == [self.storage.locate("")] and has_ended_here(about)
 
     def _withdraw_if_lender_is_gone(self, manifest: Manifest) -> None:
         """Retire the manifest again if what it borrows was deleted while it was put: nobody could load it."""

@@ -304,6 +304,26 @@ def about_start(storage: Storage, start: Start) -> dict[str, object]:
     return {}
 
 
+def has_ended_here(about: dict[str, object]) -> bool:
+    """Whether the process of a start, whose lock is free, was one of this machine and has ended.
+
+    A free lock alone is no proof: some file systems show locks to the processes of one machine only.
+    """
+    pid = about.get("pid")
+    return about.get("host") == socket.gethostname() and isinstance(pid, int) and (pid == os.getpid() or not lives(pid))
+
+
+def lives(pid: int) -> bool:
+    """Whether a process of this number is alive on this machine."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True  # of another user
+    return True
+
+
 def _taken_error(
     root: str, start: Start, about: dict[str, object], *, is_alive: bool, put: int | None = None
 ) -> RunTakenError:
