@@ -375,7 +375,7 @@ class Agreement:
                     await off_loop(partial(self._run.look_again, decision))
                 except RunTakenError as error:
                     self._joint.life.go(JointState.LEFT)
-                    raise undecided_by_start(error) from error
+                    raise PeerFailedError(str(error), rank=0, undecided=True) from error
                 table = await off_loop(partial(self._table_after, decision))
                 self._root.is_shared = True
                 self._is_committed(table)
@@ -572,11 +572,6 @@ def _peers_failed(joint: JointSave, causes: Sequence[Cause]) -> PeerFailedError:
         f"{joint.what} is not committed: {reasons}{more}",
         rank=causes[0].rank if causes else 0,
     )
-
-
-def undecided_by_start(error: RunTakenError) -> PeerFailedError:
-    """The error of a rank that has found a later start after the manifest. The new one may have seen that, or not."""
-    return PeerFailedError(str(error), rank=0, undecided=True)
 
 
 def tell_of_failure(

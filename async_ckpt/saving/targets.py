@@ -19,13 +19,12 @@ from ..errors import (
     IsAFolderError,
     NotAFolderError,
     NotCommittedError,
-    RunTakenError,
     StepExistsError,
     StorageUnavailableError,
 )
 from ..events.shapes import MEASURED, brief, largest, shortened
 from ..host.loop import OffLoop, get_loop
-from ..ranks.agreement import Agreement, Alone, listen_again, undecided_by_start
+from ..ranks.agreement import Agreement, Alone, listen_again
 from ..ranks.attempts import JointSave
 from ..ranks.one_off import STEP, OneOffFolder
 from ..ranks.peers import Ranks
@@ -346,10 +345,6 @@ class StepTarget(JointTarget):
                 )
         except NotCommittedError as error:
             self._lineage.groups.forget(error.step)
-            raise
-        except RunTakenError as error:
-            if error.undecided and self._agreement.has_others:  # they see the manifest, and perhaps no later start
-                raise undecided_by_start(error) from error
             raise
 
     def _is_committed_as(self, manifest: Manifest, archives: tuple[Archive, ...], *, late: bool) -> None:

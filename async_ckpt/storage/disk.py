@@ -97,9 +97,10 @@ def full(path: Path, needed_bytes: int, free_bytes: int | None) -> StorageFullEr
 @contextmanager
 def translated(path: Path, *, needed_bytes: int = 0, passing: tuple[type[OSError], ...] = ()) -> Iterator[None]:
     """Translate OSErrors of the block into errors of this library. Errors in `passing` pass unchanged."""
+    kept: tuple[type[Exception], ...] = (CheckpointError, *passing)
     try:
         yield
-    except (CheckpointError, *passing):
+    except kept:
         raise
     except OSError as error:
         if error.errno in NO_ROOM:

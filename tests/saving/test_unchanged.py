@@ -507,3 +507,49 @@ def test_no_group_is_borrowed_from_a_step_that_a_failed_save_may_have_replaced(t
         ckpt.save(state, 2, unchanged=["ref"]).result()
         ckpt.wait()
         assert torch.equal(ckpt.load(2)["ref"]["w"], state["ref"]["w"])
+
+
+# --- steps that somebody deletes by hand ------------------------------------------------------------------------------
+
+
+def _by_hand(how: str, folder: Any) -> None:
+    if how == "manifest":
+        (folder / "manifest.json").unlink()
+    elif how == "renamed":
+        folder.rename(folder.with_name("bad"))
+    else:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("how", ["folder", "manifest", "renamed"])
+@pytest.mark.parametrize("num_roots", [1, 2])
+def test_what_was_deleted_by_hand_is_saved_again_and_lends_nothing(tmp_path, how, num_roots):
+    roots = [tmp_path / str(number) for number in range(num_roots)]
+    state = {"base": {"w": torch.ones(10)}, "n": 0}
+    with open_run(roots if num_roots > 1 else roots[0]) as ckpt:
+        for step in (1, 2):
+            ckpt.save(state, step, unchanged="base" if step > 1 else None).result()
+        ckpt.wait()
+        for root in roots:
+            _by_hand(how, root / "step_00000002")
+        assert ckpt.latest() == 1
+        assert ckpt.save(state, 2, unchanged="base").result().unchanged_groups == ("base",)
+        ckpt.wait()
+        _by_hand(how, roots[-1] / "step_00000001")
+        ckpt.save(state, 3, unchanged="base").result()
+        ckpt.wait()
+        for root in roots:
+            assert torch.equal(async_ckpt.load(root / "step_00000003")["base"]["w"], torch.ones(10))
+
+
+def test_at_a_store_a_lender_that_is_gone_fails_one_save_and_the_next_writes_the_group(s3, bucket):
+    state, place = {"base": {"w": torch.ones(10)}, "n": 0}, Place(f"s3://{bucket}/run", options=s3.options)
+    with open_run(place) as ckpt:
+        ckpt.save(state, 1).result()
+        ckpt.wait()
+        async_ckpt.files.remove(Place(f"s3://{bucket}/run/step_00000001", options=s3.options))
+        with pytest.raises(async_ckpt.NotCommittedError, match="borrows base from step 1, which was deleted"):
+            ckpt.save(state, 2, unchanged="base").result()
+        ckpt.save(state, 2, unchanged="base").result()
+        ckpt.save(state, 1 + 2, unchanged="base").result()
+        assert torch.equal(ckpt.load(3)["base"]["w"], torch.ones(10))

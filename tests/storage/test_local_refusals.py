@@ -362,3 +362,84 @@ def test_a_file_system_that_takes_direct_writes_only_at_open_is_written_buffered
     sink.close()
 
     assert disk.read("x")[0] == bytes(segment.view) * 2
+
+
+# --- links to nothing, and the classes of errors ----------------------------------------------------------------------
+
+
+def _run_of(root):
+    with open_run(root) as ckpt:
+        ckpt.save(state_at(1), 1).result()
+
+
+def _restored(root):
+    with open_run(root) as ckpt:
+        ckpt.restore(state_at(0))
+
+
+def _published(root):
+    with async_ckpt.Publisher(root) as publisher:
+        publisher.publish({"w": torch.ones(2)}, 1).result()
+
+
+CALLS = {
+    "run": _run_of,
+    "restore": _restored,
+    "publish": _published,
+    "subscribe": lambda root: async_ckpt.Subscriber(root).latest(),
+    "save": lambda root: async_ckpt.save({"a": 1}, root / "x.tar").result(),
+    "load": lambda root: async_ckpt.load(root / "x.tar"),
+    "verify": lambda root: async_ckpt.verify(root),
+    "pack_folder": lambda root: async_ckpt.files.pack_folder(root, root.parent / "p.tar"),
+    "list_dir": async_ckpt.files.list_dir,
+    "open_file": lambda root: async_ckpt.files.open_file(root / "x.tar"),
+}
+
+
+@pytest.mark.parametrize("below", ["", "a", "a/b"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_link_to_nothing_is_named_with_what_it_leads_to(tmp_path, call, below):
+    (tmp_path / "link").symlink_to(tmp_path / "scratch" / "purged")
+    with pytest.raises(StorageUnavailableError) as refused:
+        CALLS[call](tmp_path / "link" / below)
+    assert f"{tmp_path / 'link'} is a link to {tmp_path / 'scratch' / 'purged'}" in str(refused.value)
+    assert (tmp_path / "link").is_symlink()
+    assert not (tmp_path / "scratch").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "loop", "below file", "n" * 300, "nothing"])
+@pytest.mark.parametrize("call", CALLS)
+def test_every_error_about_a_path_is_one_of_the_library(tmp_path, call, kind):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder" / "x.tar").mkdir(parents=True)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    path = tmp_path / "file" / "x" if kind == "below file" else tmp_path / kind
+    try:
+        CALLS[call](path)
+    except (async_ckpt.CheckpointError, ValueError):
+        pass
+
+
+def test_a_file_that_is_too_large_says_what_limits_it(tmp_path):
+    code = """if True:
+        import resource, signal, sys, torch, async_ckpt
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try:
+            async_ckpt.save({"w": torch.zeros(1 << 20)}, sys.argv[1]).result()
+        except async_ckpt.StorageUnavailableError as error:
+            print(error)
+        """
+    ended = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "x.tar"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "ulimit -f" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("secret", ["e", "disk", "a-long-secret"])
+def test_a_short_secret_is_starred_where_it_stands_alone(secret):
+    from async_ckpt.storage.url import starred
+
+    text = f"the server refuses {secret!r}: no disk here, a-long-secretive one"
+    told = starred(text, [secret])
+    assert "refuses '***'" in told
+    assert ("server refuses" in told, "here" in told) == (True, True)
