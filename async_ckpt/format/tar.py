@@ -56,11 +56,16 @@ def parse_header(block: bytes) -> tuple[str, int]:
         raise ValueError("a tar header is 512 bytes")
     if block[257:262] != b"ustar":
         raise ValueError("not a tar header")
-    stored = int(block[148:156].strip(b" \0") or b"-1", 8)
-    if stored != sum(block) - sum(block[148:156]) + 8 * ord(" "):
+    if not has_checksum(block):
         raise ValueError("tar header checksum differs")
     if block[156:157] not in (b"0", b"\0"):
         raise ValueError("not a regular file")
     size = block[124:136]
     payload_bytes = int.from_bytes(size[1:], "big") if size[0] == 0x80 else int(size.strip(b" \0"), 8)
     return block[:100].rstrip(b"\0").decode("ascii"), payload_bytes
+
+
+def has_checksum(block: bytes) -> bool:
+    """True if a block of 512 bytes has the checksum of a header of any tar. Raises ValueError for no octal number."""
+    stored = int(block[148:156].strip(b" \0") or b"-1", 8)
+    return stored == sum(block) - sum(block[148:156]) + 8 * ord(" ")

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from ...errors import CorruptCheckpointError, FormatVersionError, UntrustedObjectError
 from ...format import digests, index, safetensors, tar
+from ...format.foreign_files import foreign_file
 from ...format.index import Member
 from ...pickles import saved_objects
 from ...spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
@@ -197,9 +198,9 @@ class OpenArchive(Contents):
         try:
             name, length = tar.parse_header(header)
         except ValueError as error:
-            raise self._foreign_file(header) from error
+            raise self._foreign_file() from error
         if name != index.MEMBER:
-            raise self._foreign_file(header)
+            raise self._foreign_file()
         end = tar.BLOCK + length
         if end > self._reader.num_bytes:
             raise self.corrupt("truncated inside its index")
@@ -210,26 +211,12 @@ class OpenArchive(Contents):
             self._first_bytes = memoryview(b"".join((self._first_bytes, rest)))
         return bytes(self._first_bytes[tar.BLOCK : end])
 
-    def _foreign_file(self, header: bytes) -> CorruptCheckpointError:
-        if self.path.endswith(".distcp"):
-            return CorruptCheckpointError(
-                f"{self.path}: not an async_ckpt archive: this is a piece of a checkpoint of "
-                "torch.distributed.checkpoint; load its folder with that",
-                path=self.path,
-            )
-        for magic, kind in (
-            (b"PK\x03\x04", "a zip file, as torch.save writes; use torch.load, or async-ckpt convert"),
-            (b"\x1f\x8b", "gzip"),
-            (b"\x28\xb5\x2f\xfd", "zstd"),
-        ):
-            if header.startswith(magic):
-                return CorruptCheckpointError(f"{self.path}: not an async_ckpt archive: this is {kind}", path=self.path)
-        if header[257:262] == b"ustar" and not header.startswith(b"index.json"):
-            return CorruptCheckpointError(
-                f"{self.path}: not an async_ckpt archive, but another tar; use unpack() or extract()", path=self.path
-            )
-        kind = "not an async_ckpt archive" if header else "the file is empty"
-        return CorruptCheckpointError(f"{self.path}: {kind}, or its first bytes are damaged", path=self.path)
+    def _foreign_file(self) -> CorruptCheckpointError:
+        kind = foreign_file(self._first_bytes, path=self.path)
+        if kind is not None:
+            return CorruptCheckpointError(f"{self.path}: not an async_ckpt archive: this is {kind}", path=self.path)
+        why = "not an async_ckpt archive" if self._first_bytes else "the file is empty"
+        return CorruptCheckpointError(f"{self.path}: {why}, or its first bytes are damaged", path=self.path)
 
     @cached_property
     def _tail(self) -> memoryview:
