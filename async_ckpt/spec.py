@@ -62,6 +62,14 @@ DTYPES: Final[dict[str, tuple[int, str | None]]] = {
     **{f"int{n}": (1, None) for n in range(1, 8)},
     **{f"uint{n}": (1, None) for n in range(1, 8)},
 }
+# The codes that only recent readers know (safetensors 0.8 knows all): files of their own have them, archives do not.
+NEW_CODES: Final[dict[str, str]] = {
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",  # two items to a byte, which safetensors counts apart
+    "complex64": "C64",
+}
 
 
 @dataclass(frozen=True, slots=True)

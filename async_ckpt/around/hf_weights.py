@@ -21,7 +21,7 @@ import torch
 from ..backends import has_plain_bytes
 from ..errors import UnsupportedStateError
 from ..fields import is_unicode
-from ..format.safetensors import code_in_models
+from ..format.safetensors import held_as
 from ..slicing.sharded import is_of_fsdp1, is_sharded, local_part
 from ..spec import with_article
 from ..state.capture import why_not
@@ -251,7 +251,7 @@ def _as_published(model: Any, tensors: Tensors) -> Tensors:
 
 def _check(name: str, tensor: torch.Tensor) -> None:
     why = why_not(tensor := local_part(tensor))
-    if why is None and code_in_models(dtype_name(tensor.dtype)) is None:
+    if why is None and held_as(dtype_name(tensor.dtype), tensor.shape) is None:
         why = f"safetensors does not know {tensor.dtype}; convert it first"
     if why is None and not has_plain_bytes(tensor):
         why = f"it is on {tensor.device}; move it to the CPU first"

@@ -9,27 +9,32 @@ reads as they are needed. A destination appears whole, when it is durable.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from .. import AsyncCheckpointer
 from ..around.hf_weights import Weights
 from ..around.shards import INDEX, MAX_SHARD_BYTES, Shard, index_of, shards_of, view_of
 from ..around.torch_file import write_by_torch
+from ..errors import CheckpointError
+from ..fields import is_unicode
+from ..format.safetensors import RESERVED_NAME, held_as
 from ..report import sized
 from ..runs.naming import NAMINGS, STEP_FORMAT, Naming, parse_step_name
 from ..saving.planner import pool_for
 from ..saving.request import FileRequest
 from ..saving.saver import Saver
 from ..saving.targets import FileTarget
-from ..spec import DTYPES
 from ..state.dtypes import dtype_name
+from ..state.names import printable
 from ..storage.compressed import refuse_archive_name
 from ..storage.disk import make_folder
 from ..storage.place import Place
@@ -38,7 +43,8 @@ from ..storage.sequential import Appender
 from ..storage.url import local_path, parent_and_name
 from .screen import USAGE, Answer, escaped, print_json, print_text, progress
 from .selection import usual_tracker
-from .sources import NamedItem, shown_name, shown_value, with_items, with_state
+from .states.named_items import Items, NamedItem, kind_of_tensor, shown_name, shown_value
+from .states.sources import with_items, with_state
 
 FORMATS: Final = ("archive", "step", "safetensors", "hf", "torch", "dcp")
 _BY_SUFFIX: Final = {
@@ -133,7 +139,7 @@ def _write_safetensors(request: ConversionRequest) -> int:
     _refuse_existing(request)
     storage, name = request.target.object()
 
-    def write(items: Sequence[NamedItem]) -> int:
+    def write(items: Items) -> int:
         shard = _shards(request, items, max_bytes=1 << 62)[0]
         with progress("convert", shard.num_bytes) as advance:
             return _append(
@@ -144,7 +150,7 @@ def _write_safetensors(request: ConversionRequest) -> int:
 
 
 def _write_hf(request: ConversionRequest) -> int:
-    def write(items: Sequence[NamedItem]) -> int:
+    def write(items: Items) -> int:
         shards, by_name = _shards(request, items, max_bytes=MAX_SHARD_BYTES), _by_name(request, items)
         with _LocalTarget(request) as written, progress("convert", sum(s.num_bytes for s in shards)) as advance:
             written.mkdir()
@@ -177,18 +183,30 @@ def _append(out: Appender, shard: Shard, by_name: Mapping[str, NamedItem], advan
     return out.num_bytes
 
 
-def _chunks(item: NamedItem) -> Sequence[torch.Tensor] | Any:
+def _chunks(item: NamedItem) -> Iterator[torch.Tensor]:
     assert item.chunks is not None
     return (chunk.view(torch.uint8) for chunk in item.chunks())
 
 
-def _by_name(request: ConversionRequest, items: Sequence[NamedItem]) -> dict[str, NamedItem]:
-    return {item.name.removeprefix(request.strip): item for item in items}
+def _by_name(request: ConversionRequest, items: Items) -> dict[str, NamedItem]:
+    """The items by their names in a flat file, which has no containers. Raises Answer for two of one name."""
+    by_name: dict[str, NamedItem] = {}
+    for item in items.leaves:
+        name = item.name.removeprefix(request.strip)
+        if item.kind != "empty" and by_name.setdefault(name, item) is not item:
+            without = f" without {request.strip!r}" if request.strip else ""
+            raise Answer(
+                f"safetensors has flat names, and two are {printable(name)!r}{without}; nothing was written. Choose "
+                "one of them with --select, or convert to an archive"
+            )
+    return by_name
 
 
-def _shards(request: ConversionRequest, items: Sequence[NamedItem], *, max_bytes: int) -> list[Shard]:
+def _shards(request: ConversionRequest, items: Items, *, max_bytes: int) -> list[Shard]:
     """The plan of the files. Raises Answer for what safetensors cannot hold."""
-    refused = [f"{shown_name(item)} ({_why_not(item)})" for item in items if _why_not(item)]
+    refused = [
+        f"{shown_name(item)} ({why})" for item in items.leaves if (why := _why_not(item, request.strip)) is not None
+    ]
     if refused:
         more = f" and {len(refused) - _SHOWN_NAMES} more" if len(refused) > _SHOWN_NAMES else ""
         raise Answer(
@@ -196,18 +214,24 @@ def _shards(request: ConversionRequest, items: Sequence[NamedItem], *, max_bytes
             "weights with --select, such as 'model.*', or convert to an archive"
         )
     by_name = _by_name(request, items)
-    if len(by_name) != len(items):
-        raise Answer(f"without {request.strip!r}, two names are the same; leave out --strip", USAGE)
     tensors = {name: torch.empty(item.shape, dtype=item.dtype, device="meta") for name, item in by_name.items()}
     return shards_of(Weights("model", tensors, {}, {}, lambda copy: copy), max_bytes)
 
 
-def _why_not(item: NamedItem) -> str:
-    if item.dtype is None:
-        return shown_value(item.value)[:40]
-    if DTYPES[dtype_name(item.dtype)][1] is None:
+def _why_not(item: NamedItem, strip: str) -> str | None:
+    """The reason why safetensors cannot hold an item, or None."""
+    name = item.name.removeprefix(strip)
+    if item.kind == "empty":
+        return None
+    if item.kind == "code":
+        return "code of TorchScript, which would be lost"
+    if item.kind == "bytes" or item.dtype is None or (item.kind == "array" and item.facts is not None):
+        return "bytes" if item.kind == "bytes" else "an array" if item.kind == "array" else shown_value(item.value)[:40]
+    if item.chunks is None:
+        return f"a {kind_of_tensor(item.value)} tensor"
+    if held_as(dtype_name(item.dtype), item.shape) is None:
         return f"dtype {dtype_name(item.dtype)}"
-    return ""
+    return "a name that it does not take" if name == RESERVED_NAME or not is_unicode(name) else None
 
 
 # --- states -------------------------------------------------------------------------------------------------------
@@ -242,7 +266,7 @@ def _write_step(request: ConversionRequest) -> int:
 
 def _write_torch(request: ConversionRequest) -> int:
     def write(state: Any) -> int:
-        with _LocalTarget(request) as written:
+        with _LocalTarget(request) as written, _refused_by("torch.save"):
             write_by_torch(state, written)
             return written.stat().st_size
 
@@ -255,7 +279,7 @@ def _write_dcp(request: ConversionRequest) -> int:
     def write(state: Any) -> int:
         if not isinstance(state, dict):
             raise Answer("torch.distributed.checkpoint saves a dict; this checkpoint is none")
-        with _LocalTarget(request) as written:
+        with _LocalTarget(request) as written, _refused_by("torch.distributed.checkpoint"):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
                 writer = torch_dcp.FileSystemWriter(written)  # type: ignore[attr-defined]
@@ -266,6 +290,24 @@ def _write_dcp(request: ConversionRequest) -> int:
             return sum(path.stat().st_size for path in written.iterdir())
 
     return _with_state(request, write)
+
+
+@contextlib.contextmanager
+def _refused_by(writer: str) -> Iterator[None]:
+    """Raises Answer where a writer of torch cannot hold the state: it raises whatever comes to pass inside."""
+    try:
+        yield
+    except (CheckpointError, OSError):
+        raise
+    except (Exception, CheckpointException) as error:
+        failures = getattr(error, "failures", None)  # of each rank, with its stack
+        why = next(iter(failures.values()))[0] if failures else error
+        if isinstance(why, OSError):
+            raise why from error
+        raise Answer(
+            f"{writer} cannot hold it: {type(why).__name__}: {f'{why!s:.200}'.partition(chr(10))[0]}; nothing was "
+            "written"
+        ) from error
 
 
 def _with_state(request: ConversionRequest, write: Callable[[Any], int]) -> int:

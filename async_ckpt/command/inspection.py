@@ -23,14 +23,13 @@ from ..report import sized
 from ..state.names import shown
 from ..state.tree import StoredLeaf
 from ..storage.place import Place
+from .comparing.tensor_differences import ITEMS_AT_ONCE, numbers
 from .screen import Answer, as_json_text, counted, escaped, in_table, print_json, print_table, print_text, short
-from .sources import TensorReader
+from .states.sources import TensorReader
 
 # As torch prints: larger tensors are summed up by the items at the ends of each dimension.
 _PRINTED_ITEMS: Final = 1000
 _EDGE_ITEMS: Final = 3
-# Statistics are computed of so many at once: some temporaries of eight bytes per item exist then.
-_ITEMS_AT_ONCE: Final = 1 << 20
 _SHOWN_TOTALS: Final = 8
 # The statistics of a tensor, with the headings of their columns.
 _STATISTICS: Final = {
@@ -45,7 +44,7 @@ def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -
         Answer: none of the names matches.
     """
     rows, items = from_path(place, lambda parts: _looked_at(parts, patterns, stats=stats, places=as_json), verify=True)
-    if not rows:
+    if patterns and not rows:
         raise Answer(f"{place.shown}: none of its names is {', '.join(patterns)}")
     if as_json:
         print_json("names", {"place": place.shown, "names": [row.as_json() for row in rows]})
@@ -55,6 +54,9 @@ def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -
         return
     files = FilesOfRows.of(rows)
     headings = [*_STATISTICS.values()] if stats else ["value or place"]
+    if not rows:
+        print_text("0 names: it is empty", "dim")
+        return
     print_table(
         ("name", "type", "shape", "size", *headings),
         ((*_columns(row), *(_statistics_in(row) if stats else [_value_or_place(row, files)])) for row in rows),
@@ -191,22 +193,27 @@ def _text_of(items: torch.Tensor, *, is_summary: bool) -> str:
     torch.set_printoptions(threshold=0 if is_summary else _PRINTED_ITEMS, edgeitems=_EDGE_ITEMS)
     try:
         return str(items)
+    except (RuntimeError, TypeError):  # torch cannot print a few dtypes
+        rows = items.reshape(-1).view(torch.uint8).view(*items.shape, items.dtype.itemsize)
+        return f"as bytes, since torch cannot print {items.dtype}: {rows}"
     finally:
         torch.set_printoptions(profile="default")
 
 
-def _statistics_of(archive: Contents, numbers: Sequence[int]) -> Callable[[int], dict[str, float]]:
+def _statistics_of(archive: Contents, numbers: Sequence[int]) -> Callable[[int], dict[str, float] | None]:
     return partial(statistics, TensorReader(archive, numbers))
 
 
-def statistics(reader: TensorReader, number: int) -> dict[str, float]:
+def statistics(reader: TensorReader, number: int) -> dict[str, float] | None:
     """Least, greatest, mean, standard deviation and 2-norm of the finite items, and how many are NaN or infinite.
 
-    Computed in pieces. The deviation is put together from those of the pieces (Chan, Golub, LeVeque 1979).
+    None for a dtype whose items are no numbers for torch. Computed in pieces. The deviation is put together from those of the pieces (Chan, Golub, LeVeque 1979).
     """
     count, mean, squares, norm2, num_nan, num_inf = 0, 0.0, 0.0, 0.0, 0, 0
     least, greatest = math.inf, -math.inf
     for items in _pieces(reader, number):
+        if items is None:
+            return None
         num_nan += int(items.isnan().sum())
         num_inf += int(items.isinf().sum())
         finite = items[items.isfinite()]
@@ -228,7 +235,8 @@ def statistics(reader: TensorReader, number: int) -> dict[str, float]:
     }
 
 
-def _pieces(reader: TensorReader, number: int) -> Iterator[torch.Tensor]:
+def _pieces(reader: TensorReader, number: int) -> Iterator[torch.Tensor | None]:
     """The items of a tensor as float64, piece by piece; of complex ones the absolute values."""
-    for items in (piece for chunk in reader.chunks(number) for piece in chunk.split(_ITEMS_AT_ONCE)):
-        yield (items.abs() if items.is_complex() else items).to(torch.float64)
+    for items in (piece for chunk in reader.chunks(number) for piece in chunk.split(ITEMS_AT_ONCE)):
+        found = numbers(items)
+        yield found.abs() if found is not None and found.is_complex() else found

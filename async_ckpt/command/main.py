@@ -4,14 +4,16 @@ In: arguments. Out: text or JSON on stdout, an error on stderr, a status. Knows 
 
 Each word imports what it needs when it is called, so that `--help` needs nothing of it.
 
-Status: 0 fine; 1 the answer is no (damaged, different, nothing found); 2 usage; 74 a storage that does not work;
-130 Ctrl-C.
+Status: 0 fine; 1 the answer is no (damaged, different, nothing found); 2 usage, or what cannot be compared; 70 a fault
+of the command itself; 74 a storage that does not work; 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -31,6 +33,9 @@ from .options import AsJson, Where, place_like, with_place
 from .screen import NO, STORAGE, USAGE, Answer, escaped
 
 _INTERRUPTED: Final = 130
+_FAULT: Final = 70  # EX_SOFTWARE of sysexits.h
+# What torch says of its own plans; the warnings of this library are RuntimeWarnings.
+_NOT_SHOWN: Final = (UserWarning, FutureWarning, DeprecationWarning)
 
 app = typer.Typer(
     name="async-ckpt",
@@ -251,7 +256,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints name by name: shapes, dtypes, values."""
-    from .diffing import show
+    from .comparing.diffing import show
 
     show(a, b, select=select or [], rtol=rtol, atol=atol, trust=trust, as_json=as_json)
 
@@ -416,6 +421,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def status_of(arguments: Sequence[str]) -> int:
     """Run the command in this process, and return its status."""
+    with warnings.catch_warnings():
+        for category in _NOT_SHOWN:
+            warnings.simplefilter("ignore", category)
+        return _status_of(arguments)
+
+
+def _status_of(arguments: Sequence[str]) -> int:
     try:
         result = app(args=list(arguments), prog_name="async-ckpt", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -439,7 +451,13 @@ def status_of(arguments: Sequence[str]) -> int:
     except Exception as error:
         if type(error).__module__.partition(".")[0] in ("click", "typer"):
             return _usage(error)
-        raise
+        if os.environ.get("ASYNC_CKPT_TRACEBACK"):
+            raise
+        return _said(
+            f"this should not happen: {type(error).__name__}: {error!s:.200}; please report it, with what "
+            "ASYNC_CKPT_TRACEBACK=1 in the environment adds",
+            _FAULT,
+        )
 
 
 def _usage(error: Any) -> int:

@@ -86,7 +86,9 @@ _BY_MAGIC: Final[tuple[tuple[bytes, ForeignFile], ...]] = (
 )
 
 
-def foreign_file(begin: bytes | memoryview, *, path: str = "", members: Iterable[str] = ()) -> ForeignFile | None:
+def foreign_file(
+    begin: bytes | bytearray | memoryview, *, path: str = "", members: Iterable[str] = ()
+) -> ForeignFile | None:
     """The kind of a file that another program has written; None for an unknown kind, and for our own archives.
 
     A file that is empty, or an archive with a damaged header, is of no kind.
@@ -99,6 +101,8 @@ def foreign_file(begin: bytes | memoryview, *, path: str = "", members: Iterable
     head = bytes(begin[:NEEDED_BYTES])
     if head.startswith(_ZIP):
         return _ITEM if path.endswith(".distcp") else _kind_of_zip([_first_member(head), *members])
+    if path.endswith("/.metadata") and _is_pickle(head):
+        return _ITEM
     kind = next((kind for magic, kind in _BY_MAGIC if head.startswith(magic)), None)
     return kind or next((kind for is_of, kind in _BY_TEST if is_of(head)), None)
 

@@ -226,7 +226,9 @@ def of_safetensors(
             piece = {"member": 0, "name": key, "extent": [base + entry.begin, entry.end - entry.begin]}
             rows.append({"path": [key], "dtype": dtype, "shape": shape, "slices": [piece]})
         numbers = {key: number for number, key in enumerate(table)}
-        ties = {other: of for other, of in dict(metadata).items() if of in numbers and other not in numbers}
+        # Of every file of torch, the metadata says "format": "pt", and a tensor may be called "pt".
+        pairs = (pair for pair in dict(metadata).items() if pair != ("format", "pt"))
+        ties = {other: of for other, of in pairs if of in numbers and other not in numbers}
         rows += [{"path": [other], "alias": numbers[of]} for other, of in ties.items()]
         member = Member(name, Extent(0, file_bytes))
         tensors = tuple(_tensors(rows, [member]))

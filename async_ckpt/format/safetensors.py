@@ -7,28 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from ..spec import DTYPES
+from ..spec import DTYPES, NEW_CODES
 
 # Readers refuse a larger header (MAX_HEADER_SIZE of the reference implementation).
 MAX_HEADER_BYTES: Final = 100_000_000
 RESERVED_NAME: Final = "__metadata__"
-# Codes of newer writers, which many readers do not know yet, so archives do not have them.
-_PACKED: Final = "F4"  # two items to a byte
-_NEW_CODES: Final = {
-    "C64": "complex64",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
-# Those that models have: scales of MXFP8 are of no other dtype, and engines that load such models know the code.
-_CODES_OF_MODELS: Final = {"float8_e8m0fnu": "F8_E8M0"}
-_DTYPE_OF: Final = {code: name for name, (_, code) in DTYPES.items() if code} | _NEW_CODES
-
-
+_CODES: Final = {name: code for name, (_, code) in DTYPES.items() if code} | NEW_CODES
+_DTYPE_OF: Final = {code: name for name, code in _CODES.items()}
+_PACKED: Final = "float4_e2m1fn_x2"  # torch counts pairs, and safetensors items
 # The names that DCP's writer gives to the files of its ranks, and the key of their metadata about pieces of tensors.
 _OF_RANK: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _SHARDING: Final = "DCP_SHARDING_INFO"
@@ -59,14 +49,17 @@ class Row(NamedTuple):
 
 
 def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, list[int]]:
-    """The code and shape of safetensors for a dtype. A dtype without a code becomes U8 with a trailing dimension."""
+    """The code and shape of a tensor in an archive. A dtype that few readers know is U8 with a trailing dimension."""
     item_bytes, code = DTYPES[dtype]
     return (code, list(shape)) if code else ("U8", [*shape, item_bytes])
 
 
-def code_in_models(dtype: str) -> str | None:
-    """The code of a dtype in the file of a model; None if there is none."""
-    return DTYPES[dtype][1] or _CODES_OF_MODELS.get(dtype)
+def held_as(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]] | None:
+    """The code and shape of a tensor in a file of its own; None if safetensors does not hold it."""
+    code = _CODES.get(dtype)
+    if code is None or (dtype == _PACKED and not shape):  # half a byte
+        return None
+    return code, [*shape[:-1], 2 * shape[-1]] if dtype == _PACKED else list(shape)
 
 
 def header(
@@ -79,13 +72,14 @@ def header(
 ) -> bytes:
     """Length prefix and JSON, padded with spaces so that data begins on a multiple of `header_bytes_modulo`.
 
-    `at` is the file offset of the first byte returned. The file of a model may have codes that archives do not have.
+    `at` is the file offset of the first byte returned. With `of_model`, the file is no part of an archive, and has all
+    codes.
     """
     table: dict[str, object] = {RESERVED_NAME: dict(metadata)}
     for entry in entries:
         code, shape = stored_as(entry.dtype, entry.shape)
-        if of_model and (own := code_in_models(entry.dtype)):
-            code, shape = own, list(entry.shape)
+        if of_model:
+            code, shape = held_as(entry.dtype, entry.shape) or (code, shape)
         table[entry.name] = {"dtype": code, "shape": shape, "data_offsets": [entry.begin, entry.end]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(at + 8 + len(text)) % header_bytes_modulo)
@@ -94,11 +88,10 @@ def header(
 
 def loaded_as(code: str, shape: list[int]) -> tuple[str, list[int]]:
     """The dtype and shape that a code of another program stands for. Raises ValueError for an unknown code."""
-    if code == _PACKED and shape and shape[-1] % 2 == 0:
-        return "float4_e2m1fn_x2", [*shape[:-1], shape[-1] // 2]  # torch counts pairs
-    if code not in _DTYPE_OF:
+    dtype = _DTYPE_OF.get(code)
+    if dtype is None or (dtype == _PACKED and not (shape and shape[-1] % 2 == 0)):
         raise ValueError(f"the dtype {code!r:.50} is not known")
-    return _DTYPE_OF[code], shape
+    return dtype, [*shape[:-1], shape[-1] // 2] if dtype == _PACKED else shape
 
 
 def is_of_rank(path: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -22,7 +23,7 @@ from .archives.contents import Contents, Part
 from .archives.find import from_path
 
 # The statistics of tensors by their numbers, for an archive and the tensors that will be asked for.
-Measuring: TypeAlias = Callable[[Contents, Sequence[int]], Callable[[int], dict[str, float]]]
+Measuring: TypeAlias = Callable[[Contents, Sequence[int]], Callable[[int], dict[str, float] | None]]
 
 _RANK: Final = re.compile(r"rank_(\d{5,})[^/]*$")
 # The names that a notebook shows.
@@ -173,7 +174,7 @@ def _row(
     archive: Contents,
     path: tuple[Any, ...],
     leaf: Any,
-    statistics: Callable[[int], dict[str, float]] | None,
+    statistics: Callable[[int], dict[str, float] | None] | None,
     *,
     places: bool,
 ) -> NameRow:
@@ -222,18 +223,18 @@ def _rank_of(path: str) -> int | None:
 
 
 def walked(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The leaves of a tree with their paths; a list without tensors is one leaf. Values of ranks are below their name:
-    "rank 3".
+    """The leaves of a tree with their paths; a list without tensors is one leaf, and so is an empty dict below the top.
+    Values of ranks are below their name: "rank 3".
     """
     inner: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         inner = list(value.items())
     elif isinstance(value, ValuesByRank):
         inner = [(f"rank {rank}", one) for rank, one in value.values.items()]
-    elif isinstance(value, list | tuple) and any(isinstance(leaf, StoredLeaf) for leaf in leaves(value)):
+    elif isinstance(value, list | tuple | deque) and any(isinstance(leaf, StoredLeaf) for leaf in leaves(value)):
         inner = list(enumerate(value))
-    if inner and not isinstance(value, StoredLeaf):
+    if inner:
         for key, one in inner:
             yield from walked(one, (*path, key))
-    elif not isinstance(value, dict | ValuesByRank):
+    elif path or not isinstance(value, dict | ValuesByRank):
         yield path, value

@@ -8,6 +8,8 @@ The order of a set does not count, and neither does the sharing of parts in memo
 from __future__ import annotations
 
 import hashlib
+import struct
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -40,19 +42,36 @@ def object_digests(data: bytes) -> Callable[[int], str]:
         raise ValueError(f"it is no pickle: {error!r}") from error
 
 
+def object_digest(data: bytes) -> str:
+    """The digest of one object. Bytes that `torch.save` never writes are taken as they are."""
+    try:
+        contents = records(data)
+        if len(contents["data.pkl"]) <= _MAX_BYTES:
+            return _Digests(contents).of(Recorder().follow(contents["data.pkl"])).hex()
+    except (ValueError, LookupError, RecursionError, zipfile.BadZipFile, UnknownInstructionError):
+        pass
+    return _digest([data]).hex()
+
+
 class _Digests:
     """The digests of the values of one pickle, each computed once."""
 
     def __init__(self, records: Mapping[str, bytes]) -> None:
         self._records = records
         self._known: dict[int, bytes] = {}  # by the id of lists, tuples and results, which all live as long
+        self._open: dict[int, int] = {}  # the ids of those that contain the current value, with their depths
 
     def of(self, value: Any) -> bytes:
+        if type(value) is float:  # of NaN, `repr` is one text for many bits
+            return _digest([b"float", struct.pack(">d", value)])
         if not isinstance(value, list | tuple | Recorded):
             return _digest([f"{type(value).__name__} {value!r}".encode(errors="surrogatepass")])
+        if id(value) in self._open:  # it contains itself: so many levels up
+            return b"itself %d" % (len(self._open) - self._open[id(value)])
         if id(value) not in self._known:
-            self._known[id(value)] = b"itself"  # for an object that contains itself
+            self._open[id(value)] = len(self._open)
             self._known[id(value)] = _digest(self._parts_of(value))
+            del self._open[id(value)]
         return self._known[id(value)]
 
     def _parts_of(self, value: Any) -> list[bytes]:

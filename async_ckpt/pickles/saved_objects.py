@@ -83,6 +83,20 @@ def needing_trust(data: bytes) -> dict[int, str]:
     return {number: name for number, name in refused.items() if name is not None}
 
 
+def missing_class(path: str, error: ImportError | AttributeError) -> ImportError:
+    """The error for a file with an object whose package or class is not there, as `pickle` reports it."""
+    name = error.name if isinstance(error, ImportError) else None
+    if name:
+        package = name.partition(".")[0]
+        return ImportError(
+            f"{path}: it has an object of the package {package}, which cannot be imported here ({error})"
+        )
+    return ImportError(
+        f"{path}: it has an object of a class that cannot be found here ({error!s:.200}); read it in the program that "
+        "wrote it"
+    )
+
+
 def records(data: bytes) -> dict[str, bytes]:
     """The records that loading reads, by their names within their folder."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:

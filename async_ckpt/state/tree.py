@@ -219,6 +219,19 @@ class SavedRecord:
     fields: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class OfClass:
+    """A saved value of a class that is known by its name only.
+
+    `value` is a dict of a dataclass's fields, a tuple with the items of a namedtuple's `fields`, or the value of an
+    enum's member.
+    """
+
+    name: str
+    value: Any
+    fields: tuple[str, ...] = ()
+
+
 class NodesByRank(NamedTuple):
     """A node for each rank, where ranks have values of their own. Part of merged skeletons, never of a file."""
 
@@ -234,18 +247,18 @@ class ValuesByRank:
 
 
 def decode(
-    node: Json, *, types: Iterable[type] = (), keep: Callable[[Path], bool] | None = None
+    node: Json, *, types: Iterable[type] | None = (), keep: Callable[[Path], bool] | None = None
 ) -> tuple[Any, list[StoredLeaf]]:
     """The structure of a skeleton, with a `StoredLeaf` for each leaf that the archive stores, and the list of these.
 
     If its class is among `types`, a namedtuple or an enum's member is one again, and a dataclass's instance is a
-    `SavedRecord`; otherwise they are a tuple, the member's value, and a dict. Leaves whose path `keep` refuses are left
+    `SavedRecord`; otherwise they are a tuple, the member's value, and a dict, or, for None, each an `OfClass`. Leaves whose path `keep` refuses are left
     out, and so are containers that end up empty thereby; the result is None if nothing is left.
     Raises ValueError for a node that `encode` would not have made: nothing in a skeleton can make it raise another
     error, or allocate more than the skeleton's own size. Raises TypeError for `types` that are not stored by name, or
     that have the same name.
     """
-    decoder = _Decoder(_by_name(types), keep)
+    decoder = _Decoder(None if types is None else _by_name(types), keep)
     try:
         value = decoder.decode(node)
     except Exception as error:
@@ -350,6 +363,8 @@ def replaced(
         return make_record(value.cls, replaced(value.fields, give, of_ranks))
     if isinstance(value, SavedGenerator):
         return value.made()
+    if isinstance(value, OfClass):
+        return OfClass(value.name, replaced(value.value, give, of_ranks), value.fields)
     if type(value) in (dict, OrderedDict, ListItems):  # only these have leaves; another dict was in a pickle
         copy: Any = type(value)((key, replaced(item, give, of_ranks)) for key, item in value.items())
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
@@ -374,13 +389,15 @@ def leaves(value: Any) -> Iterator[StoredLeaf | ValuesByRank]:
         yield value
     elif isinstance(value, SavedRecord):
         yield from leaves(value.fields)
+    elif isinstance(value, OfClass):
+        yield from leaves(value.value)
     elif isinstance(value, dict | list | tuple | deque) and type(value) is not torch.Size:
         for item in value.values() if isinstance(value, dict) else value:
             yield from leaves(item)
 
 
 class _Decoder:
-    def __init__(self, types: dict[str, type], keep: Callable[[Path], bool] | None) -> None:
+    def __init__(self, types: dict[str, type] | None, keep: Callable[[Path], bool] | None) -> None:
         self._types, self._keep = types, keep
         self.stored: list[StoredLeaf] = []
 
@@ -429,6 +446,8 @@ class _Decoder:
         items = self._items(nodes, path)
         if items is _OMITTED:
             return items
+        if self._types is None:
+            return OfClass(_class_name(name), tuple(items), tuple(map(str, fields)))
         cls: Any = self._types.get(name)
         same = getattr(cls, "_fields", None) == tuple(fields) and len(items) == len(fields)
         return cls._make(items) if same else tuple(items)
@@ -447,13 +466,18 @@ class _Decoder:
         fields = self._dict(items, path, {})
         if fields is _OMITTED:
             return fields
+        if self._types is None:
+            return OfClass(_class_name(name), fields)
         cls: Any = self._types.get(name)
         is_whole = len(fields) == len(items) and hasattr(cls, "__dataclass_fields__") and has_fields(cls, fields)
         return SavedRecord(cls, fields) if is_whole else fields
 
     def _enum(self, value: Json) -> Any:
         name, node = value
-        cls, plain = self._types.get(name), hashable_value(node)
+        plain = hashable_value(node)
+        if self._types is None:
+            return OfClass(_class_name(name), plain)
+        cls = self._types.get(name)
         return member_of(cls, plain) if cls is not None and issubclass(cls, Enum) else plain
 
     def _store(self, kind: str, number: Json, descr: Json = None, shape: Json = None, *, path: Path = ()) -> StoredLeaf:
@@ -495,6 +519,12 @@ def _value_node(value: Any) -> Json | None:
     """The node of a plain value or a random generator; None for anything else."""
     node = plain_node(value)
     return generator_node(value) if node is None else node
+
+
+def _class_name(name: Json) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r:.50} is not the name of a class")
+    return name
 
 
 def _key_node(key: Any, path: Path) -> Json:

@@ -19,6 +19,7 @@ from ...format import digests, index, safetensors, tar
 from ...format.foreign_files import foreign_file
 from ...format.index import Member
 from ...pickles import saved_objects
+from ...pickles.object_digests import object_digests
 from ...spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
 from ...state.names import shown
 from ...state.tree import StoredLeaf, decode
@@ -267,15 +268,15 @@ class OpenArchive(Contents):
         wanted = [leaf for leaf in stored if leaf.kind == "object"]
         if not wanted:
             return []
-        member = self.index.member(index.OBJECTS)
-        if member is None:
-            raise self.corrupt(f"{index.OBJECTS} is missing")
-        extent = self._check_tar_header(member)
-        data = self.read(Extent(extent.offset - tar.BLOCK, tar.BLOCK + extent.length))[tar.BLOCK :]
+        data = self._pickled_objects()
         try:
             loaded = saved_objects.load(data, trust=trust)
         except pickle.UnpicklingError as error:
             raise self._untrusted_error(wanted, data, str(error)) from error
+        except (ImportError, AttributeError) as error:
+            if trust:
+                raise saved_objects.missing_class(self.path, error) from error
+            raise self.corrupt(f"{index.OBJECTS} cannot be loaded: {error!r}") from error
         except Exception as error:
             raise self.corrupt(f"{index.OBJECTS} cannot be loaded: {error!r}") from error
         if not isinstance(loaded, list) or max(leaf.number for leaf in wanted) >= len(loaded):
@@ -301,6 +302,24 @@ class OpenArchive(Contents):
             f"if you trust whoever wrote this file, load it with trust=True{advice}",
             path=self.path,
         )
+
+    def object_digests(self, stored: Iterable[StoredLeaf]) -> dict[int, str]:
+        """A digest for each pickled leaf, by its number. Raises CorruptCheckpointError."""
+        wanted = [leaf.number for leaf in stored if leaf.kind == "object"]
+        if not wanted:
+            return {}
+        try:
+            digest_of = object_digests(self._pickled_objects())
+            return {number: digest_of(number) for number in wanted}
+        except (ValueError, LookupError) as error:
+            raise self.corrupt(f"{index.OBJECTS} cannot be read: {error!r}") from error
+
+    def _pickled_objects(self) -> bytes:
+        member = self.index.member(index.OBJECTS)
+        if member is None:
+            raise self.corrupt(f"{index.OBJECTS} is missing")
+        extent = self._check_tar_header(member)
+        return self.read(Extent(extent.offset - tar.BLOCK, tar.BLOCK + extent.length))[tar.BLOCK :]
 
 
 def _listed(leaves: Sequence[StoredLeaf]) -> str:

@@ -104,6 +104,10 @@ class Contents:
         """The pickled leaves; nothing is unpickled unless one of them is wanted."""
         return []
 
+    def object_digests(self, stored: Iterable[StoredLeaf]) -> dict[int, str]:  # noqa: ARG002
+        """A digest for each pickled leaf, by its number, of what loading it would do; nothing is unpickled."""
+        return {}
+
     def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
         """Announce the parts of tensors that will be read, so that they are located together; None is a whole one."""
 
@@ -204,12 +208,13 @@ class Contents:
     # --- the tree ---------------------------------------------------------------------------------------------
 
     def tree(
-        self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
+        self, *, select: Select = None, types: Iterable[type] | None = (), groups: Groups = None
     ) -> tuple[Any, list[StoredLeaf]]:
         """The saved structure, with a `StoredLeaf` for each leaf that the index does not hold itself, and a list of
         these.
 
-        With `groups`, only these top-level entries are included.
+        With `groups`, only these top-level entries are included. Without `types`, values of the classes that are saved
+        by name are instances of `OfClass`.
         """
         try:
             value, stored = decode(self.index.skeleton, types=types, keep=_path_filter(groups, selector(select)))

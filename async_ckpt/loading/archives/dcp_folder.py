@@ -18,7 +18,7 @@ import pickle
 import zlib
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NoReturn
 
 import torch
 
@@ -28,6 +28,7 @@ from ...format.dcp_metadata import Blob, StoredTensor, TensorExtent
 from ...format.index import Index, IndexedTensor, Member, Slice
 from ...host.threads import run_together
 from ...pickles import saved_objects
+from ...pickles.object_digests import object_digest
 from ...slicing.cover import Box, cover
 from ...spec import DTYPES, Extent, Spread
 from ...state.dtypes import dtype_named
@@ -142,7 +143,7 @@ class OpenDcp(Contents):
         self._locations: dict[Blob, tuple[_TensorFile, Extent, int]] = {}
 
     def tree(
-        self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
+        self, *, select: Select = None, types: Iterable[type] | None = (), groups: Groups = None
     ) -> tuple[Any, list[StoredLeaf]]:
         """The saved structure, with values that need no trust in place, since settings of optimizers are inspected."""
         value, stored = super().tree(select=select, types=types, groups=groups)
@@ -174,6 +175,17 @@ class OpenDcp(Contents):
                     path=self.path,
                 ) from error
         return objects
+
+    def object_digests(self, stored: Iterable[StoredLeaf]) -> dict[int, str]:
+        wanted = [leaf.number for leaf in stored if leaf.kind == "object"]
+        texts = self._read_blobs([self._blobs[number][1] for number in wanted])
+        return {number: object_digest(text) for number, text in zip(wanted, texts, strict=True)}
+
+    def map(self) -> NoReturn:
+        raise ValueError(
+            f"mmap=True maps one file, but {self.path} is a folder of torch.distributed.checkpoint, with a tensor's "
+            "pieces in several files; leave mmap out"
+        )
 
     def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
         """Look up the places of the bytes of these tensors, on several threads."""
@@ -299,6 +311,10 @@ class OpenDcp(Contents):
             return saved_objects.load(data, trust=trust)
         except pickle.UnpicklingError:
             raise
+        except (ImportError, AttributeError) as error:
+            if trust:
+                raise saved_objects.missing_class(f"{self.path}: {shown(leaf.path)}", error) from error
+            raise self.corrupt(f"{shown(leaf.path)} cannot be loaded: {error!r:.300}") from error
         except Exception as error:
             raise self.corrupt(f"{shown(leaf.path)} cannot be loaded: {error!r:.300}") from error
 

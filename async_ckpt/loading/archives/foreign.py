@@ -92,7 +92,7 @@ class MissingShard(Contents):
         self,
         *,
         select: Select = None,
-        types: Iterable[type] = (),  # noqa: ARG002
+        types: Iterable[type] | None = (),  # noqa: ARG002
         groups: Groups = None,  # noqa: ARG002
     ) -> tuple[Any, list[StoredLeaf]]:
         """Raises KeyError if none of its names is selected, else CorruptCheckpointError."""

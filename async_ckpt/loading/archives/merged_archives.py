@@ -321,7 +321,7 @@ class MergedArchives(Contents):
         self._take(self._merge())
 
     def tree(
-        self, *, select: Select = None, types: Iterable[type] = (), groups: Groups = None
+        self, *, select: Select = None, types: Iterable[type] | None = (), groups: Groups = None
     ) -> tuple[Any, list[StoredLeaf]]:
         value, stored = super().tree(select=select, types=types, groups=groups)
         are_apart = self._is_for_any_rank and any(isinstance(leaf, ValuesByRank) for leaf in leaves(value))
@@ -344,18 +344,30 @@ class MergedArchives(Contents):
 
     def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
         """The pickled leaves of all ranks; nothing is unpickled unless one of them is wanted."""
-        wanted = {leaf.number: leaf for leaf in stored if leaf.kind == "object"}
-        objects: list[Any] = [None] * (max(wanted, default=-1) + 1)
-        by_rank: dict[int, list[tuple[int, StoredLeaf]]] = {}
-        for number, leaf in wanted.items():
-            owners = self._merged.objects
-            rank, own_number = (next(iter(self._archives)), number) if owners is None else owners[number]
-            by_rank.setdefault(rank, []).append((number, StoredLeaf("object", own_number, path=leaf.path)))
+        by_rank = self._objects_by_rank(stored)
+        objects: list[Any] = [None] * (1 + max((n for numbered in by_rank.values() for n in numbered), default=-1))
         for rank, numbered in by_rank.items():
-            loaded = self._archives[rank].objects([leaf for _, leaf in numbered], trust=trust)
-            for number, leaf in numbered:
+            loaded = self._archives[rank].objects(numbered.values(), trust=trust)
+            for number, leaf in numbered.items():
                 objects[number] = loaded[leaf.number]
         return objects
+
+    def object_digests(self, stored: Iterable[StoredLeaf]) -> dict[int, str]:
+        digests_of: dict[int, str] = {}
+        for rank, numbered in self._objects_by_rank(stored).items():
+            own = self._archives[rank].object_digests(numbered.values())
+            digests_of |= {number: own[leaf.number] for number, leaf in numbered.items()}
+        return digests_of
+
+    def _objects_by_rank(self, stored: Iterable[StoredLeaf]) -> dict[int, dict[int, StoredLeaf]]:
+        """The pickled leaves by the rank whose archive has them, and by their numbers here, with their numbers there."""
+        by_rank: dict[int, dict[int, StoredLeaf]] = {}
+        for leaf in stored:
+            if leaf.kind == "object":
+                owners, number = self._merged.objects, leaf.number
+                rank, own_number = (next(iter(self._archives)), number) if owners is None else owners[number]
+                by_rank.setdefault(rank, {})[number] = StoredLeaf("object", own_number, path=leaf.path)
+        return by_rank
 
     def _missing_error(self, number: int, missing: list[Box]) -> CorruptCheckpointError:
         tensor = self.index.tensors[number]

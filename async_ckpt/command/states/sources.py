@@ -11,10 +11,8 @@ import contextlib
 import itertools
 import mmap
 import os
-import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -22,70 +20,40 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from ..errors import CorruptCheckpointError, UntrustedObjectError
-from ..loading.archives.contents import Contents, Part
-from ..loading.archives.find import from_path, opened_as_file
-from ..loading.archives.step_archives import Readers, selected_by
-from ..loading.inspected import walked
-from ..loading.load import LoadOptions, check_lent, check_select, state_of
-from ..loading.ranges import Range, read_ranges
-from ..spec import align_up
-from ..state.names import Select, Selector, dotted, selector, shown
-from ..state.per_rank import PerRank
-from ..state.tree import StoredLeaf
-from ..storage.interface import Reader
-from ..storage.local import LocalReader
-from ..storage.place import Place
-from .screen import Answer
+from ...loading.archives.contents import Contents, Part
+from ...loading.archives.find import from_path, opened_as_file
+from ...loading.archives.foreign import MissingShard, OpenSafetensors
+from ...loading.archives.step_archives import Readers, selected_by
+from ...loading.load import LoadOptions, check_lent, check_select, state_of
+from ...loading.ranges import Range, read_ranges
+from ...spec import align_up
+from ...state.names import Select, Selector, dotted, selector
+from ...state.per_rank import PerRank
+from ...state.tree import StoredLeaf
+from ...storage.place import Place
+from ..screen import Answer
+from .named_items import CHUNK_BYTES, Items, ItemWalk, NamedItem, Naming, Unread, described
+from .torch_files import TorchFile, torch_file
 
 T = TypeVar("T")
 
-# What is in memory at once of a tensor.
-CHUNK_BYTES: Final = 32 << 20
 # Tensors up to this size are read several at a time.
 _SMALL_BYTES: Final = 1 << 20
 # The memory of tensors that are read together.
 _TOGETHER_BYTES: Final = 16 << 20
 # Where the items of any dtype may begin.
 _ALIGNMENT_BYTES: Final = 16
-_ZIP: Final = b"PK\x03\x04"
-_PICKLE: Final = b"\x80"
-
-Chunks = Callable[[], Iterator[torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class NamedItem:
-    """One name of a checkpoint. A tensor, an array or bytes has `dtype`, `shape` and `chunks`; any other, `value`.
-
-    `chunks` reads the items as flat tensors of `dtype`, in their order. They may share one memory: each is gone when
-    the next one is asked for. An object that was not unpickled has itself as `value`: a `StoredLeaf`.
-    """
-
-    path: tuple[Any, ...]
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] = ()
-    chunks: Chunks | None = None
-    value: Any = None
-
-    @property
-    def name(self) -> str:
-        return dotted(self.path)
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize if self.dtype is not None else 0
 
 
 def with_items(
     place: Place,
-    use: Callable[[Sequence[NamedItem]], T],
+    use: Callable[[Items], T],
     *,
     select: Select = None,
     trust: bool = False,
     from_ranks: Mapping[str, int] | None = None,
 ) -> T:
-    """The result of `use` for the items of a checkpoint, in its order. Of an archive, nothing is unpickled.
+    """The result of `use` for the items of a checkpoint, in its order. Without `trust`, nothing is unpickled.
 
     `from_ranks` are the ranks whose values to take, by name, where each rank has its own.
 
@@ -94,12 +62,13 @@ def with_items(
         CorruptCheckpointError: something is damaged.
         NotCommittedError: there is no checkpoint.
         KeyError: `select` selects nothing.
+        ImportError: an object is of a package or class that is not there.
     """
-    with _torch_state(place, trust=trust) as state:
-        if state is not None:
-            return use(_chosen(list(_items_of_state(state[0], ())), select, place))
+    with _torch_file(place, trust=trust) as file:
+        if file is not None:
+            return use(_chosen(_items_of_torch(file), select, place))
     readers = Readers(None, from_ranks, wants=selected_by(select))
-    return from_path(place, lambda parts: use(_items_of_parts(parts, select)), verify=True, readers=readers)
+    return from_path(place, lambda parts: use(_items_of_parts(parts, select, trust)), verify=True, readers=readers)
 
 
 def with_state(
@@ -116,13 +85,13 @@ def with_state(
     Tensors of a local file are views of it. Others are first written to files in the folder `scratch`, as large as
     they are, and are views of these. Raises as `with_items` does, and UntrustedObjectError for objects in an archive.
     """
-    with _torch_state(place, trust=trust) as state:
-        if state is not None:
+    with _torch_file(place, trust=trust, as_state=True) as of_torch:
+        if of_torch is not None:
             if select is not None:
                 raise Answer(
                     f"{place.shown}: --select takes names out of an archive or step, not out of a file of torch"
                 )
-            return use(state[0])
+            return use(of_torch.state)
 
     def load(parts: Sequence[Part]) -> T:
         options = LoadOptions(select=select, trust=trust)
@@ -161,116 +130,85 @@ def _memory_in(fd: int, num_bytes: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _torch_state(place: Place, *, trust: bool) -> Iterator[tuple[Any] | None]:
-    """The content of a file of torch.save, mapped if torch can do that; None for anything else."""
+def _torch_file(place: Place, *, trust: bool, as_state: bool = False) -> Iterator[TorchFile | None]:
+    """The content of a file of torch; None for anything else."""
     opened = opened_as_file(place)
     if opened is None:
         yield None
         return
     reader, path = opened
-    with reader:
-        head = bytearray(min(4, reader.num_bytes))
-        reader.read_into(0, memoryview(head))
-        if not head.startswith((_ZIP, _PICKLE)):
-            yield None
-            return
-        with _as_local_file(reader, path) as local:
-            yield (_torch_load(local, path, trust=trust, is_zip=head.startswith(_ZIP)),)
+    with reader, torch_file(reader, path, trust=trust, as_state=as_state) as file:
+        yield file
 
 
-@contextlib.contextmanager
-def _as_local_file(reader: Reader, path: str) -> Iterator[str]:
-    if isinstance(reader, LocalReader):
-        yield path
-        return
-    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-        memory = memoryview(bytearray(CHUNK_BYTES))
-        for begin in range(0, reader.num_bytes, CHUNK_BYTES):
-            piece = memory[: min(CHUNK_BYTES, reader.num_bytes - begin)]
-            reader.read_into(begin, piece)
-            file.write(piece)
-        file.flush()
-        yield file.name
+def _items_of_torch(file: TorchFile) -> Items:
+    if file.program is not None:
+        return Items(file.program, ())
+    walk = ItemWalk()
+    walk.add(file.state)
+    return walk.items()
 
 
-def _torch_load(local: str, path: str, *, trust: bool, is_zip: bool) -> Any:
-    try:
-        # Weights only, unless --trust is given.
-        return torch.load(local, map_location="cpu", weights_only=not trust, mmap=is_zip)  # nosec B614
-    except pickle.UnpicklingError as error:
-        if trust:
-            raise CorruptCheckpointError(f"{path}: torch.load cannot read it ({error!s:.200})", path=path) from error
-        why = str(error).partition("\n")[0]
-        raise UntrustedObjectError(
-            f"{path} has more than weights, so that reading it runs code from the file; pass --trust if you know where "
-            f"it comes from ({why:.200})",
-            path=path,
-        ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        why = str(error).partition("\n")[0]
-        raise CorruptCheckpointError(f"{path}: torch.load cannot read it ({why:.200})", path=path) from error
-
-
-def _items_of_state(value: Any, path: tuple[Any, ...]) -> Iterator[NamedItem]:
-    if isinstance(value, torch.Tensor) and not value.is_sparse and value.layout == torch.strided:
-        yield NamedItem(path, value.dtype, tuple(value.shape), lambda: _chunks_of(value.detach()))
-    elif isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _items_of_state(inner, (*path, key))
-    elif isinstance(value, list | tuple) and _has_tensor(value):
-        for number, inner in enumerate(value):
-            yield from _items_of_state(inner, (*path, number))
-    elif not isinstance(value, dict):
-        yield NamedItem(path, value=value)
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_tensor, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_has_tensor, value))
-    return isinstance(value, torch.Tensor)
-
-
-def _chunks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    flat = tensor.contiguous().view(-1)
-    yield from flat.split(max(1, CHUNK_BYTES // tensor.dtype.itemsize)) if flat.numel() else ()
-
-
-def _chosen(items: list[NamedItem], select: Select, place: Place) -> list[NamedItem]:
+def _chosen(items: Items, select: Select, place: Place) -> Items:
     chosen: Selector | None = selector(select)
-    kept = [item for item in items if chosen is None or chosen(item.path)]
-    if not kept:
+    if chosen is None:
+        return items
+    leaves = [item for item in items.leaves if chosen(item.path)]
+    if not leaves:
         raise KeyError(f"select={select!r} matches nothing in {place.shown}")
-    return kept
+    return items._replace(leaves=leaves, containers=[one for one in items.containers if chosen(one.path)])
 
 
 # --- archives and folders -----------------------------------------------------------------------------------------
 
 
-def _items_of_parts(parts: Sequence[Part], select: Select) -> list[NamedItem]:
+def _items_of_parts(parts: Sequence[Part], select: Select, trust: bool) -> Items:
     check_lent(parts, select)
     check_select(parts, select)
-    return [item for part in parts for item in _items_of_part(part, select)]
+    walks = [_walk_over(part, select, trust) for part in parts]
+    is_flat = any(isinstance(part.archive, OpenSafetensors | MissingShard) for part in parts)
+    keeps_empty = not is_flat and all(part.keeps_empty for part in parts)
+    return Items(
+        [item for walk in walks for item in walk.leaves],
+        [*{one.path: one for walk in walks for one in walk.containers}.values()],
+        Naming.FLAT if is_flat else Naming.EXACT if keeps_empty else Naming.TEXT,
+        keeps_empty,
+    )
 
 
-def _items_of_part(part: Part, select: Select) -> Iterator[NamedItem]:
+def _walk_over(part: Part, select: Select, trust: bool) -> ItemWalk:
     archive = part.archive
     archive.learn_names()
     try:
-        tree, stored = archive.tree(select=select, groups=part.groups)
+        tree, stored = archive.tree(select=select, groups=part.groups, types=None)
     except KeyError:  # what is selected is in another part
-        return
+        return ItemWalk()
     numbers = [leaf.number for leaf in stored if leaf.kind != "object"]
     archive.need((number, None) for number in numbers)
     reader = TensorReader(archive, numbers)
-    for path, leaf in walked(tree, ()):
-        if isinstance(leaf, StoredLeaf) and leaf.kind != "object":
-            number = archive.primary(leaf.number)
-            tensor = archive.index.tensors[leaf.number]
-            yield NamedItem(path, archive.dtype(number), tuple(tensor.shape), partial(reader.chunks, number))
+    objects = archive.objects(stored, trust=True) if trust else archive.object_digests(stored)
+
+    def add(walk: ItemWalk, leaf: StoredLeaf, path: tuple[Any, ...]) -> None:
+        if leaf.kind != "object":
+            walk.leaves.append(_stored_item(archive, reader, leaf, path))
+        elif trust:
+            walk.add(objects[leaf.number], path)
         else:
-            yield NamedItem(path, value=leaf)
+            walk.leaves.append(NamedItem(path, "object", value=Unread(objects[leaf.number])))
+
+    walk = ItemWalk(add)
+    walk.add(tree)
+    return walk
+
+
+def _stored_item(archive: Contents, reader: TensorReader, leaf: StoredLeaf, path: tuple[Any, ...]) -> NamedItem:
+    number = archive.primary(leaf.number)
+    tensor = archive.index.tensors[leaf.number]
+    kind = {"ndarray": "array"}.get(leaf.kind, leaf.kind)
+    facts = None if leaf.descr is None else described(leaf.descr, leaf.shape)
+    return NamedItem(
+        path, kind, archive.dtype(number), tuple(tensor.shape), partial(reader.chunks, number), facts=facts
+    )
 
 
 class TensorReader:
@@ -321,14 +259,3 @@ class TensorReader:
 
     def _num_bytes(self, number: int) -> int:
         return prod(self._archive.index.tensors[number].shape) * self._archive.dtype(number).itemsize
-
-
-def shown_value(value: Any) -> str:
-    """A value that is no tensor, in few words."""
-    if isinstance(value, StoredLeaf):
-        return "an object that is not unpickled"
-    return repr(value)[:200]
-
-
-def shown_name(item: NamedItem) -> str:
-    return shown(item.path)
