@@ -130,10 +130,14 @@ class TensorExtent(NamedTuple):
 
 
 def parse(data: bytes) -> Checkpoint:
-    """Read a metadata file. Raises ValueError for a malformed one, and for a refused name, which it contains."""
+    """Read a metadata file. Raises ValueError for a malformed one, and for a refused name, which it contains, and
+    TorchOnlyError for one that is intact all the same.
+    """
     try:
         with no_collection():
             return _MetadataReader(len(data)).checkpoint(_DcpMachine().follow(data))
+    except TorchOnlyError:
+        raise
     except _RefusedError as error:
         raise ValueError(str(error)) from error
     except Exception as error:  # an untrusted pickle may cause any error
@@ -190,9 +194,8 @@ class _MetadataReader:
             if type(name) is not str:
                 raise ValueError(f"{_brief(name)} is no name")
             if info_fields.get("transform_descriptors"):
-                raise _RefusedError(
-                    f"{name!a:.200} was written through extensions "
-                    f"({_brief(info_fields['transform_descriptors'])}); load it with torch.distributed.checkpoint"
+                raise TorchOnlyError(
+                    f"{name!a:.200} was written through extensions ({_brief(info_fields['transform_descriptors'])})"
                 )
             file = info_fields["relative_path"]
             if type(file) is not str or not _is_beside(file):

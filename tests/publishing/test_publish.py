@@ -678,7 +678,7 @@ def test_models_whose_names_are_not_those_of_their_checkpoints_are_refused_befor
                 {"a": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)},
                 "quantised|quint8|qint8|stored",
             ),
-            ({"a": torch.ones(3, dtype=torch.complex64)}, "safetensors does not know"),
+            ({"a": torch.ones(3, dtype=torch.complex128)}, "safetensors does not know"),
             ({"a": {"b": torch.ones(3)}}, "flat mapping"),
             ({}, "no weights"),
         ]:

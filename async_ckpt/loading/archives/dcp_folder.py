@@ -121,6 +121,11 @@ class OpenDcp(Contents):
             metadata = dcp_metadata.parse(storage.read(dcp_metadata.NAME)[0])
             paths = {name: metadata.paths.get(name) or (name,) for name in (*metadata.tensors, *metadata.blobs)}
             skeleton = _skeleton(paths, metadata.tensors)
+        except dcp_metadata.TorchOnlyError as error:
+            raise CorruptCheckpointError(
+                f"{self.path}: {error}, which torch.distributed.checkpoint alone reads; load it with that",
+                path=self.path,
+            ) from error
         except ValueError as error:
             raise self.corrupt(f"its {dcp_metadata.NAME} cannot be trusted: {error}") from error
         self._tensors: Sequence[StoredTensor] = list(metadata.tensors.values())
