@@ -97,6 +97,7 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .errors import (
         ClosedError as ClosedError,
         DestinationBusyError as DestinationBusyError,
+        ForeignFileError as ForeignFileError,
         FormatVersionError as FormatVersionError,
         IsAFolderError as IsAFolderError,
         NotAFolderError as NotAFolderError,

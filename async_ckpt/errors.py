@@ -62,6 +62,16 @@ class CorruptCheckpointError(CheckpointError):
     sound_steps: tuple[int, ...] = ()
 
 
+class ForeignFileError(CheckpointError):
+    """The file is of another program, and for all that is known sound: its message says what reads it.
+
+    `kind` names its format in short: "torch", "gguf", "tar", "text".
+    """
+
+    path: str
+    kind: str
+
+
 class FormatVersionError(CheckpointError):
     """The archive was written by a newer version of the library than this one."""
 

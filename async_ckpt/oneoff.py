@@ -192,10 +192,10 @@ def load(
 
     A step that several ranks have saved is returned with full tensors.
 
-    Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError,
-    StorageUnavailableError, and KeyError if `select`, or one of several patterns in it, or a name in `from_ranks`,
-    matches nothing. Raises ValueError for the archive of one rank that has only a part of what is selected, and
-    TypeError for invalid arguments.
+    Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, ForeignFileError for a
+    file that another program has to read, StorageUnavailableError, and KeyError if `select`, or one of several patterns
+    in it, or a name in `from_ranks`, matches nothing. Raises ValueError for the archive of one rank that has only a
+    part of what is selected, and TypeError for invalid arguments.
     """
     check_verify(verify)
     build = partial(
@@ -214,7 +214,10 @@ def verify(path: Anywhere, *, base: str | os.PathLike[str] | None = None) -> Ver
     Nothing is unpickled and no tensors are created, so this is safe for any file. It takes about 128 MiB of memory,
     however large the archive is. Archives are read as a whole, compressed ones too, and so are the archives that a step
     borrows groups from. In a run, every committed step is read; an archive that several steps share is read once. A
-    folder of torch.distributed.checkpoint is compared with the checksums that torch.save writes. Versions are applied
+    folder of torch.distributed.checkpoint is compared with the checksums that torch.save writes, and a file of another
+    program with what its format has, which a note in the report says: a zip, as of torch.save, with the CRC-32 of each
+    record, gzip and zstd with their checksums, a tar with those of its headers, safetensors with the file's size.
+    Versions are applied
     one after the other to a temporary folder, which takes as many bytes as the model, or twice as many. A run or a
     checkpoint at the root of a Publisher is read with the versions.
 
@@ -226,9 +229,10 @@ def verify(path: Anywhere, *, base: str | os.PathLike[str] | None = None) -> Ver
 
     Raises CorruptCheckpointError for damage: it names the file, and the tensors in the damaged blocks (`tensors`). A
     run is read to its end first, and one error names every damaged step or version (`damaged_steps`, `sound_steps`).
-    Raises NotCommittedError if there is no checkpoint, FormatVersionError for one of a newer version, ValueError for a
-    file without digests or a `base` without versions, and StorageUnavailableError, also if the archive is replaced
-    while it is read.
+    Raises NotCommittedError if there is no checkpoint, ForeignFileError for a file of another program that has nothing
+    to be compared with, FormatVersionError for a checkpoint of a newer version, ValueError for a folder of
+    torch.distributed.checkpoint without checksums or a `base` without versions, and StorageUnavailableError, also if
+    the archive is replaced while it is read.
     """
     from .publishing.version_checks import has_versions, verify_root
 

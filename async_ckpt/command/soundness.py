@@ -19,6 +19,7 @@ import typer
 from ..errors import (
     CheckpointError,
     CorruptCheckpointError,
+    ForeignFileError,
     FormatVersionError,
     NotCommittedError,
     StorageUnavailableError,
@@ -85,7 +86,7 @@ def show(place: Place, *, base: Path | None, as_json: bool) -> None:
 
     Raises:
         typer.Exit: something is not sound, as the report says.
-        Answer: there is nothing to verify.
+        Answer: there is nothing to verify, or it is a file of another program, with no checksums.
     """
     every = soundness_of(place, base=base)
     if as_json:
@@ -189,10 +190,12 @@ def _of_file(reader: Reader, path: str) -> Soundness:
     with reader, progress("verify", reader.num_bytes) as advance:
         verification = Verification(advance)
         try:
-            verification.compare_file(reader, path)
+            notes = verification.compare_file(reader, path)
+        except ForeignFileError as error:
+            raise Answer(str(error), USAGE) from error
         except CheckpointError as error:
             return _with_totals(Soundness(faults=[_fault_of_file(path, error)]), verification)
-        return _with_totals(Soundness(), verification)
+        return _with_totals(Soundness(notes=[*notes]), verification)
 
 
 def _of_dcp(place: Place) -> Soundness:

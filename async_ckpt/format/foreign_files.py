@@ -14,6 +14,9 @@ from . import index, safetensors, tar
 
 # As many bytes tell every kind: a tar header, and the name of the first member of a zip.
 NEEDED_BYTES: Final = 1024
+# The first bytes of any format that is told by them; fewer tell nothing.
+_LEAST_BYTES: Final = 4
+_OWN_MEMBER: Final = f"{index.MEMBER}\0".encode()
 _ZIP: Final = b"PK\x03\x04"
 # A zip's header of a member: the number of bytes of its name, and where that begins.
 _ZIP_NAME_BYTES: Final = slice(26, 28)
@@ -99,6 +102,8 @@ def foreign_file(
         members: the names in a zip, if they are known; they alone tell TorchScript from torch.save.
     """
     head = bytes(begin[:NEEDED_BYTES])
+    if len(head) < _LEAST_BYTES or (len(head) < tar.BLOCK and _OWN_MEMBER.startswith(head[: len(_OWN_MEMBER)])):
+        return None  # perhaps of an archive that is cut off
     if head.startswith(_ZIP):
         return _ITEM if path.endswith(".distcp") else _kind_of_zip([_first_member(head), *members])
     if path.endswith("/.metadata") and _is_pickle(head):
@@ -141,10 +146,11 @@ def _is_pickle(head: bytes) -> bool:
 
 
 def _is_other_tar(head: bytes) -> bool:
-    """True for a sound header of a tar that does not begin with an index."""
-    block = head[: tar.BLOCK]
+    """True for a sound header of a tar that does not begin with an index of ours, even a damaged one."""
+    block, text = head[: tar.BLOCK], head[tar.BLOCK :][: len(index.BEGIN)]
+    num_same = sum(one == ours for one, ours in zip(text, index.BEGIN, strict=False))
     with suppress(ValueError):
-        is_own = block.startswith(f"{index.MEMBER}\0".encode())
+        is_own = block.startswith(_OWN_MEMBER) and 2 * num_same >= len(text)
         return len(block) == tar.BLOCK and tar.has_checksum(block) and not is_own
     return False
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from ..errors import CorruptCheckpointError, FormatVersionError
+from ..errors import CorruptCheckpointError, ForeignFileError, FormatVersionError
 from ..spec import DTYPES, KIB, MAX_DIMS, PAGE_BYTES, Extent, Json, MeshFacts, RankFacts, Spread, align_up
 from . import digests, safetensors, tar
 
@@ -24,6 +24,7 @@ MEMBER: Final = "index.json"
 OBJECTS: Final = "objects.pt"
 FORMAT: Final = "async_ckpt"
 VERSION: Final = 1
+BEGIN: Final = f'{{"format":"{FORMAT}"'.encode()  # of the text of every version
 # A limit that no real run reaches. An index with more ranks is damaged or forged, and a list of so many still fits into
 # little memory: other files tell of ranks as ranges, of which a few bytes make a long list.
 MAX_RANKS: Final = 1 << 19
@@ -210,13 +211,14 @@ def of_safetensors(
     """The index of a bare safetensors file, made from its untrusted header.
 
     Tensors are at the top by their names, in the order of the header. After them come, as aliases, the names that the
-    metadata ties to one of them. `skeleton` makes that of a dict with these names. Raises CorruptCheckpointError.
+    metadata ties to one of them. `skeleton` makes that of a dict with these names. Raises CorruptCheckpointError, and
+    ForeignFileError for pieces of tensors.
     """
     base = 8 + int.from_bytes(head[:8], "little")
     try:
         table, metadata = safetensors.parse_foreign_header(head)
         if safetensors.has_pieces(path, metadata):
-            raise CorruptCheckpointError(f"{path}: {safetensors.PIECES}", path=path)
+            raise ForeignFileError(f"{path}: {safetensors.PIECES}", path=path, kind="safetensors")
         end = base + max((entry.end for entry in table.values()), default=0)
         if end > file_bytes:
             raise _InconsistentError(f"the file has {file_bytes:,} bytes, but its header describes {end:,}: truncated")

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 from ..errors import (
     CheckpointError,
     CorruptCheckpointError,
+    ForeignFileError,
     FormatVersionError,
     NotCommittedError,
     StorageUnavailableError,
@@ -49,6 +50,7 @@ from .archives.find import (
 from .archives.foreign import open_contents
 from .archives.step_archives import Readers
 from .fill import READ_BYTES, Read, run_reads
+from .foreign_checks import compare_foreign
 from .load import check_lent
 
 _READS_ALL: Final = Readers(reads_all=True)
@@ -69,7 +71,7 @@ def verify_path(path: Anywhere, *, clock: Clock = monotonic) -> VerifyReport:
     if file is not None:
         reader, shown = file
         with reader:
-            verification.compare_file(reader, shown)
+            notes = verification.compare_file(reader, shown)
     else:
         storage = storage_at(path)
         shown = storage.locate("")
@@ -104,9 +106,21 @@ class Verification:
         self.num_bytes = 0
         self._on_bytes = on_bytes
 
-    def compare_file(self, reader: Reader, path: str) -> None:
-        """Read an archive outside of a run. Raises CorruptCheckpointError."""
-        self._compare([Part(open_contents(open_decompressed(reader, path), path=path, verify=True))])
+    def compare_file(self, reader: Reader, path: str) -> tuple[str, ...]:
+        """Read a file outside of a run. Returns notes on what was compared, if it is no archive of this library.
+
+        Raises CorruptCheckpointError, and ForeignFileError if there is nothing that its bytes can be compared with.
+        """
+        try:
+            contents = open_contents(open_decompressed(reader, path), path=path, verify=True)
+            if isinstance(contents, OpenArchive):
+                self._compare([Part(contents)])
+                return ()
+            note = "a safetensors file has no digests: its header was compared with its size, and its tensors not"
+        except ForeignFileError:
+            note = compare_foreign(reader, path, self._on_bytes)
+        self.errors[path, ""], self.num_bytes = None, self.num_bytes + reader.num_bytes
+        return (note,)
 
     def compare_step(self, step: CommittedStep) -> None:
         """Read the archives of a step that have not been read yet, with those that lend to it.

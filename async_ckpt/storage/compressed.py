@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
-from ..errors import CorruptCheckpointError
-from ..format import zstd
+from ..errors import CorruptCheckpointError, ForeignFileError
+from ..format import index, zstd
 from ..host.limits import num_cpus
 from ..spec import BLOCK_BYTES
 from .interface import MemoryLoan, Reader, Storage
@@ -29,6 +29,8 @@ _SLACK_BYTES: Final = 1024 * 1024
 _MAX_LEVEL: Final = 22
 _NUM_CACHED: Final = 4
 # The smallest block of a frame is 4 bytes for 128 KiB: a frame that claims more lies about its size.
+# As many bytes hold the first block of any frame.
+_FIRST_BYTES: Final = 256 * 1024
 _MAX_RATIO: Final = 128 * 1024 // 4
 
 # The endings of names that promise another compression, or zstd where no reader of ours looks for it.
@@ -289,12 +291,28 @@ class ZstdReader(Reader):
             self._read(total - len(table), table)
             frames = zstd.parse(bytes(table), data_bytes=total - len(table))
         except ValueError as error:
-            raise self._corrupt(
-                f"{error}; the file is cut off, or another program has compressed it: then use unpack()"
-            ) from error
+            if self._is_foreign():
+                raise ForeignFileError(
+                    f"{self._path}: not an async_ckpt archive: another program has compressed it, by zstd; use "
+                    "unpack(), or decompress it first, by unzstd",
+                    path=self._path,
+                    kind="compressed",
+                ) from error
+            raise self._corrupt(f"{error}; the file is cut off: fetch it again") from error
         if any(not 0 < f.uncompressed <= min(BLOCK_BYTES, f.compressed * _MAX_RATIO) for f in frames):
             raise self._corrupt("its frames are not those of an archive; use unpack()")
         return frames
+
+    def _is_foreign(self) -> bool:
+        """True if the first frame does not begin an archive."""
+        package, head = zstandard_package(), bytearray(min(self._reader.num_bytes, _FIRST_BYTES))
+        self._read(0, head)
+        name = index.MEMBER.encode()
+        try:
+            with package.ZstdDecompressor().stream_reader(bytes(head)) as stream:
+                return bytes(stream.read(len(name))) not in (name, b"")
+        except package.ZstdError:
+            return False
 
     def _read(self, offset: int, into: bytearray) -> None:
         self._reader.read_into(offset, memoryview(into))

@@ -26,6 +26,7 @@ import async_ckpt
 from async_ckpt import (
     AsyncCheckpointer,
     CorruptCheckpointError,
+    ForeignFileError,
     Keep,
     NotCommittedError,
     StorageUnavailableError,
@@ -433,7 +434,7 @@ def test_another_tar_says_what_opens_it(tmp_path: Path) -> None:
     with async_ckpt.pack(tmp_path / "x.tar") as folder:
         (folder / "weights.txt").write_text("1 2 3")
     folder.handle.result()
-    with pytest.raises(CorruptCheckpointError, match=r"another tar; use unpack\(\)"):
+    with pytest.raises(ForeignFileError, match=r"another tar; use unpack\(\)"):
         async_ckpt.load(tmp_path / "x.tar")
 
 

@@ -24,7 +24,13 @@ from states import difference, noise
 from torch.distributed import checkpoint as dcp
 
 import async_ckpt
-from async_ckpt import CheckpointError, CorruptCheckpointError, NotCommittedError, UntrustedObjectError
+from async_ckpt import (
+    CheckpointError,
+    CorruptCheckpointError,
+    ForeignFileError,
+    NotCommittedError,
+    UntrustedObjectError,
+)
 from async_ckpt.spec import BLOCK_BYTES, DTYPES, MIB
 from async_ckpt.storage.local import LocalStorage
 
@@ -176,8 +182,12 @@ def test_a_safetensors_file_of_a_store_is_read(bucket: Bucket, weights: Path, en
         async_ckpt.load(bucket.place("a/model.safetensors", **how), mmap=True)
 
 
-def test_a_safetensors_file_cannot_be_verified_and_says_so(weights: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.safetensors is a safetensors file, which has no digests"):
+def test_of_a_safetensors_file_the_header_and_the_size_are_verified(weights: Path) -> None:
+    report = async_ckpt.verify(weights)
+    assert report.num_bytes == weights.stat().st_size
+    assert "its header was compared with its size, and its tensors not" in str(report)
+    os.truncate(weights, weights.stat().st_size - 1)
+    with pytest.raises(CorruptCheckpointError, match="truncated"):
         async_ckpt.verify(weights)
 
 
@@ -286,14 +296,14 @@ def test_pieces_of_tensors_in_safetensors_files_are_refused_whatever_they_are_ca
 
     (file,) = of_torchs_writer(tmp_path / "pieces", distributed=True)
     for path in (file, file.parent):
-        with pytest.raises(CorruptCheckpointError, match=r"pieces of tensors, .* with its HuggingFaceStorageReader"):
+        with pytest.raises(ForeignFileError, match=r"pieces of tensors, .* with its HuggingFaceStorageReader"):
             async_ckpt.load(path)
     shutil.copy(file, file.with_name(file.name.replace("shard-00001", "shard-00002")))
     with pytest.raises(NotCommittedError, match="pieces of tensors"):
         async_ckpt.load(file.parent)
     second = file.with_name("x.safetensors")
     second.write_bytes(file.read_bytes().replace(b'"saved_offsets\\": [0]', b'"saved_offsets\\": [4]'))
-    with pytest.raises(CorruptCheckpointError, match="pieces of tensors"):
+    with pytest.raises(ForeignFileError, match="pieces of tensors"):
         async_ckpt.load(second)
 
 
@@ -302,10 +312,8 @@ def test_files_of_torch_say_what_loads_them(tmp_path: Path) -> None:
     with pytest.raises(NotCommittedError, match=r"but pytorch_model\.bin, which torch\.load reads"):
         async_ckpt.load(tmp_path)
     torch.save({"w": torch.ones(1)}, tmp_path / "__0_0.distcp")
-    refused(
-        tmp_path / "__0_0.distcp",
-        r"a piece of a checkpoint of torch\.distributed\.checkpoint; load its folder",
-    )
+    with pytest.raises(ForeignFileError, match=r"a piece of a checkpoint of torch\.distributed\.checkpoint; load its"):
+        async_ckpt.load(tmp_path / "__0_0.distcp")
 
 
 def test_a_header_that_is_no_table_of_tensors_is_told_in_words(tmp_path: Path) -> None:

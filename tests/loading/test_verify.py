@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
+import json
 import math
 import os
+import pickle
 import re
 import shutil
 import signal
+import tarfile
 import threading
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import zstandard
 from archives import flip, forge_manifest, parsed_index
 from buckets import Bucket, bucket, through  # noqa: F401
 from damage import STATE
@@ -23,6 +32,7 @@ from states import difference, noise, open_run, state_at
 import async_ckpt
 from async_ckpt import (
     CorruptCheckpointError,
+    ForeignFileError,
     FormatVersionError,
     Keep,
     NotCommittedError,
@@ -240,11 +250,132 @@ def test_a_damaged_byte_of_a_small_compressed_archive_is_found_or_changes_nothin
     assert found > 0.9 * path.stat().st_size
 
 
-def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"something else" * 1000)
-    refused(tmp_path / "x", "not an async_ckpt archive")
-    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
-    refused(tmp_path / "x.pt", "torch.load")
+def test_what_is_no_archive_and_no_file_of_a_known_kind_is_refused(tmp_path: Path) -> None:
+    for content in (b"", bytes(5000), noise(5000, 1), b"index.j"):
+        (tmp_path / "x").write_bytes(content)
+        refused(tmp_path / "x", r"not an async_ckpt archive|is empty")
+
+
+# --- files of other programs -------------------------------------------------------------------------------------
+
+
+def _packed(path: Path, **how: Any) -> None:
+    with async_ckpt.pack(path, **how) as folder:
+        (folder / "index.json").write_text(json.dumps({"weight_map": {"a": "b"}}))  # as our archives begin
+        (folder / "weights.bin").write_bytes(noise(3 * MIB, 1))
+    folder.handle.result()
+
+
+def _zipped(path: Path) -> None:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in (("./a" + "x" * 150, noise(MIB, 1)), ("b", b"2")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def _compressed(path: Path) -> None:
+    _packed(path.with_name("plain.tar"))
+    path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(path.with_name("plain.tar").read_bytes()))
+
+
+WEIGHTS = {"w": torch.arange(100_000.0)}
+# Files of others that have checksums, the words for these, and whether they cover the middle of the file.
+CHECKED: dict[str, tuple[Callable[[Path], object], str, bool]] = {
+    "x.pt": (lambda path: torch.save(WEIGHTS, path), "torch.save wrote it: .* the CRC-32", True),
+    "wrapped.pt": (lambda path: async_ckpt.wrap(torch.save)(WEIGHTS, path).result(), "torch.save wrote it", True),
+    "last.ckpt": (lambda path: torch.save({"state_dict": WEIGHTS, "epoch": 1}, path), "torch.save wrote it", True),
+    "script.pt": (lambda path: torch.jit.trace(torch.nn.Linear(300, 300), torch.ones(300)).save(path), "CRC-32", True),
+    "x.npz": (lambda path: np.savez(path, a=np.arange(90_000.0)), "another program wrote it: .* the CRC-32", True),
+    "small.npz": (lambda path: np.savez_compressed(path, a=np.arange(90_000.0)), "the CRC-32", True),
+    "x.tar": (_packed, "headers .* with their checksums, and not the data", False),
+    "x.tar.zst": (lambda path: _packed(path, compression="zstd"), "the data with the checksums of zstd", True),
+    "by_zstd.tar.zst": (_compressed, "the data with the checksums of zstd", True),
+    "x.tar.gz": (_zipped, "the data with the CRC-32 of gzip", True),
+    "x.json.gz": (lambda path: path.write_bytes(gzip.compress(noise(9000, 2))), "with the CRC-32 of gzip", True),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TorchScript's
+def test_a_sound_file_of_another_program_is_compared_with_its_own_checksums(tmp_path: Path, name: str) -> None:
+    write, said, has_all = CHECKED[name]
+    path = tmp_path / name
+    write(path)
+    whole = path.read_bytes()
+
+    report = async_ckpt.verify(path)
+    assert (report.num_archives, report.num_bytes, report.steps) == (1, len(whole), ())
+    assert re.search(said, str(report))
+    with pytest.raises(ForeignFileError, match=r"not an async_ckpt archive: .*(reads it|use |decompress)") as caught:
+        async_ckpt.load(path)
+    assert not isinstance(caught.value, CorruptCheckpointError)
+    assert caught.value.path == str(path)
+
+    path.write_bytes(whole[: len(whole) * 2 // 3])
+    refused(path)
+    path.write_bytes(whole)
+    flip(path, len(whole) // 2)
+    if has_all:
+        refused(path)
+    else:
+        assert async_ckpt.verify(path).notes == report.notes
+    path.write_bytes(whole)
+    if name == "x.tar":
+        flip(path, 0)  # in the name of the first member
+        refused(path)
+
+
+UNCHECKED: dict[str, Callable[[Path], object]] = {
+    "legacy.pt": lambda path: torch.save(WEIGHTS, path, _use_new_zipfile_serialization=False),
+    "notes.txt": lambda path: path.write_text("the loss fell\n"),
+    "config.json": lambda path: path.write_text(json.dumps({"layers": 2})),
+    "x.npy": lambda path: np.save(path, np.ones(3)),
+    "model.gguf": lambda path: path.write_bytes(b"GGUF\3\0\0\0" + bytes(64)),
+    "pointer.bin": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
+    "x.pkl": lambda path: path.write_bytes(pickle.dumps({"a": 1})),
+    "x.tar.bz2": lambda path: path.write_bytes(bz2.compress(b"abc")),
+}
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+def test_a_file_of_another_program_without_checksums_is_neither_sound_nor_damaged(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    UNCHECKED[name](path)
+    for call, said in (
+        (async_ckpt.verify, "cannot be verified: this is"),
+        (async_ckpt.load, "not an async_ckpt archive"),
+    ):
+        with pytest.raises(ForeignFileError, match=said) as caught:
+            call(path)
+        assert not isinstance(caught.value, CorruptCheckpointError)
+
+
+def test_a_file_of_torch_that_was_saved_without_checksums_cannot_be_verified(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(WEIGHTS, tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with pytest.raises(ForeignFileError, match=r"has no checksums, .*set_crc32_options"):
+        async_ckpt.verify(tmp_path / "x.pt")
+
+
+def test_an_archive_of_ours_is_damaged_and_of_no_other_program_however_it_is_cut_or_flipped(tmp_path: Path) -> None:
+    for name, how in (("x.tar", {}), ("x.tar.zst", {"compression": "zstd"})):
+        path = tmp_path / name
+        async_ckpt.save({"m": WEIGHTS}, path, **how).result()
+        whole = path.read_bytes()
+        for length in (0, 1, 5, 10, 11, 100, 511, 512, 530, 600, 2000, len(whole) - 20, len(whole) - 1):
+            path.write_bytes(whole[:length])
+            refused(path)
+            with pytest.raises(CorruptCheckpointError):
+                async_ckpt.load(path)
+        for offset in range(0, 600, 7):
+            path.write_bytes(whole)
+            flip(path, offset)
+            with pytest.raises((CorruptCheckpointError, FormatVersionError)):
+                async_ckpt.load(path)
 
 
 @pytest.mark.parametrize("path", ["missing.tar", "missing/x.tar", ""])

@@ -22,6 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 from ...format.dcp_metadata import Blob, ZipRecord
 from ...pickles.zip_records import ignore_missing_checksums
 from ...spec import MIB, Extent
+from ...storage.interface import Reader
 
 ReadInto: TypeAlias = Callable[[int, memoryview], None]  # fills memory from an offset of a file
 
@@ -64,12 +65,28 @@ def damage_in(item: bytes) -> str | None:
     return check_item(read_into, Blob("", 0, len(item))).damage
 
 
+def check_zip(reader: Reader) -> ItemCheck:
+    """Compare all members of a zip of any program with their checksums."""
+    file = _ItemFile(reader.read_into, Blob("", 0, reader.num_bytes))
+    try:
+        with zipfile.ZipFile(io.BufferedReader(file, _PIECE_BYTES)) as members:
+            infos = members.infolist()
+            has_checksums = not ignore_missing_checksums(infos)
+            wrong = [info.filename for info in infos if not _is_sound(members, info)]
+    except _NOT_A_ZIP as error:
+        return ItemCheck(True, f"it is cut off, or its list of members is damaged ({error})")
+    if not wrong:
+        return ItemCheck(has_checksums, None)
+    more = f" and {len(wrong) - 1} more do not match their checksums" if wrong[1:] else " does not match its checksum"
+    return ItemCheck(has_checksums, f"{wrong[0]!a:.200}{more}")
+
+
 def _is_sound(records: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
     try:
         with records.open(info) as record:
             while record.read(_PIECE_BYTES):
                 pass
-    except zipfile.BadZipFile:
+    except (zipfile.BadZipFile, zlib.error, EOFError):
         return False
     return True
 

@@ -183,7 +183,7 @@ class OpenDcp(Contents):
 
     def object_digests(self, stored: Iterable[StoredLeaf]) -> dict[int, str]:
         wanted = [leaf.number for leaf in stored if leaf.kind == "object"]
-        texts = self._read_blobs([self._blobs[number][1] for number in wanted])
+        texts = self._read_blobs(wanted)
         return {number: object_digest(text) for number, text in zip(wanted, texts, strict=True)}
 
     def map(self) -> NoReturn:

@@ -16,8 +16,9 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, ClassVar, Final
 
-from ...errors import CorruptCheckpointError, NotCommittedError
+from ...errors import CorruptCheckpointError, ForeignFileError, NotCommittedError
 from ...format import digests, index, safetensors, tar
+from ...format.foreign_files import foreign_file
 from ...runs.foreign_entries import OF_DCP
 from ...spec import BLOCK_BYTES, Json
 from ...state.names import Select, Selector, selector, shown
@@ -35,10 +36,16 @@ _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._~ -]{0,254}")
 
 
 def open_contents(reader: Reader, *, path: str, verify: bool) -> Contents:
-    """The archive or bare safetensors file behind a reader. Raises CorruptCheckpointError for anything else."""
+    """The archive or bare safetensors file behind a reader.
+
+    Raises ForeignFileError for a file of any other kind that is known, and CorruptCheckpointError for anything else.
+    """
     first_block = first_bytes(reader, path=path)
     if safetensors.begins(first_block):
         return OpenSafetensors(reader, path=path, first_block=first_block)
+    kind = foreign_file(first_block, path=path)
+    if kind is not None:
+        raise ForeignFileError(f"{path}: not an async_ckpt archive: this is {kind}", path=path, kind=kind.kind)
     return OpenArchive(reader, path=path, verify=verify, first_block=first_block)
 
 

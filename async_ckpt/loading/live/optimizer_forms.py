@@ -406,6 +406,8 @@ def _refuse_twice(names: Sequence[str]) -> None:
 def _names_of(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
     """The names of the parameters of each group; None if not all have names."""
     names = [[*group.get("param_names", ())] for group in groups]
+    if not all(isinstance(name, str) for name in chain(*names)):
+        raise ValueError("has names of parameters that are not text")
     return names if any(names) and [*map(len, names)] == _sizes(groups) else None
 
 

@@ -90,9 +90,9 @@ class FileTree:
             return data
         if self._takes_ranges is not False:
             with suppress(TypeError, NotImplementedError):
-                data = fs.cat_file(name, start=offset, end=offset + num_bytes)
-                if len(data) <= num_bytes:
-                    return data
+                part: bytes = fs.cat_file(name, start=offset, end=offset + num_bytes)
+                if len(part) <= num_bytes:
+                    return part
             self._takes_ranges = False
         return self._seek_and_read(name, offset, num_bytes)
 

@@ -12,7 +12,7 @@ import zipfile
 from functools import partial
 from typing import Any
 
-from async_ckpt.errors import CorruptCheckpointError, FormatVersionError
+from async_ckpt.errors import CorruptCheckpointError, ForeignFileError, FormatVersionError
 from async_ckpt.events import shapes
 from async_ckpt.fields import table
 from async_ckpt.following.web import Reply
@@ -266,7 +266,7 @@ def _json_of(value: Any) -> bytes:
 TARGETS = [
     Target("index", parse_index, _STRICT, "json", seeds.indices, 10),
     Target("tar header", parse_tar_header, (ValueError,), "tar", seeds.tar_headers, 2, 1024),
-    Target("safetensors header", parse_safetensors, _STRICT, "json", seeds.safetensors_headers, 8),
+    Target("safetensors header", parse_safetensors, (*_STRICT, ForeignFileError), "json", seeds.safetensors_headers, 8),
     Target("zstd table", parse_seek_table, (ValueError,), "bytes", seeds.seek_tables, 3, 512),
     Target("zstd frames", follow_frames, (ValueError,), "bytes", seeds.frames, 3, 512),
     Target("digests", parse_digests, (ValueError,), "bytes", seeds.block_digests, 2, 512),
