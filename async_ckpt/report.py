@@ -22,6 +22,14 @@ def sized(num_bytes: float) -> str:
     return f"{num_bytes:.0f} bytes"
 
 
+def bandwidth(num_bytes: float | None, seconds: float | None) -> float | None:
+    """Bytes per second of a save: all bytes of the step, by the seconds from its call until it was committed.
+
+    None if one of them is not known, or is zero.
+    """
+    return num_bytes / seconds if num_bytes and seconds else None
+
+
 class _NotebookText:
     """A value that IPython shows as its text, and notebooks as its text above a table of its fields."""
 
@@ -75,9 +83,10 @@ class Progress(_NotebookText):
 class Destination:
     """The result at one place that a save wrote to.
 
-    `write_seconds` is the time from the call until the archive was durable there. `retryable` says whether all of it
-    was in memory until then, so that a failed upload could have been sent again as a whole. `error` says why the step
-    was not committed at this place when it was committed at another.
+    `num_bytes` counts every object of the step, of all ranks. `write_seconds` is the time from the call until the
+    archive of this rank was durable there. `retryable` says whether all of it was in memory until then, so that a
+    failed upload could have been sent again as a whole. `error` says why the step was not committed at this place when
+    it was committed at another.
     """
 
     path: str
@@ -104,9 +113,10 @@ class SaveReport(_NotebookText):
 
         print(handle.result())  # step 100: 1.49 GB, stall 12.1 ms, durable after 0.84 s at 1.77 GB/s
 
-    `num_bytes` counts every object of the step. `stall_seconds` is how long the caller's thread or stream was held: the
-    call, waiting for an earlier save, and the guard. `bandwidth` is in bytes per second, from the call until the
-    checkpoint is durable and committed.
+    `num_bytes` counts every object of the step, of all ranks, and no borrowed one. `stall_seconds` is how long the
+    caller's thread or stream was held: the call, waiting for an earlier save, and the guard. `total_seconds` is the
+    time from the call until the checkpoint is durable and committed. `bandwidth` is `num_bytes` by `total_seconds`, in
+    bytes per second.
 
     `unchanged_groups` names the entries at the top level of the state whose tensors have the same bytes as in the
     previous commit, if this checkpointer made it. If it names all of them, training stands still, or a snapshot is
@@ -130,7 +140,7 @@ class SaveReport(_NotebookText):
     @property
     def bandwidth(self) -> float:
         """Bytes per second, from the call until the checkpoint is durable and committed."""
-        return self.num_bytes / self.total_seconds if self.total_seconds > 0 else 0.0
+        return bandwidth(self.num_bytes, self.total_seconds) or 0.0
 
     def as_dict(self, prefix: str = "") -> dict[str, float]:
         """The report as numbers for a logger, with the same keys on every call.

@@ -7,30 +7,35 @@ A manifest that cannot be read is a row like others; nothing is changed on stora
 
 from __future__ import annotations
 
+import heapq
 import re
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ..errors import CheckpointError, FormatVersionError
+from ..errors import CheckpointError
+from ..events.log import EventLog
+from ..events.shapes import Event, bandwidth_of
 from ..host.threads import run_together
 from ..report import sized
-from ..runs.foreign_entries import step_formats
+from ..runs.foreign_entries import possible_steps, step_formats
 from ..runs.manifest import NAME as MANIFEST
 from ..runs.manifest import Manifest, is_retired_name
-from ..runs.manifest import parse as parse_manifest
-from ..runs.naming import TRACKERS, parse_step_name
-from ..runs.receipts import archives_of
+from ..runs.naming import NAMINGS, TRACKERS, Naming
+from ..runs.receipts import broken_folders
 from ..runs.record import number
-from ..runs.retention import Commits
+from ..runs.root import formats_at
 from ..runs.run import Run
+from ..runs.sweep import is_library_name
 from ..spans import Clock, wall_time
 from ..storage.interface import Storage
 from ..storage.place import Place
 from .options import place_below
-from .screen import USAGE, Answer, age, escaped, in_table, print_json, print_table, short, shown_seconds
+from .screen import USAGE, Answer, age, escaped, in_table, print_json, print_table, print_text, short, shown_seconds
 
 if TYPE_CHECKING:
     from ..publishing.versions import Versions
@@ -39,14 +44,19 @@ _VERSION: Final = re.compile(r"weight_v\d{6,18}|rank_\d{5}_of_\d{5}")
 _BEST: Final = re.compile(r"(?P<metric>.+?)(:(?P<mode>min|max))?(:(?P<count>\d+))?")
 _READERS: Final = 32
 _LOOKED_INTO: Final = 8
+# The entries of records that have a column: those that most steps have.
+_MOST_METRICS: Final = 12
+_USUAL_FORMATS: Final = sorted({naming.step_format for naming in (Naming(), *NAMINGS.values())})
+# The same without the form of the number, as StepName has it.
+USUAL_NAMINGS: Final = {one.partition("{")[0] + "{}" for one in _USUAL_FORMATS}
 
 
 @dataclass(slots=True)
 class StepRow:
     """One step of a run. `marks` are facts about it in words.
 
-    `seconds` are those from the call of `save` until it was durable, `stall_seconds` those that it held the training
-    up; None if the manifest does not say.
+    `seconds` are those from the call of `save` until the step was committed, `stall_seconds` those that it held the
+    training up, both by the history; None if that does not say. `created` is the time of the commit, or of a failure.
     """
 
     step: int
@@ -55,6 +65,7 @@ class StepRow:
     num_bytes: int | None = None
     num_ranks: int | None = None
     seconds: float | None = None
+    bandwidth: float | None = None
     stall_seconds: float | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
     marks: list[str] = field(default_factory=list)
@@ -104,7 +115,9 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
     """
     names = place.storage().names("")
     kind = kind_of(place, names)
-    if kind == "publication":
+    if kind == "nothing" and with_all and (rows := steps_of(place.storage(), names, clock=wall_time, with_all=True)):
+        _print_steps(place, rows, as_json=as_json)
+    elif kind == "publication":
         _print_versions(place, versions_of(place), as_json=as_json)
         if not as_json and kind_of(place, beside_versions(names)) == "run":
             _print_steps(place, steps_of(place.storage(), names, clock=wall_time), as_json=False)
@@ -142,7 +155,7 @@ def kind_of(place: Place, names: list[str] | None = None) -> str:
         return "step"
     if any(map(_VERSION.fullmatch, names)):
         return "publication"
-    if step_formats(names) and _has_steps(storage, names):
+    if _has_steps(storage, names):
         return "run"
     if any(_is_run(place, name) for name in names):
         return "runs"
@@ -157,16 +170,21 @@ def beside_versions(names: Collection[str]) -> list[str]:
 def steps_of(
     storage: Storage, names: list[str], *, clock: Clock, with_all: bool = False, check: bool = False
 ) -> list[StepRow]:
-    """The steps of a run with these names, ascending; `with_all` also what is not committed. Of several namings, the
-    steps of each.
+    """The steps of a run with these names, ascending. Of several namings, the steps of each.
 
+    `with_all` adds the folders of its own naming that are not committed, and the saves that have failed by its history.
     With `check`, steps of which an archive is missing, or has another size, are marked.
     """
+    events = EventLog(storage, clock).read()
+    saves = {(one["step"], one["attempt"]): one for one in events if one["kind"] == "save"}
     rows: list[StepRow] = []
-    for step_format in step_formats(names):
+    # Until something is committed, a naming is not known.
+    for step_format in step_formats(storage, names) or (_USUAL_FORMATS if with_all else ()):
         run = Run(storage, clock=clock, step_format=step_format, tracker=None)
-        rows += _rows(run, names, with_all=with_all, check=check)
+        rows += _rows(run, names, saves, with_all=with_all, check=check)
     _mark_newest(rows, storage, names)
+    if with_all:
+        _add_failures(rows, events)
     return sorted(rows, key=lambda row: (row.step, row.folder))
 
 
@@ -177,7 +195,7 @@ def runs_in(place: Place, *, clock: Clock) -> list[RunRow]:
     def look(name: str) -> None:
         inner = place_below(place, name).storage()
         names = inner.names("")
-        if step_formats(names) and _has_steps(inner, names):
+        if _has_steps(inner, names):
             steps = [row for row in steps_of(inner, names, clock=clock) if row.num_bytes is not None]
             newest = max(steps, key=lambda row: row.step, default=None)
             rows[name] = RunRow(
@@ -249,17 +267,20 @@ def _of_ranks(rows: Sequence[VersionRow], num_ranks: int, *, is_whole: bool) -> 
     )
 
 
-def _rows(run: Run, names: list[str], *, with_all: bool, check: bool) -> Iterator[StepRow]:
+def _rows(
+    run: Run, names: list[str], saves: Mapping[tuple[int, str], Event], *, with_all: bool, check: bool
+) -> Iterator[StepRow]:
+    """The rows of one naming. `saves` are the events of saves by their steps and attempts."""
     commits = run.view(names)
-    broken = _broken(run, commits) if check else {}
+    broken = broken_steps(run, commits) if check else {}
     borrowed_from = {one.step for made in commits.values() if made for one in made.elsewhere if one.step != made.step}
     for step, manifest in commits.items():
         row = StepRow(step, run.folder(step))
         if manifest is None:
-            is_newer = isinstance(unread_error(run, step), FormatVersionError)
+            is_newer = step in run.root.newer_format
             row.marks.append(f"its manifest is {'of a newer async_ckpt' if is_newer else 'damaged'}")
         else:
-            _fill(row, manifest)
+            _fill(row, manifest, saves.get((step, manifest.attempt)))
         if step in borrowed_from:
             row.marks.append("lends")
         if step in broken:
@@ -267,49 +288,51 @@ def _rows(run: Run, names: list[str], *, with_all: bool, check: bool) -> Iterato
         yield row
     if with_all:
         for name in names:
-            name_of_step = parse_step_name(name)
-            if name_of_step is None or name_of_step.step in commits or run.folder(name_of_step.step) != name:
-                continue
-            inside = run.storage.names(name)
-            is_retired = any(map(is_retired_name, inside)) or MANIFEST in inside
-            yield StepRow(name_of_step.step, name, marks=["retired" if is_retired else "not committed"])
+            step = run.root.step_of(name)
+            if step >= 0 and step not in commits and (mark := _uncommitted(run.storage, name)):
+                yield StepRow(step, name, marks=[mark])
 
 
-def unread_error(run: Run, step: int) -> CheckpointError | None:
-    """The reason why the manifest of a step cannot be read; None if it can be, or is gone by now."""
-    path = f"{run.folder(step)}/{MANIFEST}"
-    try:
-        parse_manifest(run.storage.read(path)[0], path=run.storage.locate(path))
-    except CheckpointError as error:
-        return error
-    except FileNotFoundError:
-        pass
-    return None
+def _uncommitted(storage: Storage, folder: str) -> str | None:
+    """The kind of what has the name of a step and is not committed; None for a file."""
+    inside = storage.names(folder)
+    if any(map(is_retired_name, inside)) or MANIFEST in inside:
+        return "retired"
+    if not inside:
+        with suppress(FileNotFoundError, IsADirectoryError):
+            storage.open(folder).close()
+            return None
+        return "not committed"
+    return "not committed" if all(map(is_library_name, inside)) else "of another program"
 
 
-def _broken(run: Run, commits: Commits) -> dict[int, str]:
-    """The damage of steps, as far as the names and sizes of their objects tell."""
+def _add_failures(rows: list[StepRow], events: Sequence[Event]) -> None:
+    """Add the saves that have failed, and cleaned up, or say so of what they have left."""
+    left = {row.step: row for row in rows if row.marks == ["not committed"]}
+    for one in events:
+        if one["kind"] == "failed" and one["step"] is not None:
+            mark = f"failed: {one['error']}: {one['message']}"
+            row = left.get(one["step"])
+            if row is None:
+                rows.append(StepRow(one["step"], "", created=one["time"], marks=[mark]))
+            else:
+                row.created, row.marks = one["time"], ["not committed", mark]
+
+
+def broken_at(storage: Storage, most: int) -> dict[int, str]:
+    """The damage of the newest steps of a run, at most so many of each naming."""
     found: dict[int, str] = {}
-
-    def look(step: int, manifest: Manifest) -> None:
-        folder = run.folder(step)
-        sizes = run.storage.sizes(folder)
-        try:
-            archives = (*archives_of(run.storage, folder, manifest), *manifest.beside)
-        except CheckpointError as error:
-            found[step] = str(error)
-            return
-        wrong = [one for one in archives if sizes.get(one.name) != one.num_bytes]
-        if wrong:
-            is_there = wrong[0].name in sizes
-            found[step] = f"{wrong[0].name} {'has another size' if is_there else 'is missing'}"
-
-    run.do_all([partial(look, step, manifest) for step, manifest in commits.items() if manifest is not None])
-    for step, manifest in commits.items():
-        lenders = sorted({one.step for one in manifest.elsewhere} & found.keys()) if manifest else []
-        if lenders:
-            found.setdefault(step, f"it borrows from {lenders[0]}")
+    for step_format in formats_at(storage):
+        run = Run(storage, clock=wall_time, step_format=step_format, tracker=None)
+        found |= broken_steps(run, run.root.look_up(run.steps()[-most:]))
     return found
+
+
+def broken_steps(run: Run, commits: Mapping[int, Manifest | None]) -> dict[int, str]:
+    """The damage of steps, as far as the names and sizes of the objects that they need tell."""
+    manifests = {run.folder(step): manifest for step, manifest in commits.items() if manifest is not None}
+    found = broken_folders(run.storage, manifests)
+    return {step: found[folder] for step in commits if (folder := run.folder(step)) in found}
 
 
 def _mark_best(rows: Sequence[StepRow], text: str) -> None:
@@ -334,11 +357,12 @@ def parse_best(text: str) -> tuple[str, Literal["min", "max"], int]:
     return match["metric"], "max" if match["mode"] == "max" else "min", int(match["count"] or 1)
 
 
-def _fill(row: StepRow, manifest: Manifest) -> None:
+def _fill(row: StepRow, manifest: Manifest, save: Event | None) -> None:
+    """Fill a row. Its times are those of the event of the save: the manifest is from before the end of the commit."""
     row.created, row.num_bytes, row.num_ranks = manifest.created, manifest.num_bytes, manifest.world_size
     row.record = manifest.record
-    if manifest.times is not None:
-        row.seconds, row.stall_seconds = manifest.times.seconds, manifest.times.stall_seconds
+    if save is not None:
+        row.seconds, row.bandwidth, row.stall_seconds = save["total_seconds"], bandwidth_of(save), save["stall_seconds"]
     if manifest.record.get("rolling"):
         row.marks.append("rolling")
     if manifest.record.get("ttl_seconds") is not None:
@@ -362,14 +386,19 @@ def _mark_newest(rows: Sequence[StepRow], storage: Storage, names: Collection[st
 
 
 def _has_steps(storage: Storage, names: Sequence[str]) -> bool:
-    folders = [f"{name}/{MANIFEST}" for name in names if parse_step_name(name) is not None]
-    return bool(storage.existing(folders[-_LOOKED_INTO:]) or storage.existing(folders[:-_LOOKED_INTO]))
+    newest: list[str] = []  # of the usual namings, since there may be thousands of other names
+    for naming in USUAL_NAMINGS:
+        prefix = naming.removesuffix("{}")
+        of_naming = names[bisect_left(names, prefix) : bisect_left(names, f"{prefix}:")]  # a colon follows the digits
+        newest += of_naming[-_LOOKED_INTO:]
+    if storage.existing([f"{name}/{MANIFEST}" for name in newest]):
+        return True
+    return bool(storage.existing([f"{name}/{MANIFEST}" for _, name in possible_steps(names)]))
 
 
 def _is_run(place: Place, name: str) -> bool:
     storage = place_below(place, name).storage()
-    names = storage.names("")
-    return bool(step_formats(names)) and _has_steps(storage, names)
+    return _has_steps(storage, storage.names(""))
 
 
 def _print_versions(place: Place, rows: Sequence[VersionRow], *, as_json: bool) -> None:
@@ -419,14 +448,13 @@ def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> Non
         print_json("steps", {"place": place.shown, "steps": [row.as_json() for row in rows]})
         return
     now = wall_time()
-    metrics = sorted(
-        {
-            key
-            for row in rows
-            for key, value in row.record.items()
-            if isinstance(value, int | float | str) and key not in ("rolling", "ttl_seconds")
-        }
+    counts = Counter(
+        key
+        for row in rows
+        for key, value in row.record.items()
+        if isinstance(value, int | float | str) and key not in ("rolling", "ttl_seconds")
     )
+    metrics = sorted(heapq.nsmallest(_MOST_METRICS, counts, key=lambda key: (-counts[key], key)))
     print_table(
         ("step", "age", "size", "ranks", "durable in", "bandwidth", "stall", *map(escaped, metrics), "marks"),
         (
@@ -436,7 +464,7 @@ def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> Non
                 "" if row.num_bytes is None else in_table(row.num_bytes),
                 str(row.num_ranks) if row.num_ranks else "",
                 "" if row.seconds is None else shown_seconds(row.seconds),
-                f"{sized(row.num_bytes / row.seconds)}/s" if row.num_bytes and row.seconds else "",
+                "" if row.bandwidth is None else f"{sized(row.bandwidth)}/s",
                 "" if row.stall_seconds is None else shown_seconds(row.stall_seconds),
                 *(short(row.record[key]) if key in row.record else "" for key in metrics),
                 ", ".join(row.marks),
@@ -445,3 +473,5 @@ def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> Non
         ),
         right=("step", "age", "size", "ranks", "durable in", "bandwidth", "stall", *map(escaped, metrics)),
     )
+    if len(counts) > len(metrics):
+        print_text(f"{len(counts) - len(metrics):,} more entries of records are shown by --json", "dim")

@@ -28,11 +28,11 @@ from ..runs.retention import Commits
 from ..runs.run import Run
 from ..storage.interface import Storage
 from ..storage.place import Place
+from .listing import broken_steps
 from .pruning import refuse_writer
 from .screen import NO, USAGE, Answer, escaped, print_json, print_table, print_text
 from .selection import ChosenRun, refuse_newer, runs_at, usual_tracker
 
-LEFTOVERS: Final = "leftovers"
 _SHOWN_LEFTOVERS: Final = 3
 
 
@@ -93,24 +93,32 @@ def _summary(place: Place, damages: list[Damage], *, apply: bool) -> str:
     return f"{num_mendable} of {len(damages)} can be mended, by --apply; nothing was changed"
 
 
-def damages_of(place: Place, chosen: list[ChosenRun], unretire: int | None) -> Iterator[Damage]:
-    """The damage of the runs at a root. Each is looked for after those before it were mended."""
+def damages_of(
+    place: Place, chosen: list[ChosenRun], unretire: int | None = None, *, leftovers: bool = True
+) -> Iterator[Damage]:
+    """The damage of the runs at a root. Each is looked for after those before it were mended.
+
+    Without `leftovers`, what dead writers have left is not looked for: every folder would be listed.
+    """
     if unretire is not None:
         yield _retired(chosen, unretire)
     for one in chosen:
         run, storage = one.run, one.run.storage
         commits = run.view()
+        broken = broken_steps(run, commits)
         for step, manifest in commits.items():
+            if step in broken:
+                yield Damage(f"step {step}", f"{broken[step]}; copy it again from where it is whole, or save it anew")
             if manifest is None:
                 text = "does not match its digest; copy the step again from where it is whole, or save it anew"
                 yield Damage(f"{run.folder(step)}/{MANIFEST}", text)
             elif manifest.ranks is not None and not _has_layout(storage, run.folder(step), manifest):
                 name = f"{run.folder(step)}/{manifest.ranks.layout.name}"
                 yield Damage(name, "is missing or damaged", partial(rebuild_layout, place, step))
-        if leftovers := run.sweeper.sweep(delete=False):
-            more = f" and {len(leftovers) - _SHOWN_LEFTOVERS} more" if len(leftovers) > _SHOWN_LEFTOVERS else ""
-            text = f"of writers that have ended: {', '.join(leftovers[:_SHOWN_LEFTOVERS])}{more}"
-            yield Damage(LEFTOVERS, text, run.sweeper.sweep)
+        if leftovers and (left := run.sweeper.sweep(delete=False)):
+            more = f" and {len(left) - _SHOWN_LEFTOVERS} more" if len(left) > _SHOWN_LEFTOVERS else ""
+            text = f"of writers that have ended: {', '.join(left[:_SHOWN_LEFTOVERS])}{more}"
+            yield Damage("leftovers", text, run.sweeper.sweep)
     newest = max(chosen, key=lambda one: _newest_commit(one.run))
     commits = newest.run.view()
     if commits:

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from ..errors import FormatVersionError, NotCommittedError
+from ..errors import CheckpointError, FormatVersionError, NotCommittedError
 from ..runs.foreign_entries import step_formats
+from ..runs.manifest import NAME as MANIFEST
+from ..runs.manifest import parse as parse_manifest
 from ..runs.naming import NAMINGS, STEP_FORMAT, TRACKER, TRACKERS, Naming, parse_step_name, words_for
 from ..runs.retention import best_of, describe_missing_metric
 from ..runs.run import Run
@@ -21,7 +23,7 @@ from ..spec import Keep
 from ..storage.interface import Storage
 from ..storage.place import Place
 from ..storage.url import parent_and_name
-from .listing import beside_versions, kind_of, nothing_at, parse_best, unread_error
+from .listing import beside_versions, kind_of, nothing_at, parse_best
 from .screen import USAGE, Answer
 
 _RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")
@@ -56,7 +58,7 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
     storage = place.storage()
     names = storage.names("")
     chosen = []
-    for step_format in step_formats(names) if step_name is None else [step_name.step_format]:
+    for step_format in step_formats(storage, names) if step_name is None else [step_name.step_format]:
         naming = Naming(step_format, _tracker_in(storage, names, step_format))
         run = open_run(storage, naming, keep)
         if step_name is not None or run.steps():  # other files may have numbers in their names
@@ -72,9 +74,21 @@ def refuse_newer(run: Run) -> None:
     Raises FormatVersionError.
     """
     for step, manifest in run.view().items():
-        error = unread_error(run, step) if manifest is None else None
+        error = _unread_error(run, step) if manifest is None else None
         if isinstance(error, FormatVersionError):
             raise error
+
+
+def _unread_error(run: Run, step: int) -> CheckpointError | None:
+    """The reason why the manifest of a step cannot be read; None if it can be, or is gone by now."""
+    path = f"{run.folder(step)}/{MANIFEST}"
+    try:
+        parse_manifest(run.storage.read(path)[0], path=run.storage.locate(path))
+    except CheckpointError as error:
+        return error
+    except FileNotFoundError:
+        pass
+    return None
 
 
 def open_run(storage: Storage, naming: Naming, keep: Keep | None = None) -> Run:

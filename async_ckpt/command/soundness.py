@@ -34,9 +34,9 @@ from ..spans import monotonic
 from ..storage.interface import Reader
 from ..storage.place import Place
 from .listing import beside_versions, kind_of
-from .repair import LEFTOVERS, damages_of
+from .repair import damages_of
 from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress
-from .selection import refuse_newer, runs_at
+from .selection import ChosenRun, refuse_newer, runs_at
 
 _SHOWN_NAMES: Final = 3
 
@@ -257,8 +257,9 @@ def _of_step(place: Place) -> Soundness:
 
 def _of_run(place: Place) -> Soundness:
     storage, found = place.storage(), Soundness()
-    trackers, before = trackers_in(storage), [*_faults_beside(place)]
-    with progress("verify", _num_bytes(place)) as advance:
+    chosen = runs_at(place)
+    trackers, before = trackers_in(storage), [*_faults_beside(place, chosen)]
+    with progress("verify", _num_bytes(chosen)) as advance:
         verification = Verification(advance)
         for check in checks_of_run(storage, verification):
             _note_step(found, check, place.shown)
@@ -266,7 +267,7 @@ def _of_run(place: Place) -> Soundness:
     if found.damaged and max(found.damaged) > max(found.sound, default=-1):
         newest = "no step is sound" if goes_back_to is None else f"the newest sound step is {goes_back_to}"
         found.notes.append(newest)
-    still = {*_faults_beside(place)} if before else set()
+    still = {*_faults_beside(place, runs_at(place))} if before else set()
     found.faults += [fault for fault in before if fault in still]
     reported = {fault.subject for fault in found.faults}
     if found.sound or found.damaged:
@@ -276,22 +277,21 @@ def _of_run(place: Place) -> Soundness:
     return _with_totals(found, verification)
 
 
-def _num_bytes(place: Place) -> int:
+def _num_bytes(chosen: Sequence[ChosenRun]) -> int:
     """The bytes that the progress counts up to."""
-    views = (one.run.view().values() for one in runs_at(place))
+    views = (one.run.view().values() for one in chosen)
     return sum(manifest.num_bytes for view in views for manifest in view if manifest is not None)
 
 
-def _faults_beside(place: Place) -> Iterator[SoundnessFault]:
+def _faults_beside(place: Place, chosen: list[ChosenRun]) -> Iterator[SoundnessFault]:
     """Trackers, journals and layouts that are not as the manifests say; nothing beside manifests of a later format."""
-    chosen = runs_at(place)
     try:
         for one in chosen:
             refuse_newer(one.run)
     except FormatVersionError:
         return
-    for damage in damages_of(place, chosen, None):
-        if damage.mend is not None and damage.subject != LEFTOVERS:
+    for damage in damages_of(place, chosen, leftovers=False):
+        if damage.mend is not None:
             yield SoundnessFault(damage.subject, damage.text, mend=f"async-ckpt repair {place.shown} --apply")
 
 

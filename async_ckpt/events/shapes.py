@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
 from ..fields import count, entries, items, number, table, text, whole
+from ..report import bandwidth
 
 Event: TypeAlias = dict[str, Any]
 _Read: TypeAlias = Callable[[Any], Any]
@@ -139,10 +140,9 @@ def parse(data: bytes) -> list[Event]:
     return [one for line in dict.fromkeys(data.splitlines()) if (one := _event_of(line)) is not None]
 
 
-def bandwidth_of(save: Event) -> float | None:
-    """Bytes per second of a save, from its call until it was committed."""
-    num_bytes, seconds = save["num_bytes"], save["total_seconds"]
-    return num_bytes / seconds if num_bytes and seconds else None
+def bandwidth_of(save: Mapping[str, Any]) -> float | None:
+    """Bytes per second of a save, from its call until it was committed; None if that is not known."""
+    return bandwidth(save["num_bytes"], save["total_seconds"])
 
 
 def brief(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from ..events.log import EventLog
 from ..events.shapes import Event, bandwidth_of, event
 from ..notebooks.markup import line, paragraph, table
 from ..report import sized
-from ..runs.foreign_entries import step_formats
 from ..runs.manifest import Manifest
+from ..runs.root import formats_at
 from ..runs.roots import Roots
 from ..runs.run import Run
 from ..spans import shown_time, wall_time
@@ -100,10 +100,7 @@ def history(run: Anywhere) -> History:
     """
     storage = storage_at(run)
     events = EventLog(storage, wall_time).read()
-    runs = [
-        Run(storage, clock=wall_time, step_format=step_format, tracker=None)
-        for step_format in step_formats(storage.names(""))
-    ]
+    runs = [Run(storage, clock=wall_time, step_format=step_format, tracker=None) for step_format in formats_at(storage)]
     holder = {step: one for one in runs for step in one.steps()}
 
     def manifests(steps: Sequence[int]) -> dict[int, Manifest | None]:
@@ -158,16 +155,15 @@ def _merged(events: Sequence[Event], made: Sequence[Event]) -> Iterator[Event]:
 
 
 def event_of(manifest: Manifest) -> Event:
-    """The event of a save, as far as its manifest has it."""
-    times = manifest.times
+    """The event of a save, as far as its manifest has it: without times, since the manifest was written before the
+    commit had ended.
+    """
     return event(
         "save",
         manifest.created,
         manifest.step,
         attempt=manifest.attempt,
         num_bytes=manifest.num_bytes,
-        stall_seconds=times and times.stall_seconds,
-        total_seconds=times and times.seconds,
         borrowed={lent.group: lent.step for lent in manifest.elsewhere if lent.step != manifest.step},
         record=dict(manifest.record),
         world_size=manifest.world_size,

@@ -230,7 +230,7 @@ def checks_of_run(storage: Storage, verification: Verification) -> Iterator[Step
 
     Raises NotCommittedError if nothing is committed, and StorageUnavailableError.
     """
-    folders = sorted(committed_folders(storage))
+    folders = committed_folders(storage)
     if not folders:
         raise nothing_committed(storage)
     for step, folder in folders:

@@ -17,7 +17,7 @@ from ..storage.interface import Storage
 from .manifest import NAME as MANIFEST
 from .manifest import Manifest, is_retired_name, parse_intent
 from .manifest import parse as parse_manifest
-from .naming import advice_to_open, parse_step_name, pattern_of, words_for
+from .naming import StepName, advice_to_open, parse_step_name, pattern_of, words_for
 from .receipts import attempt_of_all
 from .starts import split_starts
 
@@ -55,12 +55,30 @@ def newest_of_other_namings(storage: Storage, is_own: Callable[[str], bool]) -> 
     return max(newest_of_each, key=lambda other: other.manifest.created, default=None)
 
 
-def step_formats(names: Iterable[str]) -> list[str]:
-    """The formats of the folders that may be steps, each once."""
-    others, _ = split_starts(sorted(names))
-    found = (parse_step_name(name) for name in others if parse_intent(name) is None and not name.startswith("."))
-    formats = {one.step_format for one in found if one is not None and "/" not in one.rest}
-    return sorted(one for one in formats if pattern_of(one) is not None)
+def possible_steps(names: Iterable[str]) -> Iterator[tuple[StepName, str]]:
+    """The names in a root that may be those of steps' folders, whatever the naming, with their numbers."""
+    for name in split_starts(sorted(names))[0]:
+        step_name = None if name.startswith(".") or parse_intent(name) else parse_step_name(name)
+        if step_name is not None and "/" not in name:
+            yield step_name, name
+
+
+def step_formats(storage: Storage, names: Iterable[str]) -> list[str]:
+    """The formats of the steps that are committed in a root with these names: mostly one. All other names with numbers
+    belong to something else.
+    """
+    named = {f"{name}/{MANIFEST}": (step_name, name) for step_name, name in possible_steps(names)}
+    committed = [named[path] for path in storage.existing([*named])]
+    committed = [one for one in committed if pattern_of(one[0].step_format) is not None]
+    padded: dict[str, set[str]] = {}
+    for step_name, _ in committed:
+        if step_name.is_padded:
+            padded.setdefault(step_name.rest, set()).add(step_name.step_format)
+    formats = {one for of_rest in padded.values() for one in of_rest}
+    for step_name, name in committed:  # a large number fits a format with zeros, too
+        if not any(one.format(step_name.step) == name for one in padded.get(step_name.rest, ())):
+            formats.add(step_name.step_format)
+    return sorted(formats)
 
 
 def foreign_kind(names: Collection[str]) -> str | None:

@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from ..errors import CorruptCheckpointError, FormatVersionError
@@ -180,7 +180,8 @@ class Manifest:
         return of_ranks + sum(archive.num_bytes for archive in (*self.archives, *self.beside))
 
     def dump(self) -> bytes:
-        return seal({"format": "async_ckpt", "version": VERSION, **asdict(self)})
+        fields = asdict(replace(self, record={}))  # it would copy every value of the record
+        return seal({"format": "async_ckpt", "version": VERSION, **fields, "record": self.record})
 
 
 def parse(data: bytes, *, path: str) -> Manifest:

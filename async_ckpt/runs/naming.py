@@ -146,10 +146,14 @@ class StepName(NamedTuple):
     rest: str  # with `{}` in the place of the number
 
     @property
+    def is_padded(self) -> bool:
+        """Whether the number has leading zeros. One without them does not tell whether its format has them."""
+        return self.digits.startswith("0") and len(self.digits) > 1
+
+    @property
     def step_format(self) -> str:
         """A format for this name, and for later names of the same run."""
-        # A number without leading zeros does not tell whether the format has them.
-        field = f"{{:0{len(self.digits)}d}}" if self.digits.startswith("0") and len(self.digits) > 1 else "{}"
+        field = f"{{:0{len(self.digits)}d}}" if self.is_padded else "{}"
         return self.rest.replace("{}", field)
 
 

@@ -17,16 +17,17 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
-from ..errors import CorruptCheckpointError
+from ..errors import CheckpointError, CorruptCheckpointError
 from ..fields import count, entries, items, row, table, text, whole
 from ..format.digests import block_digest
 from ..format.index import MAX_RANKS
+from ..host.threads import run_together
 from ..slicing.locator import Classes
 from ..storage.interface import Storage
 from .manifest import NAME as MANIFEST
@@ -71,6 +72,8 @@ class Table(NamedTuple):
 
 EMPTY: Final = Table()
 NO_TABLE: Final = "0" * 16
+# The number of concurrent requests to a store.
+_READS_IN_FLIGHT: Final = 128
 _RECORD: Final = struct.Struct("<Q16s")
 _NAME: Final = re.compile(
     r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.([0-9a-f]{16})\.([0-9a-f]{32})\."
@@ -305,6 +308,62 @@ def archives_in(storage: Storage, folder: str, archives: Sequence[Archive], name
         Archive(archive_name(rank, attempt[1]), num_bytes, digest.hex())
         for rank, (num_bytes, digest) in enumerate(_RECORD.iter_unpack(data))
     )
+
+
+def broken_folders(storage: Storage, manifests: Mapping[str, Manifest]) -> dict[str, str]:
+    """The committed steps, by their folders, that lack an object of their own or of a step that lends to them, or have
+    one of another size; with the object, in words. Whatever else says that a step is broken says it of these.
+
+    `storage` is the root. The bytes of archives are not read, and a layout is not looked for: a step loads without it.
+    A step that is deleted or replaced meanwhile is left out.
+    """
+    wanted: dict[str, list[tuple[str, Archive]]] = {}
+    wrong: dict[str, str] = {}
+
+    def expand(folder: str, manifest: Manifest) -> None:
+        lists: dict[tuple[str, str], list[Archive]] = {(folder, ""): [*manifest.lenders]}
+        for lent in manifest.elsewhere:
+            lists.setdefault((lent.folder, lent.group), []).append(lent.archive)
+        try:
+            wanted[folder] = [
+                (holder, one)
+                for (holder, _), archives in lists.items()
+                for one in archives_in(storage, holder, archives, manifest.step)
+            ]
+        except CorruptCheckpointError as error:
+            wrong[folder] = str(error)
+
+    def look(folder: str) -> None:
+        sizes[folder] = storage.sizes(folder)
+
+    look_all(storage, [partial(expand, *one) for one in manifests.items()])
+    sizes: dict[str, Mapping[str, int]] = {holder: {} for objects in wanted.values() for holder, _ in objects}
+    look_all(storage, [partial(look, folder) for folder in sizes])
+    for folder, objects in wanted.items():
+        for holder, one in objects:
+            found = sizes[holder].get(one.name)
+            if found != one.num_bytes:
+                name = one.name if holder == folder else f"{holder}/{one.name}, which it borrows from,"
+                has = "is missing" if found is None else f"has {found:,} bytes and should have {one.num_bytes:,}"
+                wrong[folder] = f"{name} {has}"
+                break
+    return {folder: text for folder, text in wrong.items() if _is_still(storage, folder, manifests[folder])}
+
+
+def look_all(storage: Storage, tasks: Sequence[Callable[[], None]]) -> None:
+    """Run tasks that make requests, at a store in parallel. Raises the error of one of them."""
+    if storage.remote:
+        run_together("look", tasks, max_threads=_READS_IN_FLIGHT)
+    else:
+        for task in tasks:
+            task()
+
+
+def _is_still(storage: Storage, folder: str, manifest: Manifest) -> bool:
+    try:
+        return parse(storage.read(f"{folder}/{MANIFEST}")[0], path=folder) == manifest
+    except (FileNotFoundError, CheckpointError):
+        return False
 
 
 def table_of(storage: Storage, folder: str, manifest: Manifest) -> Table:

@@ -16,20 +16,18 @@ from functools import cache, partial
 from typing import Final, NamedTuple
 
 from ..errors import CheckpointError, FormatVersionError, NotCommittedError, StorageUnavailableError
-from ..host.threads import run_together
 from ..storage.interface import Storage
-from .foreign_entries import newest_of_other_namings
+from .foreign_entries import newest_of_other_namings, step_formats
 from .manifest import NAME as MANIFEST
 from .manifest import Archive, Manifest, intent_name, parse_intent, retired_attempts, retired_name
 from .manifest import parse as parse_manifest
 from .naming import STEP_FORMAT, folder_pattern
+from .receipts import look_all
 from .retention import Commits
 from .starts import Commit, Start, counts, out_of_line, split_starts
 
 # A writer that keeps one step deletes it with its next save, so a slow reader comes too late many times.
 TRIES: Final = 100
-# The number of concurrent requests to a store.
-_READS_IN_FLIGHT: Final = 128
 # The number of manifests whose texts are held at a time.
 _READ_TOGETHER: Final = 1024
 
@@ -223,8 +221,13 @@ class Root:
                 if isinstance(error, FormatVersionError):
                     newer_format.add(step)
 
-        for first in range(0, len(steps), _READ_TOGETHER):
-            paths = {step: self.manifest_path(step) for step in steps[first : first + _READ_TOGETHER]}
+        if not self.storage.remote:  # to be told that a file is not there takes longer than to look for it
+            known_paths = {self.manifest_path(step): step for step in steps}
+            steps_there = [known_paths[path] for path in self.storage.existing([*known_paths])]
+        else:
+            steps_there = [*steps]
+        for first in range(0, len(steps_there), _READ_TOGETHER):
+            paths = {step: self.manifest_path(step) for step in steps_there[first : first + _READ_TOGETHER]}
             contents = self.storage.read_many([*paths.values()])
             for step, path in paths.items():
                 if (content := contents.get(path)) is not None:
@@ -235,11 +238,7 @@ class Root:
         return manifests
 
     def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
-        if self.storage.remote:
-            run_together("look", tasks, max_threads=_READS_IN_FLIGHT)
-        else:
-            for task in tasks:
-                task()
+        look_all(self.storage, tasks)
 
     def newest(self, listing: Listing, steps: Sequence[int] | None = None) -> int | None:
         """The last of these ascending steps, by default of all, that is committed and counts."""
@@ -373,6 +372,20 @@ class Root:
             return [step for step in committed_steps if not self.is_retired(step, retired)]
 
         return self.list_settled(committed)
+
+
+def formats_at(storage: Storage) -> list[str]:
+    """The formats of the steps that are committed at a root. Raises StorageUnavailableError for a storage that changes
+    faster than it is read.
+    """
+    before: list[str] | None = None
+    for _ in range(TRIES):
+        names = storage.names("")
+        formats = step_formats(storage, names)
+        if formats or names == before:
+            return formats
+        before = names  # a step that was listed may have been deleted, by a writer that has committed a newer one
+    raise overtaken_error(storage.locate(""))
 
 
 def commit_of(manifest: Manifest | None) -> Commit | None:

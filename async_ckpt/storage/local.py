@@ -231,7 +231,18 @@ class LocalStorage(Storage):
             return True
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        return [path for path in paths if self.exists(path)]
+        root = os.path.join(self.root, "")  # a Path for each of thousands of names would take most of the time
+
+        def is_there(path: str) -> bool:
+            try:
+                os.stat(root + path)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            except OSError:
+                return self.exists(path)
+            return True
+
+        return [*filter(is_there, paths)]
 
     def sweep(
         self,

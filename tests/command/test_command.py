@@ -12,15 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from buckets import bucket  # noqa: F401
+from buckets import Bucket, bucket  # noqa: F401
 from commands import documented, in_process, in_terminal, run_command, store_options
 from exported import gpt2
 from published import Line, flip
 from rank_archives import commit, write_all
+from scripted_disk import scripted
 from states import open_run
 
 import async_ckpt
 from async_ckpt.command.screen import print_table
+from async_ckpt.runs.naming import naming_of
+from async_ckpt.storage.local import LocalStorage
 from benchmarks.restarts import step_on_disk
 
 ESCAPES = "red\x1b[31m\nnext"
@@ -113,6 +116,124 @@ def test_ls_shows_what_is_not_committed_where_it_is_asked_to(tmp_path: Path) -> 
     assert [row["step"] for row in documented("ls", tmp_path / "run")["steps"]] == [1]
     marks = {row["step"]: row["marks"] for row in documented("ls", tmp_path / "run", "--all")["steps"]}
     assert marks == {1: ["latest", "tracker"], 2: ["not committed"]}
+
+
+FOREIGN_NAMES = (
+    "notes-2.txt",
+    "world.98994f8f00112233.json",
+    "world.0011223344556677.00001.json",
+    "events.out.170",
+    "v3",
+)
+
+
+@pytest.mark.parametrize("naming", [None, "verl", "skyrl", "deepspeed", async_ckpt.Naming("at{:03d}step", None)])
+def test_only_names_of_the_run_s_own_naming_are_steps(tmp_path: Path, naming: Any) -> None:
+    root = tmp_path / "run"
+    with async_ckpt.AsyncCheckpointer(root, naming=naming) as ckpt:
+        for step in (7, 12_000):
+            ckpt.save({"w": torch.ones(3)}, step).result()
+        own = (async_ckpt.Naming() if naming is None else naming_of(naming)).step_format
+    for name in FOREIGN_NAMES:
+        (root / name).write_text("of somebody else")
+    (root / "logs_3").mkdir()
+    (root / "logs_3" / "out.txt").write_text("of somebody else")
+    other = "step_00000044" if naming is not None else "global_step_44"  # of another naming, and not committed
+    (root / other).mkdir()
+    (root / own.format(13_000)).mkdir()
+    (root / own.format(13_000) / "rank_00000.0123abcd.tar").touch()
+    (root / own.format(14_000)).mkdir()
+    (root / own.format(14_000) / "model.pt").touch()
+    (root / own.format(15_000)).mkdir()
+    (root / own.format(16_000)).touch()
+
+    rows = documented("ls", root, "--all")["steps"]
+    assert [(row["step"], row["folder"]) for row in rows] == [
+        (step, own.format(step)) for step in (7, 12_000, 13_000, 14_000, 15_000)
+    ]
+    assert [row["marks"] for row in rows[2:]] == [["not committed"], ["of another program"], ["not committed"]]
+    assert [row["step"] for row in documented("ls", root)["steps"]] == [7, 12_000]
+
+
+def test_a_step_whose_number_has_outgrown_the_zeros_of_its_naming_is_listed_once(tmp_path: Path) -> None:
+    with async_ckpt.AsyncCheckpointer(tmp_path, naming=async_ckpt.Naming("s{:02d}", None)) as ckpt:
+        for step in (9, 10, 100):
+            ckpt.save({"w": torch.ones(3)}, step).result()
+    assert [row["step"] for row in documented("ls", tmp_path, "--all")["steps"]] == [9, 10, 100]
+    assert async_ckpt.verify(tmp_path).steps == (9, 10, 100)
+
+
+def test_saves_that_have_failed_and_cleaned_up_are_listed_from_the_history(tmp_path: Path) -> None:
+    for root, committed in ((tmp_path / "a", [1]), (tmp_path / "b", [])):
+        with open_run(root) as ckpt:
+            for step in committed:
+                ckpt.save({"w": torch.ones(3)}, step).result()
+            with scripted(ckpt) as disk:
+                disk.fail("write", error=async_ckpt.StorageUnavailableError("the disk is away", path=str(root)))
+                assert ckpt.save({"w": torch.ones(3)}, 2).exception() is not None
+                ckpt.wait()
+        assert not (root / "step_00000002").exists()
+
+        rows = documented("ls", root, "--all")["steps"]
+        assert [row["step"] for row in rows] == [*committed, 2]
+        failed = rows[-1]
+        assert failed["marks"] == ["failed: StorageUnavailableError: the disk is away"]
+        assert (failed["folder"], failed["num_bytes"], failed["seconds"]) == ("", None, None)
+        assert failed["created"] == async_ckpt.history(root)[-1]["time"]
+        assert "failed: StorageUnavailableError: the disk is away" in run_command("ls", root, "--all").stdout
+    assert [row["step"] for row in documented("ls", tmp_path / "a")["steps"]] == [1]
+    assert run_command("ls", tmp_path / "b").returncode == 1
+
+
+def test_names_of_other_things_in_a_bucket_are_no_steps(bucket: Bucket) -> None:  # noqa: F811
+    with async_ckpt.AsyncCheckpointer(bucket.place("run")) as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 1).result()
+    bucket.write([f"run/{name}" for name in FOREIGN_NAMES], b"x")
+    bucket.write(["run/step_00000003/rank_00000.0123abcd.tar", "run/step_00000004"], b"x")
+    store, keys = store_options(bucket.server.options)
+    rows = json.loads(run_command("ls", bucket.url("run"), "--all", *store, "--json", **keys).stdout)["steps"]
+    assert [(row["step"], row["marks"]) for row in rows] == [(1, ["latest", "tracker"]), (3, ["not committed"])]
+
+
+def test_the_work_of_a_command_grows_with_the_names_in_the_root_and_not_with_their_square(tmp_path: Path) -> None:
+    """Thousands of foreign names, each of which could be a naming of its own: a listing for each took minutes."""
+    root = tmp_path / "run"
+    with open_run(root) as ckpt:
+        for step in (1, 2):
+            ckpt.save({"w": torch.ones(3)}, step, record={"loss": 0.5}).result()
+
+    def listings(*words: Any) -> int:
+        calls = []
+        with pytest.MonkeyPatch.context() as patch:
+            names = LocalStorage.names
+            patch.setattr(LocalStorage, "names", lambda self, folder: calls.append(folder) or names(self, folder))
+            assert run_command(*words).returncode == 0
+        return len(calls)
+
+    commands: list[tuple[Any, ...]] = [
+        ("ls", root), ("ls", root, "--all"), ("ls", root, "--check"), ("verify", root), ("watch", root, "--once"),
+        ("page", root, "-o", tmp_path / "a.html", "--overwrite"), ("repair", root),
+        ("prune", root, "--keep", "last=2", "--dry-run"),
+    ]  # fmt: skip
+    before = [listings(*words) for words in commands]
+    for number in range(300):
+        (root / f"world.{number:016x}.json").touch()
+        (root / f"{number:03d}-{'abc'[number % 3] * number}.txt"[:200]).touch()
+    assert [listings(*words) for words in commands] == before
+
+
+def test_ls_has_columns_for_the_entries_of_records_that_most_steps_have(tmp_path: Path) -> None:
+    """A column for each of a hundred thousand keys took hours."""
+    with open_run(tmp_path) as ckpt:
+        for step in (1, 2):
+            keys = {f"key{step}.{number}": number for number in range(3000)}
+            ckpt.save({"w": torch.ones(3)}, step, record={"loss": 1 / step, **keys}).result()
+    head, *rows, last = run_command("ls", tmp_path).stdout.splitlines()
+    shown = [f"key1.{number}" for number in (0, 1, 10, 100, 1000, *range(1001, 1007))]
+    assert head.split()[-13:] == [*sorted(["loss", *shown]), "marks"]
+    assert len(rows) == 2
+    assert last == "5,989 more entries of records are shown by --json"
+    assert len(documented("ls", tmp_path)["steps"][1]["record"]) == 3001
 
 
 @pytest.mark.parametrize("naming", ["verl", "deepspeed"])

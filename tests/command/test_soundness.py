@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import documented, in_terminal, run_command
+from buckets import Bucket, bucket  # noqa: F401
+from commands import documented, in_terminal, run_command, store_options
 from exported import gpt2
 from published import Line, flip
 from rank_archives import commit, write_all
@@ -18,7 +23,7 @@ from rank_worlds import Worlds
 from states import open_run
 
 import async_ckpt
-from async_ckpt import NotCommittedError
+from async_ckpt import CorruptCheckpointError, NotCommittedError
 from async_ckpt.command import soundness
 
 BASE = {"w": torch.arange(3e6)}
@@ -69,6 +74,94 @@ def test_a_sound_run_is_one_sentence(root: Path) -> None:
     told = documented("verify", root)
     assert (told["sound"], told["steps"], told["faults"]) == (True, [1, 2, 3], [])
     assert told["num_bytes"] == sum(path.stat().st_size for path in root.glob("step_*/*.tar"))
+
+
+def _broken_by_faces(root: Path) -> dict[str, set[int]]:
+    """The steps that each face of a run calls broken. Of `watch`, only the newest step is known."""
+    page = root.parent / "page.html"
+    assert run_command("page", root, "-o", page, "--overwrite").returncode == 0
+    (fact,) = re.findall(r"<dt>broken</dt><dd>(.*?)</dd>", page.read_text())
+    numbers = [int(one) for one in re.findall(r"\d+", fact.partition(":")[2])]
+    listed = json.loads(run_command("ls", root, "--check", "--json").stdout)["steps"]
+    watched = json.loads(run_command("watch", root, "--once", "--json").stdout)["warnings"]
+    repaired = json.loads(run_command("repair", root, "--json").stdout)["damages"]
+    pruned = json.loads(run_command("prune", root, "--keep", "last=1", "--dry-run", "--json").stdout)
+    return {
+        "ls": {row["step"] for row in listed if any(mark.startswith("broken: ") for mark in row["marks"])},
+        "verify": {*json.loads(run_command("verify", root, "--json").stdout)["damaged"]},
+        "watch": {int(one) for text in watched for one in re.findall(r"step (\d+) is broken", text)},
+        "page": {*numbers},
+        "repair": {int(one["subject"][5:]) for one in repaired if one["subject"].startswith("step ")},
+        "prune": {*pruned["broken"]},
+    }
+
+
+def _loseable(root: Path) -> dict[str, Callable[[], object]]:
+    lender, second = root / "step_00000001", root / "step_00000002"
+    return {
+        "nothing": lambda: None,
+        "the folder of the lender": lambda: shutil.rmtree(lender),
+        "the archive of the lender": archive_of(root, 1).unlink,
+        "the manifest of the lender": (lender / "manifest.json").unlink,
+        "a part of the lender's archive": lambda: os.truncate(archive_of(root, 1), 4096),
+        "the archive of a borrower": archive_of(root, 2).unlink,
+        "the folder of a borrower": lambda: shutil.rmtree(second),
+    }
+
+
+@pytest.mark.parametrize(
+    ("lost", "broken"),
+    [
+        ("nothing", set()),
+        ("the folder of the lender", {2, 3}),
+        ("the archive of the lender", {1, 2, 3}),
+        ("the manifest of the lender", set()),
+        ("a part of the lender's archive", {1, 2, 3}),
+        ("the archive of a borrower", {2}),
+        ("the folder of a borrower", set()),
+    ],
+)
+def test_all_faces_call_the_same_steps_broken(root: Path, lost: str, broken: set[int]) -> None:
+    _loseable(root)[lost]()
+    for face, found in _broken_by_faces(root).items():
+        assert found == (broken & {3} if face == "watch" else broken), face
+    for step in {1, 2, 3} - {int(path.name[5:]) for path in root.glob("step_*") if (path / "manifest.json").exists()}:
+        assert step not in broken
+    for step in broken:
+        with pytest.raises(CorruptCheckpointError):
+            async_ckpt.load(root / f"step_{step:08d}")
+
+
+def test_a_step_of_ranks_is_broken_where_one_archive_of_them_or_of_the_lender_is_gone(tmp_path: Path) -> None:
+    def build(rank: int) -> dict[str, Any]:
+        return {"m": {"w": torch.full((1000,), float(rank))}, "own": torch.full((3,), float(rank))}
+
+    for lost in (0, 1):
+        root = tmp_path / str(lost)
+        paths = write_all(root / "step_00000001", 2, build, shared=False, per_rank=("m", "own"))
+        commit(paths, per_rank=("m", "own"))
+        assert not [
+            one for row in documented("ls", root, "--check")["steps"] for one in row["marks"] if "broken" in one
+        ]
+        paths[lost].unlink()
+        (row,) = documented("ls", root, "--check")["steps"]
+        assert f"broken: {paths[lost].name} is missing" in row["marks"]
+        assert documented("verify", root, status=1)["damaged"] == [1]
+
+
+def test_a_borrowed_archive_that_is_gone_from_a_bucket_is_found(bucket: Bucket) -> None:  # noqa: F811
+    base = {"w": torch.ones(9)}
+    with async_ckpt.AsyncCheckpointer(bucket.place("run")) as ckpt:
+        for step in (1, 2):
+            ckpt.save({"base": base, "n": torch.ones(step)}, step, unchanged="base").result()
+    store, keys = store_options(bucket.server.options)
+    place = bucket.place("run").storage()
+    place.delete_all("step_00000001")
+    for words, status in ((("ls", "--check"), 0), (("watch", "--once"), 1), (("repair",), 1), (("verify",), 1)):
+        ended = run_command(words[0], bucket.url("run"), *words[1:], *store, **keys)
+        assert ended.returncode == status, ended
+        assert "step_00000001/rank_00000" in ended.stdout
+        assert words[0] == "watch" or "is missing" in ended.stdout  # whose lines are as wide as the terminal
 
 
 def test_a_damaged_archive_is_named_with_its_tensors_and_mended_by_the_command_it_names(
@@ -240,8 +333,23 @@ def test_a_terminal_is_shown_a_bar(tmp_path: Path) -> None:
     assert b"verify \x1b" in in_terminal("verify", tmp_path / "run")
 
 
-def test_a_file_that_is_no_archive_is_not_sound(tmp_path: Path) -> None:
+def test_a_file_of_another_program_is_not_called_damaged(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no archive")
+    ended = run_command("verify", tmp_path / "file")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "file: async_ckpt has not written it, and it has no checksums, so it cannot be verified" in ended.stderr
+
+    torch.save({"w": torch.arange(9000.0)}, tmp_path / "x.pt")
+    told = documented("verify", tmp_path / "x.pt")
+    assert (told["sound"], told["faults"], told["num_archives"]) == (True, [], 1)
+    assert "compared with the CRC-32" in told["notes"][0]
+    flip(tmp_path / "x.pt", 9000)
+    (fault,) = documented("verify", tmp_path / "x.pt", status=1)["faults"]
+    assert "does not match its checksum" in fault["text"]
+
+
+def test_a_file_that_is_no_archive_is_not_sound(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(5000))
     ended = run_command("verify", tmp_path / "file")
     assert ended.returncode == 1
     assert f"{tmp_path}/file: " in ended.stdout

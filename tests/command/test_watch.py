@@ -29,11 +29,12 @@ ATTEMPT = "0123abcd"
 
 
 def write_step(root: Path, step: int, created: float, num_bytes: int = 1000) -> None:
-    """The manifest of a step; nobody reads its archive."""
+    """The manifest of a step, and an archive of that size, which nobody reads."""
     folder = root / f"step_{step:08d}"
     folder.mkdir(parents=True)
     made = Manifest(step, ATTEMPT, 1, created, (Archive(f"rank_00000.{ATTEMPT}.tar", num_bytes, "0" * 32),))
     (folder / "manifest.json").write_bytes(made.dump())
+    (folder / made.archives[0].name).write_bytes(bytes(num_bytes))
 
 
 def write_run(root: Path, steps: int, *, age: float = 10.0, every: float = 100.0, **facts: object) -> None:

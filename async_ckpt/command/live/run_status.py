@@ -25,17 +25,18 @@ from ...loading.run_history import event_of
 from ...report import sized
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import Manifest, is_retired_name, parse, parse_intent
-from ...runs.naming import NAMINGS, Naming, parse_step_name
+from ...runs.naming import parse_step_name
+from ...runs.receipts import broken_folders
 from ...runs.starts import split_starts
 from ...spans import Clock
 from ...storage.place import Place
+from ..listing import USUAL_NAMINGS
 
 # The saves in the table, and those that the trend is of.
 _SHOWN: Final = 10
 _IN_TREND: Final = 40
 # The folders of each naming that are looked into for a manifest: those of the newest steps.
 _LOOKED_INTO: Final = 3
-_USUAL_NAMINGS: Final = {naming.step_format.partition("{")[0] + "{}" for naming in (Naming(), *NAMINGS.values())}
 _NAMES_PER_REQUEST: Final = 1000
 # The age of the newest step that is worth a warning, in usual intervals, and at least in seconds.
 _LATE: Final = 3
@@ -94,6 +95,7 @@ class RunWatch:
         self._num_newest = 0  # of the events that are not put away
         self._manifests: dict[str, Manifest | None] = {}  # of step folders; None for a damaged one
         self._last: tuple[float, UnderWay] | None = None  # when a step was seen under way
+        self._checked: tuple[Manifest, str | None] | None = None  # the newest commit, and what it lacks
         self._num_requests = 0
 
     def look(self) -> RunStatus:
@@ -122,7 +124,15 @@ class RunWatch:
             num_requests=self._num_requests,
         )
         damaged = sorted(name for name in folders.values() if name in self._manifests and not self._manifests[name])
-        return _with_warnings(status, saves, damaged)
+        broken = None if newest is None else self._lack_of(newest, folders[newest.step])
+        return _with_warnings(status, saves, damaged, broken)
+
+    def _lack_of(self, newest: Manifest, folder: str) -> str | None:
+        """The damage of the newest step, in words. A store is asked once for each step."""
+        if self._checked is None or self._checked[0] != newest or not self._storage.remote:
+            self._num_requests += 2 + len({folder, *(lent.folder for lent in newest.elsewhere)})
+            self._checked = newest, broken_folders(self._storage, {folder: newest}).get(folder)
+        return self._checked[1]
 
     def _folders(self, names: Sequence[str]) -> dict[int, str]:
         """The folders of the run's steps, by step. Until one is committed, those of all usual namings."""
@@ -135,7 +145,7 @@ class RunWatch:
             namings = {f"{name}/{MANIFEST}": rest for rest, last in newest.items() for name in last[:_LOOKED_INTO]}
             self._num_requests += len(namings)
             self._naming = next((namings[path] for path in self._storage.existing([*namings])), None)
-        namings_here = _USUAL_NAMINGS if self._naming is None else {self._naming}
+        namings_here = USUAL_NAMINGS if self._naming is None else {self._naming}
         return {one.step: name for one, name in found if one.rest in namings_here}
 
     def _newest(self, folders: dict[int, str]) -> tuple[Manifest | None, UnderWay | None]:
@@ -217,8 +227,10 @@ def _usual_seconds(committed: Sequence[Event]) -> float | None:
     return median(between) if between else None
 
 
-def _with_warnings(status: RunStatus, saves: Sequence[Event], damaged: Sequence[str]) -> RunStatus:
+def _with_warnings(status: RunStatus, saves: Sequence[Event], damaged: Sequence[str], broken: str | None) -> RunStatus:
     found = (*_late(status), *_failures(saves), *_space(status, saves), *_damage(damaged))
+    if broken is not None:
+        found = (f"step {status.step} is broken: {broken}; look into it with async-ckpt verify", *found)
     return replace(status, warnings=found)
 
 

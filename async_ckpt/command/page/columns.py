@@ -12,9 +12,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
+from ...events.shapes import bandwidth_of
 from ..screen import counted
 
 Unit: TypeAlias = Literal["text", "number", "count", "step", "time", "seconds", "bytes", "rate"]
@@ -65,7 +66,8 @@ class Column:
 class RunColumns:
     """The events of one run as columns by their names. `groups` and `entries` name those of groups and of records.
 
-    `saves` are the numbers of the rows that are committed saves, in the order in which they happened.
+    `saves` are the numbers of the rows that are committed saves, in the order in which they happened. `broken` are the
+    steps that are kept and cannot be loaded, as far as was looked, with what they lack.
     """
 
     name: str
@@ -74,6 +76,7 @@ class RunColumns:
     groups: Sequence[str]
     entries: Sequence[str]
     saves: Sequence[int]
+    broken: Mapping[int, str] = field(default_factory=dict)
 
     def rows_of(self, *kinds: str) -> tuple[int, ...]:
         """The numbers of the rows that are events of these kinds."""
@@ -90,18 +93,21 @@ class RunColumns:
         return [(row, values[row]) for row in self.saves if values[row] is not None]
 
 
-def columns_of(name: str, events: Sequence[Mapping[str, Any]]) -> RunColumns:
+def columns_of(name: str, events: Sequence[Mapping[str, Any]], broken: Mapping[int, str] | None = None) -> RunColumns:
     """The columns of a run's events."""
+    broken = broken or {}
     columns = {
         "kind": Column("what", "text", [_KINDS.get(one["kind"], one["kind"]) for one in events]),
         "step": Column("step", "step", [_counted(one["step"]) for one in events]),
         "time": Column("when", "time", [_time(one["time"]) for one in events]),
         "about": Column("details", "text", [_shortened(about(one)) for one in events]),
-        "fate": Column("now", "text", [_fate(one) for one in events]),
+        "fate": Column("now", "text", [_fate(one, broken) for one in events]),
         "borrowed": Column("borrowed", "text", [_borrowed(one) for one in events]),
         "unchanged": Column("unchanged", "text", [_shortened(", ".join(one.get("unchanged", ()))) for one in events]),
-        "bandwidth": Column("bandwidth", "rate", [_rounded(bandwidth(one)) for one in events]),
-        "durable": Column("durable after", "seconds", [_rounded(_durable(one)) for one in events]),
+        "bandwidth": Column(
+            "bandwidth", "rate", [_rounded(bandwidth_of(one) if one["kind"] == "save" else None) for one in events]
+        ),
+        "archived": Column("archives written after", "seconds", [_rounded(_written_after(one)) for one in events]),
         "stored": Column("on storage", "bytes", stored_bytes(events)),
         "written": Column("written so far", "bytes", _running(one.get("num_bytes") or 0 for one in events)),
     }
@@ -109,7 +115,7 @@ def columns_of(name: str, events: Sequence[Mapping[str, Any]]) -> RunColumns:
         columns[key] = Column(title, unit, [_rounded(one.get(key)) for one in events])
     groups, entries = _group_columns(events), _entry_columns(events)
     saves = [row for row, one in enumerate(events) if one["kind"] == "save"]
-    return RunColumns(name, events, columns | groups | entries, [*groups], [*entries], saves)
+    return RunColumns(name, events, columns | groups | entries, [*groups], [*entries], saves, broken)
 
 
 def about(event: Mapping[str, Any]) -> str:
@@ -128,12 +134,6 @@ def about(event: Mapping[str, Any]) -> str:
         case "retention":
             return f"deleted {_listed(event['deleted'])}"
     return ""
-
-
-def bandwidth(event: Mapping[str, Any]) -> float | None:
-    """Bytes per second from the call of a save until its commit."""
-    seconds, num_bytes = event.get("total_seconds"), event.get("num_bytes")
-    return num_bytes / seconds if seconds and num_bytes else None
 
 
 def stored_bytes(events: Sequence[Mapping[str, Any]]) -> list[Value]:
@@ -167,8 +167,8 @@ _KINDS: Final[Mapping[str, str]] = {
 }
 
 
-def _durable(event: Mapping[str, Any]) -> float | None:
-    """The seconds from the call of a save until all of its bytes were durable."""
+def _written_after(event: Mapping[str, Any]) -> float | None:
+    """The seconds from the call of a save until all of its bytes were on storage, and the commit began."""
     total, commit = event.get("total_seconds"), event.get("commit_seconds")
     return None if total is None or commit is None else max(0.0, total - commit)
 
@@ -219,9 +219,11 @@ def _entry_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
     return columns
 
 
-def _fate(event: Mapping[str, Any]) -> str | None:
+def _fate(event: Mapping[str, Any], broken: Mapping[int, str]) -> str | None:
     if event["kind"] != "save":
         return None
+    if event["kept"] and event["step"] in broken:
+        return _shortened(f"broken: {broken[event['step']]}")
     return "kept" if event["kept"] else "gone"
 
 

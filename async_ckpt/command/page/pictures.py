@@ -150,7 +150,7 @@ def _phases(run: RunColumns) -> Picture | None:
     row, slowest = max(totals, key=lambda one: one[1])
     series = [
         Series("committed", "total_seconds", "area", "commit"),
-        Series("durable", "durable", "area", "write"),
+        Series("archives written", "archived", "area", "write"),
         Series("staged", "stage_seconds", "line", "stage"),
         Series("call returned", "call_seconds", "area", "stall"),
     ]
@@ -218,14 +218,19 @@ def _sizes(run: RunColumns) -> Picture | None:
         for column in columns
         if (value := run.columns[column].values[row])
     ]
+    # The groups of an event are those of rank 0, and its size is that of all ranks.
+    num_ranks = run.events[row]["world_size"] or 1
+    of_groups = ", ".join(parts[:4]) + (f" and {len(parts) - 4:,} more" if len(parts) > 4 else "")
+    of_groups = of_groups and (f", and of that rank 0: {of_groups}" if num_ranks > 1 else f": {of_groups}")
+    has_ranks = any((run.events[saved]["world_size"] or 1) > 1 for saved in run.saves)
     stacked = [
         Series(run.columns[column].title, column, "area", number=number) for number, column in enumerate(columns)
     ]
     return Picture(
         "sizes",
-        "Size by entry of the state",
-        f"The last save wrote {sized(newest)}{': ' + ', '.join(parts[:4]) if parts else ''}. A borrowed group is not "
-        "written again.",
+        "Size by entry of the state" + (", as rank 0 wrote them" if has_ranks else ""),
+        f"The last save wrote {sized(newest)}{f' on {num_ranks:,} ranks' if num_ranks > 1 else ''}{of_groups}. A "
+        "borrowed group is not written again.",
         "step",
         stacked or [Series("size", "num_bytes", "area", "write")],
         ("step", "time", "num_bytes", *columns, "borrowed", "unchanged"),

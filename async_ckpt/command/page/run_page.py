@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
+from typing import Final
 
 from ...errors import NotCommittedError
 from ...loading.run_history import history
 from ...spans import wall_time
 from ...storage.place import Place
-from ..listing import kind_of, parse_best, runs_in
+from ..listing import broken_at, kind_of, parse_best, runs_in
 from ..options import place_below
 from ..screen import Answer, counted, escaped, print_json, print_text
 from .columns import RunColumns, columns_of
 from .document import page_of
 from .pictures import Best
+
+# The newest steps of a run that are looked at for what they lack.
+_LOOKED_AT: Final = 1000
 
 
 def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwrite: bool, as_json: bool) -> None:
@@ -48,7 +52,7 @@ def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwri
 def _runs_at(place: Place) -> Iterator[RunColumns]:
     """The run at a place, or the runs in a folder of runs."""
     try:
-        yield columns_of(_name(place), history(place))
+        yield columns_of(_name(place), history(place), broken_at(place.storage(), _LOOKED_AT))
     except NotCommittedError:
         if kind_of(place) != "runs":
             raise

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from ...report import sized
 from ...spans import shown_time
 from ..screen import age, counted, shown_seconds
 from .columns import RunColumns
+
+_SHOWN: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
         "its age": "" if newest is None else age(newest["time"], now),
         "saves": f"{len(saves):,}",
         "kept": f"{len(durable):,}",
+        "broken": _steps(sorted(run.broken)),
         "on storage": sized(sum(save["num_bytes"] or 0 for save in durable)),
         "median stall": _median(run, "stall_seconds", shown_seconds),
         "all stalls": shown_seconds(sum(stalls)) if stalls else "unknown",
@@ -43,6 +46,14 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
         "failed": f"{len(run.rows_of('failed')):,}",
         "skipped": f"{run.num_skipped:,}",
     }
+
+
+def _steps(steps: Sequence[int]) -> str:
+    """Steps in few words, such as "3: steps 1, 2 and 5"."""
+    if not steps:
+        return "none"
+    more = f" and {len(steps) - _SHOWN:,} more" if len(steps) > _SHOWN else ""
+    return f"{len(steps):,}: {'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps[:_SHOWN]))}{more}"
 
 
 def losses_of(run: RunColumns) -> list[Loss]:

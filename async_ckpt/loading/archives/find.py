@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Self, TypeVar
@@ -19,12 +18,12 @@ from ...errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ...runs.foreign_entries import foreign_kind, newest_of_other_namings
+from ...runs.foreign_entries import foreign_kind, newest_of_other_namings, possible_steps
 from ...runs.manifest import NAME as MANIFEST
 from ...runs.manifest import Archive, Manifest, parse, parse_intent, retired_attempts
 from ...runs.naming import parse_step_name
 from ...runs.receipts import archives_in, archives_of, attempt_of_all
-from ...runs.root import TRIES, overtaken_error
+from ...runs.root import TRIES, Root, formats_at, overtaken_error
 from ...runs.roots import Roots
 from ...runs.run import Run
 from ...runs.starts import Commit, counts, split_starts
@@ -41,6 +40,8 @@ T = TypeVar("T")
 
 
 _ANY_READER: Final = Readers()
+# Manifests that are looked for at once.
+_MOST_ASKED: Final = 4096
 
 
 def from_newest(
@@ -331,8 +332,21 @@ def _describe_content(storage: Storage) -> str:
 
 
 def _newest_folder(storage: Storage) -> str | None:
-    """The folder of the newest committed step of a run; with several namings, of the step that was committed last."""
-    newest = next(committed_folders(storage), None)
+    """The folder of the newest committed step of a run; with several namings, of the step that was committed last.
+
+    A step is the last number in a folder's name. A folder without a manifest may belong to a save under way, or to a
+    step that retention has deleted since the listing. So an older step counts only if another listing is the same.
+    """
+    before: list[str] | None = None
+    for _ in range(TRIES):
+        names = storage.names("")
+        folders = sorted(((step_name.step, name) for step_name, name in possible_steps(names)), reverse=True)
+        newest = _first_committed(storage, names, folders)
+        if names == before or (folders and newest == folders[0]):
+            break
+        before = names
+    else:
+        raise overtaken_error(storage.locate(""))
     if newest is None:
         return None
     folder = newest[1]
@@ -346,55 +360,49 @@ def _naming_of(folder: str) -> str | None:
     return number and number.rest
 
 
-def committed_folders(storage: Storage) -> Iterator[tuple[int, str]]:
-    """The committed steps of a run, the newest first, with their folders. A step is the last number in a folder's name.
-
-    A folder without a manifest may belong to a save under way, or to a step that retention has deleted since the
-    listing. So an older step comes first only if another listing is the same.
-    """
-    before: list[str] | None = None
-    for _ in range(TRIES):
-        names = storage.names("")
-        folders = [(number.step, name) for name in names if (number := parse_step_name(name))]
-        is_committed = _committed_test(storage, names, folders)
-        ranked = ((step, name) for step, name in sorted(folders, reverse=True) if is_committed(step, name))
-        newest = next(ranked, None)
-        if names == before or (folders and newest == max(folders)):
-            return itertools.chain(() if newest is None else (newest,), ranked)
-        before = names
-    raise overtaken_error(storage.locate(""))
+def committed_folders(storage: Storage) -> list[tuple[int, str]]:
+    """The committed steps of a run, ascending, with their folders; of several namings, the steps of each."""
+    roots = [Root(storage, step_format) for step_format in formats_at(storage)]
+    return sorted((step, root.folder(step)) for root in roots for step in root.steps())
 
 
-def _committed_test(
+def _first_committed(
     storage: Storage, names: Sequence[str], folders: Sequence[tuple[int, str]]
-) -> Callable[[int, str], bool]:
-    """A test whether the folder of a step counts: it has a manifest, no rollback has retired it, and no later start
-    has continued from an earlier step.
+) -> tuple[int, str] | None:
+    """The first of these steps with their folders that counts: it has a manifest, no rollback has retired it, and no
+    later start has continued from an earlier step.
     """
+    of_step: dict[int, list[str]] = {}
+    for step, folder in folders:
+        of_step.setdefault(step, []).append(folder)
 
     def manifests(step: int) -> Iterator[Manifest]:
-        candidates = (_manifest_in(storage, name) for number, name in folders if number == step)
+        candidates = (_manifest_in(storage, name) for name in of_step.get(step, ()))
         return (manifest for manifest in candidates if manifest is not None)
 
     retired = retired_attempts(filter(None, map(parse_intent, names)), manifests)
-    starts = split_starts(sorted(names))[1]
-    steps = sorted({step for step, _ in folders})
+    starts, steps = split_starts(sorted(names))[1], sorted(of_step)
 
     @functools.cache
     def committed(step: int) -> Commit | None:
         counting = (manifest for manifest in manifests(step) if manifest.attempt != retired.get(step))
         return next((Commit(manifest.attempt, manifest.start) for manifest in counting), None)
 
-    def is_committed(step: int, folder: str) -> bool:
-        if not storage.exists(f"{folder}/{MANIFEST}"):
-            return False
+    def does_count(step: int, folder: str) -> bool:
         if step in retired:
             manifest = _manifest_in(storage, folder)
             if manifest is None or manifest.attempt == retired[step]:
                 return False
         return counts(step, steps, starts, committed)
 
-    return is_committed
+    at, num_asked = 0, 1
+    while at < len(folders):
+        paths = {f"{folder}/{MANIFEST}": (step, folder) for step, folder in folders[at : at + num_asked]}
+        for path in storage.existing([*paths]):
+            if does_count(*paths[path]):
+                return paths[path]
+        at, num_asked = at + num_asked, min(_MOST_ASKED, 8 * num_asked)
+    return None
 
 
 def _manifest_in(storage: Storage, folder: str) -> Manifest | None:
