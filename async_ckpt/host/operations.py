@@ -40,8 +40,8 @@ class Ended:
 
     `roots` are those of the run, or of the publication; empty for a save to a path of its own. `step` is the version of
     a publication or pull; None if there is none. `phases` overlap. `report` is that of a save or pull that has not
-    failed. `error` and its type are texts, since an exception would keep the caller's objects alive. `context` has the
-    context variables of the call.
+    failed, and `num_bytes` counts what this process wrote for it, or read. `error` and its type are texts, since an
+    exception would keep the caller's objects alive. `context` has the context variables of the call.
     """
 
     kind: Kind
@@ -52,6 +52,7 @@ class Ended:
     end: float
     phases: tuple[Interval, ...]
     report: SaveReport | PullReport | None
+    num_bytes: int
     error_type: str
     error: str
     context: Context
@@ -91,25 +92,33 @@ class Operation:
         step: int | None,
         report: SaveReport | PullReport | None = None,
         error: BaseException | None = None,
+        *,
+        written_bytes: int | None = None,
     ) -> None:
-        """Have all listeners called with the operation. Returns at once. It is skipped if its report says so."""
+        """Have all listeners called with the operation. Returns at once. It is skipped if its report says so.
+
+        `written_bytes` are those of this process, where the report counts those of other ranks, too.
+        """
         _under_way.pop(id(self), None)
         if not _listening:
             return
         outcome: Outcome = "done" if error is None else "failed"
         if isinstance(report, SaveReport) and report.status == "skipped":
             outcome = "skipped"
+        # Whoever asks how long a save took hears one number.
+        seconds = (isinstance(report, SaveReport) and report.total_seconds) or self._spans.total()
         ended = Ended(
             kind=self.kind,
             roots=self.roots,
             step=step,
             outcome=outcome,
             begin=self._epoch + self._spans.begin,
-            end=self._epoch + self._spans.clock(),
+            end=self._epoch + self._spans.begin + seconds,
             phases=tuple(
                 Interval(p.name, self._epoch + p.begin, self._epoch + p.end) for p in self._spans.phases.copy().values()
             ),
             report=report,
+            num_bytes=(report.num_bytes if report is not None else 0) if written_bytes is None else written_bytes,
             error_type="" if error is None else type(error).__name__,
             error=_text_of(error),
             context=self._context,

@@ -59,7 +59,9 @@ PHASE: Final = Metric(
 STALL: Final = Metric(
     "async_ckpt.stall.duration", "histogram", "s", "Time for which a save held the training.", buckets=_SHORT
 )
-IO: Final = Metric("async_ckpt.io", "counter", "By", "Bytes that saves have written, and pulls have read.")
+IO: Final = Metric(
+    "async_ckpt.io", "counter", "By", "Bytes that saves of this process have written, and pulls have read."
+)
 RETRIES: Final = Metric("async_ckpt.retries", "counter", "{retry}", "Requests to storage that were sent again.")
 RECOVERY_POINT: Final = Metric(
     "async_ckpt.recovery_point.timestamp",
@@ -109,7 +111,7 @@ def measured(ended: Ended) -> Iterator[Measurement]:
     if ended.outcome == "done":
         yield Measurement(DURATION, ended.seconds, series)
         if report is not None:
-            yield Measurement(IO, report.num_bytes, series)
+            yield Measurement(IO, ended.num_bytes, series)
         if isinstance(report, SaveReport):
             yield Measurement(STALL, report.stall_seconds, series)
             yield Measurement(RETRIES, report.retries, series)
@@ -120,7 +122,7 @@ def measured(ended: Ended) -> Iterator[Measurement]:
             if ended.step is not None:
                 yield Measurement(RECOVERY_STEP, ended.step, run)
             if report is not None:
-                yield Measurement(STEP_SIZE, report.num_bytes, run)
+                yield Measurement(STEP_SIZE, ended.num_bytes, run)
     if ended.kind in ("save", "publish"):
         for root in ended.roots:
             free = None if "://" in root else free_bytes_at(Path(root))

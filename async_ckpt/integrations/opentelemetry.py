@@ -109,7 +109,7 @@ def _facts(ended: Ended) -> dict[str, str | float]:
     if ended.step is not None:
         facts[f"{_SCOPE}.step"] = ended.step
     if ended.report is not None:
-        facts[IO.name] = ended.report.num_bytes
+        facts[IO.name] = ended.num_bytes
     if isinstance(ended.report, SaveReport):
         facts |= {STALL.name: ended.report.stall_seconds, RETRIES.name: ended.report.retries}
     return facts

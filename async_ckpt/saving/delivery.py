@@ -58,6 +58,9 @@ class Target:
     num_bytes_beside = 0
     """Bytes of other objects of the checkpoint, which `commit` writes."""
 
+    num_driver_bytes = 0
+    """Those of them that this process wrote."""
+
     times: SaveTimes | None = None
     """How long the save has taken, set before `agree` and before `commit`."""
 

@@ -136,7 +136,7 @@ class Ledger:
                 await save.after_failure(error, off_loop)
         else:
             self._count(report)
-            operation.end(report.step, report)
+            operation.end(report.step, report, written_bytes=save.written_bytes)
             failed = await self._clean(handle, save.tidy(off_loop))
             save.settled.set_result(None)
             handle.set_result(report)

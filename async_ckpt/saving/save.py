@@ -64,6 +64,7 @@ class Save(ABC):
     """One save of any kind: of a state, of files, or by a function of the user's. Subclasses carry it out."""
 
     exit_timeout: float | None = None  # seconds that the interpreter's exit waits for it
+    written_bytes: int | None = None  # by this process, if the report also counts those of other ranks
     num_missed = 0  # targets that have no committed checkpoint when the save has finished
 
     def __init__(

@@ -93,6 +93,11 @@ class Attempt:
         return any(delivery.is_committed for delivery in self._deliveries)
 
     @property
+    def written_bytes(self) -> int:
+        """The bytes that this process has written for the checkpoint, counted once for all targets."""
+        return self.drain.file_bytes + max(target.num_driver_bytes for target in self.targets)
+
+    @property
     def num_missed(self) -> int:
         """The number of targets without a committed checkpoint."""
         return sum(not (delivery.is_committed or delivery.is_kept) for delivery in self._deliveries)
@@ -328,6 +333,7 @@ class StateSave(Save):
             num_tensors=self._num_tensors,
             unchanged_groups=self._unchanged_in(self._groups.result(attempt.drain.digests.of_blocks)),
         )
+        self.written_bytes = attempt.written_bytes
         for target in attempt.targets:
             target.outcome = SaveOutcome(report, call_seconds, self._groups.sizes)
         return report

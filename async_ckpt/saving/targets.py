@@ -373,6 +373,7 @@ class StepTarget(JointTarget):
         except BaseException:
             sink.abort()
             raise
+        self.num_driver_bytes = num_bytes
         archive = Archive(path.rpartition("/")[2], num_bytes, driver.digest)
         folder = self._run.folder(self._contents.step)
         return [GroupLocation(group, self._contents.step, folder, archive) for group in driver.groups]

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from trainers import OURS, STEPS, Archives, Files, Kept, losses, trainer_of
 from transformers import GPT2LMHeadModel, Trainer
 
-from async_ckpt import files
+from async_ckpt import Place, files
 from async_ckpt.integrations.transformers import make_async
 
 MARK = "trainer_state.json"
@@ -67,7 +67,13 @@ def test_a_training_is_resumed_from_the_newest_whole_checkpoint_of_a_store(url, 
 
 def test_a_checkpoint_of_the_same_name_is_replaced_with_all_its_files(url):
     for kind in (Files, Archives):
-        trainer_of(kind, url, max_steps=2).train()
+        trainer = trainer_of(kind, url, max_steps=2)
+        trainer.train()
+        (logged,) = [row for row in trainer.state.log_history if "async_ckpt/num_bytes" in row]
+        storage = Place(url).storage()
+        assert logged["async_ckpt/num_bytes"] == sum(storage.sizes("checkpoint-2").values())
+        seconds = logged["async_ckpt/total_seconds"]
+        assert logged["async_ckpt/bandwidth"] == pytest.approx(logged["async_ckpt/num_bytes"] / seconds)
     assert "training.tar" in names(f"{url}/checkpoint-2")
     assert "optimizer.pt" not in names(f"{url}/checkpoint-2")
 

@@ -49,6 +49,8 @@ class TrainerSave:
     ) -> None:
         self.run, self.name, self._snap, self._files, self._began = run, name, snap, files, began
         self.step, self._call_seconds, self._stall_in_call = 0, 0.0, snap.stall_seconds
+        self._uploaded: list[int] = []  # the sizes of files that this rank uploads; the thread of the save adds them
+        self._archive: TrainingArchive | None = None
 
     def begin(self, trainer: Any, rng: Mapping[str, bytes]) -> None:
         """Have everything written that this rank writes. `rng` has the files of random states of all ranks."""
@@ -58,11 +60,12 @@ class TrainerSave:
                 in_archive["rng"] = rng
             archive = None
             if in_archive:
-                archive = self.run.archive(in_archive, self.name, kind_of_archive(trainer))
+                archive = self._archive = self.run.archive(in_archive, self.name, kind_of_archive(trainer))
                 self.handle = archive.handle
                 self.handle.add_done_callback(SaveHandle.exception)  # the save of the folder fails with it
             if trainer.args.should_save:
-                rest = _Rest(_frozen(trainer), {**self._files, **({} if "rng" in in_archive else rng)})
+                files = {**self._files, **({} if "rng" in in_archive else rng)}
+                rest = _Rest(_frozen(trainer), files, self._uploaded)
                 self.handle = self._begin_folder(snap, in_archive, rest, archive)
         state = trainer.state
         self.step, self.row_before = state.global_step, state.log_history[-1] if state.log_history else None
@@ -88,10 +91,18 @@ class TrainerSave:
         whole = dataclasses.replace(
             report,
             step=self.step,
+            num_bytes=self._num_bytes(report),
             stall_seconds=self._call_seconds + self._snap.stall_seconds - self._stall_in_call,
             total_seconds=self._call_seconds + report.total_seconds,
         )
         return whole.as_dict(LOGGED_AS)
+
+    def _num_bytes(self, report: SaveReport) -> int:
+        """The bytes of the whole checkpoint. In a store, the save of the folder counts its mark alone."""
+        if not self._uploaded:
+            return report.num_bytes
+        archive = self._archive if self._archive is not None and self._archive.is_part else None
+        return sum(self._uploaded) + (0 if archive is None else archive.handle.result().num_bytes)
 
 
 def _frozen(trainer: Any) -> Any:
@@ -111,12 +122,15 @@ def _frozen(trainer: Any) -> Any:
 
 
 class _Rest:
-    """The rest of a folder, beside its tensors. `wrap` passes it on as it is: nothing in it changes any more."""
+    """The rest of a folder, beside its tensors. `wrap` passes it on as it is: nothing in it changes any more.
 
-    __slots__ = ("files", "trainer")
+    `uploaded` gets the sizes of files that are uploaded.
+    """
 
-    def __init__(self, trainer: Any, files: Mapping[str, bytes]) -> None:
-        self.trainer, self.files = trainer, files
+    __slots__ = ("files", "trainer", "uploaded")
+
+    def __init__(self, trainer: Any, files: Mapping[str, bytes], uploaded: list[int]) -> None:
+        self.trainer, self.files, self.uploaded = trainer, files, uploaded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Rest:
         return self
@@ -150,6 +164,7 @@ def _upload_folder(
     """Fill the folder at a URL; its mark is uploaded when this has ended."""
     with local_work_dir(url) as folder:
         _write_folder(weights, in_files, rest, archive, folder)
+        rest.uploaded.extend(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
         shutil.move(os.path.join(folder, STATE), mark)
 
 
