@@ -20,7 +20,7 @@ from ..runs.starts import Start, about_start, lives, refuse_if_alive
 from ..spans import shown_time
 from ..spec import Keep
 from ..storage.place import Place
-from .listing import parse_best
+from .listing import broken_steps, parse_best
 from .screen import USAGE, Answer, counted, escaped, in_table, print_json, print_table, print_text
 from .selection import ChosenRun, refuse_newer, runs_at
 
@@ -61,6 +61,7 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
     rows = [row for each in shown for row in each.rows()]
     going = [row for row in rows if row.deleted]
     freed = sum(row.num_bytes or 0 for row in going)
+    broken = {step: text for one in chosen for step, text in broken_steps(one.run, one.run.view()).items()}
     if not as_json:
         print_table(
             ("step", "size", "fate"),
@@ -68,7 +69,8 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
                 (
                     str(row.step),
                     "damaged" if row.num_bytes is None else in_table(row.num_bytes),
-                    "delete" if row.deleted else "keep",
+                    ("delete" if row.deleted else "keep")
+                    + (f", broken: {escaped(broken[row.step])}" if row.step in broken else ""),
                 )
                 for row in rows
             ),
@@ -89,7 +91,13 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
         freed = sum(row.num_bytes or 0 for row in rows if row.deleted)
         print_json(
             "pruning",
-            {"place": place.shown, "dry_run": dry_run, "steps": [row.as_json() for row in rows], "num_bytes": freed},
+            {
+                "place": place.shown,
+                "dry_run": dry_run,
+                "steps": [row.as_json() for row in rows],
+                "num_bytes": freed,
+                "broken": [*broken],
+            },
         )
 
 
