@@ -147,10 +147,12 @@ def _is_pickle(head: bytes) -> bool:
 
 def _is_other_tar(head: bytes) -> bool:
     """True for a sound header of a tar that does not begin with an index of ours, even a damaged one."""
-    block, text = head[: tar.BLOCK], head[tar.BLOCK :][: len(index.BEGIN)]
-    num_same = sum(one == ours for one, ours in zip(text, index.BEGIN, strict=False))
+    block, text = head[: tar.BLOCK], head[tar.BLOCK :]
+    begin = text[: len(index.BEGIN)]
+    num_same = sum(one == ours for one, ours in zip(begin, index.BEGIN, strict=False))
+    has_index = index.FORMAT.encode() in text or 2 * num_same >= len(begin)
     with suppress(ValueError):
-        is_own = block.startswith(_OWN_MEMBER) and 2 * num_same >= len(text)
+        is_own = block.startswith(_OWN_MEMBER) and has_index
         return len(block) == tar.BLOCK and tar.has_checksum(block) and not is_own
     return False
 

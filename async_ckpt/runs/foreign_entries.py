@@ -68,8 +68,12 @@ def step_formats(storage: Storage, names: Iterable[str]) -> list[str]:
     belong to something else.
     """
     named = {f"{name}/{MANIFEST}": (step_name, name) for step_name, name in possible_steps(names)}
-    committed = [named[path] for path in storage.existing([*named])]
-    committed = [one for one in committed if pattern_of(one[0].step_format) is not None]
+    return formats_of(named[path] for path in storage.existing([*named]))
+
+
+def formats_of(steps: Iterable[tuple[StepName, str]]) -> list[str]:
+    """The formats of the folders of these steps, as few as name all of them."""
+    committed = [one for one in steps if pattern_of(one[0].step_format) is not None]
     padded: dict[str, set[str]] = {}
     for step_name, _ in committed:
         if step_name.is_padded:

@@ -143,7 +143,7 @@ def parse_names(data: bytes) -> None:
         safetensors.is_of_rank(name)
     marks_in(names)
     foreign_entries.foreign_kind(names)
-    foreign_entries.step_formats(names)
+    foreign_entries.formats_of(foreign_entries.possible_steps(names))
     _, found_starts = starts.split_starts(sorted(names))
     steps = list(range(0, 40, 3))
     commits = [starts.Commit("0" * 8, start.label) for start in found_starts] or [None]
