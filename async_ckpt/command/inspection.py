@@ -207,7 +207,8 @@ def _statistics_of(archive: Contents, numbers: Sequence[int]) -> Callable[[int],
 def statistics(reader: TensorReader, number: int) -> dict[str, float] | None:
     """Least, greatest, mean, standard deviation and 2-norm of the finite items, and how many are NaN or infinite.
 
-    None for a dtype whose items are no numbers for torch. Computed in pieces. The deviation is put together from those of the pieces (Chan, Golub, LeVeque 1979).
+    None for a dtype whose items are no numbers for torch. Computed in pieces, whose deviations are put together (Chan,
+    Golub, LeVeque 1979).
     """
     count, mean, squares, norm2, num_nan, num_inf = 0, 0.0, 0.0, 0.0, 0, 0
     least, greatest = math.inf, -math.inf

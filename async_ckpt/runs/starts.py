@@ -36,8 +36,8 @@ from .manifest import seal, unseal
 _NAME: Final = re.compile(r"start-(\d{8,18})\.([0-9a-f]{8})\.(\d{1,255})\.json")
 # All names of starts sort between these texts.
 _FIRST, _LAST = "start-", "start."
-# The number of starts that stay listed where nobody can tell which have ended. What a process commits that sleeps through
-# more of them is not told from the commits after it.
+# The number of starts that stay listed where nobody can tell which have ended. If a process sleeps through more of
+# them, its commits cannot be told from later ones.
 NUM_KEPT: Final = 32
 
 

@@ -49,9 +49,7 @@ def _of_ranks(names: Iterable[str]) -> set[str]:
 
 
 class StepFolder(NamedTuple):
-    """The folder of a step: the names in it, its manifest if it is sound, the names that manifests name, and the text of
-    the manifest.
-    """
+    """The folder of a step: its names, its manifest if that is sound, the names in manifests, the manifest's text."""
 
     names: list[str]
     manifest: Manifest | None

@@ -447,7 +447,7 @@ class UnchangedGroups:
 
 
 def _still_lends(run: Run, lent: Collection[GroupLocation]) -> bool:
-    """Whether a root still has what it lends. A store is asked when the save is committed, not on the caller's thread."""
+    """Whether a root still has what it lends. A store is asked at the commit, not on the caller's thread."""
     if run.storage.remote:
         return True
     try:

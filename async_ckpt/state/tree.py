@@ -252,8 +252,9 @@ def decode(
     """The structure of a skeleton, with a `StoredLeaf` for each leaf that the archive stores, and the list of these.
 
     If its class is among `types`, a namedtuple or an enum's member is one again, and a dataclass's instance is a
-    `SavedRecord`; otherwise they are a tuple, the member's value, and a dict, or, for None, each an `OfClass`. Leaves whose path `keep` refuses are left
-    out, and so are containers that end up empty thereby; the result is None if nothing is left.
+    `SavedRecord`; otherwise they are a tuple, the member's value, and a dict, or, for None, each an `OfClass`. Leaves
+    whose path `keep` refuses are left out, and so are containers that end up empty thereby; the result is None if
+    nothing is left.
     Raises ValueError for a node that `encode` would not have made: nothing in a skeleton can make it raise another
     error, or allocate more than the skeleton's own size. Raises TypeError for `types` that are not stored by name, or
     that have the same name.

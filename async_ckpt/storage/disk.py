@@ -48,8 +48,8 @@ _ADVICE: Final = {
     errno.EIO: "the disk may be failing: look at the kernel's log, and choose another disk",
     errno.ESTALE: "the file system of a server has gone: mount it again",
     errno.ENAMETOOLONG: "choose a shorter path",
-    errno.EFBIG: "the file system, or the limit of this process (ulimit -f), allows no file of that size: raise the limit, "
-    "or choose a file system that holds larger files",
+    errno.EFBIG: "the file system, or the limit of this process (ulimit -f), allows no file of that size: raise the "
+    "limit, or choose a file system that holds larger files",
     errno.ELOOP: "a link leads back to itself: correct it, or delete it",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "this host has too many open files",
@@ -202,8 +202,8 @@ def refuse_dangling(path: Path) -> None:
         if os.path.islink(one):
             target = os.path.join(one.parent, os.readlink(one))
             raise StorageUnavailableError(
-                f"{one} is a link to {target}, which does not exist or leads back to the link; restore or mount what it "
-                "leads to, or delete the link",
+                f"{one} is a link to {target}, which does not exist or leads back to the link; restore or mount what "
+                "it leads to, or delete the link",
                 path=str(path),
             )
 

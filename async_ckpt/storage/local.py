@@ -118,7 +118,7 @@ class LocalStorage(Storage):
 
     @contextmanager
     def _root_told(self) -> Iterator[None]:
-        """What is missing says nothing if the root itself is behind a link to nothing: then that is raised."""
+        """Raise the error about the root if it is a link to nothing: then a missing file says nothing about itself."""
         try:
             yield
         except FileNotFoundError:

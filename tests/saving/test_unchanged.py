@@ -15,6 +15,7 @@ import pytest
 import torch
 from archives import forge_manifest
 from frozen import BIG, Training, save
+from states import open_run
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, NotUnchangedError, Place

@@ -1,6 +1,6 @@
 """The differences of two checkpoints.
 
-- `diffing.py` is the word `diff` of the command: it finds the names that two checkpoints share, and prints what differs.
-- `tensor_differences.py` measures the difference of two tensors, piece by piece; `equality.py` tells whether two objects
-  are equal, part by part.
+- `diffing.py` is the word `diff` of the command. It finds the names in both checkpoints, and prints what differs.
+- `tensor_differences.py` measures the difference of two tensors, piece by piece.
+- `equality.py` tells whether two objects are equal, part by part.
 """

@@ -25,8 +25,8 @@ from ..states.named_items import (
     Container,
     Items,
     NamedItem,
-    Naming,
     Path,
+    PathForm,
     Unread,
     kind_of_tensor,
     node_of,
@@ -149,7 +149,7 @@ def differences(ours: Items, theirs: Items, *, rtol: float = 0.0, atol: float = 
     compared = (_compared(a, b, names, rtol=rtol, atol=atol) for a, b in pairs)
     rows = [row for row in compared if row is not None]
     num_names, num_equal = len(pairs), len(pairs) - len(rows)
-    if naming is Naming.EXACT:
+    if naming is PathForm.EXACT:
         around = [row for row in _containers_compared(ours.containers, theirs.containers, names) if row is not None]
         rows, num_names = rows + around, num_names + len(around)
     rows.sort(key=lambda row: (_ORDER.index(row.what), -(row.max_abs or 0.0), row.name))
@@ -159,7 +159,7 @@ def differences(ours: Items, theirs: Items, *, rtol: float = 0.0, atol: float = 
 _Pair = tuple[NamedItem | None, NamedItem | None]
 
 
-def _pairs(ours: Iterable[NamedItem], theirs: Iterable[NamedItem], naming: Naming) -> Iterator[_Pair]:
+def _pairs(ours: Iterable[NamedItem], theirs: Iterable[NamedItem], naming: PathForm) -> Iterator[_Pair]:
     """The items of one name, in the order of A; None for one that the other checkpoint lacks.
 
     First those of the very same path. Then, as one of the formats keeps no more of a path than `naming` says, those
@@ -167,7 +167,7 @@ def _pairs(ours: Iterable[NamedItem], theirs: Iterable[NamedItem], naming: Namin
     """
     a, b = ({typed(item.path): item for item in items} for items in (ours, theirs))
     partner = {path: path for path in a if path in b}
-    if naming is not Naming.EXACT:
+    if naming is not PathForm.EXACT:
         loose = _loose(naming)
         alone_a, alone_b = (_alone(loose, (p for p in one if p not in partner), one) for one in (a, b))
         partner |= {path: alone_b[name] for name, path in alone_a.items() if name in alone_b}
@@ -176,8 +176,8 @@ def _pairs(ours: Iterable[NamedItem], theirs: Iterable[NamedItem], naming: Namin
     yield from ((None, item) for item in b.values())
 
 
-def _loose(naming: Naming) -> Callable[[Path], Hashable]:
-    return dotted if naming is Naming.FLAT else lambda path: tuple(map(str, path))
+def _loose(naming: PathForm) -> Callable[[Path], Hashable]:
+    return dotted if naming is PathForm.FLAT else lambda path: tuple(map(str, path))
 
 
 def _alone(
@@ -331,7 +331,7 @@ def _shown_shape(shape: Iterable[int]) -> str:
 
 
 def _extras(item: NamedItem) -> Iterator[str]:
-    """What else is to be said of a tensor in a file of torch."""
+    """Further facts about a tensor in a file of torch."""
     if item.kind != "tensor" or item.facts is None:
         return
     kind, requires_grad, attributes = item.facts

@@ -215,7 +215,7 @@ def _parts_of_generators(a: torch.Generator, b: torch.Generator) -> _Pairs:
 
 
 def _parts_by_pickling(a: Any, b: Any) -> _Pairs:
-    """What pickle would write of two objects. Raises the error of an object that cannot be pickled."""
+    """The parts of two objects that pickle would write. Raises the error of an object that cannot be pickled."""
     left, right = _pickled(a), _pickled(b)
     if isinstance(left, str) or isinstance(right, str):  # the name of an object in a module
         return _same(left == right and getattr(a, "__module__", None) == getattr(b, "__module__", None))
@@ -269,7 +269,7 @@ class _Bits:
 
 
 def _items_of(tensor: torch.Tensor) -> Any:
-    """What the items of a plain tensor of any layout consist of. Raises _UnknownError if they cannot be read."""
+    """The parts of a plain tensor of any layout that make up its items. Raises _UnknownError if they cannot be read."""
     if tensor.is_meta:
         return None  # it has none
     if tensor.is_nested:

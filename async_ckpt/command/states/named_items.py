@@ -39,7 +39,7 @@ Chunks = Callable[[], Iterator[torch.Tensor]]
 Path = tuple[Any, ...]
 
 
-class Naming(IntEnum):
+class PathForm(IntEnum):
     """The extent to which a format keeps paths: as they are, with all keys as text, or as one dotted name."""
 
     EXACT = 0
@@ -97,7 +97,7 @@ class Items(NamedTuple):
 
     leaves: Sequence[NamedItem]
     containers: Sequence[Container]
-    naming: Naming = Naming.EXACT
+    naming: PathForm = PathForm.EXACT
     keeps_empty: bool = True
 
 
@@ -128,7 +128,7 @@ class ItemWalk:
             self.add(item, (*path, key))
         self._open.discard(id(value))
 
-    def items(self, naming: Naming = Naming.EXACT, *, keeps_empty: bool = True) -> Items:
+    def items(self, naming: PathForm = PathForm.EXACT, *, keeps_empty: bool = True) -> Items:
         return Items(self.leaves, self.containers, naming, keeps_empty)
 
 
@@ -166,7 +166,7 @@ def _inside(value: Any) -> _Inside | None:
 
 
 def beside_items(value: Any) -> Any:
-    """What a container has beside its items: attributes, and the arguments of those of the standard library."""
+    """The parts of a container beside its items: attributes, and the arguments of those of the standard library."""
     kind = type(value)
     if kind in (dict, list, tuple):
         return None

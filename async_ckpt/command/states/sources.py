@@ -32,7 +32,7 @@ from ...state.per_rank import PerRank
 from ...state.tree import StoredLeaf
 from ...storage.place import Place
 from ..screen import Answer
-from .named_items import CHUNK_BYTES, Items, ItemWalk, NamedItem, Naming, Unread, described
+from .named_items import CHUNK_BYTES, Items, ItemWalk, NamedItem, PathForm, Unread, described
 from .torch_files import TorchFile, torch_file
 
 T = TypeVar("T")
@@ -171,7 +171,7 @@ def _items_of_parts(parts: Sequence[Part], select: Select, trust: bool) -> Items
     return Items(
         [item for walk in walks for item in walk.leaves],
         [*{one.path: one for walk in walks for one in walk.containers}.values()],
-        Naming.FLAT if is_flat else Naming.EXACT if keeps_empty else Naming.TEXT,
+        PathForm.FLAT if is_flat else PathForm.EXACT if keeps_empty else PathForm.TEXT,
         keeps_empty,
     )
 

@@ -360,7 +360,7 @@ class MergedArchives(Contents):
         return digests_of
 
     def _objects_by_rank(self, stored: Iterable[StoredLeaf]) -> dict[int, dict[int, StoredLeaf]]:
-        """The pickled leaves by the rank whose archive has them, and by their numbers here, with their numbers there."""
+        """The pickled leaves by the rank whose archive has them and by their numbers here, with those there."""
         by_rank: dict[int, dict[int, StoredLeaf]] = {}
         for leaf in stored:
             if leaf.kind == "object":

@@ -20,7 +20,7 @@ import xxhash
 from ...spec import MIB
 from ..disk import sync_folder
 from ..locks import TEMP_SUFFIX, temp_stem
-from ..proven.known import Known
+from ..proven.known import PlaceFacts
 from ..proven.whole_copy import NoRangesError
 from .info import Info, Moment, ReplacedError, probe_name
 from .setup import OncePerProcess
@@ -43,7 +43,7 @@ class FileTree:
 
     in_order = True
 
-    def __init__(self, filesystem: OncePerProcess, root: str, protocol: str, shown: str, known: Known) -> None:
+    def __init__(self, filesystem: OncePerProcess, root: str, protocol: str, shown: str, known: PlaceFacts) -> None:
         self._filesystem = filesystem
         self._root = root
         self.objects = protocol in _OBJECTS

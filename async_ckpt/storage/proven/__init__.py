@@ -1,5 +1,5 @@
-"""What a place can do: proved before the first save, remembered, and worked around.
+"""The abilities of a place: proved before the first save, remembered, and worked around.
 
-`place_proof.py` writes a tiny object and looks at what has become of it. `known.py` remembers what was found out in this
-process. `whole_copy.py` reads objects where a part of one cannot be read.
+`place_proof.py` writes a tiny object and looks at what has become of it. `known.py` remembers what was found out in
+this process. `whole_copy.py` reads objects where a part of one cannot be read.
 """

@@ -1,4 +1,4 @@
-"""What this process has found out about the clients of places and their servers.
+"""Facts that this process has found out about the clients of places and their servers.
 
 In: facts, each once. Out: the same facts, and a line in the log for each. Knows nothing of: requests.
 """
@@ -15,7 +15,7 @@ from ...host.process import OnceInProcess
 _log: Final = logging.getLogger("async_ckpt")
 
 
-class Known:
+class PlaceFacts:
     """The facts about one client of one place. All storages of that place share it. From any thread.
 
     The fields are only ever set to one other value, so it does no harm if two threads find out the same.
@@ -34,22 +34,22 @@ class Known:
             _log.warning("%s: %s", shown, fact)
 
     def __repr__(self) -> str:
-        return f"<Known runs={self.serves_runs} files={self.serves_files} ignores_ranges={self.ignores_ranges}>"
+        return f"<PlaceFacts runs={self.serves_runs} files={self.serves_files} ignores_ranges={self.ignores_ranges}>"
 
 
 # By the identity of a client.
-known_of = OnceInProcess(Known)
+known_of = OnceInProcess(PlaceFacts)
 
 
-_of_objects: weakref.WeakKeyDictionary[Any, Known] = weakref.WeakKeyDictionary()
+_of_objects: weakref.WeakKeyDictionary[Any, PlaceFacts] = weakref.WeakKeyDictionary()
 
 
-def known_to(client: Any) -> Known:
-    """What is known of a client that a user has made."""
+def known_to(client: Any) -> PlaceFacts:
+    """The facts about a client that a user has made."""
     try:
-        return _of_objects.setdefault(client, Known(""))
+        return _of_objects.setdefault(client, PlaceFacts(""))
     except TypeError:  # of a class without weak references, or without a hash
-        return Known("")
+        return PlaceFacts("")
 
 
 def identity_of(*parts: object) -> str:
