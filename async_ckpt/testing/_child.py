@@ -1,5 +1,5 @@
 """The program that runs one server for `servers.py`: `_child.py moto`, or `_child.py rclone <its command line>`, or
-`_child.py program <a command line with {port} in it>`.
+`_child.py program <a port, or 0> <a command line, perhaps with {port} in it>`.
 
 In: standard input, which closes when the owner ends in any way. Out: the endpoint, one line on standard output, once
 the server answers. Knows nothing of: async_ckpt, which it must not import.
@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
 from typing import Any
 
 
@@ -83,15 +82,12 @@ def rclone(command: list[str]) -> None:
         server.wait()
 
 
-def program(command: list[str]) -> None:
-    names = sorted({name for word in command for name in re.findall(r"\{port\d*\}", word)})
-    with ExitStack() as free:
-        sockets = {name: free.enter_context(socket.socket()) for name in names}
-        for one in sockets.values():
-            one.bind(("127.0.0.1", 0))
-        ports = {name: one.getsockname()[1] for name, one in sockets.items()}
-    port = ports["{port}"]
-    words = [re.sub(r"\{port\d*\}", lambda match: str(ports[match[0]]), word) for word in command]
+def program(port: int, command: list[str]) -> None:
+    if not port:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    words = [word.replace("{port}", str(port)) for word in command]
     server = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         threading.Thread(target=_announce_port, args=[server, port], daemon=True).start()
@@ -130,6 +126,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "moto":
         moto()
     elif sys.argv[1] == "program":
-        program(sys.argv[2:])
+        program(int(sys.argv[2]), sys.argv[3:])
     else:
         rclone(sys.argv[2:])

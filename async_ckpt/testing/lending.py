@@ -37,7 +37,7 @@ SIZES: Final = [
 ODD_NAMES: Final = ["x y", "größe 検", "a+b", "100%", "%2F", "a#b", "a?b=c&d", "~(it's)*!"]
 
 
-# Folders whose names sort on either side of others by the slash behind them, or by the code units of UTF-16.
+# Folders whose names sort on either side of others by the slash behind them, or otherwise in UTF-16.
 SORTED_NAMES: Final = [
     "step",
     "step 1",

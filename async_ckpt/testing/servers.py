@@ -104,12 +104,12 @@ def rclone_server(folder: str | os.PathLike[str]) -> Iterator[Server]:
 
 
 @contextmanager
-def run_program(*arguments: str) -> Iterator[str]:
-    """Run a program that listens on `{port}` of its arguments, a free one, as are `{port1}` and so on.
+def run_program(*arguments: str, port: int = 0) -> Iterator[str]:
+    """Run a program that listens on this port, or on a free one in place of `{port}` in its arguments.
 
     Yields its endpoint once it accepts connections. Raises RuntimeError if it ends before that.
     """
-    with _run_child("program", *arguments) as (endpoint, _):
+    with _run_child("program", str(port), *arguments) as (endpoint, _):
         yield endpoint
 
 

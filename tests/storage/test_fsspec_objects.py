@@ -398,7 +398,7 @@ def test_a_url_that_is_no_place_is_refused(url, message):
 @pytest.mark.parametrize(
     ("url", "package", "command"),
     [
-        ("sftp://u:hunter2@host/run", "paramiko", "pip install paramiko"),
+        ("smb://u:hunter2@host/run", "smbclient", "pip install smbclient"),
         ("s3://bucket", "s3fs", r'pip install "async_ckpt\[fsspec\]"'),
         ("memory://run", "fsspec", r'pip install "async_ckpt\[fsspec\]"'),
     ],
@@ -406,7 +406,7 @@ def test_a_url_that_is_no_place_is_refused(url, message):
 def test_a_missing_package_is_named_with_the_command_that_installs_it(url, package, command, monkeypatch):
     monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})
     monkeypatch.setattr(sys.modules["fsspec.registry"], "registry", {})
-    monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.smb", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=command) as caught:
         FsspecStorage(url)

@@ -16,7 +16,7 @@ from async_ckpt.storage.fsspec import file_tree
 from async_ckpt.storage.fsspec.sinks import AppendingSink
 from async_ckpt.storage.fsspec.store import FsspecStorage
 from async_ckpt.storage.locks import TEMP_SUFFIX
-from async_ckpt.storage.proven.known import PlaceFacts
+from async_ckpt.storage.proven.known import ClientFacts
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_a_store_whose_file_objects_upload_shows_nothing_before_the_commit(s3, b
     """As for gcsfs and its like, by the file object of s3fs, which follows the same protocol."""
     fs = s3fs_of(s3)
     fs.default_block_size = SEGMENT
-    tree = file_tree.FileTree(lambda: fs, f"{bucket}/run", "gcs", "gcs://run", PlaceFacts(""))
+    tree = file_tree.FileTree(lambda: fs, f"{bucket}/run", "gcs", "gcs://run", ClientFacts(""))
     data = os.urandom(12 * MIB)
     translate = FsspecStorage("memory://unused")._translate_errors
     sink = AppendingSink(tree, f"{bucket}/run/x", len(data), "x", lambda: translate("x"))

@@ -7,15 +7,9 @@ name that exists; Azure and Google have interfaces of their own.
 from __future__ import annotations
 
 import gc
-import json
 import logging
-import shutil
-import subprocess
-import sys
 import uuid
 import warnings
-from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import store_servers
@@ -164,7 +158,17 @@ _WEBDAV = {
         ("test_a_name_may_have_any_character", "test_sizes_are_by_the_names_that_objects_were_given"), _NAMES
     ),
 }
-NOT_APPLICABLE: dict[str, dict[str, str]] = {"webdav4 on wsgidav": _WEBDAV, "webdav4 on rclone": _WEBDAV}
+NOT_APPLICABLE: dict[str, dict[str, str]] = {
+    "webdav4 on wsgidav": _WEBDAV,
+    "webdav4 on rclone": _WEBDAV,
+    "obstore on rclone": _RACES,
+    "sshfs": {
+        "test_an_object_that_is_replaced_while_it_is_read_is_never_a_mixture": "SFTP tells times in whole seconds"
+    },
+    "gcsfs on fake-gcs-server": {
+        "test_a_name_may_have_any_character": "the server does not find some of these names after a copy"
+    },
+}
 
 
 @pytest.fixture(params=PLACES)
@@ -220,7 +224,6 @@ def test_a_run_is_saved_replaced_rolled_back_deleted_and_read_again(place, caplo
     assert str(async_ckpt.verify(place)).startswith(f"{place.text}: 2 steps, 4 to 5, are sound")
     said = [record.message for record in caplog.records if record.name == "async_ckpt"]
     assert not [line for line in said if "failed" in line or "incomplete" in line]
-    assert len(said) == len({*said})
 
 
 def test_versions_follow_each_other(place, tmp_path):

@@ -17,9 +17,10 @@ import sys
 import threading
 import time
 import uuid
-from email.utils import format_datetime
 from datetime import datetime
+from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 from xml.sax.saxutils import escape
 
@@ -31,7 +32,7 @@ class Translator(BaseHTTPRequestHandler):
     wbufsize = 1 << 16  # head and body of an answer in one packet
     port = 0  # of fake-gcs-server
     deciding = threading.Lock()  # it looks at a condition and then stores, so two puts could both win
-    uploads: dict[str, dict[int, bytes]] = {}
+    uploads: ClassVar[dict[str, dict[int, bytes]]] = {}
 
     def handle_any(self) -> None:
         body = self._body()
@@ -56,7 +57,7 @@ class Translator(BaseHTTPRequestHandler):
             return self.upload(bucket, unquote(key), query, body)
         return getattr(self, f"object_{self.command.lower()}")(bucket, unquote(key), body)
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = handle_any
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = handle_any  # noqa: N815 - as http.server calls them
 
     def _body(self) -> bytes:
         if "chunked" not in self.headers.get("transfer-encoding", ""):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -81,16 +83,32 @@ def seaweed(folder: Path) -> Iterator[Server]:
         json.dumps({"identities": [{"name": "test", "credentials": [keys], "actions": rights}]})
     )
     (folder / "data").mkdir()
-    ports = [f"-{part}.port.grpc={{port{n}}}" for n, part in enumerate(("master", "volume", "filer", "s3"), 4)]
+    master, volume, filer, s3 = _ports(4)
     with run_program(
-        weed, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-s3.port={port}",
-        f"-s3.config={folder / 's3.json'}", "-master.port={port1}", "-volume.port={port2}", "-filer.port={port3}",
-        "-master.volumeSizeLimitMB=64", "-master.telemetry=false", *ports,
+        weed, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", f"-s3.port={s3}",
+        f"-s3.config={folder / 's3.json'}", f"-master.port={master}", f"-volume.port={volume}",
+        f"-filer.port={filer}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.volumeSizeLimitMB=64",
+        "-master.telemetry=false", port=s3,
     ) as endpoint:  # fmt: skip
         server = _server(endpoint)
         until(lambda: _answers(server))
         yield server
         server._close()
+
+
+def _ports(number: int) -> list[int]:
+    """Free ports of which that 10,000 above is free, too: SeaweedFS listens there as well."""
+    found: list[int] = []
+    while len(found) < number:
+        port = random.randint(20_000, 32_000)
+        try:
+            for one in (port, port + 10_000):
+                with socket.socket() as free:
+                    free.bind(("127.0.0.1", one))
+        except OSError:
+            continue
+        found.append(port)
+    return found
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import xxhash
 from ...spec import MIB
 from ..disk import sync_folder
 from ..locks import TEMP_SUFFIX, temp_stem
-from ..proven.known import PlaceFacts
+from ..proven.known import ClientFacts
 from ..proven.whole_copy import NoRangesError
 from .info import Info, Moment, ReplacedError, probe_name
 from .setup import OncePerProcess
@@ -31,6 +31,7 @@ _OBJECTS: Final = frozenset(
 )
 # Filesystems whose `rmdir` refuses a folder that is not empty; others (Arrow's) delete its content.
 _KEEPS_FULL_FOLDERS: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb"})
+_LISTING_TRIES: Final = 5
 _COPIED_BYTES: Final = 4 * MIB
 # Fields that differ between versions of a file, the most reliable first.
 _STAMPS: Final = (
@@ -43,7 +44,7 @@ class FileTree:
 
     in_order = True
 
-    def __init__(self, filesystem: OncePerProcess, root: str, protocol: str, shown: str, known: PlaceFacts) -> None:
+    def __init__(self, filesystem: OncePerProcess, root: str, protocol: str, shown: str, known: ClientFacts) -> None:
         self._filesystem = filesystem
         self._root = root
         self.objects = protocol in _OBJECTS
@@ -167,7 +168,7 @@ class FileTree:
         fs = self._filesystem()
         if self._protocol in ("webdav", "dav"):  # its `mv` copies, and refuses to replace
             fs.client.move(name, to, overwrite=True)
-        elif type(fs).mv is AbstractFileSystem.mv:  # which takes `?` and `[` in names as patterns
+        elif type(fs).mv is AbstractFileSystem.mv and "mv" not in vars(fs):  # it takes `?` and `[` as patterns
             fs.cp_file(name, to)
             fs.rm_file(name)
         else:
@@ -223,8 +224,19 @@ class FileTree:
     def remove_if_empty(self, folder: str) -> bool:
         if not self._keeps_full_folders:
             return False
+        from fsspec import AbstractFileSystem
+
+        fs = self._filesystem()
+        has_own = type(fs).rmdir is not AbstractFileSystem.rmdir or "rmdir" in vars(fs)
         try:
-            self._filesystem().rmdir(folder)
+            if has_own:
+                fs.rmdir(folder)
+            elif hasattr(fs, "_rmdir"):  # of sshfs, whose `rmdir` does nothing
+                from fsspec.asyn import sync  # type: ignore[import-untyped]
+
+                sync(fs.loop, fs._rmdir, folder)
+            else:
+                return False
         except Exception:  # not empty, which is the usual case, or already gone
             return False
         return True
@@ -233,7 +245,7 @@ class FileTree:
         fs = self._filesystem()
         fs.invalidate_cache(folder)
         try:
-            names = [entry.rstrip("/") for entry in fs.ls(folder or "/", detail=False)]
+            names = [entry.rstrip("/") for entry in self._listed(folder, detail=False)]
         except (FileNotFoundError, NotADirectoryError):
             return set()
         return {entry.rpartition("/")[2] for entry in names if entry != folder}
@@ -246,7 +258,7 @@ class FileTree:
             inner, prefix = folders.pop()
             fs.invalidate_cache(inner)
             try:
-                entries = fs.ls(inner or "/", detail=True)
+                entries = self._listed(inner, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             for entry in entries:
@@ -259,6 +271,15 @@ class FileTree:
                 else:
                     sizes[path] = entry["size"]
         return sizes
+
+    def _listed(self, folder: str, *, detail: bool) -> list[Any]:
+        """The result of `ls`. If a file goes meanwhile, rclone's WebDAV server breaks its answer off, as no XML."""
+        for _ in range(_LISTING_TRIES):
+            try:
+                return self._filesystem().ls(folder or "/", detail=detail)  # type: ignore[no-any-return]
+            except SyntaxError as error:  # what parsers of XML raise
+                broken = error
+        raise OSError(errno.EIO, f"its listing cannot be understood ({broken})") from broken
 
     def tree(self, name: str) -> tuple[list[str], list[str]]:
         """The files and folders of a tree, outer folders first, each as the part of its name behind `name`.

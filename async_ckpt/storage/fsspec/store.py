@@ -18,7 +18,7 @@ from ...host.deadlines import OBJECT_SECONDS
 from .. import stores
 from ..bulk import delete, existing
 from ..interface import Reader, Storage
-from ..proven.known import PlaceFacts, identity_of, known_of, known_to
+from ..proven.known import ClientFacts, identity_of, known_of, known_to
 from ..proven.place_proof import prove
 from ..proven.whole_copy import NO_RANGES, NoRangesError, WholeCopy
 from ..url import scheme_of, shown, split_bucket, starred, unusable_name
@@ -322,7 +322,7 @@ class FsspecReader(Reader):
     """One object, read by ranges; reads fail once it is replaced."""
 
     def __init__(
-        self, place: Bucket | FileTree, name: str, known: PlaceFacts, root: str, shown_as: str, translate: Translate
+        self, place: Bucket | FileTree, name: str, known: ClientFacts, root: str, shown_as: str, translate: Translate
     ) -> None:
         self._place = place
         self._name = name

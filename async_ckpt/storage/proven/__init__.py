@@ -1,4 +1,4 @@
-"""The abilities of a place: proved before the first save, remembered, and worked around.
+"""The abilities of places: proved before the first save, remembered, and made up for where they are missing.
 
 `place_proof.py` writes a tiny object and looks at what has become of it. `known.py` remembers what was found out in
 this process. `whole_copy.py` reads objects where a part of one cannot be read.

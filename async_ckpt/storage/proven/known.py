@@ -1,4 +1,4 @@
-"""Facts that this process has found out about the clients of places and their servers.
+"""Facts about the clients of places and their servers, as this process has found them out.
 
 In: facts, each once. Out: the same facts, and a line in the log for each. Knows nothing of: requests.
 """
@@ -15,7 +15,7 @@ from ...host.process import OnceInProcess
 _log: Final = logging.getLogger("async_ckpt")
 
 
-class PlaceFacts:
+class ClientFacts:
     """The facts about one client of one place. All storages of that place share it. From any thread.
 
     The fields are only ever set to one other value, so it does no harm if two threads find out the same.
@@ -34,22 +34,22 @@ class PlaceFacts:
             _log.warning("%s: %s", shown, fact)
 
     def __repr__(self) -> str:
-        return f"<PlaceFacts runs={self.serves_runs} files={self.serves_files} ignores_ranges={self.ignores_ranges}>"
+        return f"<ClientFacts runs={self.serves_runs} files={self.serves_files} ignores_ranges={self.ignores_ranges}>"
 
 
 # By the identity of a client.
-known_of = OnceInProcess(PlaceFacts)
+known_of = OnceInProcess(ClientFacts)
 
 
-_of_objects: weakref.WeakKeyDictionary[Any, PlaceFacts] = weakref.WeakKeyDictionary()
+_of_objects: weakref.WeakKeyDictionary[Any, ClientFacts] = weakref.WeakKeyDictionary()
 
 
-def known_to(client: Any) -> PlaceFacts:
+def known_to(client: Any) -> ClientFacts:
     """The facts about a client that a user has made."""
     try:
-        return _of_objects.setdefault(client, PlaceFacts(""))
+        return _of_objects.setdefault(client, ClientFacts(""))
     except TypeError:  # of a class without weak references, or without a hash
-        return PlaceFacts("")
+        return ClientFacts("")
 
 
 def identity_of(*parts: object) -> str:

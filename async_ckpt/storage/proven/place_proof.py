@@ -16,7 +16,7 @@ from ...errors import StorageUnavailableError
 from ...spans import TIMEKEEPER, Timekeeper
 from ..interface import Storage
 from ..stores import PROBE
-from .known import PlaceFacts
+from .known import ClientFacts
 
 _OLD: Final = b"0123456789 written by async_ckpt to see what can be done here"
 _NEW: Final = b"This replaces what was written before, and is deleted at once."
@@ -25,7 +25,7 @@ _PART: Final = (5, 23)
 _LISTING_WAITS: Final = (0.1, 0.2, 0.4, 0.8, 1.6)
 
 
-def prove(storage: Storage, known: PlaceFacts, *, for_run: bool, timer: Timekeeper = TIMEKEEPER) -> None:
+def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: Timekeeper = TIMEKEEPER) -> None:
     """Prove, once in a process, that a place can be saved to.
 
     A place for single objects must let a part of one be read. A place for a run must also let a small object be
