@@ -298,7 +298,7 @@ class Run:
             )
 
     def lends(self, lent: Collection[GroupLocation]) -> bool:
-        """Whether a committed manifest still has these archives, so that nobody deletes them."""
+        """Whether these archives are there, and a committed manifest has them, so that nobody deletes them."""
         missing = {(one.step, one.archive.name) for one in lent}
         for step in {one.step for one in lent}:
             try:
@@ -312,7 +312,8 @@ class Run:
             self.root.forget(list(self.root.known.borrowers))
             borrowers = self.view().borrowers.values()
             missing -= {(other.step, other.archive.name) for manifest in borrowers for other in manifest.elsewhere}
-        return not missing
+        paths = {f"{one.folder}/{one.archive.name}" for one in lent}
+        return not missing and len(self.storage.existing(sorted(paths))) == len(paths)
 
     def _start_label(self, before: Manifest | None, listing: Listing) -> str:
         """The start for a manifest. Below newer steps it is that of the replaced manifest, so the newer steps count."""

@@ -201,11 +201,13 @@ def refuse_dangling(path: Path) -> None:
             return
         if os.path.islink(one):
             target = os.path.join(one.parent, os.readlink(one))
-            raise StorageUnavailableError(
-                f"{one} is a link to {target}, which does not exist or leads back to the link; restore or mount what "
-                "it leads to, or delete the link",
-                path=str(path),
-            )
+            why = "which does not exist; restore or mount it, or delete the link"
+            try:
+                os.stat(one)
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    why = f"which leads back to it ({error.strerror}); correct the link, or delete it"
+            raise StorageUnavailableError(f"{one} is a link to {target}, {why}", path=str(path))
 
 
 def refuse_special(path: Path) -> None:

@@ -517,7 +517,7 @@ def _by_hand(how: str, folder: Any) -> None:
     if how == "manifest":
         (folder / "manifest.json").unlink()
     elif how == "renamed":
-        folder.rename(folder.with_name("bad"))
+        folder.rename(folder.with_name(f"bad_{folder.name}"))
     else:
         shutil.rmtree(folder)
 
