@@ -123,8 +123,7 @@ class OpenDcp(Contents):
             skeleton = _skeleton(paths, metadata.tensors)
         except dcp_metadata.TorchOnlyError as error:
             raise CorruptCheckpointError(
-                f"{self.path}: {error}, which torch.distributed.checkpoint alone reads; load it with that",
-                path=self.path,
+                f"{self.path}: {error}; load it with torch.distributed.checkpoint", path=self.path
             ) from error
         except ValueError as error:
             raise self.corrupt(f"its {dcp_metadata.NAME} cannot be trusted: {error}") from error
