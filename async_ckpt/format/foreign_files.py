@@ -152,7 +152,7 @@ def _is_other_tar(head: bytes) -> bool:
     num_same = sum(one == ours for one, ours in zip(begin, index.BEGIN, strict=False))
     has_index = index.FORMAT.encode() in text or 2 * num_same >= len(begin)
     with suppress(ValueError):
-        is_own = block.startswith(_OWN_MEMBER) and has_index
+        is_own = block.startswith(_OWN_MEMBER) or has_index
         return len(block) == tar.BLOCK and tar.has_checksum(block) and not is_own
     return False
 

@@ -298,7 +298,9 @@ class ZstdReader(Reader):
                     path=self._path,
                     kind="compressed",
                 ) from error
-            raise self._corrupt(f"{error}; the file is cut off: fetch it again") from error
+            raise self._corrupt(
+                f"{error}; the file is cut off: fetch it again; or another program has compressed it: then use unpack()"
+            ) from error
         if any(not 0 < f.uncompressed <= min(BLOCK_BYTES, f.compressed * _MAX_RATIO) for f in frames):
             raise self._corrupt("its frames are not those of an archive; use unpack()")
         return frames

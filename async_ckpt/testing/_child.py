@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -102,7 +101,7 @@ def _announce_port(server: subprocess.Popen[bytes], port: int) -> None:
         try:
             socket.create_connection(("127.0.0.1", port)).close()
         except OSError:
-            time.sleep(0.02)
+            threading.Event().wait(0.02)
         else:
             print(f"http://127.0.0.1:{port}", flush=True)
             server.wait()
