@@ -193,7 +193,7 @@ def test_a_store_cannot_tell_who_lives_and_says_so(bucket: Any, nursery: Nursery
 
 # A training that goes on from step 1, whose group it does not write again, and leaves the run or lives on.
 GOES_ON = """
-import json, sys, torch
+import json, sys, time, torch
 from states import open_run
 from async_ckpt import Place
 url, options, lives = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] == "lives"
@@ -202,7 +202,7 @@ ckpt = open_run(Place(url, options=options), on_rollback="retire")
 assert ckpt.restore(state, step=1) == 1
 ckpt.save(state, 3, unchanged="base").result()
 print("saved", flush=True)
-sys.stdin.read() if lives else ckpt.close()
+time.sleep(60) if lives else ckpt.close()
 """
 
 

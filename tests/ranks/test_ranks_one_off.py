@@ -226,10 +226,10 @@ def test_a_run_is_not_written_over(worlds: Worlds):
         "ValueError",
         "ValueError",
         "ValueError",
-        "NotADirectoryError",
+        "NotAFolderError",
         "ValueError",
     ]
-    assert [name for name, *_ in rank_1] == [*["PeerFailedError"] * 3, "NotADirectoryError", "ValueError"]
+    assert [name for name, *_ in rank_1] == [*["PeerFailedError"] * 3, "NotAFolderError", "ValueError"]
     assert "is a run" in rank_0[0][1]
     assert "a step of the run" in rank_0[1][1]
     assert "a step of the run" in rank_0[2][1]
