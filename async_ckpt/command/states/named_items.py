@@ -24,6 +24,7 @@ import torch
 from ...backends import is_host
 from ...spec import DTYPES
 from ...state.dtypes import is_describable
+from ...state.generators import SavedGenerator
 from ...state.names import dotted, shown
 from ...state.per_rank import ListItems
 from ...state.plain import INLINE_BYTES, SCALARS, NotPlainError, class_name, fields_of, hashable_node, is_record
@@ -112,6 +113,8 @@ class ItemWalk:
 
     def add(self, value: Any, path: Path = ()) -> None:
         """Add the items of a value."""
+        if isinstance(value, SavedGenerator):
+            value = value.made()
         if isinstance(value, StoredLeaf) and self._stored is not None:
             self._stored(self, value, path)
             return
