@@ -50,7 +50,8 @@ def test_a_commit_asks_a_store_the_same_few_things_whatever_is_kept(s3, bucket, 
         assert ckpt.steps() == list(range(4, num_kept + 4))
         assert journaled_steps(ckpt) == list(range(4, num_kept + 4))
     # A new process looks at each folder once: what is written there, and what a dead writer may have left.
-    assert learned <= 30 + 3 * num_kept
+    # Six requests prove the place.
+    assert learned <= 36 + 3 * num_kept
 
 
 def test_with_several_roots_a_commit_asks_a_store_no_more(s3, bucket, proxy, tmp_path):

@@ -110,6 +110,18 @@ def test_of_many_objects_those_that_a_listing_does_not_show_are_asked_for(far, p
     assert {path for path, content in far.read_many(paths).items() if content} == {*paths[::2]}
 
 
+def test_of_many_objects_those_are_known_to_be_missing_whose_folders_show_later_names(far, proxy):
+    """Such as the manifests of steps that a rollback has retired."""
+    paths = [f"step_{number:05d}/manifest.json" for number in range(60)]
+    for path in paths:
+        far.replace(path.replace("manifest.json", "rank_00000.tar"), b"1")
+    far.replace(paths[7], b"1")
+    before = len(proxy.requests)
+
+    assert far.existing(paths) == [paths[7]]
+    assert [request.kind for request in proxy.requests[before:]] == ["list_objects"]
+
+
 def test_more_objects_than_a_page_has_are_looked_for_on_several_pages(far, proxy, s3, bucket):
     paths = [f"step_{number:05d}/manifest.json" for number in range(1100)]
     for path in paths[3:]:
@@ -130,7 +142,7 @@ def test_where_pages_tell_little_each_object_is_asked_for(far, proxy, s3, bucket
     before = len(proxy.requests)
 
     assert far.existing(paths) == [paths[4]]
-    assert [request.kind for request in proxy.requests[before:]] == ["list_objects", *["head_object"] * 6]
+    assert [request.kind for request in proxy.requests[before:]] == ["list_objects", *["head_object"] * 5]
 
 
 def test_an_empty_object_that_marks_a_folder_is_no_object_of_its_name(far, s3, bucket):
@@ -141,12 +153,14 @@ def test_an_empty_object_that_marks_a_folder_is_no_object_of_its_name(far, s3, b
     assert far.existing(["a/x", "b/x", "c/x", ".y"]) == ["b/x", "c/x"]
 
 
-@pytest.mark.parametrize("page", [["c", "a"], ["c"], [], ["z"]])
+@pytest.mark.parametrize("page", [["c", "a"], ["c"], [], ["z"], ["b/z", "b/y", "a/z"]])
 def test_pages_are_not_taken_for_more_than_they_say(far, monkeypatch, page):
     """Directory buckets list in no order, SeaweedFS by folders, and some servers leave out whole folders."""
     for name in "abc":
         far.replace(f"{name}/x", b"1")
-    monkeypatch.setattr(type(far._client), "_page", lambda *_: {f"run/{name}/x": 1 for name in page})
+    monkeypatch.setattr(
+        type(far._client), "_page", lambda *_: {f"run/{name if '/' in name else f'{name}/x'}": 1 for name in page}
+    )
 
     assert far.existing(["a/x", "b/x", "c/x", "d/x"]) == ["a/x", "b/x", "c/x"]
     many = [f"{name}/x" for name in "abcdefghi"]

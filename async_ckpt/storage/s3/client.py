@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from posixpath import basename, commonpath, dirname
@@ -168,8 +168,8 @@ class Client:
     def find(self, paths: Sequence[str]) -> tuple[set[str], list[str]]:
         """Look for these objects by pages of a listing, as long as a page tells of more than a few requests would.
 
-        Returns the paths of those that exist, and the paths of which nothing is known. A listing proves only that an
-        object exists: servers differ in the order of keys, and in where a page begins after a key that does not exist.
+        Returns the paths of those that exist, and the paths of which nothing is known. That a page does not show an
+        object proves little: servers differ in the order of keys, and in where a page begins. See `_left_out`.
         """
         path_of = {self.key(path): path for path in paths}
         missing, there = {*path_of}, set[str]()
@@ -187,11 +187,12 @@ class Client:
                     break
                 raise
             found = {key for key in missing if page.get(key)}  # an empty object may mark a folder of this name
-            missing -= found
+            told = found | _left_out(page, missing)
+            missing -= told
             there |= {path_of[key] for key in found}
             last = next(reversed(page), "")
             is_through = len(page) < _PAGE_KEYS or last >= final or last == after
-            if is_through or len(found) < _LEAST_TOLD or len(missing) > _MOST_PAGES * len(found):
+            if is_through or len(told) < _LEAST_TOLD or len(missing) > _MOST_PAGES * len(told):
                 break
             after = last
         return there, [path_of[key] for key in sorted(missing)]
@@ -333,6 +334,21 @@ class Client:
                 limit = spans.from_now(stores.ORPHAN_SECONDS)
                 options = {**self.settings.options, "deadline_seconds": ABORT_SECONDS}
                 abort_stale_uploads(self.settings.bucket, self.key(path), older_than=limit, options=options, exact=True)
+
+
+def _left_out(page: Mapping[str, int], keys: Iterable[str]) -> set[str]:
+    """The keys, among these, that do not exist: the page shows a later key of the same folder.
+
+    All servers but those of directory buckets list what is in one folder together and in order, whatever the order of
+    folders; that of characters beyond ASCII differs.
+    """
+    last_in: dict[str, str] = {}
+    for key in page:
+        folder = dirname(key)
+        if last_in.get(folder, "") > key:
+            return set()
+        last_in[folder] = key
+    return {key for key in keys if key.isascii() and key not in page and last_in.get(dirname(key), "") > key}
 
 
 def version_of(meta: Any) -> str:
