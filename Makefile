@@ -69,6 +69,7 @@ attack: $(VENV)/.attack      ## each promise of docs/guarantees.md attacked, and
 	$(BIN)/python -m tests.matrices.ranks
 	$(BIN)/python -m tests.matrices.objects
 	$(BIN)/python -m tests.matrices.power
+	$(BIN)/python -m tests.matrices.referee
 	$(BIN)/python -m tests.matrices.hostile
 	$(BIN)/python -m tests.matrices.model
 	$(BIN)/python -W ignore -m tests.matrices.soak

@@ -1,0 +1,45 @@
+"""The eye of the referee with what it does not see by itself: links, syncs, writes and cuts of open files.
+
+In: the variables by which ckpt-chaos arms a process. Out: an event for each call that changes a file below the watched folder,
+at one of which the process ends. Knows nothing of: trainings, verdicts.
+
+ckpt-chaos 0.1.8 sees what CPython audits among `open`, `rename`, `remove`, `mkdir`, `rmdir` and `rmtree`, and `torch.save` and
+`save_file` of safetensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+from ckpt_chaos import inject
+from ckpt_chaos.targets.common import arm_from_env
+
+BY_NAME: Final = ("link", "symlink", "truncate")
+"""Calls whose last path is what they make or change."""
+BY_DESCRIPTOR: Final = ("fsync", "fdatasync", "pwrite", "pwritev", "write", "writev", "ftruncate", "posix_fallocate")
+
+
+def open_eye(*, wide: bool) -> None:
+    """Arm this process, if the referee asks for it; `wide` adds the calls above. The rank is that of the environment."""
+    if not os.environ.get("CKPT_CHAOS_WATCH"):
+        return
+    arm_from_env(int(os.environ.get("RANK", "0")), lazy=True)
+    if wide:
+        for name in BY_NAME:
+            _see(name, lambda arguments: next(one for one in reversed(arguments) if isinstance(one, str | os.PathLike)))
+        for name in BY_DESCRIPTOR:
+            _see(name, lambda arguments: os.readlink(f"/proc/self/fd/{arguments[0]}"))
+
+
+def _see(name: str, path_of: Callable[[tuple[Any, ...]], Any]) -> None:
+    real = getattr(os, name)
+
+    def seen(*arguments: Any, **options: Any) -> Any:
+        path = path_of(arguments)
+        if inject._under(path):
+            inject._event(f"os.{name}", path, tornable=False)
+        return real(*arguments, **options)
+
+    setattr(os, name, seen)

@@ -1,0 +1,36 @@
+"""A few of the kills by the referee; `python -m tests.matrices.referee` does all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ckpt_chaos")
+
+from children import Nursery
+
+from tests.matrices.referee.__main__ import Case, Launcher, counted, referee, wrong_in
+
+
+def test_a_loop_comes_back_from_kills_at_calls_that_the_referee_does_not_see_by_itself(
+    nursery: Nursery, quick_path: Path
+):
+    rows = referee(Case("loop"), Launcher(nursery), quick_path / "ours", most=6)
+
+    assert wrong_in(rows) == []
+    assert counted(rows)["exact"] == len(rows) - 1 >= 3
+    assert any("os.pwrite" in row.label or "os.fsync" in row.label or "os.link" in row.label for row in rows)
+
+
+def test_a_plain_file_that_is_cut_is_found(nursery: Nursery, quick_path: Path):
+    rows = referee(Case("plain loop"), Launcher(nursery), quick_path / "plain", most=8)
+
+    assert counted(rows)["raises"] >= 1
+    assert any("[torn]" in line and "HARD_FAIL" in line for line in wrong_in(rows))
+
+
+def test_a_rank_that_is_not_the_first_is_killed(nursery: Nursery, quick_path: Path):
+    rows = referee(Case("FSDP2", 2, 1), Launcher(nursery), quick_path / "ranks", most=2)
+
+    assert counted(rows) == {"exact": 1, "control failed": 0}
