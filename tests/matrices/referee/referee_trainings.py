@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -244,7 +243,3 @@ def main(name: str, place: str, eye: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         Path(f"{place}.digest").write_text(digest)
     print(f"resumed from step {first}", flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
