@@ -161,8 +161,8 @@ def _lightning(plain: bool) -> Callable[[Path], Resumed]:
         begun = SimpleNamespace(step=0)
 
         class Begins(kit.pytorch.Callback):  # type: ignore[misc, name-defined]
-            def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-                begun.step = trainer.global_step
+            def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
+                begun.step = checkpoint["global_step"]  # no step may be left, by which training would start
 
         saves = kit.ModelCheckpoint(folder, "ck-{step}", every_n_train_steps=EVERY, save_top_k=-1, save_last=True)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
