@@ -88,7 +88,6 @@ class TestS3fsOnMoto(OnMoto):
         return FsspecStorage(self.place(s3), fs=filesystem)
 
 
-_NO_RANGES = "rclone answers a ranged read with the whole object and status 200"
 _NO_CONDITIONS = "rclone ignores conditions, so that nobody can be made sure to be the only one"
 
 
@@ -96,10 +95,6 @@ class TestObstoreOnRclone(OnServer):
     """It checks signatures and writes to a disk, where the objects are read back from."""
 
     not_applicable: ClassVar = {
-        "test_a_range_is_read_exactly": _NO_RANGES,
-        "test_ranges_are_read_by_many_threads_at_once": _NO_RANGES,
-        "test_reading_past_the_end_is_an_end_of_file": _NO_RANGES,
-        "test_an_object_that_is_replaced_while_it_is_read_is_never_a_mixture": _NO_RANGES,
         "test_of_many_writers_that_put_a_new_object_exactly_one_wins": _NO_CONDITIONS,
         "test_of_many_writers_that_replace_one_version_exactly_one_wins": _NO_CONDITIONS,
     }

@@ -87,7 +87,7 @@ def seaweed(folder: Path) -> Iterator[Server]:
     with run_program(
         weed, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", f"-s3.port={s3}",
         f"-s3.config={folder / 's3.json'}", f"-master.port={master}", f"-volume.port={volume}",
-        f"-filer.port={filer}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.volumeSizeLimitMB=64",
+        f"-filer.port={filer}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.volumeSizeLimitMB=1000",
         "-master.telemetry=false", port=s3,
     ) as endpoint:  # fmt: skip
         server = _server(endpoint)
@@ -133,10 +133,10 @@ def _server(endpoint: str) -> Server:
 
 def _answers(server: Server) -> bool:
     """Whether it takes an object, which it may refuse for some seconds after its start."""
-    name = f"ready-{uuid.uuid4().hex[:8]}"
     try:
-        server.make_bucket(name)
-        server.client.put_object(Bucket=name, Key="x", Body=b"1")
+        if "ready" not in [bucket["Name"] for bucket in server.client.list_buckets()["Buckets"]]:
+            server.make_bucket("ready")
+        server.client.put_object(Bucket="ready", Key="x", Body=b"1")
     except Exception:
         return False
     return True
