@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from states import MIB, assert_is_state, difference, open_run, state_at, weight
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, Keep, Place
+from async_ckpt import AsyncCheckpointer, Keep, Place, StorageUnavailableError
 from async_ckpt.testing.servers import Server
 
 
@@ -376,3 +376,43 @@ def test_the_best_stay_in_the_root_that_keeps_them(tmp_path):
         assert ckpt.best("loss", mode="min") == 2
         assert_is_state(ckpt.load(2), 2)
     assert [steps_of(root) for root in (Place(tmp_path / "near"), best)] == [[4], [2, 4]]
+
+
+# --- endpoints of Azure and Google ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "variables"),
+    [
+        ("az://bkt", {"endpoint": "HOST", "account_key": "a2V5"}, {}),
+        ("az://bkt", {"azure_storage_endpoint": "HOST", "azure_storage_account_key": "a2V5"}, {}),
+        ("az://bkt", {"connection_string": "AccountName=a;AccountKey=a2V5;BlobEndpoint=HOST;"}, {}),
+        ("az://bkt", {}, {"AZURE_STORAGE_CONNECTION_STRING": "BlobEndpoint=HOST;AccountName=a;AccountKey=a2V5"}),
+        ("abfs://bkt", {"anon": True}, {"AZURE_STORAGE_ENDPOINT": "HOST"}),
+        ("gs://bkt", {"endpoint": "HOST"}, {}),
+        ("gs://bkt", {"endpoint_url": "HOST", "token": "anon", "project": "p"}, {}),
+        ("gs://bkt", {"google_base_url": "HOST"}, {"STORAGE_EMULATOR_HOST": "elsewhere:1"}),
+        ("gcs://bkt", {}, {"STORAGE_EMULATOR_HOST": "127.0.0.1:1"}),
+    ],
+)
+def test_an_endpoint_is_found_under_each_of_its_names_and_may_do_without_tls(url, options, variables, monkeypatch):
+    def at_host(value):
+        return value.replace("HOST", "http://127.0.0.1:1") if isinstance(value, str) else value
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, at_host(value))
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    storage = Place(url, options={name: at_host(value) for name, value in options.items()} | {"deadline_seconds": 1})
+    with pytest.raises(StorageUnavailableError, match="no answer"):  # nobody listens there, but it was tried
+        storage.storage().names("")
+
+
+def test_keys_are_sent_to_google_without_tls_only_if_they_are_given(monkeypatch):
+    from async_ckpt.storage.s3.azure_google import google_config
+
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    plain = {"endpoint": "http://127.0.0.1:1"}
+    assert google_config(plain)["bearer_token"] == "none"
+    assert google_config({**plain, "bearer_token": "mine"})["bearer_token"] == "mine"
+    assert "bearer_token" not in google_config({**plain, "service_account": "file"})
+    assert "bearer_token" not in google_config({"endpoint": "https://127.0.0.1:1"})

@@ -7,7 +7,11 @@ name that exists; Azure and Google have interfaces of their own.
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import os
+import subprocess
+import sys
 import uuid
 import warnings
 
@@ -243,3 +247,52 @@ def test_versions_follow_each_other(place, tmp_path):
             publisher.publish({"w": torch.full((1000,), float(version))}, version).result()
     with Subscriber(place) as subscriber:
         assert subscriber.pull(tmp_path / "replica").version == 3
+
+
+# --- the command ----------------------------------------------------------------------------------------------
+
+
+def run_command(*words, **variables):
+    done = subprocess.run(
+        [sys.executable, "-m", "async_ckpt", *words, "--deadline", "20", "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout or "null"), done.stderr
+
+
+@pytest.mark.parametrize("by", ["option", "variables", "connection string"])
+def test_the_command_reaches_azure_at_an_endpoint_without_tls(request, by):
+    place = on_azurite(request, "obstore")
+    with open_run(place) as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+    endpoint, account = place.options["endpoint"], place.options["account_name"]
+    keys = {"AZURE_STORAGE_ACCOUNT_NAME": account, "AZURE_STORAGE_ACCOUNT_KEY": place.options["account_key"]}
+    words: tuple[str, ...] = ()
+    if by == "option":
+        words = ("--endpoint", endpoint)
+    elif by == "variables":
+        keys["AZURE_STORAGE_ENDPOINT"] = endpoint
+    else:
+        parts = {"AccountName": account, "AccountKey": place.options["account_key"], "BlobEndpoint": endpoint}
+        keys = {"AZURE_STORAGE_CONNECTION_STRING": ";".join(f"{name}={value}" for name, value in parts.items())}
+    for word in ("ls", "verify"):
+        status, told, error = run_command(word, place.text, *words, **keys)
+        assert (status, error) == (0, "")
+        assert told
+
+
+@pytest.mark.parametrize("by", ["option", "GOOGLE_BASE_URL", "STORAGE_EMULATOR_HOST"])
+def test_the_command_reaches_google_at_an_endpoint_without_tls(request, by):
+    place = on_google(request, "obstore")
+    with open_run(place) as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+    endpoint = place.options["endpoint"]
+    words = ("--endpoint", endpoint) if by == "option" else ()
+    variables = {} if by == "option" else {by: endpoint.removeprefix("http://" if by.startswith("STORAGE") else "")}
+    for word in ("ls", "verify"):
+        status, told, error = run_command(word, place.text, *words, **variables)
+        assert (status, error) == (0, "")
+        assert told
