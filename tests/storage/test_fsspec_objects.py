@@ -35,6 +35,7 @@ from fsspec_places import (
 from racing import PATIENCE, Call
 from states import MIB, open_run, state_at
 
+import async_ckpt
 from async_ckpt import Place, StorageUnavailableError
 from async_ckpt.storage import stores
 from async_ckpt.storage.fsspec.sinks import AppendingSink, MultipartSink
@@ -599,3 +600,31 @@ def test_sinks_can_be_shown(storage):
     assert not sink.relieve()
     assert not sink.retryable
     assert not storage.create("y", num_bytes=1, segment_bytes=1).num_retries
+
+
+class Locking(LocalFileSystem):
+    """As WebDAV of rclone: a folder that another client makes just now is locked, and not there yet."""
+
+    def __init__(self, error, times):
+        super().__init__(skip_instance_cache=True)
+        self.error, self.times, self.calls = error, times, 0
+
+    def makedirs(self, path, exist_ok=False):
+        self.calls += 1
+        if self.calls <= self.times:
+            raise self.error
+        super().makedirs(path, exist_ok=exist_ok)
+
+
+def test_a_folder_that_others_make_just_now_is_made_when_they_have_let_go_of_it(tmp_path):
+    fs = Locking(OSError("423 Locked"), times=2)
+    saved = async_ckpt.save({"epoch": 7}, Place(f"{tmp_path}/a/b/x.tar", fs=fs)).result()
+    assert saved.status == "committed"
+    assert async_ckpt.load(tmp_path / "a/b/x.tar") == {"epoch": 7}
+
+
+def test_a_folder_that_may_not_be_made_is_tried_once(tmp_path):
+    fs = Locking(PermissionError("403"), times=10**6)
+    with pytest.raises(StorageUnavailableError, match="no folder could be made: 403"):
+        async_ckpt.save({"epoch": 7}, Place(f"{tmp_path}/a/x.tar", fs=fs)).result()
+    assert fs.calls == 1

@@ -22,9 +22,12 @@ from ..disk import sync_folder
 from ..locks import TEMP_SUFFIX, temp_stem
 from ..proven.known import ClientFacts
 from ..proven.whole_copy import NoRangesError
+from ..retry import persist
 from .info import Info, Moment, ReplacedError, probe_name
 from .setup import OncePerProcess
 
+# The time for which a folder that cannot be made is tried again.
+_MAKING_SECONDS: Final = 3.0
 # Filesystems where a file appears when it is complete, and folders are only a part of names.
 _OBJECTS: Final = frozenset(
     ["memory", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf", "oci", "ocilake", "oss", "tos", "tosfs"]
@@ -319,6 +322,14 @@ class FileTree:
         return moment
 
 
+class _NotMadeError(Exception):
+    """A folder was not made, for the cause of this error."""
+
+    def __init__(self, *, transient: bool) -> None:
+        super().__init__()
+        self.transient = transient
+
+
 class Draft:
     """A file that is being written: under a temp name, or hidden by the filesystem until `commit`.
 
@@ -345,11 +356,20 @@ class Draft:
                     raise
 
     def _make(self, folder: str) -> None:
+        """Make a folder with those above it, again if need be: rclone's WebDAV locks folders that others are making."""
+        try:
+            persist(lambda: self._make_once(folder), deadline_seconds=_MAKING_SECONDS)
+        except _NotMadeError as failure:
+            error = failure.__cause__
+            raise NotADirectoryError(errno.ENOTDIR, f"no folder could be made: {error}", folder) from error
+
+    def _make_once(self, folder: str) -> None:
         try:
             self._fs.makedirs(folder, exist_ok=True)
-        except Exception as error:  # some filesystems fail if others make the folder at the same time
+        except Exception as error:
             if not self._fs.isdir(folder):
-                raise NotADirectoryError(errno.ENOTDIR, f"no folder could be made: {error}", folder) from error
+                can_change = not (isinstance(error, PermissionError) or self._fs.isfile(folder))
+                raise _NotMadeError(transient=can_change) from error
 
     def commit(self, *, create: bool = False) -> None:
         if self._temp is None:
