@@ -45,6 +45,7 @@ from safetensors import safe_open
 import async_ckpt
 from async_ckpt import Place, StorageFullError, StorageUnavailableError
 from async_ckpt.saving.default import host_memory
+from async_ckpt.storage.stores import PROBE
 from async_ckpt.testing import FaultyProxy
 
 
@@ -419,11 +420,11 @@ def watched(s3: Any) -> Iterator[tuple[FaultyProxy, Far]]:
 
 
 def changes(proxy: FaultyProxy) -> list[str]:
-    """What was put and deleted, in order: `+name` and `-name`."""
+    """What was put and deleted, in order: `+name` and `-name`, but for the probes of the store."""
     return [
         ("-" if request.method == "DELETE" else "+") + request.target.partition("?")[0].rpartition("/")[2]
         for request in proxy.requests
-        if request.kind in ("put_object", "delete_object")
+        if request.kind in ("put_object", "delete_object") and PROBE not in request.target
     ]
 
 

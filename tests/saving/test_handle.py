@@ -14,7 +14,7 @@ from scripted_disk import scripted
 from states import MIB, open_run, state_at
 
 import async_ckpt
-from async_ckpt import SaveHandle, SaveReport, StorageUnavailableError
+from async_ckpt import SaveHandle, SaveReport, StorageUnavailableError, UsageError
 from async_ckpt.host.threads import LibraryThread
 from async_ckpt.saving.drain import Drain
 
@@ -192,7 +192,7 @@ def test_waiting_in_a_callback_for_another_unfinished_save_is_refused_at_once(ck
         assert ended.wait(60)
         disk.release_all()
 
-    assert [type(error) for error in errors[:2]] == [RuntimeError, RuntimeError]
+    assert [type(error) for error in errors[:2]] == [UsageError, UsageError]
     assert "would wait for itself" in str(errors[0])
     assert errors[2] == "committed"
 

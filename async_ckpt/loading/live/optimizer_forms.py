@@ -98,6 +98,8 @@ class OptimizerConverter:
         Raises ValueError, with a text for the user, if a parameter has no name, or if the groups differ.
         """
         form = form_of(saved)
+        if form is Form.NUMBERED:
+            _refuse_odd_names(saved["param_groups"])
         if form is self.form is Form.NUMBERED:
             if adapts_states(self._optimizer):
                 return saved
@@ -403,11 +405,17 @@ def _refuse_twice(names: Sequence[str]) -> None:
         raise ValueError(f"has several parameters of one name, as those of several modules: {', '.join(twice)[:200]}")
 
 
+def _refuse_odd_names(groups: Iterable[Mapping[str, Any]]) -> None:
+    """An index may lie about the names that its optimizer had."""
+    for group in groups:
+        names = group.get("param_names", ())
+        if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
+            raise ValueError("has names of parameters that are not a list of text")
+
+
 def _names_of(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
     """The names of the parameters of each group; None if not all have names."""
     names = [[*group.get("param_names", ())] for group in groups]
-    if not all(isinstance(name, str) for name in chain(*names)):
-        raise ValueError("has names of parameters that are not text")
     return names if any(names) and [*map(len, names)] == _sizes(groups) else None
 
 
