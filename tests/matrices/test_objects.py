@@ -44,4 +44,7 @@ def test_an_archive_that_nothing_names_and_an_open_upload_are_found(s3: Server):
 
     bucket.write(["run/step_00000001/b.tar"])
     bucket.begin_upload("run/step_00000002/c.tar")
-    assert left_in(bucket) == "left: run/step_00000001/b.tar, the upload of run/step_00000002/c.tar"
+    bucket.write(["run/.async_ckpt-probe-01", "single/.async_ckpt-probe-02"])
+    assert left_in(bucket) == (
+        "left: run/step_00000001/b.tar, run/.async_ckpt-probe-01, the upload of run/step_00000002/c.tar"
+    )
