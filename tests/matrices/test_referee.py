@@ -30,6 +30,14 @@ def test_a_plain_file_that_is_cut_is_found(nursery: Nursery, quick_path: Path):
     assert any("[torn]" in line and "HARD_FAIL" in line for line in wrong_in(rows))
 
 
+def test_a_training_that_fails_by_itself_is_not_taken_for_a_killed_one(nursery: Nursery):
+    launcher = Launcher(nursery)
+
+    launcher.run(["no such training", "x", "own"], {"CKPT_CHAOS_CRASH_AT": "3"}, "", 60)
+
+    assert "event 3: ended by itself, status 1" in launcher.failed[0]
+
+
 def test_a_rank_that_is_not_the_first_is_killed(nursery: Nursery, quick_path: Path):
     rows = referee(Case("FSDP2", 2, 1), Launcher(nursery), quick_path / "ranks", most=2)
 

@@ -5,7 +5,8 @@ what is saved, and how.
 
 ckpt-chaos chooses the moments and judges. Its processes are forked from a warm one here, and the rank that it is to kill is told to
 all of them: by itself it kills none but rank 0, and judges the unharmed training. An event is not met if threads and ranks made fewer
-calls than in the first run. That none was met counts as wrong.
+calls than in the first run. That none was met counts as wrong, as does a training that fails by itself, which the tool would take for
+a kill.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +35,7 @@ MODULE: Final = "tests.matrices.referee.referee_trainings"
 _CHILD: Final = f"import sys\nfrom {MODULE} import main\nmain(*sys.argv[1:])"
 WARM: Final = ("trainers", "lightning_runs", "accelerate", "ckpt_chaos.inject", "torch.distributed.checkpoint", MODULE)
 MOST: Final = 10_000  # no event is left out
+KILLED: Final = 137  # the status with which the tool ends a process
 _SECONDS, _PEER_SECONDS = 120.0, 3.0  # as the referee has it: behind a rank that was killed, the others are
 _CHECKPOINTS: Final = {"Trainer": "checkpoint-*", "Lightning": "ck-step=*.ckpt", "accelerate": "ck-*"}
 
@@ -69,21 +71,27 @@ CASES: Final = [
 
 @dataclass(frozen=True)
 class Launcher:
-    """What starts the referee's processes, in place of the two functions by which it does so itself."""
+    """What starts the referee's processes, in place of the two functions by which it does so itself.
+
+    `failed` has the ends of processes that were to be killed, and were neither killed nor done.
+    """
 
     nursery: Nursery
+    failed: list[str] = field(default_factory=list)
 
     def run(self, command: Sequence[str], env: Mapping[str, str], cwd: str, timeout: int) -> tuple[int, str]:
-        return self._ended(self._start(command, env), _SECONDS)
+        return self._ended(self._start(command, env), _SECONDS, env)
 
     def run_group(
         self, commands: Sequence[Sequence[str]], envs: Sequence[Mapping[str, str]], cwd: str, timeout: int, folder: Path
     ) -> tuple[int, str]:
         children = [self._start(command, env) for command, env in zip(commands, envs, strict=True)]
         killed = int(os.environ["CKPT_CHAOS_CRASH_RANK"])  # whose end the others see
-        ends = {killed: self._ended(children[killed], _SECONDS)}
+        ends = {killed: self._ended(children[killed], _SECONDS, envs[killed])}
         patience = _PEER_SECONDS if ends[killed][0] else _SECONDS
-        ends |= {rank: self._ended(child, patience) for rank, child in enumerate(children) if rank != killed}
+        for rank, child in enumerate(children):
+            if rank != killed:
+                ends[rank] = self._ended(child, patience, envs[rank])
         return next((status for status, _ in ends.values() if status), 0), ends[0][1]
 
     def _start(self, command: Sequence[str], env: Mapping[str, str]) -> Child:
@@ -91,12 +99,15 @@ class Launcher:
         given = {name: value for name, value in env.items() if name.startswith("CKPT_CHAOS_") or name in names}
         return self.nursery.start(_CHILD, *command, env=given)
 
-    def _ended(self, child: Child, patience: float) -> tuple[int, str]:
+    def _ended(self, child: Child, patience: float, env: Mapping[str, str]) -> tuple[int, str]:
         try:
             ended = child.ended(patience)
-        except AssertionError as hung:  # it was killed
-            return -9, f"TIMEOUT\n{hung}"
-        return ended.status, ended.out + ended.err
+            status, text = ended.status, ended.out + ended.err
+        except AssertionError as hung:  # the nursery has killed it
+            status, text = -9, f"TIMEOUT\n{hung}"
+        if "CKPT_CHAOS_CRASH_AT" in env and status not in (0, KILLED):
+            self.failed.append(f"event {env['CKPT_CHAOS_CRASH_AT']}: ended by itself, status {status}: {text[-400:]}")
+        return status, text
 
 
 @contextlib.contextmanager
@@ -161,8 +172,9 @@ def _tried(case: Case, *, wide: bool, most: int) -> tuple[Counter[str], int, lis
         folder = Path(place)
         (folder / "children").mkdir()
         with Nursery(folder / "children", *WARM) as nursery:
-            rows = referee(case, Launcher(nursery), folder / "work", wide=wide, most=most)
-    return counted(rows), len(rows) - 1, wrong_in(rows)
+            launcher = Launcher(nursery)
+            rows = referee(case, launcher, folder / "work", wide=wide, most=most)
+    return counted(rows), len(rows) - 1, [*launcher.failed, *wrong_in(rows)]
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ ckpt-chaos 0.1.8 sees what CPython audits among `open`, `rename`, `remove`, `mkd
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ckpt_chaos import inject
@@ -28,16 +28,26 @@ def open_eye(*, wide: bool) -> None:
     arm_from_env(int(os.environ.get("RANK", "0")), lazy=True)
     if wide:
         for name in BY_NAME:
-            _see(name, lambda arguments: next(one for one in reversed(arguments) if isinstance(one, str | os.PathLike)))
+            _see(name, _last_path)
         for name in BY_DESCRIPTOR:
-            _see(name, lambda arguments: os.readlink(f"/proc/self/fd/{arguments[0]}"))
+            _see(name, lambda arguments, _: _path_of(arguments[0]))
 
 
-def _see(name: str, path_of: Callable[[tuple[Any, ...]], Any]) -> None:
+def _last_path(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> str:
+    path = os.fspath(next(one for one in reversed(arguments) if isinstance(one, str | os.PathLike)))
+    folder = options.get("dst_dir_fd", options.get("dir_fd"))
+    return path if folder is None else os.path.join(_path_of(folder), path)
+
+
+def _path_of(descriptor: int) -> str:
+    return os.readlink(f"/proc/self/fd/{descriptor}")
+
+
+def _see(name: str, path_of: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
     real = getattr(os, name)
 
     def seen(*arguments: Any, **options: Any) -> Any:
-        path = path_of(arguments)
+        path = path_of(arguments, options)
         if inject._under(path):
             inject._event(f"os.{name}", path, tornable=False)
         return real(*arguments, **options)
