@@ -47,17 +47,18 @@ def is_sharded(value: Any) -> bool:
 
 
 def is_of_megatron(value: Any) -> bool:
-    """True for a dataclass with the fields of Megatron's ShardedTensor, which is no tensor itself."""
+    """True for a dataclass with the fields, or properties, of Megatron's ShardedTensor, which is no tensor itself."""
     return declares_fields(value, _MEGATRON)
 
 
 def declares_fields(value: Any, names: Set[str]) -> bool:
-    """True for an instance of a dataclass with these fields.
+    """True for an instance of a dataclass with these fields, some of which may be properties.
 
     Its class is asked: some dicts and mocks have any attribute, and one that is asked for a name may raise anything.
     """
-    fields: Mapping[str, Any] = getattr(type(value), "__dataclass_fields__", {})
-    return names <= fields.keys()
+    kind = type(value)
+    fields: Mapping[str, Any] = getattr(kind, "__dataclass_fields__", {})
+    return bool(fields) and all(name in fields or hasattr(kind, name) for name in names)
 
 
 def has_shards(state: Any) -> bool:

@@ -524,6 +524,26 @@ def test_megatrons_tensors_say_where_they_lie_and_how_they_are_called():
     assert not list(wrong_bytes(sliced, (3, 8, 4)))
 
 
+def test_what_megatron_has_as_fields_may_be_properties():
+    @dataclass
+    class Whole:
+        data: torch.Tensor
+        local_shape: tuple[int, ...] = (4,)
+        global_offset: tuple[int, ...] = (0,)
+        key: str = "w"
+        axis_fragmentations: None = None
+        replica_id: int = 0
+
+        @property
+        def global_shape(self) -> tuple[int, ...]:
+            return self.local_shape
+
+    sharded = Whole(torch.arange(4))
+
+    assert is_sharded(sharded)
+    assert Slicer().slice(sharded, name="w").parts[0].tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("replica", "is_copy"), [(0, False), (1, True), ((0, 0, 0), False), ((0, 1, 0), True)])
 def test_megatrons_copies_are_written_by_another_rank(replica: Any, is_copy: bool):
     sharded = Megatron(torch.ones(4), (4,), (4,), (0,), replica_id=replica)

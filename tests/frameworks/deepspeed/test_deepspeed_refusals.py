@@ -90,7 +90,7 @@ here.tell(sorted(os.listdir({folder!r} + "/global_step1")))
 
 def test_places_that_cannot_be_saved_to_are_refused(worlds, tmp_path):
     *told, files = refusals(worlds, _PLACES.format(folder=str(tmp_path / "run")))
-    kinds = ["ValueError", "ValueError", "ValueError", "FileExistsError", "nothing", "nothing"]
+    kinds = ["ValueError", "ValueError", "ValueError", "OccupiedError", "nothing", "nothing"]
     assert [kind for kind, _ in told] == kinds
     texts = ("non-empty", 'layout="archive"', "custom_load_fn", "is a file", "", "")
     for (_, text), expected in zip(told, texts, strict=True):
