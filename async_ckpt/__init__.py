@@ -69,31 +69,31 @@ __all__ = [
 
 if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `__getattr__`
     from . import files as files  # noqa: I001 - one import of errors, not one for each
-    from .checkpointer import AsyncCheckpointer as AsyncCheckpointer
-    from .oneoff import (
+    from .face.checkpointer import AsyncCheckpointer as AsyncCheckpointer
+    from .face.oneoff import (
         load as load,
         release as release,
         save as save,
         snapshot as snapshot,
         verify as verify,
     )
-    from .report import PullReport as PullReport, SaveReport as SaveReport, VerifyReport as VerifyReport
-    from .runs.naming import Naming as Naming
-    from .saving.handle import SaveHandle as SaveHandle
-    from .saving.policy import Due as Due
-    from .spec import Keep as Keep
-    from .staging.held_snapshot import HeldSnapshot as HeldSnapshot
-    from .state.per_rank import PerRank as PerRank
-    from .state.rng import RngState as RngState
-    from .storage.compressed import Zstd as Zstd
-    from .storage.place import Place as Place
-    from .loading.inspected import inspect as inspect
-    from .loading.run_history import history as history
-    from .around.export import export_hf as export_hf
-    from .around.merge import merge as merge
-    from .around.pack import pack as pack
-    from .around.unpack import unpack as unpack
-    from .around.wrap import wrap as wrap
+    from .core.report import PullReport as PullReport, SaveReport as SaveReport, VerifyReport as VerifyReport
+    from .core.runs.naming import Naming as Naming
+    from .core.saving.handle import SaveHandle as SaveHandle
+    from .core.saving.policy import Due as Due
+    from .core.spec import Keep as Keep
+    from .core.staging.held_snapshot import HeldSnapshot as HeldSnapshot
+    from .core.state.per_rank import PerRank as PerRank
+    from .core.state.rng import RngState as RngState
+    from .core.storage.compressed import Zstd as Zstd
+    from .core.storage.place import Place as Place
+    from .core.loading.inspected import inspect as inspect
+    from .core.loading.run_history import history as history
+    from .face.around.export import export_hf as export_hf
+    from .face.around.merge import merge as merge
+    from .face.around.pack import pack as pack
+    from .face.around.unpack import unpack as unpack
+    from .face.around.wrap import wrap as wrap
     from .errors import (
         ClosedError as ClosedError,
         DestinationBusyError as DestinationBusyError,
@@ -115,41 +115,41 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
         UntrustedObjectError as UntrustedObjectError,
         UsageError as UsageError,
     )
-    from .following.follower import follow as follow
-    from .publishing.publisher import Publisher as Publisher
-    from .publishing.subscriber import Subscriber as Subscriber
+    from .weights.following.follower import follow as follow
+    from .weights.publishing.publisher import Publisher as Publisher
+    from .weights.publishing.subscriber import Subscriber as Subscriber
 else:
     # Imported when they are first asked for: most programs need a few of them, and `async-ckpt ls` needs no torch.
     _LATER = {
-        "AsyncCheckpointer": ".checkpointer",
-        "Due": ".saving.policy",
-        "HeldSnapshot": ".staging.held_snapshot",
-        "Keep": ".spec",
-        "Naming": ".runs.naming",
-        "PerRank": ".state.per_rank",
-        "Place": ".storage.place",
-        "PullReport": ".report",
-        "RngState": ".state.rng",
-        "SaveHandle": ".saving.handle",
-        "SaveReport": ".report",
-        "VerifyReport": ".report",
-        "Zstd": ".storage.compressed",
-        "history": ".loading.run_history",
-        "inspect": ".loading.inspected",
-        "load": ".oneoff",
-        "release": ".oneoff",
-        "save": ".oneoff",
-        "snapshot": ".oneoff",
-        "verify": ".oneoff",
-        "Publisher": ".publishing.publisher",
-        "Subscriber": ".publishing.subscriber",
-        "export_hf": ".around.export",
+        "AsyncCheckpointer": ".face.checkpointer",
+        "Due": ".core.saving.policy",
+        "HeldSnapshot": ".core.staging.held_snapshot",
+        "Keep": ".core.spec",
+        "Naming": ".core.runs.naming",
+        "PerRank": ".core.state.per_rank",
+        "Place": ".core.storage.place",
+        "PullReport": ".core.report",
+        "RngState": ".core.state.rng",
+        "SaveHandle": ".core.saving.handle",
+        "SaveReport": ".core.report",
+        "VerifyReport": ".core.report",
+        "Zstd": ".core.storage.compressed",
+        "history": ".core.loading.run_history",
+        "inspect": ".core.loading.inspected",
+        "load": ".face.oneoff",
+        "release": ".face.oneoff",
+        "save": ".face.oneoff",
+        "snapshot": ".face.oneoff",
+        "verify": ".face.oneoff",
+        "Publisher": ".weights.publishing.publisher",
+        "Subscriber": ".weights.publishing.subscriber",
+        "export_hf": ".face.around.export",
         "files": ".files",
-        "follow": ".following.follower",
-        "merge": ".around.merge",
-        "pack": ".around.pack",
-        "unpack": ".around.unpack",
-        "wrap": ".around.wrap",
+        "follow": ".weights.following.follower",
+        "merge": ".face.around.merge",
+        "pack": ".face.around.pack",
+        "unpack": ".face.around.unpack",
+        "wrap": ".face.around.wrap",
     }
 
     def __getattr__(name: str) -> object:

@@ -25,12 +25,12 @@ from typing import Any, Final
 import torch
 
 from async_ckpt import AsyncCheckpointer, Place
-from async_ckpt.command.copying import show as show_copied
-from async_ckpt.command.soundness import show as verify
-from async_ckpt.runs.manifest import NAME as MANIFEST
-from async_ckpt.runs.manifest import Archive, Manifest, SaveTimes
-from async_ckpt.runs.naming import STEP_FORMAT, TRACKER
-from async_ckpt.storage.s3.store import ObjectStorage
+from async_ckpt.core.runs.manifest import NAME as MANIFEST
+from async_ckpt.core.runs.manifest import Archive, Manifest, SaveTimes
+from async_ckpt.core.runs.naming import STEP_FORMAT, TRACKER
+from async_ckpt.stores.s3.store import ObjectStorage
+from async_ckpt.tools.command.copying import show as show_copied
+from async_ckpt.tools.command.soundness import show as verify
 
 from . import probe
 from .browser import MISSING, Chromium, opened, program

@@ -20,7 +20,7 @@ from functools import cached_property
 from time import thread_time
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
-from async_ckpt.storage.interface import Reader, Sink, Storage
+from async_ckpt.core.storage.interface import Reader, Sink, Storage
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from async_ckpt import AsyncCheckpointer, SaveHandle, SaveReport, backends
-from async_ckpt.host.limits import free_memory_bytes
+from async_ckpt.core.host.limits import free_memory_bytes
 
 from .setting import Setting
 

@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from async_ckpt.backends import claim_thread
-from async_ckpt.host.memory import HostBuffer
-from async_ckpt.host.pool import MAX_RUN_BYTES
-from async_ckpt.spec import GIB
+from async_ckpt.core.backends import claim_thread
+from async_ckpt.core.host.memory import HostBuffer
+from async_ckpt.core.host.pool import MAX_RUN_BYTES
+from async_ckpt.core.spec import GIB
 
 from .gpu_bench import Bench, CannotMeasureError, Found, Saves, on_stream
 from .limits import SEGMENT_BYTES

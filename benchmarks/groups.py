@@ -13,10 +13,10 @@ from time import process_time, thread_time
 from typing import Final
 from unittest.mock import patch
 
-from async_ckpt.format import digests
-from async_ckpt.format.layout import Layout
-from async_ckpt.saving.block_digests import GroupDigests
-from async_ckpt.spec import BLOCK_BYTES, PAGE_BYTES, Extent
+from async_ckpt.core.format import digests
+from async_ckpt.core.format.layout import Layout
+from async_ckpt.core.saving.block_digests import GroupDigests
+from async_ckpt.core.spec import BLOCK_BYTES, PAGE_BYTES, Extent
 
 from .figures import Saves
 from .setting import Setting, side_by_side

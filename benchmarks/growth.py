@@ -19,11 +19,11 @@ from typing import Any, ClassVar, Final
 import torch
 
 from async_ckpt import AsyncCheckpointer, Place
-from async_ckpt.host.limits import free_memory_bytes
-from async_ckpt.runs.manifest import NAME as MANIFEST
-from async_ckpt.runs.manifest import Archive, Manifest
-from async_ckpt.spans import monotonic
-from async_ckpt.storage.s3.store import ObjectStorage
+from async_ckpt.core.host.limits import free_memory_bytes
+from async_ckpt.core.runs.manifest import NAME as MANIFEST
+from async_ckpt.core.runs.manifest import Archive, Manifest
+from async_ckpt.core.spans import monotonic
+from async_ckpt.stores.s3.store import ObjectStorage
 from async_ckpt.testing import FaultyProxy
 
 from .apart import Apart, Channel, begun

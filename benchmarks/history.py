@@ -16,9 +16,9 @@ from typing import Any, Final
 import torch
 
 from async_ckpt import AsyncCheckpointer, Place
-from async_ckpt.events.log import FOLDER, MAX_BYTES, NAME, EventLog
-from async_ckpt.spans import monotonic, wall_time
-from async_ckpt.storage.local import LocalStorage
+from async_ckpt.core.events.log import FOLDER, MAX_BYTES, NAME, EventLog
+from async_ckpt.core.spans import monotonic, wall_time
+from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.testing import FaultyProxy
 
 from .setting import Setting

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import async_ckpt
 from async_ckpt import Publisher, Subscriber
-from async_ckpt.host.limits import free_memory_bytes
+from async_ckpt.core.host.limits import free_memory_bytes
 
 from .apart import Apart, Channel, begun
 from .publishing import Model, Weights, lost_beside, weights_of

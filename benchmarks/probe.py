@@ -49,7 +49,7 @@ print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
 """
 _COMMAND: Final = """
 import sys
-from async_ckpt.command.main import status_of
+from async_ckpt.tools.command.main import status_of
 status = status_of(sys.argv[1:])
 print("torch" in sys.modules, file=sys.stderr)
 sys.exit(status)
@@ -187,8 +187,8 @@ def _measure_beyond_segments(root: str, options: dict[str, str], state_bytes: in
 
 
 def _measure_command(module: str, arguments: list[str]) -> int:
-    import_module(f"async_ckpt.command.{module}")
-    from async_ckpt.command.main import status_of
+    import_module(f"async_ckpt.tools.command.{module}")
+    from async_ckpt.tools.command.main import status_of
 
     return _peak_of(lambda: status_of(arguments))
 

@@ -22,7 +22,7 @@ import torch
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, Publisher, Subscriber
-from async_ckpt.publishing.difference import apply, encode
+from async_ckpt.weights.publishing.difference import apply, encode
 
 from .figures import clocked, one_thread
 from .limits import SEGMENT_BYTES, WarmMemory, torch_save, whole_pages

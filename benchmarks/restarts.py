@@ -17,22 +17,22 @@ from typing import Any, Final, NamedTuple, Self
 
 import torch
 
-from async_ckpt.format import digests
-from async_ckpt.format.layout import Layout, TensorPlan, lay_out
-from async_ckpt.loading.archives.find import CommittedStep, from_committed
-from async_ckpt.loading.archives.step_archives import Readers
-from async_ckpt.loading.restore import RestoreOptions, restore_state
-from async_ckpt.runs import layouts
-from async_ckpt.runs.manifest import NAME as MANIFEST
-from async_ckpt.runs.manifest import Manifest, RankFiles, archive_name
-from async_ckpt.runs.receipts import Exchange, Receipt, Table
-from async_ckpt.runs.run import Run
-from async_ckpt.slicing.locator import StepLayout
-from async_ckpt.spec import BLOCK_BYTES
-from async_ckpt.state.capture import capture
-from async_ckpt.state.captured import Capture
-from async_ckpt.state.division import StateDivider
-from async_ckpt.storage.local import LocalStorage
+from async_ckpt.core.format import digests
+from async_ckpt.core.format.layout import Layout, TensorPlan, lay_out
+from async_ckpt.core.loading.archives.find import CommittedStep, from_committed
+from async_ckpt.core.loading.archives.step_archives import Readers
+from async_ckpt.core.loading.restore import RestoreOptions, restore_state
+from async_ckpt.core.runs import layouts
+from async_ckpt.core.runs.manifest import NAME as MANIFEST
+from async_ckpt.core.runs.manifest import Manifest, RankFiles, archive_name
+from async_ckpt.core.runs.receipts import Exchange, Receipt, Table
+from async_ckpt.core.runs.run import Run
+from async_ckpt.core.slicing.locator import StepLayout
+from async_ckpt.core.spec import BLOCK_BYTES
+from async_ckpt.core.state.capture import capture
+from async_ckpt.core.state.captured import Capture
+from async_ckpt.core.state.division import StateDivider
+from async_ckpt.core.storage.local import LocalStorage
 
 from .fake_ranks import sharded, standing_at
 from .far_store import Bucket, FarStorage

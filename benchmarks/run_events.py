@@ -14,9 +14,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from async_ckpt.events.log import EventLog
-from async_ckpt.events.shapes import Event, event
-from async_ckpt.storage.local import LocalStorage
+from async_ckpt.core.events.log import EventLog
+from async_ckpt.core.events.shapes import Event, event
+from async_ckpt.core.storage.local import LocalStorage
 
 BEGIN: Final = 1_790_000_000.0
 _INTERVAL_SECONDS: Final = 600.0

@@ -18,8 +18,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 
-from async_ckpt.saving.planner import Planner, pool_for
-from async_ckpt.state.division import StateDivider
+from async_ckpt.core.saving.planner import Planner, pool_for
+from async_ckpt.core.state.division import StateDivider
 
 from . import restarts
 from .fake_ranks import sharded, standing_at

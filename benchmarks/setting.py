@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from async_ckpt.host.limits import free_memory_bytes
+from async_ckpt.core.host.limits import free_memory_bytes
 
 from .limits import MIB
 

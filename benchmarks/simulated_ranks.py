@@ -27,26 +27,26 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from async_ckpt.format.layout import TensorPlan, lay_out
-from async_ckpt.ranks import agreement, divide
-from async_ckpt.ranks import world as ranks_world
-from async_ckpt.ranks.meeting import Meeting
-from async_ckpt.ranks.peers import Ranks
-from async_ckpt.runs.manifest import NAME as MANIFEST
-from async_ckpt.runs.manifest import Archive, Manifest, SaveTimes, archive_name, parse, seal
-from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt
-from async_ckpt.runs.roots import Roots
-from async_ckpt.runs.run import Run
-from async_ckpt.saving.admission import Admission
-from async_ckpt.saving.ledger import Ledger
-from async_ckpt.saving.lineage import Lineage, StepContents
-from async_ckpt.saving.targets import step_targets
-from async_ckpt.slicing.sharded import LocalShards, Slicer
-from async_ckpt.slicing.shares import MODULUS
-from async_ckpt.slicing.slices import Cut, Mesh, Slices
-from async_ckpt.state.capture import capture
-from async_ckpt.state.captured import Capture
-from async_ckpt.state.division import StateDivider
+from async_ckpt.core.format.layout import TensorPlan, lay_out
+from async_ckpt.core.ranks import agreement, divide
+from async_ckpt.core.ranks import world as ranks_world
+from async_ckpt.core.ranks.meeting import Meeting
+from async_ckpt.core.ranks.peers import Ranks
+from async_ckpt.core.runs.manifest import NAME as MANIFEST
+from async_ckpt.core.runs.manifest import Archive, Manifest, SaveTimes, archive_name, parse, seal
+from async_ckpt.core.runs.receipts import NO_TABLE, Exchange, Receipt
+from async_ckpt.core.runs.roots import Roots
+from async_ckpt.core.runs.run import Run
+from async_ckpt.core.saving.admission import Admission
+from async_ckpt.core.saving.ledger import Ledger
+from async_ckpt.core.saving.lineage import Lineage, StepContents
+from async_ckpt.core.saving.targets import step_targets
+from async_ckpt.core.slicing.sharded import LocalShards, Slicer
+from async_ckpt.core.slicing.shares import MODULUS
+from async_ckpt.core.slicing.slices import Cut, Mesh, Slices
+from async_ckpt.core.state.capture import capture
+from async_ckpt.core.state.captured import Capture
+from async_ckpt.core.state.division import StateDivider
 
 from .far_store import Bucket, FarStorage, Traffic, VirtualLoop
 

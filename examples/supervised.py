@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from async_ckpt import CheckpointError
-from async_ckpt.runs.journal import NAME, parse
+from async_ckpt.core.runs.journal import NAME, parse
 from examples.gpt import Sizes, corpus, digest
 from examples.process import events, running
 from examples.tinker import Saving, TrainingClient

@@ -34,9 +34,9 @@ from racing import PATIENCE, Gate
 from rank_worlds import Worlds
 from slices import examples, shown
 
-from async_ckpt.host import waits
-from async_ckpt.saving import ledger
-from async_ckpt.storage.local import LocalReader
+from async_ckpt.core.host import waits
+from async_ckpt.core.saving import ledger
+from async_ckpt.core.storage.local import LocalReader
 from async_ckpt.testing import FaultyProxy, moto_server, rclone_server
 from async_ckpt.testing.servers import Server
 

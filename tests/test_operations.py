@@ -26,7 +26,7 @@ from torch import nn
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer
-from async_ckpt.runs.run import Run
+from async_ckpt.core.runs.run import Run
 from async_ckpt.testing.servers import Server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="schedulers and shells as Linux has them")

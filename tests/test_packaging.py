@@ -47,7 +47,7 @@ def test_the_wheel_has_the_whole_package_and_nothing_beside_it(wheel: Path) -> N
     package = ROOT / "async_ckpt"
     files = {path for path in package.rglob("*") if path.is_file() and path.parent.name != "__pycache__"}
     assert names == {path.relative_to(ROOT).as_posix() for path in files}
-    assert {"async_ckpt/py.typed", "async_ckpt/command/page/assets/page.js"} <= names
+    assert {"async_ckpt/py.typed", "async_ckpt/tools/command/page/assets/page.js"} <= names
 
 
 def test_every_link_of_the_description_is_absolute_and_leads_to_a_file(metadata: Message) -> None:

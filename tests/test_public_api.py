@@ -11,8 +11,8 @@ import pytest
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CheckpointError, RngState, SaveHandle, SaveReport
-from async_ckpt.report import Progress, VerifyReport
-from async_ckpt.staging.held_snapshot import HeldSnapshot
+from async_ckpt.core.report import Progress, VerifyReport
+from async_ckpt.core.staging.held_snapshot import HeldSnapshot
 
 NAMES = [
     "AsyncCheckpointer",

@@ -15,8 +15,8 @@ from scripted_disk import scripted
 from states import assert_is_state, state_at
 
 from async_ckpt import AsyncCheckpointer, StorageFullError
-from async_ckpt.spans import NO_TRACE, Spans, Trace
-from async_ckpt.trace import TraceFile
+from async_ckpt.core.spans import NO_TRACE, Spans, Trace
+from async_ckpt.core.trace import TraceFile
 
 NUM_SEGMENTS = 3  # of an archive of 9 MiB in segments of 4
 

@@ -16,8 +16,8 @@ except ImportError as error:
     raise ImportError('this needs the API of OpenTelemetry: pip install "async_ckpt[opentelemetry]"') from error
 
 from .. import __version__
-from ..host.operations import Ended, listen
-from ..report import SaveReport
+from ..core.host.operations import Ended, listen
+from ..core.report import SaveReport
 from .measurements import ACTIVE, IO, METRICS, RETRIES, STALL, ActiveOperations, measured
 
 _SCOPE: Final = "async_ckpt"

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from ..core.host.waits import LIVENESS_SECONDS
+from ..core.spans import TIMEKEEPER, duration
+from ..core.state.captured import SnapshotView
 from ..errors import PeerFailedError
-from ..host.waits import LIVENESS_SECONDS
-from ..spans import TIMEKEEPER, duration
-from ..state.captured import SnapshotView
 from .common.frameworks import require, require_names
 from .common.held_weights import HeldTensor, SnapshotWeights
 

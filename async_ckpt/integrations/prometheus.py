@@ -17,7 +17,7 @@ try:
 except ImportError as error:
     raise ImportError('this needs the client of Prometheus: pip install "async_ckpt[prometheus]"') from error
 
-from ..host.operations import Ended, listen
+from ..core.host.operations import Ended, listen
 from .measurements import ACTIVE, METRICS, ActiveOperations, Metric, measured
 
 _UNITS: Final = {"s": "seconds", "By": "bytes"}

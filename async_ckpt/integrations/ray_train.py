@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from ..checkpointer import AsyncCheckpointer
-from ..saving.handle import SaveHandle
-from ..storage.place import Place
+from ..core.saving.handle import SaveHandle
+from ..core.storage.place import Place
+from ..face.checkpointer import AsyncCheckpointer
 from .common.frameworks import LOGGED_AS, require, require_names
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ..backends import is_on_host
-from ..following.web import EngineError, HttpClient
-from ..spans import TIMEKEEPER
-from ..spec import MIB
-from ..state.captured import SnapshotView
+from ..core.backends import is_on_host
+from ..core.spans import TIMEKEEPER
+from ..core.spec import MIB
+from ..core.state.captured import SnapshotView
+from ..weights.following.web import EngineError, HttpClient
 from .common.frameworks import require, require_names
 from .common.held_weights import SnapshotWeights
 from .common.joint_errors import meet

@@ -17,16 +17,16 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ..around.export import export_hf
-from ..checkpointer import AsyncCheckpointer
+from ..core.runs.foreign_entries import OF_DCP
+from ..core.runs.naming import Naming
+from ..core.saving.handle import SaveHandle
+from ..core.slicing.sharded import is_sharded
+from ..core.state.per_rank import PerRank
+from ..core.storage.place import storage_at
 from ..errors import StateMismatchError
-from ..oneoff import load
-from ..runs.foreign_entries import OF_DCP
-from ..runs.naming import Naming
-from ..saving.handle import SaveHandle
-from ..slicing.sharded import is_sharded
-from ..state.per_rank import PerRank
-from ..storage.place import storage_at
+from ..face.around.export import export_hf
+from ..face.checkpointer import AsyncCheckpointer
+from ..face.oneoff import load
 from .common.frameworks import require, require_names
 from .common.joint_errors import meet
 from .common.step_guard import StepGuard

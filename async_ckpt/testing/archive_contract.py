@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
+from ..core.spec import MIB, PAGE_BYTES
+from ..core.storage.interface import Storage
 from ..errors import StorageUnavailableError
-from ..spec import MIB, PAGE_BYTES
-from ..storage.interface import Storage
 from .lending import (
     SEGMENT_BYTES,
     SIZES,

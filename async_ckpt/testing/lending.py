@@ -16,8 +16,8 @@ from typing import Any, Final, TypeVar
 
 import pytest
 
-from ..spec import MIB, PAGE_BYTES
-from ..storage.interface import Sink, Storage
+from ..core.spec import MIB, PAGE_BYTES
+from ..core.storage.interface import Sink, Storage
 
 T = TypeVar("T")
 

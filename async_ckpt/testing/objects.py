@@ -9,8 +9,8 @@ import traceback
 
 import pytest
 
-from ..spec import MIB, PAGE_BYTES
-from ..storage.interface import Storage
+from ..core.spec import MIB, PAGE_BYTES
+from ..core.storage.interface import Storage
 from .lending import (
     NUM_THREADS,
     ODD_NAMES,

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import async_ckpt
 from async_ckpt import StateMismatchError
-from async_ckpt.around import wrap as wrapping
+from async_ckpt.face.around import wrap as wrapping
 from async_ckpt.integrations.accelerate import AsyncState
 from async_ckpt.integrations.common.training_archive import TrainingArchive
 

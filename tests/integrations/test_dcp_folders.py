@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.metadata import (
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError, NotCommittedError, StateMismatchError, UntrustedObjectError
-from async_ckpt.format.dcp_metadata import ZipRecord
+from async_ckpt.core.format.dcp_metadata import ZipRecord
+from async_ckpt.core.loading.archives.contents import Part
+from async_ckpt.core.loading.archives.dcp_checksums import RecordCheck
+from async_ckpt.core.loading.archives.find import from_path
+from async_ckpt.core.loading.ranges import Range, read_ranges
 from async_ckpt.integrations.dcp import TarStorageWriter, convert, restore, to_dcp
-from async_ckpt.loading.archives.contents import Part
-from async_ckpt.loading.archives.dcp_checksums import RecordCheck
-from async_ckpt.loading.archives.find import from_path
-from async_ckpt.loading.ranges import Range, read_ranges
 
 
 def of_torch(state: Any, path: Path) -> Path:

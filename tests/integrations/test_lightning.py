@@ -24,10 +24,10 @@ from racing import Call, Gate, until
 from states import difference
 
 from async_ckpt import CheckpointError, StorageFullError, files
+from async_ckpt.core.saving.ledger import all_saves
+from async_ckpt.core.storage.local import LocalSink
 from async_ckpt.integrations.common.frameworks import require
 from async_ckpt.integrations.lightning import AsyncTarCheckpointIO
-from async_ckpt.saving.ledger import all_saves
-from async_ckpt.storage.local import LocalSink
 
 if not NAMES:
     pytest.skip("Lightning is not installed", allow_module_level=True)

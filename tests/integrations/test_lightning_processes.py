@@ -30,7 +30,7 @@ WARM = NAMES[:1]
 BEGIN = """
 import json, os, signal, sys, threading
 from lightning_runs import *
-from async_ckpt.storage.local import LocalSink
+from async_ckpt.core.storage.local import LocalSink
 kit, checkpoints, folder = kit_of(NAMES[0]), AsyncTarCheckpointIO(), Path(sys.argv[1])
 """
 
@@ -484,7 +484,7 @@ def test_a_rank_that_fails_fails_the_next_save_on_all_ranks(worlds, tmp_path, kn
     """Also while rank 0 has not heard of it yet: it would wait for the shards of a rank that has ended its training."""
     script = """
 from async_ckpt import StorageFullError
-from async_ckpt.storage.local import LocalSink
+from async_ckpt.core.storage.local import LocalSink
 from racing import until
 
 def full(self, *args):

@@ -11,9 +11,9 @@ from matrix_restores import saved
 
 import async_ckpt
 from async_ckpt import StateMismatchError
+from async_ckpt.core.state.per_rank import PerRank
 from async_ckpt.integrations.common.training_archive import missing_in, num_items_in
 from async_ckpt.integrations.skyrl.fsdp_ranks import FSDPCheckpoints
-from async_ckpt.state.per_rank import PerRank
 
 
 @pytest.mark.parametrize("strict", [True, False])

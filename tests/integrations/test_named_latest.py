@@ -9,7 +9,7 @@ from async_ckpt.integrations.common.folders import name_latest
 KILLED = """
 import os, signal
 from pathlib import Path
-import async_ckpt.storage.local
+import async_ckpt.core.storage.local
 from async_ckpt.integrations.common.folders import name_latest
 os.rename = os.replace = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 name_latest(Path({folder!r}, "latest"), "global_step2")

@@ -11,8 +11,8 @@ import torch
 from states import MIB
 
 import async_ckpt
+from async_ckpt.core.staging.guard import deferrable, gate_of, unwrapped
 from async_ckpt.integrations.common.step_guard import StepGuard
-from async_ckpt.staging.guard import deferrable, gate_of, unwrapped
 
 
 def weights() -> list[torch.nn.Parameter]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from async_ckpt.format import digests, index, tar
-from async_ckpt.runs import manifest
-from async_ckpt.spec import BLOCK_BYTES, MIB, PAGE_BYTES, align_up
+from async_ckpt.core.format import digests, index, tar
+from async_ckpt.core.runs import manifest
+from async_ckpt.core.spec import BLOCK_BYTES, MIB, PAGE_BYTES, align_up
 
 
 def read_index(path: Path) -> dict[str, Any]:

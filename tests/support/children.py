@@ -23,7 +23,7 @@ from typing import Any
 from racing import PATIENCE, until
 
 import async_ckpt
-from async_ckpt.storage.local import LocalSink
+from async_ckpt.core.storage.local import LocalSink
 
 # Imports once, then forks a child for each job. The child leaves the loop and runs the job as its main program, so
 # that it ends like any other: exit hooks, tracebacks and status are the interpreter's own. Behind the last hook, the
@@ -40,7 +40,7 @@ import torch._inductor  # two seconds, which the first optimizer of every child 
 for name in sys.argv[1:]:
     __import__(name)
 children._know_stores()
-from async_ckpt.host import waits
+from async_ckpt.core.host import waits
 for of_torch in list(weakref.finalize._registry):
     of_torch.atexit = False  # it would take hundreds of operators back, one by one
 waits._FIRST_SECONDS = 60.0  # on a slow machine anything may take long enough to be told of, which is no failure
@@ -276,8 +276,8 @@ def die_at(number: int, die: Callable[[], None] = _die) -> Callable[[], int]:
 
 def die_at_request(number: int, die: Callable[[], None] = _die) -> Callable[[], int]:
     """From now on, die ahead of the `number`-th call that changes something in an object store. Returns the count so far."""
-    from async_ckpt.storage.s3.sink import ObjectSink
-    from async_ckpt.storage.s3.store import ObjectStorage
+    from async_ckpt.stores.s3.sink import ObjectSink
+    from async_ckpt.stores.s3.store import ObjectStorage
 
     lock, count = threading.Lock(), 0
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from async_ckpt.command.main import status_of
+from async_ckpt.tools.command.main import status_of
 
 
 def store_options(options: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, str]]:

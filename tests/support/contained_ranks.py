@@ -10,7 +10,7 @@ from containers import Container, Lazy, Parts, adamw
 from rank_states import fsdp, fsdp_tp, keep_full, network, trained
 from torch import nn
 
-from async_ckpt.state.optimizers import parts_of
+from async_ckpt.core.state.optimizers import parts_of
 
 __all__ = [
     "Lazy",

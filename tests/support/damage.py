@@ -16,7 +16,7 @@ from archives import assemble, parsed_index, read_index
 
 import async_ckpt
 from async_ckpt import CheckpointError
-from async_ckpt.format import index, tar
+from async_ckpt.core.format import index, tar
 
 STATE: dict[str, Any] = {
     "m": {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from async_ckpt.storage.local import LocalStorage
+from async_ckpt.core.storage.local import LocalStorage
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from racing import Skipping, until
 from states import assert_is_state, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, Place, StorageUnavailableError
-from async_ckpt.storage.s3 import client, store
+from async_ckpt.stores.s3 import client, store
 from async_ckpt.testing import FaultyProxy
 
 # A store that does not come back is given up after this time.

@@ -10,7 +10,7 @@ from fsspec.implementations.local import LocalFileSystem
 from loans import Loan
 from states import MIB
 
-from async_ckpt.storage.fsspec.store import FsspecStorage
+from async_ckpt.stores.fsspec.store import FsspecStorage
 
 KINDS = ("memory", "local", "folder", "s3fs", "s3fs object")
 SEGMENT = 5 * MIB

@@ -1,6 +1,6 @@
 """Random trainings on simulated devices: states, streams, guards, budgets; what is saved loads back as it was at the call.
 
-`python tests/support/fuzz_device.py 10000` runs as many, `--seed 7` begins elsewhere; `tests/staging/test_device_fuzz.py` runs some. A
+`python tests/support/fuzz_device.py 10000` runs as many, `--seed 7` begins elsewhere; `tests/core/staging/test_device_fuzz.py` runs some. A
 scenario is a function of its seed but for the order in which threads come.
 """
 

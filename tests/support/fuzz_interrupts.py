@@ -1,7 +1,7 @@
 """Ctrl-C at any line of `save`, guarded or not, leaves a checkpointer that saves on, and nothing half done.
 
 The interrupt is raised by a trace function, where Python itself would run a signal's handler: between two lines. Some of the lines are
-in `tests/saving/test_interrupts.py`. `python tests/support/fuzz_interrupts.py 10000` interrupts as many saves at random lines.
+in `tests/core/saving/test_interrupts.py`. `python tests/support/fuzz_interrupts.py 10000` interrupts as many saves at random lines.
 """
 
 from __future__ import annotations

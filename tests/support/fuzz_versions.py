@@ -1,7 +1,7 @@
 """Published versions that were damaged, or made to do harm: a pull has the weights that were published, or is a CheckpointError.
 
 `python tests/support/fuzz_versions.py 5000` pulls so many hostile versions, `--seed 7` begins elsewhere; `--bits` flips every bit
-of two indices. `tests/publishing/test_versions_that_lie.py` tries some of both. A scenario is a function of its number.
+of two indices. `tests/weights/publishing/test_versions_that_lie.py` tries some of both. A scenario is a function of its number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from slices import some
 
 from async_ckpt import CheckpointError, Publisher, Subscriber
-from async_ckpt.format.delta import INDEX, folder_of, seal
+from async_ckpt.weights.delta import INDEX, folder_of, seal
 
 SHAPES = {"embed.weight": (6, 4), "layer.weight": (4, 4), "layer.bias": (4,), "norm": (3,)}
 ODD: list[Any] = [

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from racing import PATIENCE, Call
 
 from async_ckpt import Keep
-from async_ckpt.runs.manifest import Archive, Manifest, parse
-from async_ckpt.runs.run import Run
-from async_ckpt.runs.starts import Tenure
-from async_ckpt.storage.interface import Storage
+from async_ckpt.core.runs.manifest import Archive, Manifest, parse
+from async_ckpt.core.runs.run import Run
+from async_ckpt.core.runs.starts import Tenure
+from async_ckpt.core.storage.interface import Storage
 
 
 class Killed(BaseException):

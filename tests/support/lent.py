@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from async_ckpt.publishing.in_memory.borrow import BorrowedVersion
+from async_ckpt.weights.publishing.in_memory.borrow import BorrowedVersion
 
 SHAPES = {"embed": (300, 64), "up.weight": (64, 257), "up.bias": (257,), "head": (8, 3, 5)}
 

@@ -12,7 +12,7 @@ from fake_ranks import distributed, no_collectives
 from torch.distributed.tensor import DTensor
 
 from async_ckpt import Publisher, SaveHandle, snapshot
-from async_ckpt.publishing.publication import Publication
+from async_ckpt.weights.publishing.publication import Publication
 
 
 def values(name: str, like: torch.Tensor, version: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import threading
 from racing import Skipping
 from states import MIB
 
-from async_ckpt.storage.s3.store import ObjectStorage
+from async_ckpt.stores.s3.store import ObjectStorage
 
 SEGMENT = 5 * MIB  # the smallest that is a part by itself
 

@@ -2,7 +2,7 @@
 
 `python tests/support/matrix_restores.py 8` tries data and tensor parallelism up to 8 x 8, and from 1 to 12 ranks into 1 to 12: 429
 layouts into each other, which takes hours, or with `--sources 40 --targets 40` as many of them as that;
-`tests/loading/test_merged_restore.py` tries some. What torch cuts on a rank is emptied, restored, and compared with what it was.
+`tests/core/loading/test_merged_restore.py` tries some. What torch cuts on a rank is emptied, restored, and compared with what it was.
 One process stands at one rank after the other, by torch's `fake` backend.
 """
 
@@ -27,11 +27,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from async_ckpt.loading.archives.find import CommittedStep, from_committed
-from async_ckpt.loading.archives.step_archives import Readers
-from async_ckpt.loading.restore import RestoreOptions, restore_state
-from async_ckpt.slicing.sharded import local_part
-from async_ckpt.storage.local import LocalStorage
+from async_ckpt.core.loading.archives.find import CommittedStep, from_committed
+from async_ckpt.core.loading.archives.step_archives import Readers
+from async_ckpt.core.loading.restore import RestoreOptions, restore_state
+from async_ckpt.core.slicing.sharded import local_part
+from async_ckpt.core.storage.local import LocalStorage
 
 # Nothing of it is divisible by most numbers of ranks, and some have more ranks than rows.
 SHAPES: Mapping[str, tuple[int, ...]] = {

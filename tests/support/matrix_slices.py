@@ -1,7 +1,7 @@
 """Slices of sharded tensors against torch's own cutting: each mesh, each way to place, each size, on each of its ranks.
 
 `python tests/support/matrix_slices.py 8` tries data and tensor parallelism up to 8 x 8 with sizes 1 to 40, which takes a quarter
-of an hour; `tests/slicing/test_slices.py` tries some. Every element of a tensor has its own number as its value, and torch cuts: so a
+of an hour; `tests/core/slicing/test_slices.py` tries some. Every element of a tensor has its own number as its value, and torch cuts: so a
 rectangle is right when its elements are numbered as its offsets say. Over all ranks of a case each element has to be
 written once. One process stands at one rank after the other, by torch's `fake` backend.
 """
@@ -24,9 +24,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from async_ckpt import UnsupportedStateError
-from async_ckpt.slicing.sharded import LocalShards, Slicer
-from async_ckpt.slicing.shares import Holding, rectangles_to_write
-from async_ckpt.slicing.slices import Rectangle, Slices
+from async_ckpt.core.slicing.sharded import LocalShards, Slicer
+from async_ckpt.core.slicing.shares import Holding, rectangles_to_write
+from async_ckpt.core.slicing.slices import Rectangle, Slices
 
 Tensors = dict[str, tuple[Any, tuple[int, ...]]]  # what a rank holds, and the global shape
 SIZES = range(1, 41)

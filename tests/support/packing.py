@@ -7,7 +7,7 @@ from pathlib import Path
 
 from racing import until
 
-from async_ckpt.around.pack import files_saver
+from async_ckpt.face.around.pack import files_saver
 
 
 def settled() -> None:

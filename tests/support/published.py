@@ -10,7 +10,7 @@ import torch
 from exported import Tensors, assert_same, gpt2, state_of, weights_in
 
 from async_ckpt import Publisher, Subscriber
-from async_ckpt.format.delta import INDEX, folder_of, seal
+from async_ckpt.weights.delta import INDEX, folder_of, seal
 
 
 def changed(model: torch.nn.Module, share: float = 0.02) -> Tensors:

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from async_ckpt.host.threads import Crew
-from async_ckpt.spans import Timekeeper, monotonic
+from async_ckpt.core.host.threads import Crew
+from async_ckpt.core.spans import Timekeeper, monotonic
 
 # Long enough for any machine; reached only when a test fails.
 PATIENCE = 60.0

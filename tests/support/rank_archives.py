@@ -11,22 +11,22 @@ from archives import assemble
 from fake_ranks import standing_at
 from states import bits_of
 
-from async_ckpt.format.index import Index
-from async_ckpt.format.layout import TensorPlan, lay_out
-from async_ckpt.loading.archives.archive import OpenArchive
-from async_ckpt.loading.archives.contents import Part
-from async_ckpt.loading.archives.merged_archives import MergedArchives
-from async_ckpt.loading.load import LoadOptions, state_of
-from async_ckpt.loading.rebuild import account_of, layout_of
-from async_ckpt.loading.restore import RestoreOptions, restore_state
-from async_ckpt.runs import layouts
-from async_ckpt.runs.manifest import GroupLocation, Manifest, RankFiles, parse
-from async_ckpt.runs.receipts import NO_TABLE, Exchange, Receipt, Table
-from async_ckpt.spec import RankFacts
-from async_ckpt.state.capture import capture
-from async_ckpt.state.captured import Capture
-from async_ckpt.state.division import StateDivider
-from async_ckpt.storage.local import LocalStorage
+from async_ckpt.core.format.index import Index
+from async_ckpt.core.format.layout import TensorPlan, lay_out
+from async_ckpt.core.loading.archives.archive import OpenArchive
+from async_ckpt.core.loading.archives.contents import Part
+from async_ckpt.core.loading.archives.merged_archives import MergedArchives
+from async_ckpt.core.loading.load import LoadOptions, state_of
+from async_ckpt.core.loading.rebuild import account_of, layout_of
+from async_ckpt.core.loading.restore import RestoreOptions, restore_state
+from async_ckpt.core.runs import layouts
+from async_ckpt.core.runs.manifest import GroupLocation, Manifest, RankFiles, parse
+from async_ckpt.core.runs.receipts import NO_TABLE, Exchange, Receipt, Table
+from async_ckpt.core.spec import RankFacts
+from async_ckpt.core.state.capture import capture
+from async_ckpt.core.state.captured import Capture
+from async_ckpt.core.state.division import StateDivider
+from async_ckpt.core.storage.local import LocalStorage
 
 ATTEMPT = "0123abcd"
 Build = Callable[[int], Any]

@@ -10,12 +10,12 @@ import torch
 from states import bits_of, open_run
 
 from async_ckpt import Place
-from async_ckpt.format.index import IndexedTensor, Slice
-from async_ckpt.loading.archives.archive import OpenArchive
-from async_ckpt.runs.manifest import Manifest
-from async_ckpt.runs.receipts import archives_of
-from async_ckpt.runs.run import Run
-from async_ckpt.state.dtypes import dtype_named
+from async_ckpt.core.format.index import IndexedTensor, Slice
+from async_ckpt.core.loading.archives.archive import OpenArchive
+from async_ckpt.core.runs.manifest import Manifest
+from async_ckpt.core.runs.receipts import archives_of
+from async_ckpt.core.runs.run import Run
+from async_ckpt.core.state.dtypes import dtype_named
 
 
 @dataclass

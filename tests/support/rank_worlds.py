@@ -23,12 +23,12 @@ from children import Child, Nursery
 from racing import PATIENCE, until
 
 from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
-from async_ckpt.ranks import agreement, divide, meeting
-from async_ckpt.ranks.agreement import Agreement
-from async_ckpt.runs.receipts import Exchange
-from async_ckpt.runs.sweep import Sweeper
-from async_ckpt.saving.targets import StepTarget
-from async_ckpt.storage.local import LocalSink, LocalStorage
+from async_ckpt.core.ranks import agreement, divide, meeting
+from async_ckpt.core.ranks.agreement import Agreement
+from async_ckpt.core.runs.receipts import Exchange
+from async_ckpt.core.runs.sweep import Sweeper
+from async_ckpt.core.saving.targets import StepTarget
+from async_ckpt.core.storage.local import LocalSink, LocalStorage
 
 _PRELUDE = """
 import os, torch

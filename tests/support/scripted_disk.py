@@ -10,8 +10,8 @@ from typing import Any
 from racing import PATIENCE
 
 from async_ckpt import AsyncCheckpointer
-from async_ckpt.host.threads import running_future
-from async_ckpt.storage.local import LocalSink, LocalStorage
+from async_ckpt.core.host.threads import running_future
+from async_ckpt.core.storage.local import LocalSink, LocalStorage
 
 
 class Stop:

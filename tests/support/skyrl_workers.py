@@ -23,8 +23,8 @@ from skyrl.backends.skyrl_train.workers.worker import PPORayActorGroup
 from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
 from skyrl.train.config import SkyRLTrainConfig
 
+from async_ckpt.core.storage.local import LocalSink
 from async_ckpt.integrations.skyrl import FSDPWorkerCheckpoints
-from async_ckpt.storage.local import LocalSink
 
 _LENGTH, _VOCABULARY = 8, 32
 

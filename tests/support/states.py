@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from async_ckpt import AsyncCheckpointer, Place
-from async_ckpt.events.log import NAME as HISTORY
+from async_ckpt.core.events.log import NAME as HISTORY
 
 MIB = 1 << 20
 SEGMENT = 4 * MIB

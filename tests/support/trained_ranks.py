@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from async_ckpt.slicing.sharded import local_part
+from async_ckpt.core.slicing.sharded import local_part
 
 
 def trained(world: int | None, *, seed: int = 0) -> dict[str, Any]:

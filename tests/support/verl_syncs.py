@@ -29,10 +29,10 @@ import torch
 from children import Nursery, die_at
 from racing import PATIENCE
 
+from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.integrations.verl_weights import AsyncCkptEngine, weight_engine
-from async_ckpt.publishing.in_memory import borrow
-from async_ckpt.publishing.publication import Publication
-from async_ckpt.storage.local import LocalStorage
+from async_ckpt.weights.publishing.in_memory import borrow
+from async_ckpt.weights.publishing.publication import Publication
 
 BUCKET_BYTES = 4096
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from states import names_below
 
-from async_ckpt.saving import default
+from async_ckpt.core.saving import default
 
 
 def records(path: Path) -> dict[str, bytes]:

@@ -20,7 +20,7 @@ from racing import PATIENCE, Call, until
 from states import MIB
 
 import async_ckpt
-from async_ckpt.storage.local import LocalSink, LocalStorage
+from async_ckpt.core.storage.local import LocalSink, LocalStorage
 from async_ckpt.testing import FaultyProxy, StorageContract, moto_server, rclone_server
 from async_ckpt.testing.servers import Server
 

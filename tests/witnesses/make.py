@@ -134,7 +134,7 @@ _KILLED = """
 import os, signal, sys
 from tests.witnesses.contents import state_at
 from async_ckpt import AsyncCheckpointer
-from async_ckpt.storage.local import LocalSink
+from async_ckpt.core.storage.local import LocalSink
 LocalSink.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 ckpt = AsyncCheckpointer(sys.argv[1])
 ckpt.save(state_at(2), step=2).result()

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...around.hf_weights import Weights, weights_of
+from ...core.slicing.sharded import Placed, is_dtensor, is_sharded
+from ...core.state.captured import SnapshotView
 from ...errors import StateMismatchError, UnsupportedStateError
-from ...slicing.sharded import Placed, is_dtensor, is_sharded
-from ...state.captured import SnapshotView
+from ...face.around.hf_weights import Weights, weights_of
 
 
 class HeldTensor(NamedTuple):

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from ...core.storage.place import place_of, storage_at
 from ...errors import CheckpointError
-from ...storage.place import place_of, storage_at
 from .folders import archives_among, names_in_order, remove_archives, remove_leftovers, remove_retired, retire
 from .training_archive import TrainingArchive, path_beside, url_beside, url_in
 

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from torch.optim import Optimizer
 
-from ...staging.guard import gate_of, unwrapped
-from ...state.optimizers import all_of
+from ...core.staging.guard import gate_of, unwrapped
+from ...core.state.optimizers import all_of
 
 # Attributes of optimizers that step in the backward pass: LOMO, and the layer-wise ones of Transformers.
 _STEP_IN_BACKWARD: Final = ("fused_backward", "optimizer_dict")

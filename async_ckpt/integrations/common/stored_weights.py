@@ -20,20 +20,20 @@ from typing import Any, Final, Self, TypeAlias
 
 import torch
 
+from ...core.host.threads import start_thread
+from ...core.host.waits import LIVENESS_SECONDS
+from ...core.loading.archives.contents import CPU, Contents, Part
+from ...core.loading.archives.find import committed_step, from_committed, from_path
+from ...core.loading.fill import Wanted, fill, planned
+from ...core.loading.load import load_parts
+from ...core.spec import MIB
+from ...core.state.tree import StoredLeaf, replaced
+from ...core.storage.place import Place
 from ...errors import NotCommittedError, StorageUnavailableError
-from ...host.threads import start_thread
-from ...host.waits import LIVENESS_SECONDS
-from ...loading.archives.contents import CPU, Contents, Part
-from ...loading.archives.find import committed_step, from_committed, from_path
-from ...loading.fill import Wanted, fill, planned
-from ...loading.load import load_parts
-from ...publishing.folder_replica import FolderReplica
-from ...publishing.source import WeightsState
-from ...publishing.subscriber import Subscriber
-from ...publishing.version_checks import has_versions
-from ...spec import MIB
-from ...state.tree import StoredLeaf, replaced
-from ...storage.place import Place
+from ...weights.publishing.folder_replica import FolderReplica
+from ...weights.publishing.source import WeightsState
+from ...weights.publishing.subscriber import Subscriber
+from ...weights.publishing.version_checks import has_versions
 
 PIECE_BYTES: Final = 128 * MIB
 _MODEL: Final = "model"

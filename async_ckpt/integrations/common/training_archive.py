@@ -15,12 +15,12 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from ...core.loading.archives.contents import Part
+from ...core.loading.archives.find import from_path
+from ...core.storage.disk import translated
+from ...core.storage.place import Anywhere, place_of
 from ...errors import StateMismatchError
-from ...loading.archives.contents import Part
-from ...loading.archives.find import from_path
-from ...oneoff import save
-from ...storage.disk import translated
-from ...storage.place import Anywhere, place_of
+from ...face.oneoff import save
 
 # The name of the archive in the folder: of a file, or of a folder if several ranks have written it.
 _NAME: Final = "training.tar"

@@ -14,19 +14,19 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from ...loading.archives.contents import CPU, Part
-from ...loading.archives.find import from_path
-from ...loading.archives.step_archives import Readers
-from ...loading.fill import Wanted, fill, planned
-from ...loading.restore import RestoreOptions, restore_state
-from ...runs.foreign_entries import OF_DCP
-from ...runs.manifest import NAME as MANIFEST
-from ...spec import GIB, MIB, flag
-from ...state.capture import pickled
-from ...state.names import Select
-from ...storage.interface import Storage
-from ...storage.place import Anywhere, written_at
-from ...storage.sequential import Appender, AppenderFile
+from ...core.loading.archives.contents import CPU, Part
+from ...core.loading.archives.find import from_path
+from ...core.loading.archives.step_archives import Readers
+from ...core.loading.fill import Wanted, fill, planned
+from ...core.loading.restore import RestoreOptions, restore_state
+from ...core.runs.foreign_entries import OF_DCP
+from ...core.runs.manifest import NAME as MANIFEST
+from ...core.spec import GIB, MIB, flag
+from ...core.state.capture import pickled
+from ...core.state.names import Select
+from ...core.storage.interface import Storage
+from ...core.storage.place import Anywhere, written_at
+from ...core.storage.sequential import Appender, AppenderFile
 from .entries import (
     SavedItem,
     entries_of,

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from ...loading.archives.archive import OpenArchive
-from ...loading.archives.contents import CPU, Contents, Part
-from ...loading.archives.merged_archives import MergedArchives
-from ...loading.archives.step_archives import Readers
-from ...loading.fill import Wanted
-from ...ranks.world import world_of
-from ...runs.record import DCP_RECORD
-from ...slicing.locator import StepItem
-from ...spec import with_article
-from ...state.names import Path, Select, selector, shown
-from ...state.tree import StoredLeaf, ValuesByRank, leaves, replaced
+from ...core.loading.archives.archive import OpenArchive
+from ...core.loading.archives.contents import CPU, Contents, Part
+from ...core.loading.archives.merged_archives import MergedArchives
+from ...core.loading.archives.step_archives import Readers
+from ...core.loading.fill import Wanted
+from ...core.ranks.world import world_of
+from ...core.runs.record import DCP_RECORD
+from ...core.slicing.locator import StepItem
+from ...core.spec import with_article
+from ...core.state.names import Path, Select, selector, shown
+from ...core.state.tree import StoredLeaf, ValuesByRank, leaves, replaced
 from .fqn import flattened, planner_data_of
 from .step_layout import tensor_metadata
 

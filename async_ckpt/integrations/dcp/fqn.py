@@ -15,9 +15,9 @@ from typing import Any
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ...spec import Json
-from ...state.names import Path
-from ...state.tree import Encoder, StoredLeaf, decode
+from ...core.spec import Json
+from ...core.state.names import Path
+from ...core.state.tree import Encoder, StoredLeaf, decode
 
 
 def path_of(name: str, planner_data: Any) -> Path:

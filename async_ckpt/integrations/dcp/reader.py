@@ -25,18 +25,18 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
+from ...core.loading.archives.contents import CPU, Contents, Part
+from ...core.loading.archives.find import from_path
+from ...core.loading.archives.step_archives import check_from_ranks
+from ...core.loading.fill import Wanted, fill, planned
+from ...core.slicing.cover import Box
+from ...core.slicing.sharded import Slicer, is_sharded
+from ...core.slicing.slices import Rectangle
+from ...core.spec import flag
+from ...core.state.capture import pickled, why_not
+from ...core.state.names import shown
+from ...core.storage.place import Anywhere, place_of
 from ...errors import StorageUnavailableError
-from ...loading.archives.contents import CPU, Contents, Part
-from ...loading.archives.find import from_path
-from ...loading.archives.step_archives import check_from_ranks
-from ...loading.fill import Wanted, fill, planned
-from ...slicing.cover import Box
-from ...slicing.sharded import Slicer, is_sharded
-from ...slicing.slices import Rectangle
-from ...spec import flag
-from ...state.capture import pickled, why_not
-from ...state.names import shown
-from ...storage.place import Anywhere, place_of
 from .entries import (
     SavedItem,
     entries_of,

@@ -20,17 +20,17 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from ...around.arguments import deep_copy
+from ...core.host.loop import get_loop
+from ...core.host.threads import running_future
+from ...core.spans import monotonic
+from ...core.spec import whole_bytes
+from ...core.staging.guard import unwrapped
+from ...core.staging.host_copy import BufferPool, HostCopy
+from ...core.staging.tensors import Wording
+from ...core.state.capture import why_not
+from ...core.state.names import Path, shown
 from ...errors import UnsupportedStateError
-from ...host.loop import get_loop
-from ...host.threads import running_future
-from ...spans import monotonic
-from ...spec import whole_bytes
-from ...staging.guard import unwrapped
-from ...staging.host_copy import BufferPool, HostCopy
-from ...staging.tensors import Wording
-from ...state.capture import why_not
-from ...state.names import Path, shown
+from ...face.around.arguments import deep_copy
 
 # Before torch 2.9, a stager could only return the state dict itself.
 _MAY_RETURN_FUTURE: Final = hasattr(state_dict_saver, "AsyncSaveResponse")

@@ -26,29 +26,29 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from ...core.runs import layouts
+from ...core.runs.foreign_entries import OF_DCP
+from ...core.runs.manifest import NAME as MANIFEST
+from ...core.runs.manifest import Archive, Manifest, archive_name, attempt_of, parse
+from ...core.runs.naming import parse_step_name, pattern_of
+from ...core.runs.receipts import Table, layout_name
+from ...core.runs.record import DCP_RECORD
+from ...core.runs.root import Root
+from ...core.runs.sweep import Sweeper
+from ...core.saving import default
+from ...core.saving.request import FileRequest
+from ...core.saving.targets import FileTarget
+from ...core.slicing.sharded import LocalShards, Slicer, is_sharded
+from ...core.slicing.slices import Rectangle, Slices
+from ...core.spans import wall_time
+from ...core.spec import RankFacts, Spread, TensorSpec, flag
+from ...core.state.capture import capture
+from ...core.state.division import RankShare
+from ...core.state.names import Path, shown
+from ...core.state.per_rank import nested
+from ...core.storage.interface import Storage
+from ...core.storage.place import Anywhere, Place, place_of, written_at
 from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
-from ...runs import layouts
-from ...runs.foreign_entries import OF_DCP
-from ...runs.manifest import NAME as MANIFEST
-from ...runs.manifest import Archive, Manifest, archive_name, attempt_of, parse
-from ...runs.naming import parse_step_name, pattern_of
-from ...runs.receipts import Table, layout_name
-from ...runs.record import DCP_RECORD
-from ...runs.root import Root
-from ...runs.sweep import Sweeper
-from ...saving import default
-from ...saving.request import FileRequest
-from ...saving.targets import FileTarget
-from ...slicing.sharded import LocalShards, Slicer, is_sharded
-from ...slicing.slices import Rectangle, Slices
-from ...spans import wall_time
-from ...spec import RankFacts, Spread, TensorSpec, flag
-from ...state.capture import capture
-from ...state.division import RankShare
-from ...state.names import Path, shown
-from ...state.per_rank import nested
-from ...storage.interface import Storage
-from ...storage.place import Anywhere, Place, place_of, written_at
 from .fqn import metadata_to_keep, path_of
 from .stager import PinnedStager
 from .step_layout import layout_of

@@ -20,17 +20,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from ...core.host.deadlines import PEER_SECONDS
+from ...core.host.waits import growing_pauses
+from ...core.runs.manifest import NAME as MANIFEST
+from ...core.runs.manifest import parse
+from ...core.runs.sweep import is_library_name
+from ...core.spans import TIMEKEEPER, monotonic
+from ...core.storage.disk import sync_folder
+from ...core.storage.locks import TEMP_SUFFIX
+from ...core.storage.place import Place
+from ...core.storage.scratch import Scratch, publish, sweep
 from ...errors import PeerFailedError
-from ...host.deadlines import PEER_SECONDS
-from ...host.waits import growing_pauses
-from ...runs.manifest import NAME as MANIFEST
-from ...runs.manifest import parse
-from ...runs.sweep import is_library_name
-from ...spans import TIMEKEEPER, monotonic
-from ...storage.disk import sync_folder
-from ...storage.locks import TEMP_SUFFIX
-from ...storage.place import Place
-from ...storage.scratch import Scratch, publish, sweep
 from ..common.folders import name_latest
 
 LATEST: Final = "latest"

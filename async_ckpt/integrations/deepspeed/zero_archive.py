@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import torch
 
+from ...core.loading.live.optimizer_forms import another_kind
+from ...core.slicing.sharded import Slicer
+from ...core.state.optimizers import classes_of
+from ...core.storage.place import Place
 from ...errors import StateMismatchError
-from ...loading.live.optimizer_forms import another_kind
-from ...oneoff import load
-from ...slicing.sharded import Slicer
-from ...state.optimizers import classes_of
-from ...storage.place import Place
+from ...face.oneoff import load
 from ..dcp import restore
 from .zero_guard import innermost
 

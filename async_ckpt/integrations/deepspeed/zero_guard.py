@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from ...staging.guard import gate_of
+from ...core.staging.guard import gate_of
 from ..common.step_guard import StepGuard
 
 # The flat buffers of DeepSpeed's optimizers, each a list of tensors, or of lists of them.

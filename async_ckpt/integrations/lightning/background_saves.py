@@ -22,10 +22,10 @@ from weakref import WeakSet
 
 import torch
 
-from ...around.wrap import wrap
-from ...host.process import in_forked_child
-from ...oneoff import save
-from ...report import SaveReport
+from ...core.host.process import in_forked_child
+from ...core.report import SaveReport
+from ...face.around.wrap import wrap
+from ...face.oneoff import save
 from ..common.joint_errors import meet
 from ..common.step_guard import StepGuard
 from .checkpoint_paths import (

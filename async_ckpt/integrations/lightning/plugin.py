@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...report import SaveReport
-from ...spec import whole_count
+from ...core.report import SaveReport
+from ...core.spec import whole_count
 from ..common.frameworks import require_names
 from .background_saves import BackgroundSaves
 from .packages import imported_packages

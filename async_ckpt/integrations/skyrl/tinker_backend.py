@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Self
 from weakref import WeakSet, WeakValueDictionary
 
-from ...around.pack import pack_under
-from ...around.unpack import unpack
-from ...around.wrap import wrap
+from ...core.host.waits import ENDS_THE_WAIT, Wait
+from ...core.saving.default import files_saver
+from ...core.saving.handle import SaveHandle
+from ...core.saving.ledger import raise_error_of
+from ...core.saving.save import Save, wait_for_saves
+from ...core.storage.place import Place
+from ...core.storage.url import StrPath as Where
 from ...errors import CheckpointError, ClosedError
-from ...host.waits import ENDS_THE_WAIT, Wait
-from ...saving.default import files_saver
-from ...saving.handle import SaveHandle
-from ...saving.ledger import raise_error_of
-from ...saving.save import Save, wait_for_saves
-from ...storage.place import Place
-from ...storage.url import StrPath as Where
+from ...face.around.pack import pack_under
+from ...face.around.unpack import unpack
+from ...face.around.wrap import wrap
 from .worker_calls import WorkerCalls, with_model_id
 
 _MARKER: Final = "MARKER"

@@ -25,13 +25,13 @@ from typing import Any, Final
 
 import torch
 
-from ...host.threads import Crew, running_future
-from ...host.waits import growing_pauses
-from ...saving.ledger import wait_in_training
-from ...spans import TIMEKEEPER
-from ...storage.locks import TEMP_SUFFIX
-from ...storage.place import place_of
-from ...storage.scratch import Scratch, publish, sweep, sync_all
+from ...core.host.threads import Crew, running_future
+from ...core.host.waits import growing_pauses
+from ...core.saving.ledger import wait_in_training
+from ...core.spans import TIMEKEEPER
+from ...core.storage.locks import TEMP_SUFFIX
+from ...core.storage.place import place_of
+from ...core.storage.scratch import Scratch, publish, sweep, sync_all
 from ..common.folders import name_latest
 from .worker_calls import WorkerCalls
 

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ...around.torch_file import write_by_torch
-from ...around.wrap import wrap
+from ...core.report import SaveReport
+from ...core.saving.handle import SaveHandle
+from ...core.spans import monotonic
+from ...core.staging.held_snapshot import HeldSnapshot
+from ...core.storage.disk import translated
+from ...face.around.torch_file import write_by_torch
+from ...face.around.wrap import wrap
 from ...files import local_work_dir
-from ...report import SaveReport
-from ...saving.handle import SaveHandle
-from ...spans import monotonic
-from ...staging.held_snapshot import HeldSnapshot
-from ...storage.disk import translated
 from ..common.frameworks import LOGGED_AS
 from ..common.fsdp_files import FsdpFiles
 from ..common.run_folders import LocalRun, StoredRun

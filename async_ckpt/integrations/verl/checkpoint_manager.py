@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ...around.export import export_hf
+from ...core.host.threads import Crew, running_future
+from ...core.host.waits import wait_for
+from ...core.report import SaveReport
+from ...core.saving.handle import SaveHandle
+from ...core.saving.ledger import leave_warning, wait_for_ends, wait_in_training
+from ...core.spans import monotonic
+from ...core.state.rng import RngState
 from ...errors import NotCommittedError
-from ...host.threads import Crew, running_future
-from ...host.waits import wait_for
-from ...oneoff import load, save, snapshot
-from ...report import SaveReport
-from ...saving.handle import SaveHandle
-from ...saving.ledger import leave_warning, wait_for_ends, wait_in_training
-from ...spans import monotonic
-from ...state.rng import RngState
+from ...face.around.export import export_hf
+from ...face.oneoff import load, save, snapshot
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
 from ..common.small_files import written_by

@@ -26,10 +26,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ...host.waits import growing_pauses
-from ...runs.manifest import NAME as MANIFEST
-from ...storage.disk import close_quietly, make_folder, sync_file, sync_folder
-from ...storage.local import LocalStorage
+from ...core.host.waits import growing_pauses
+from ...core.runs.manifest import NAME as MANIFEST
+from ...core.storage.disk import close_quietly, make_folder, sync_file, sync_folder
+from ...core.storage.local import LocalStorage
 from ..common.folders import name_latest
 from ..common.training_archive import archive_in
 

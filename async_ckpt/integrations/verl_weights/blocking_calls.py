@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from ...host.loop import get_loop
-from ...host.threads import running_future
+from ...core.host.loop import get_loop
+from ...core.host.threads import running_future
 
 T = TypeVar("T")
 

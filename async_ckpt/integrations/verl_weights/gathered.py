@@ -14,12 +14,12 @@ from typing import Final
 
 import torch
 
+from ...core.host.loop import get_loop
+from ...core.saving.default import held_memory
+from ...core.spec import align_up
+from ...core.state.capture import capture, why_not
+from ...core.state.captured import SnapshotCopies, SnapshotView, structure_of
 from ...errors import UnsupportedStateError
-from ...host.loop import get_loop
-from ...saving.default import held_memory
-from ...spec import align_up
-from ...state.capture import capture, why_not
-from ...state.captured import SnapshotCopies, SnapshotView, structure_of
 
 _ALIGNMENT: Final = 64
 _HALF_BYTES: Final = 2

@@ -20,7 +20,11 @@ from typing import Any, Final
 
 import torch
 
-from ...backends import accelerator
+from ...core.backends import accelerator
+from ...core.spans import TIMEKEEPER
+from ...core.storage.confined import ConfinedFolder
+from ...core.storage.disk import translated
+from ...core.storage.place import Place
 from ...errors import (
     ClosedError,
     CorruptCheckpointError,
@@ -28,16 +32,12 @@ from ...errors import (
     PeerFailedError,
     StorageUnavailableError,
 )
-from ...oneoff import load
-from ...publishing.in_memory.borrow import PublisherMemory
-from ...publishing.notes import LOCK, Notes
-from ...publishing.replica import new_crew
-from ...publishing.subscriber import Subscriber
-from ...publishing.versions import Versions
-from ...spans import TIMEKEEPER
-from ...storage.confined import ConfinedFolder
-from ...storage.disk import translated
-from ...storage.place import Place
+from ...face.oneoff import load
+from ...weights.publishing.in_memory.borrow import PublisherMemory
+from ...weights.publishing.notes import LOCK, Notes
+from ...weights.publishing.replica import new_crew
+from ...weights.publishing.subscriber import Subscriber
+from ...weights.publishing.versions import Versions
 from .blocking_calls import off_loop
 from .sync_line import Address, ReceiverLine, SentVersion
 

@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import torch
 
-from ...host.shared_memory import CAN_SHARE
-from ...publishing.publisher import Publisher
-from ...publishing.versions import Versions
-from ...saving.handle import SaveHandle
-from ...spans import monotonic
-from ...storage.place import Place
+from ...core.host.shared_memory import CAN_SHARE
+from ...core.saving.handle import SaveHandle
+from ...core.spans import monotonic
+from ...core.storage.place import Place
+from ...weights.publishing.publisher import Publisher
+from ...weights.publishing.versions import Versions
 from .blocking_calls import off_loop
 from .gathered import GatheredWeights
 from .sync_line import Address, SenderLine, SentVersion

@@ -18,12 +18,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from ...around.hf_weights import Tensors, Weights
-from ...around.shards import shards_of
-from ...backends import backend_of, is_host
-from ...spec import MIB
-from ...storage.disk import translated
-from ...storage.scratch import Scratch
+from ...core.backends import backend_of, is_host
+from ...core.spec import MIB
+from ...core.storage.disk import translated
+from ...core.storage.scratch import Scratch
+from ...face.around.hf_weights import Tensors, Weights
+from ...face.around.shards import shards_of
 from ..common.frameworks import require
 from ..common.stored_weights import Item, StoredWeights
 from .handed_on import HandedOn

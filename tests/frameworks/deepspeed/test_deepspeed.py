@@ -119,7 +119,7 @@ def test_a_save_that_fails_on_one_rank_is_raised_on_all_and_latest_names_the_one
 
 _REFUSED_COPY = """
 import errno, threading
-from async_ckpt.storage import scratch
+from async_ckpt.core.storage import scratch
 from deepspeed_runs import *
 rmtree = scratch.shutil.rmtree
 def rmtree_in_vain(*_, **__):

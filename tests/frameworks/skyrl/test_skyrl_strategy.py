@@ -165,7 +165,7 @@ def test_values_that_each_rank_has_saved_for_itself_are_refused_on_other_numbers
 
 _FAILS = """
 from skyrl_runs import *
-from async_ckpt.storage.local import LocalSink
+from async_ckpt.core.storage.local import LocalSink
 one = Training("async_ckpt")
 one.train(1)
 real = LocalSink.finish

@@ -103,7 +103,7 @@ def test_the_newest_checkpoints_stay_and_one_of_a_training_that_went_back_is_the
 _HELD = """
 import threading
 from skyrl_runs import *
-from async_ckpt.storage.local import LocalSink
+from async_ckpt.core.storage.local import LocalSink
 one, may_finish, real = TrainingByTrainer({root!r}), threading.Event(), LocalSink.finish
 def finish(*args, **options):
     may_finish.wait()
@@ -126,7 +126,7 @@ def test_training_goes_on_while_nothing_is_durable_and_no_folder_shows_until_the
 _FAILS = """
 import asyncio
 from skyrl_runs import *
-from async_ckpt.storage.local import LocalSink
+from async_ckpt.core.storage.local import LocalSink
 one, real = TrainingByTrainer({root!r}), LocalSink.finish
 def fail(*args, **options):
     raise OSError(5, "the disk is broken")
@@ -181,7 +181,7 @@ def test_a_url_is_refused_by_name(worlds):
 
 # Each function of a save at which the process is killed, before or after it, and the newest step that is left of two.
 _POINTS = {
-    ("async_ckpt.storage.local.LocalSink.finish", "before"): 1,
+    ("async_ckpt.core.storage.local.LocalSink.finish", "before"): 1,
     ("async_ckpt.integrations.skyrl.trainer_folder.sync_all", "before"): 1,
     ("async_ckpt.integrations.skyrl.trainer_folder.publish", "before"): 1,
     ("async_ckpt.integrations.skyrl.trainer_folder.publish", "after"): 1,

@@ -11,7 +11,7 @@ import torch
 from states import difference, open_run
 from torch import nn
 
-from async_ckpt.staging.guard import unwrapped
+from async_ckpt.core.staging.guard import unwrapped
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from states import difference
 
 import async_ckpt
+from async_ckpt.core.staging.guard import unwrapped
 from async_ckpt.errors import StateMismatchError, StepBehindError
-from async_ckpt.staging.guard import unwrapped
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 titan: Any = pytest.importorskip("titan_trainers", exc_type=ImportError)
@@ -224,7 +224,7 @@ def test_the_last_step_is_a_folder_of_hugging_face_through_the_adapter(tmp_path)
 
 
 def test_a_failed_save_is_raised_at_the_next_one_and_by_close(tmp_path, monkeypatch):
-    from async_ckpt.storage.local import LocalSink
+    from async_ckpt.core.storage.local import LocalSink
 
     trainer = Trainer(tmp_path)
     trainer.train(8, until=3)

@@ -86,7 +86,7 @@ def test_ranks_go_on_from_the_folder_that_the_manager_of_torchtitan_has_written(
 
 FAIL = """
 from titan_trainers import *
-from async_ckpt.storage.local import LocalSink
+from async_ckpt.core.storage.local import LocalSink
 write = LocalSink.write
 def fail(sink, *arguments):
     if here.rank == 1 and "step-4" in str(sink._target):

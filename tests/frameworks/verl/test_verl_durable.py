@@ -50,7 +50,7 @@ _KILLED = """
 import signal
 from verl_runs import *
 from async_ckpt.integrations.verl.part_folder import PartFolder
-from async_ckpt.storage.local import LocalSink
+from async_ckpt.core.storage.local import LocalSink
 owner, name, rank = {{"archive": (LocalSink, "finish", 1), "finish": (PartFolder, "finish", 0),
                      "unmark": (PartFolder, "unmark", 0), "name": (PartFolder, "name_step", 0),
                      "named": (PartFolder, "name_step", 0)}}[{point!r}]
@@ -127,7 +127,7 @@ def test_what_is_killed_at_any_call_that_changes_the_disk_resumes_with_the_same_
 _HELD = """
 import threading
 from verl_runs import *
-from async_ckpt.storage.local import LocalSink
+from async_ckpt.core.storage.local import LocalSink
 training, may_write, real = Training(os.environ["RUN"], keep=1), threading.Event(), LocalSink.finish
 training.train(2)
 training.manager.wait()
@@ -153,7 +153,7 @@ def test_no_step_waits_for_files_and_the_last_good_one_is_named_and_kept_until_t
 
 _FAILS = """
 from verl_runs import *
-from async_ckpt.storage.local import LocalSink
+from async_ckpt.core.storage.local import LocalSink
 training, real = Training(os.environ["RUN"], keep=1), LocalSink.finish
 def finish(self, *args, **options):
     if here.rank == {rank} and training.global_steps >= 4:

@@ -99,7 +99,7 @@ class CallAttacker:
         self._folder = folder
         folder.mkdir()
         (folder / "nursery").mkdir()
-        modules = ("tests.matrices.calls.attack_scenarios", "async_ckpt.command.main")
+        modules = ("tests.matrices.calls.attack_scenarios", "async_ckpt.tools.command.main")
         self._nursery = Nursery(folder / "nursery", *modules, env={"LD_PRELOAD": str(shim)})
         self._prepared: dict[str, _Prepared] = {}
         self._count = 0

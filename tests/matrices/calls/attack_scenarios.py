@@ -254,7 +254,7 @@ def _same_files(one: Path, other: Path) -> None:
 
 def _command(*words: object) -> None:
     """What `async-ckpt` does. Raises OSError for an exit status that is not 0."""
-    from async_ckpt.command.main import status_of
+    from async_ckpt.tools.command.main import status_of
 
     with redirect_stdout(io.StringIO()):
         status = status_of(list(map(str, words)))

@@ -12,18 +12,18 @@ import zipfile
 from functools import partial
 from typing import Any
 
+from async_ckpt.core.events import shapes
+from async_ckpt.core.fields import table
+from async_ckpt.core.format import dcp_metadata, delta, digests, index, lent, safetensors, tar, zstd
+from async_ckpt.core.format.digests import block_digest
+from async_ckpt.core.pickles import saved_objects
+from async_ckpt.core.runs import foreign_entries, journal, layouts, manifest, naming, receipts, starts
+from async_ckpt.core.slicing.cover import Box
+from async_ckpt.core.slicing.locator import ShardLocator
 from async_ckpt.errors import CorruptCheckpointError, ForeignFileError, FormatVersionError
-from async_ckpt.events import shapes
-from async_ckpt.fields import table
-from async_ckpt.following.web import Reply
-from async_ckpt.format import dcp_metadata, delta, digests, index, lent, safetensors, tar, zstd
-from async_ckpt.format.digests import block_digest
-from async_ckpt.pickles import saved_objects
-from async_ckpt.publishing.in_memory import borrow
-from async_ckpt.publishing.versions import marks_in
-from async_ckpt.runs import foreign_entries, journal, layouts, manifest, naming, receipts, starts
-from async_ckpt.slicing.cover import Box
-from async_ckpt.slicing.locator import ShardLocator
+from async_ckpt.weights.following.web import Reply
+from async_ckpt.weights.publishing.in_memory import borrow
+from async_ckpt.weights.publishing.versions import marks_in
 
 from . import seed_inputs as seeds
 from .hostile_target import Target, unwrapped

@@ -19,22 +19,22 @@ from archives import assemble
 from typer.core import TyperCommand
 
 import async_ckpt
-from async_ckpt.command.main import app, status_of
+from async_ckpt.core.events.log import FOLDER, NAME, EventLog
+from async_ckpt.core.format import delta
+from async_ckpt.core.ranks.shared_root import SharedRoot
+from async_ckpt.core.ranks.world import World
+from async_ckpt.core.runs import starts
+from async_ckpt.core.spans import wall_time
+from async_ckpt.core.storage.confined import ConfinedFolder
+from async_ckpt.core.storage.local import LocalStorage
+from async_ckpt.core.storage.place import Place
+from async_ckpt.core.storage.url import parent_and_name, place_and_name, shown, split_bucket, without_secrets
 from async_ckpt.errors import CheckpointError, StorageUnavailableError
-from async_ckpt.events.log import FOLDER, NAME, EventLog
 from async_ckpt.files import extract
-from async_ckpt.following.shared_folder import SharedFolder
-from async_ckpt.format import delta
-from async_ckpt.publishing.notes import Notes
-from async_ckpt.publishing.versions import Versions
-from async_ckpt.ranks.shared_root import SharedRoot
-from async_ckpt.ranks.world import World
-from async_ckpt.runs import starts
-from async_ckpt.spans import wall_time
-from async_ckpt.storage.confined import ConfinedFolder
-from async_ckpt.storage.local import LocalStorage
-from async_ckpt.storage.place import Place
-from async_ckpt.storage.url import parent_and_name, place_and_name, shown, split_bucket, without_secrets
+from async_ckpt.tools.command.main import app, status_of
+from async_ckpt.weights.following.shared_folder import SharedFolder
+from async_ckpt.weights.publishing.notes import Notes
+from async_ckpt.weights.publishing.versions import Versions
 
 from . import seed_inputs as seeds
 from .hostile_target import Scratch, Target, unwrapped

@@ -19,15 +19,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from async_ckpt.ranks.agreement import Agreement
-from async_ckpt.ranks.attempts import Attempts
-from async_ckpt.runs.announce import Announcer
-from async_ckpt.runs.receipts import Exchange
-from async_ckpt.runs.root import Root
-from async_ckpt.runs.run import Run
-from async_ckpt.runs.starts import Tenure
-from async_ckpt.runs.sweep import Sweeper
-from async_ckpt.storage.interface import Storage
+from async_ckpt.core.ranks.agreement import Agreement
+from async_ckpt.core.ranks.attempts import Attempts
+from async_ckpt.core.runs.announce import Announcer
+from async_ckpt.core.runs.receipts import Exchange
+from async_ckpt.core.runs.root import Root
+from async_ckpt.core.runs.run import Run
+from async_ckpt.core.runs.starts import Tenure
+from async_ckpt.core.runs.sweep import Sweeper
+from async_ckpt.core.storage.interface import Storage
 
 from .commit_state import Attempt, Configuration, Manifest, Rank, Seen, Start, State, Store, line_of, retired_by
 

@@ -20,13 +20,13 @@ from interleaved import Objects, StoreOf
 from racing import PATIENCE, Call
 
 from async_ckpt import Keep, PeerFailedError, RunTakenError, StepBehindError, StepExistsError
-from async_ckpt.ranks import agreement
-from async_ckpt.ranks.agreement import Agreement
-from async_ckpt.ranks.attempts import JointSave, JointState
-from async_ckpt.runs.manifest import Archive, Manifest, RankFiles, parse, parse_intent
-from async_ckpt.runs.receipts import EMPTY, Exchange, Receipt
-from async_ckpt.runs.run import Run
-from async_ckpt.runs.starts import Tenure, split_starts
+from async_ckpt.core.ranks import agreement
+from async_ckpt.core.ranks.agreement import Agreement
+from async_ckpt.core.ranks.attempts import JointSave, JointState
+from async_ckpt.core.runs.manifest import Archive, Manifest, RankFiles, parse, parse_intent
+from async_ckpt.core.runs.receipts import EMPTY, Exchange, Receipt
+from async_ckpt.core.runs.run import Run
+from async_ckpt.core.runs.starts import Tenure, split_starts
 
 from .commit_model import Move
 from .commit_state import Attempt, Configuration, State

@@ -25,7 +25,7 @@ from buckets import PART, Bucket
 from children import Nursery
 from racing import until
 
-from async_ckpt.storage import stores
+from async_ckpt.core.storage import store_facts
 from async_ckpt.testing import moto_server
 from async_ckpt.testing.servers import Server
 from tests.matrices.attack_driver import NOT_MET, Place
@@ -69,7 +69,7 @@ def request_attackers(folder: Path, num_workers: int) -> Iterator[Sequence[Reque
         for name, value in (clients.environment_of(server) | clients.trusting_one_authority(folder)).items():
             patch.setenv(name, value)
         # For the checks, which are in this process, the day is over after which the leftovers of the dead are swept.
-        patch.setattr(stores, "ORPHAN_SECONDS", -3600.0)
+        patch.setattr(store_facts, "ORPHAN_SECONDS", -3600.0)
         yield [stack.enter_context(RequestAttacker(folder / f"worker-{n}", server)) for n in range(num_workers)]
 
 
@@ -85,7 +85,7 @@ class RequestAttacker:
     def __enter__(self) -> RequestAttacker:
         (self._folder / "nursery").mkdir(parents=True)
         self._proxy = self._stack.enter_context(AttackingProxy(self._server.endpoint))
-        modules = ("tests.matrices.objects.store_roots", "async_ckpt.command.main")
+        modules = ("tests.matrices.objects.store_roots", "async_ckpt.tools.command.main")
         self._nursery = self._stack.enter_context(Nursery(self._folder / "nursery", *modules))
         return self
 

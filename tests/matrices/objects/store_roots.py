@@ -16,7 +16,7 @@ from buckets import PART
 from racing import Skipping
 
 from async_ckpt import AsyncCheckpointer, Place
-from async_ckpt.storage.s3 import client, store
+from async_ckpt.stores.s3 import client, store
 from tests.matrices.calls import attack_scenarios
 from tests.matrices.calls.plugin_scenarios import PLUGINS
 from tests.matrices.calls.scenario import Notes, Scenario, Told, state_of

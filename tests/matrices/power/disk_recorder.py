@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from async_ckpt.storage import disk, scratch
+from async_ckpt.core.storage import disk, scratch
 
 from .disk_records import TOP, Acknowledged, Begun, Create, Exchange, Link, Record, Remove, Rename, Resize, Sync, Write
 

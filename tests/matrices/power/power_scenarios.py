@@ -22,8 +22,8 @@ from states import difference
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, Keep, Place, Publisher, Subscriber
-from async_ckpt.command.main import main as command
-from async_ckpt.publishing import folder_replica
+from async_ckpt.tools.command.main import main as command
+from async_ckpt.weights.publishing import folder_replica
 
 NUM_FLOATS = 3300  # four blocks of a file
 

@@ -1,0 +1,244 @@
+"""The one background thread with its asyncio loop, and the crews of threads that make blocking calls for it.
+
+In: coroutines and blocking calls. Out: their results, or nothing. Knows nothing of: saves.
+
+One loop serves the process. `copiers` fill segments from tensors and `readers` from files, and `writers` drain them;
+readers and writers give way to training. `callers` make blocking calls for the loop, and `callbacks` run the users'
+callbacks.
+
+A signal may interrupt the training thread between any two bytecodes, but never the loop's thread. So the training
+thread hands over whatever must not be left half done, by `soon`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Final, Protocol, TypeVar
+
+from ...errors import ClosedError
+from .process import in_forked_child, never_end
+from .threads import Crew, Task, TaskQueue, prepare_for_exit, start_thread
+from .waits import ENDS_THE_CALL, LIVENESS_SECONDS, Wait, wait_for_all
+
+T = TypeVar("T")
+
+# Enough that a local disk has writes in flight while other segments are digested: with four it ran dry at times,
+# and with eight where the training left them little processor time.
+_NUM_WRITERS: Final = 16
+
+
+class OffLoop(Protocol):
+    """`Loop.off_loop`: makes a blocking call on a helper thread, and waits for it."""
+
+    def __call__(self, fn: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+class _LoopTaskQueue:
+    """A crew that takes tasks from a thread that a signal may interrupt. The loop's thread submits them."""
+
+    def __init__(self, loop: Loop, crew: Crew) -> None:
+        self._loop, self._crew = loop, crew
+
+    def submit(self, task: Task, refused: Callable[[RuntimeError], None] | None = None) -> None:
+        self._loop.soon(lambda: self._crew.submit(task, refused))
+
+
+class Loop:
+    """The loop of this process and its crews. `get_loop` creates it; any thread may use it."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.is_stopped = False
+        self.copiers = Crew("copy", 32)
+        self.copying: TaskQueue = _LoopTaskQueue(self, self.copiers)
+        self.readers = Crew("read", 8, background=True)
+        self.background = Crew("background", 4, background=True)
+        self.callers = Crew("call", 64)
+        self.callbacks = Crew("callback", 64)
+        self._lock = threading.Lock()
+        self._writers: dict[str, Crew] = {}  # under _lock
+        self._hanging: list[Future[None]] = []  # under _lock
+        self._calls: set[Future[Any]] = set()  # of `off_loop` that have not returned; under _lock
+        prepare_for_exit()
+        self._loop = asyncio.new_event_loop()
+        self._thread = start_thread("loop", self._run)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            # asyncio warns of tasks that are left pending, such as one whose call has returned just now.
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self._loop.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def writers(self, root: str = "") -> Crew:
+        """The threads that write to one of several roots, or to a root with a limit of bandwidth.
+
+        A root that hangs or waits then holds up no other. All other saves share one crew.
+        """
+        with self._lock:
+            if root not in self._writers:
+                self._writers[root] = Crew(f"write-{len(self._writers)}", _NUM_WRITERS, background=True)
+            return self._writers[root]
+
+    def stop_writers(self, root: str) -> None:
+        """Let the threads of a root end after their last task; the next writer to that root gets new ones."""
+        with self._lock:
+            crew = self._writers.pop(root, None)
+        if crew is not None:
+            crew.stop()
+
+    def note_hanging(self, quiet: Future[None]) -> None:
+        """Note writes or calls that no save waits for any more; `quiet` resolves when they have returned."""
+        with self._lock:
+            self._hanging = [future for future in self._hanging if not future.done()] + [quiet]
+
+    async def off_loop(self, fn: Callable[[], T], /) -> T:
+        """Make a blocking call on a helper thread; its result, or the exception that it raised."""
+        outcome: Future[T] = Future()
+        ended = self._loop.create_future()
+        with self._lock:
+            self._calls.add(outcome)
+
+        def call() -> None:
+            _resolve(outcome, fn)
+            with self._lock:
+                self._calls.discard(outcome)
+            with suppress(RuntimeError):  # the interpreter exits: the loop is closed, and nobody waits
+                self._loop.call_soon_threadsafe(ended.set_result, None)
+
+        try:
+            self.callers.submit(call)
+        except RuntimeError:  # there is no thread to be had
+            with self._lock:
+                self._calls.discard(outcome)
+            raise
+        await ended
+        return outcome.result()
+
+    def soon(self, fn: Callable[[], None]) -> None:
+        """Run `fn` on the loop's thread, in the order of the calls. Raises ClosedError once the interpreter exits."""
+        try:
+            self._loop.call_soon_threadsafe(fn)
+        except RuntimeError:  # the loop is closed
+            raise _exiting() from None
+
+    def sync(self) -> None:
+        """Return when the loop's thread has run all functions that were given to `soon` before."""
+        if threading.current_thread() is self._thread:  # it would wait for itself
+            return
+        done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        with suppress(ClosedError):
+            self.soon(lambda: done.put(None))
+            while self.is_alive:
+                with suppress(queue.Empty):
+                    done.get(timeout=LIVENESS_SECONDS)
+                    break
+
+    def call(self, fn: Callable[[], T], what: str) -> T:
+        """Make a blocking call on a helper thread and wait for it. `what` names it in signs of life.
+
+        An interrupt ends the wait, and not the call.
+        """
+        wait = Wait("", ENDS_THE_CALL)
+        outcome: Future[T] = Future()
+        ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        def run() -> None:
+            _resolve(outcome, fn)
+            ended.put(None)
+
+        def refused(error: RuntimeError) -> None:
+            outcome.set_exception(error)
+            ended.put(None)
+
+        self.soon(lambda: self.callers.submit(run, refused))
+        while self.is_alive:
+            with suppress(queue.Empty):
+                ended.get(timeout=LIVENESS_SECONDS)
+                return outcome.result()
+            wait.goes_on(lambda: what)
+        raise _exiting()
+
+    def begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the loop. It is broken off when the loop stops."""
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def hurry(self) -> None:
+        """Let the background threads no longer give way to training, because the user waits for them."""
+        with self._lock:
+            crews = [self.readers, self.background, *self._writers.values()]
+        for crew in crews:
+            crew.hurry()
+
+    def is_quiet(self, seconds: float) -> bool:
+        """True if all calls and writes that no save waits for return within these seconds."""
+        with self._lock:
+            left = [future for future in (*self._hanging, *self._calls) if not future.done()]
+        return wait_for_all(left, seconds)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _resolve(outcome: Future[T], fn: Callable[[], T]) -> None:
+    """Make a call, and keep its outcome; asyncio's own futures do not accept StopIteration."""
+    try:
+        outcome.set_result(fn())
+    except BaseException as error:
+        outcome.set_exception(error)
+
+
+def _exiting() -> ClosedError:
+    return ClosedError("the interpreter is exiting; a save must begin before that")
+
+
+_loop: Loop | None = None
+_loop_lock = threading.Lock()
+
+
+def get_loop() -> Loop:
+    """The loop of this process, made on first use; a forked child makes its own.
+
+    Raises ClosedError once the interpreter has begun to exit.
+    """
+    global _loop
+    # The caller may be interrupted by a signal, and must not hold the lock then, so the usual case takes none.
+    loop = _loop
+    if loop is not None and not loop.is_stopped and loop.pid == os.getpid():
+        return loop
+    with _loop_lock:
+        if _loop is not None and _loop.is_stopped:
+            raise _exiting()
+        if _loop is None or _loop.pid != os.getpid():
+            _loop = Loop()
+        return _loop
+
+
+def existing_loop() -> Loop | None:
+    """The loop of this process, if there is one."""
+    return _loop if _loop is not None and _loop.pid == os.getpid() else None
+
+
+@in_forked_child
+def _forget_loop() -> None:
+    """In a forked child: the thread that held the lock, if any, is not here to release it."""
+    global _loop, _loop_lock
+    if _loop is not None:
+        never_end(_loop)  # its end would close the descriptors that wake the parent's
+    _loop, _loop_lock = None, threading.Lock()

@@ -1,0 +1,360 @@
+"""One opened archive: its index, its digests, and the content of its members.
+
+In: a reader. Out: bytes of tensors and objects, compared with their digests. Knows nothing of: runs, live objects.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Final
+
+from ....errors import CorruptCheckpointError, FormatVersionError, UntrustedObjectError
+from ...format import digests, index, safetensors, tar
+from ...format.foreign_files import foreign_file
+from ...format.index import Member
+from ...pickles import saved_objects
+from ...pickles.object_digests import object_digests
+from ...spec import BLOCK_BYTES, KIB, Extent, align_up, with_article
+from ...state.names import shown
+from ...state.tree import StoredLeaf, decode
+from ...storage.interface import Reader
+from .contents import Contents
+
+# Read around a header: it takes in several small members at once, and little of a large one.
+_NEAR_BYTES: Final = 64 * KIB
+# Read first of an archive that is not verified: most indices fit into it.
+_BEGIN_BYTES: Final = 256 * KIB
+
+
+class OpenArchive(Contents):
+    """One archive whose index has been read and, with `verify`, compared with its digest.
+
+    Whoever opens a file or a step creates it, and closes `reader`. Only `read_into`, `verify` and `damaged_blocks` may
+    be called from several threads.
+
+    Args:
+        first_block: the first block of the file, if it has been read already.
+        inexact_blocks: the numbers of blocks whose bytes differ from those that were saved; they are not compared.
+        missing_members: the members whose files are missing; a read of one raises its error.
+
+    Raises CorruptCheckpointError for anything that is not an intact archive of this library, and FormatVersionError for
+    one of a newer version.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        path: str,
+        verify: bool,
+        first_block: memoryview | None = None,
+        inexact_blocks: Collection[int] = (),
+        missing_members: Mapping[str, CorruptCheckpointError] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(reader, path=path)
+        self._missing_members = missing_members
+        self._digests: bytes | None = None
+        self._inexact_blocks = inexact_blocks
+        # The first blocks, which hold the index and often the first headers.
+        self._first_bytes = first_block or first_bytes(
+            reader, path=path, at_most=BLOCK_BYTES if verify else _BEGIN_BYTES
+        )
+        # The last read: headers lie close together, and a store is slow to answer.
+        self._nearby = Extent(0, 0), memoryview(b"")
+        self._verified_blocks = self._nearby  # the same for verified blocks: small tensors lie close together, too
+        index_text = self._read_head()
+        self._head_bytes = tar.BLOCK + len(index_text)
+        try:
+            self.index = index.parse(index_text, path=path)
+        except FormatVersionError:  # a damaged byte may look like a newer version
+            self._compare(Extent(0, self._head_bytes))
+            raise
+        if self.index.file_bytes != reader.num_bytes:
+            raise self.corrupt(
+                f"it has {reader.num_bytes:,} bytes and should have {self.index.file_bytes:,}: truncated"
+            )
+        if verify:
+            self._digests = self._read_digests()
+            self.read(Extent(0, self._head_bytes))
+        self._headers: dict[int, Extent] = {}  # of the members that were checked, from the tar header on
+        self.num_begun = len(self._first_bytes)
+        """The number of bytes that opening has read, in whole blocks or to the end; compared, with `verify`."""
+
+    @property
+    def digest(self) -> str:
+        """The archive's own digest, as its manifest records it."""
+        return digests.self_digest(bytes(self._tail[: self.index.digests.data.length]))
+
+    def keep_little(self) -> None:
+        """Drop everything but the index from memory, for a reader that opens many archives."""
+        self._first_bytes = memoryview(bytes(self._first_bytes[: self._head_bytes]))
+        self._verified_blocks = self._nearby
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target`, from memory as far as opening has read the bytes."""
+        here = self._first_bytes[offset : offset + len(target)]
+        target[: len(here)] = here
+        if len(here) < len(target):
+            super().read_into(offset + len(here), target[len(here) :])
+
+    # --- small reads ------------------------------------------------------------------------------------------
+
+    def read(self, extent: Extent) -> bytes:
+        """The bytes of a small extent, compared with their digests if the archive is verified."""
+        if self._digests is None:
+            return bytes(self._read_plain(extent))
+        wide, data = self._verified_blocks
+        if not (wide.offset <= extent.offset and extent.end <= wide.end):
+            wide = _aligned(extent, BLOCK_BYTES, self.index.digests.data.offset)
+            data = self._read_plain(wide)
+            self.verify(wide.offset, data)
+            self._verified_blocks = wide, data
+        return bytes(data[extent.offset - wide.offset :][: extent.length])
+
+    def _read_near(self, extent: Extent) -> bytes:
+        """The bytes of a small extent, not verified. Its surroundings are read with it and kept."""
+        wide, data = self._nearby
+        if not (wide.offset <= extent.offset and extent.end <= wide.end):
+            wide = _aligned(extent, _NEAR_BYTES, self.index.file_bytes)
+            data = self._read_plain(wide)
+            self._nearby = wide, data
+        return bytes(data[extent.offset - wide.offset :][: extent.length])
+
+    @property
+    def is_verified(self) -> bool:
+        return self._digests is not None
+
+    def verify(self, offset: int, data: memoryview) -> None:
+        """Compare whole blocks that begin at `offset` with their digests. Bytes after the covered part are ignored."""
+        blocks = self.damaged_blocks(offset, data)
+        if blocks:
+            raise self.damage_error(blocks)
+
+    def damaged_blocks(self, offset: int, data: memoryview) -> list[int]:
+        """The numbers of the blocks that do not match their digests; the arguments are those of `verify`."""
+        if self._digests is None:
+            return []
+        blocks = _mismatched_blocks(offset, data[: self.index.digests.data.offset - offset], self._digests)
+        return [number for number in blocks if number not in self._inexact_blocks]
+
+    def damage_error(self, blocks: Sequence[int]) -> CorruptCheckpointError:
+        """The error for damaged blocks, given in ascending order: it names the tensors in them."""
+        begins = [number * BLOCK_BYTES for number in blocks]
+        if len(blocks) == 1:
+            mismatch = f"block {blocks[0]} (from byte {begins[0]:,}) does not match its digest"
+        else:
+            mismatch = f"{len(blocks):,} blocks (the first from byte {begins[0]:,}) do not match their digests"
+        if begins[0] < self._head_bytes:  # then the names in the index cannot be trusted
+            return self.corrupt(f"{mismatch}; the index is in it")
+        inside = [member.name for member in self.index.members if _touches(member.data, blocks)]
+        tensors = tuple(
+            shown(tensor.path)
+            for tensor in self.index.tensors
+            if any(_touches(piece.extent, blocks) for piece in tensor.slices)
+        )
+        among = ", ".join(tensors[:5]) + (f" and {len(tensors) - 5:,} more" if len(tensors) > 5 else "")
+        error = self.corrupt(f"{mismatch}; damaged: {', '.join(inside)}{among and f' with {among}'}")
+        error.tensors = tensors
+        return error
+
+    def _compare(self, extent: Extent) -> None:
+        """Compare the blocks of an extent with their digests, even if the archive is not verified.
+
+        Bytes that are about to be refused for another reason must be known to be intact. The digests are located
+        without the index, which may itself be damaged.
+        """
+        covered_bytes, expected = self._find_digests()
+        wide = _aligned(extent, BLOCK_BYTES, covered_bytes)
+        if blocks := _mismatched_blocks(wide.offset, self._read_plain(wide), expected):
+            raise self.corrupt(f"block {blocks[0]} does not match its digest")
+
+    def _find_digests(self) -> tuple[int, bytes]:
+        """The number of bytes that the digests cover, and the digests."""
+        num_bytes = self._reader.num_bytes
+        extents = [member.data for member in index.places_of_digests(num_bytes)]
+        begin = extents[0].offset if extents else num_bytes
+        tail = bytes(self._read_plain(Extent(begin, num_bytes - begin)))
+        for extent in extents:
+            with suppress(ValueError):
+                data = tail[extent.offset - begin :][: extent.length]
+                return extent.offset, digests.parse(data, covered_bytes=extent.offset)
+        raise self.corrupt("it has no digests where they should be: it is damaged, or cut short")
+
+    def _read_plain(self, extent: Extent) -> memoryview:
+        if extent.end <= len(self._first_bytes):
+            return self._first_bytes[extent.offset : extent.end]
+        data = memoryview(bytearray(extent.length))
+        self.read_into(extent.offset, data)
+        return data
+
+    def _read_head(self) -> bytes:
+        """The text of the index, not checked yet."""
+        header = bytes(self._first_bytes[: tar.BLOCK])
+        try:
+            name, length = tar.parse_header(header)
+        except ValueError as error:
+            raise self._foreign_file() from error
+        if name != index.MEMBER:
+            raise self._foreign_file()
+        end = tar.BLOCK + length
+        if end > self._reader.num_bytes:
+            raise self.corrupt("truncated inside its index")
+        if end > len(self._first_bytes):
+            begun = len(self._first_bytes)
+            limit = min(align_up(end, BLOCK_BYTES), self._reader.num_bytes)
+            rest = self._read_plain(Extent(begun, limit - begun))
+            self._first_bytes = memoryview(b"".join((self._first_bytes, rest)))
+        return bytes(self._first_bytes[tar.BLOCK : end])
+
+    def _foreign_file(self) -> CorruptCheckpointError:
+        kind = foreign_file(self._first_bytes, path=self.path)
+        if kind is not None:
+            return CorruptCheckpointError(f"{self.path}: not an async_ckpt archive: this is {kind}", path=self.path)
+        why = "not an async_ckpt archive" if self._first_bytes else "the file is empty"
+        return CorruptCheckpointError(f"{self.path}: {why}, or its first bytes are damaged", path=self.path)
+
+    @cached_property
+    def _tail(self) -> memoryview:
+        """The text of the digests and the padding after it."""
+        begin = self.index.digests.data.offset
+        return self._read_plain(Extent(begin, self.index.file_bytes - begin))
+
+    def _read_digests(self) -> bytes:
+        member = self.index.digests
+        if any(self._tail[member.data.length :]):
+            raise self.corrupt("the end of the archive is damaged")
+        try:
+            return digests.parse(bytes(self._tail[: member.data.length]), covered_bytes=member.data.offset)
+        except ValueError as error:
+            raise self.corrupt(str(error)) from error
+
+    def check_members(self, members: Iterable[int]) -> None:
+        """Compare the tar and safetensors headers of these members with the index, before anything is read by either.
+
+        The blocks of the headers are compared with their digests later, together with the data after them.
+        """
+        for number in sorted(set(members) - self._headers.keys()):
+            data = self._check_tar_header(self.index.members[number])
+            length = int.from_bytes(self._read_near(Extent(data.offset, min(8, data.length))), "little")
+            fits = length <= safetensors.MAX_HEADER_BYTES and 8 + length <= data.length
+            header = Extent(data.offset, 8 + length if fits else min(8, data.length))
+            index.check_member_header(self.index, number, self._read_near(header), path=self.path)
+            self._headers[number] = Extent(data.offset - tar.BLOCK, tar.BLOCK + header.length)
+
+    def headers(self, members: Iterable[int]) -> list[Extent]:
+        """The extents of the headers of these members, to be verified with the data that is read of them."""
+        return [self._headers[member] for member in sorted(members) if member in self._headers and self._digests]
+
+    def _check_tar_header(self, member: Member) -> Extent:
+        """The extent of a member's data, which its tar header must confirm."""
+        if member.name in self._missing_members:
+            raise self._missing_members[member.name]
+        try:
+            header = tar.parse_header(self._read_near(Extent(member.data.offset - tar.BLOCK, tar.BLOCK)))
+        except ValueError as error:
+            raise self.corrupt(f"{member.name} is not where the index says ({error})") from error
+        if header != (member.name, member.data.length):
+            raise self.corrupt(f"index and tar disagree about {member.name}")
+        return member.data
+
+    def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
+        """The pickled leaves; nothing is unpickled unless one of them is wanted."""
+        wanted = [leaf for leaf in stored if leaf.kind == "object"]
+        if not wanted:
+            return []
+        data = self._pickled_objects()
+        try:
+            loaded = saved_objects.load(data, trust=trust)
+        except pickle.UnpicklingError as error:
+            raise self._untrusted_error(wanted, data, str(error)) from error
+        except (ImportError, AttributeError) as error:
+            if trust:
+                raise saved_objects.missing_class(self.path, error) from error
+            raise self.corrupt(f"{index.OBJECTS} cannot be loaded: {error!r}") from error
+        except Exception as error:
+            raise self.corrupt(f"{index.OBJECTS} cannot be loaded: {error!r}") from error
+        if not isinstance(loaded, list) or max(leaf.number for leaf in wanted) >= len(loaded):
+            raise self.corrupt(f"{index.OBJECTS} lacks an object")
+        return loaded
+
+    def _untrusted_error(self, wanted: Sequence[StoredLeaf], data: bytes, refusal: str) -> UntrustedObjectError:
+        """The error for pickled leaves, which are all in one pickle: it names those that need trust."""
+        refused = saved_objects.needing_trust(data)
+        leaves = [leaf for leaf in wanted if not refused or leaf.number in refused]
+        beside = ""
+        if not leaves:  # others that were not asked for need it
+            beside = f"{_listed(wanted)}: in one pickle with "
+            leaves = [
+                leaf for leaf in decode(self.index.skeleton)[1] if leaf.kind == "object" and leaf.number in refused
+            ]
+        match = re.search(r"GLOBAL ([\w.]+)", refusal)
+        name = refused[leaves[0].number].removeprefix("builtins.") if refused and leaves else match and match[1]
+        what = with_article(name) if name else "an object"
+        advice = "" if beside else ", or leave it out with select="
+        return UntrustedObjectError(
+            f"{self.path}: {beside}{_listed(leaves)}: {what} is a Python object, not plain data; "
+            f"if you trust whoever wrote this file, load it with trust=True{advice}",
+            path=self.path,
+        )
+
+    def object_digests(self, stored: Iterable[StoredLeaf]) -> dict[int, str]:
+        """A digest for each pickled leaf, by its number. Raises CorruptCheckpointError."""
+        wanted = [leaf.number for leaf in stored if leaf.kind == "object"]
+        if not wanted:
+            return {}
+        try:
+            digest_of = object_digests(self._pickled_objects())
+            return {number: digest_of(number) for number in wanted}
+        except (ValueError, LookupError) as error:
+            raise self.corrupt(f"{index.OBJECTS} cannot be read: {error!r}") from error
+
+    def _pickled_objects(self) -> bytes:
+        member = self.index.member(index.OBJECTS)
+        if member is None:
+            raise self.corrupt(f"{index.OBJECTS} is missing")
+        extent = self._check_tar_header(member)
+        return self.read(Extent(extent.offset - tar.BLOCK, tar.BLOCK + extent.length))[tar.BLOCK :]
+
+
+def _listed(leaves: Sequence[StoredLeaf]) -> str:
+    """The names of some leaves, for a message."""
+    names = [shown(leaf.path) for leaf in leaves]
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def first_bytes(reader: Reader, *, path: str, at_most: int = BLOCK_BYTES) -> memoryview:
+    """The first `at_most` bytes of a file, or all of it. Raises CorruptCheckpointError if it ends too early."""
+    data = memoryview(bytearray(min(reader.num_bytes, at_most)))
+    try:
+        reader.read_into(0, data)
+    except EOFError as error:
+        raise CorruptCheckpointError(f"{path}: truncated: {error}", path=path) from error
+    return data
+
+
+def _aligned(extent: Extent, granule: int, limit: int) -> Extent:
+    begin = extent.offset // granule * granule
+    return Extent(begin, max(extent.end, min(align_up(extent.end, granule), limit)) - begin)
+
+
+def _mismatched_blocks(offset: int, data: memoryview, expected: bytes) -> list[int]:
+    """The numbers of the blocks, from `offset` on, whose digests differ from the expected ones. Releases the GIL."""
+    numbers = []
+    for begin in range(0, len(data), BLOCK_BYTES):
+        number = (offset + begin) // BLOCK_BYTES
+        digest = expected[number * digests.DIGEST_BYTES :][: digests.DIGEST_BYTES]
+        if digests.block_digest(data[begin : begin + BLOCK_BYTES]) != digest:
+            numbers.append(number)
+    return numbers
+
+
+def _touches(extent: Extent, blocks: Sequence[int]) -> bool:
+    """True if a byte of the extent lies in one of these blocks, given in ascending order."""
+    at = bisect_left(blocks, extent.offset // BLOCK_BYTES)
+    return extent.length > 0 and at < len(blocks) and blocks[at] * BLOCK_BYTES < extent.end

@@ -1,0 +1,348 @@
+"""The content of a file by name, given its index.
+
+In: a consistent index, and a reader. Out: the tree of names, tensors and leaves for it, bytes as they are.
+Knows nothing of: the origin of the index, digests, runs of bytes, live objects.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap as mmap_module
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+
+import torch
+
+from ....errors import CorruptCheckpointError, FormatVersionError
+from ...backends import is_at, is_host
+from ...format.index import VERSION, Index, Slice
+from ...host.memory import advise_huge_pages
+from ...runs.manifest import Manifest
+from ...runs.record import DCP_RECORD
+from ...slicing.cover import Box, Cover, cover, strided_copies
+from ...spec import BLOCK_BYTES, DTYPES, Extent
+from ...state.dtypes import dtype_named
+from ...state.names import Path, Select, Selector, selector, shown
+from ...state.tree import StoredLeaf, decode, top_keys
+from ...storage.interface import Reader
+from ...storage.local import LocalReader
+
+Groups = Collection[str] | None
+CPU: Final = torch.device("cpu")  # passed explicitly, because a caller may have set another default
+
+
+class Source(NamedTuple):
+    """The place of a part of a tensor: `box` of it is read from this piece of this file."""
+
+    file: Contents
+    piece: Slice
+    box: Box
+
+
+class Contents:
+    """A file with an index, whose tensors are read by number. Subclasses say what its bytes are compared with.
+
+    Whoever opens the file creates it, and closes its reader. It belongs to the thread that loads, except for
+    `read_into`, which any thread may call.
+    """
+
+    index: Index
+    # The advice in an error about damage.
+    _advice: ClassVar[str] = "load an earlier checkpoint"
+
+    def __init__(self, reader: Reader, *, path: str) -> None:
+        self.path = path
+        self._reader = reader
+
+    def corrupt(self, why: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.path}: {why}; {self._advice}", path=self.path)
+
+    # --- for subclasses ---------------------------------------------------------------------------------------
+
+    keeps_empty: ClassVar[bool] = True
+    """False if torch.distributed.checkpoint has written it, which leaves out dicts without entries."""
+
+    @property
+    def is_verified(self) -> bool:
+        """True if the data is compared with digests; it is then read in whole blocks."""
+        return False
+
+    def verify(self, offset: int, data: memoryview) -> None:
+        """Compare whole blocks that begin at `offset` with their digests. Raises CorruptCheckpointError."""
+
+    def headers(self, members: Iterable[int]) -> list[Extent]:  # noqa: ARG002
+        """The extents to read with the data of these members, so that they can be verified, such as headers."""
+        return []
+
+    def check_members(self, members: Iterable[int]) -> None:
+        """Compare the headers of these members with the index. Raises CorruptCheckpointError."""
+
+    def check_headers(self) -> None:
+        """Compare the headers of all members of all files with their indices. Raises CorruptCheckpointError."""
+        for file in self.files:
+            file.check_members({piece.member for tensor in file.index.tensors for piece in tensor.slices})
+
+    @property
+    def files(self) -> Sequence[Contents]:
+        """The files that hold the content."""
+        return (self,)
+
+    def is_of_some(self, path: Path) -> bool:  # noqa: ARG002
+        """True if only some of the ranks that saved the step had this entry."""
+        return False
+
+    def is_of_others(self, path: Path) -> bool:  # noqa: ARG002
+        """True if this rank had no such entry, and other ranks had."""
+        return False
+
+    def is_of_each(self, number: int) -> bool:  # noqa: ARG002
+        """True for a tensor of which each rank has its own value."""
+        return False
+
+    def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:  # noqa: ARG002
+        """The pickled leaves; nothing is unpickled unless one of them is wanted."""
+        return []
+
+    def object_digests(self, stored: Iterable[StoredLeaf]) -> dict[int, str]:  # noqa: ARG002
+        """A digest for each pickled leaf, by its number, of what loading it would do; nothing is unpickled."""
+        return {}
+
+    def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
+        """Announce the parts of tensors that will be read, so that they are located together; None is a whole one."""
+
+    @property
+    def has_all_names(self) -> bool:
+        """True if every name of the checkpoint is known, so that a name not found here does not exist."""
+        return True
+
+    def learn_names(self, *, everything: bool = False) -> bool:  # noqa: ARG002
+        """Open archives until all names are known: before one is reported missing, or because `everything` is wanted.
+
+        Returns True if there may be new names. Trees and numbers that were taken before are then invalid.
+        """
+        return False
+
+    # --- bytes ------------------------------------------------------------------------------------------------
+
+    def read(self, extent: Extent) -> bytes:
+        """The bytes of a small extent, compared with their digests if the file is verified."""
+        data = bytearray(extent.length)
+        self.read_into(extent.offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target`, without verification, on any thread.
+
+        Raises CorruptCheckpointError if the file ends too early.
+        """
+        try:
+            self._reader.read_into(offset, target)
+        except EOFError as error:
+            raise self.corrupt(f"truncated: {error}") from error
+
+    def share(self) -> None:
+        """Keep what is read in the page cache, if the file is on a disk: other processes are about to read the same."""
+        if isinstance(self._reader, LocalReader):
+            self._reader.share()
+
+    @property
+    def is_shared(self) -> bool:
+        """True if what is read is kept in the page cache."""
+        return isinstance(self._reader, LocalReader) and self._reader.is_shared
+
+    def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:  # noqa: ARG002
+        """The places to read a tensor from, each element once; only `within` will be read of it, None for all.
+
+        Raises ValueError if this is the file of one rank, and has only a part of the tensor.
+        """
+        tensor = self.index.tensors[number]
+        ranks = self.index.ranks
+        pieces = [(self, piece) for piece in tensor.slices]
+        sources, missing = sources_in(pieces, tensor.shape)
+        if missing:
+            savers = "one rank" if ranks is None else f"rank {ranks.rank} of {ranks.world_size} ranks"
+            raise ValueError(
+                f"{self.path}: it is what {savers} has saved, and has not all of {shown(tensor.path)}; load the "
+                f"folder of the step, {self.path.rpartition('/')[0] or '.'}, or with select= only what is whole in "
+                "this file"
+            )
+        return sources
+
+    def writers(self, number: int) -> Collection[int]:  # noqa: ARG002
+        """The ranks that wrote parts of a tensor, ascending; none if this is not the file of a rank."""
+        return () if self.index.ranks is None else (self.index.ranks.rank,)
+
+    def content(self, number: int) -> bytes:
+        """The bytes of a small tensor, compared with their digests if its files are verified."""
+        tensor = self.index.tensors[number]
+        sources = self.sources(number)  # before any memory is allocated
+        item_bytes = DTYPES[tensor.dtype][0]
+        content = bytearray(math.prod(tensor.shape) * item_bytes)
+        for file, piece, box in sources:
+            file.check_members([piece.member])
+            held = Box(piece.offsets, piece.sizes)
+            for strided in strided_copies(box, held, Box.whole(tensor.shape), item_bytes):
+                for run in strided.apart():
+                    data = file.read(Extent(piece.extent.offset + run.source, run.length))
+                    content[run.target : run.target + run.length] = data
+        return bytes(content)
+
+    @property
+    def is_local_file(self) -> bool:
+        """Whether `map` takes this: a file on this machine, as it is."""
+        return isinstance(self._reader, LocalReader)
+
+    def map(self) -> mmap_module.mmap:
+        """A map of the opened file, even if its path now names another; only this process sees writes to it."""
+        if not isinstance(self._reader, LocalReader):
+            raise ValueError(
+                f"mmap=True maps a local file as it is, but {self.path} is remote, compressed or extracted; "
+                "leave mmap out"
+            )
+        mapped = mmap_module.mmap(self._reader._fd, 0, access=mmap_module.ACCESS_COPY)
+        if len(mapped) != self._reader.num_bytes:
+            raise self.corrupt("its size has changed since it was opened")
+        return mapped
+
+    # --- the tree ---------------------------------------------------------------------------------------------
+
+    def tree(
+        self, *, select: Select = None, types: Iterable[type] | None = (), groups: Groups = None
+    ) -> tuple[Any, list[StoredLeaf]]:
+        """The saved structure, with a `StoredLeaf` for each leaf that the index does not hold itself, and a list of
+        these.
+
+        With `groups`, only these top-level entries are included. Without `types`, values of the classes that are saved
+        by name are instances of `OfClass`.
+        """
+        try:
+            value, stored = decode(self.index.skeleton, types=types, keep=_path_filter(groups, selector(select)))
+            self._check_stored(stored)
+        except ValueError as error:
+            raise self._unreadable(error) from error
+        if (select is not None or groups is not None) and value is None:
+            raise KeyError(f"select={select!r} matches nothing in {self.path}; it holds {self.names()}")
+        return value, stored
+
+    def entries(self) -> list[Any] | None:
+        """The keys at the top level; None where the state is not a dict."""
+        try:
+            return top_keys(self.index.skeleton)
+        except ValueError as error:
+            raise self._unreadable(error) from error
+
+    def names(self) -> str:
+        """The names at the top level, as text for a message."""
+        keys = self.entries()
+        names = {t.path[0] for t in self.index.tensors if t.path} if keys is None else keys
+        return ", ".join(sorted(shown((name,)) for name in names)) or "no named tensors"
+
+    def nested_too_deeply(self) -> CorruptCheckpointError:
+        return self.corrupt("its structure is nested too deeply")
+
+    def _unreadable(self, error: ValueError) -> CorruptCheckpointError:
+        return self.corrupt(f"its skeleton cannot be read ({error})")
+
+    def match(self, chosen: Selector, groups: Groups) -> None:
+        """Pass every path of these top-level entries to the selector, which notes the patterns that match."""
+        try:
+            decode(self.index.skeleton, keep=_path_filter(groups, chosen))
+        except ValueError as error:
+            raise self._unreadable(error) from error
+
+    def _check_stored(self, stored: Iterable[StoredLeaf]) -> None:
+        """Raises ValueError unless every leaf has a tensor, and raw bytes belong to a single leaf."""
+        leaves = [leaf for leaf in stored if leaf.kind != "object"]
+        if any(leaf.number >= len(self.index.tensors) for leaf in leaves):
+            raise ValueError("it refers to a tensor that does not exist")
+        num_users = Counter(self.primary(leaf.number) for leaf in leaves)
+        for leaf in leaves:
+            tensor = self.index.tensors[leaf.number]
+            # Tied tensors share their memory. Raw bytes are copied for each leaf: a small file could demand any amount.
+            if leaf.kind != "tensor" and num_users[self.primary(leaf.number)] > 1:
+                raise ValueError(f"{tensor.dotted!r:.200} is several things at once")
+            if (leaf.kind == "bytes" or leaf.descr is not None) and (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
+                raise ValueError(f"{tensor.dotted!r:.200} is a tensor, not the bytes of something else")
+
+    def primary(self, number: int) -> int:
+        """The number of the tensor that stores the bytes: the same, or that of the tensor to which this one is tied."""
+        alias = self.index.tensors[number].alias_of
+        return number if alias is None else alias
+
+    def leaf(self, leaf: StoredLeaf, tensor: torch.Tensor, device: torch.device) -> Any:
+        """The value of a stored leaf, given the tensor with its bytes.
+
+        Except for "bytes", it may be filled afterwards.
+        """
+        if leaf.kind == "tensor":
+            return tensor if is_at(tensor, device) else tensor.to(device)
+        if leaf.kind == "bytes":
+            return bytes(tensor.numpy())
+        try:
+            return leaf.as_array(tensor)
+        except Exception as error:  # the description of the dtype is untrusted
+            raise self.corrupt(f"a numpy array in it cannot be built ({error})") from error
+
+    def dtype(self, number: int) -> torch.dtype:
+        """The dtype of a tensor. Raises FormatVersionError if this version of torch does not have it."""
+        try:
+            return dtype_named(self.index.tensors[number].dtype)
+        except ValueError as error:
+            raise FormatVersionError(f"{self.path}: {error}", path=self.path, version=VERSION) from error
+
+    def empty(self, number: int, device: torch.device) -> torch.Tensor:
+        """New memory for a tensor, once all of its elements have been located."""
+        self.sources(number)
+        indexed = self.index.tensors[number]
+        tensor = torch.empty(indexed.shape, dtype=self.dtype(number), device=device)
+        if is_host(device):
+            _ask_for_huge_pages(tensor)
+        return tensor
+
+
+# Covers by the shape of a tensor and its boxes: the layers of a model are alike.
+Covers: TypeAlias = dict[tuple[tuple[int, ...], tuple[Box, ...]], Cover]
+
+
+def sources_in(
+    pieces: Sequence[tuple[Contents, Slice]], shape: tuple[int, ...], known: Covers | None = None
+) -> tuple[list[Source], list[Box]]:
+    """The places to read each element of a tensor from, in the first piece that has it, and the boxes that none has."""
+    if pieces and pieces[0][1].sizes == shape:
+        return [Source(*pieces[0], Box.whole(shape))], []
+    boxes = tuple(Box(piece.offsets, piece.sizes) for _, piece in pieces)
+    covering = None if known is None else known.get((shape, boxes))
+    if covering is None:
+        covering = cover(shape, boxes)
+        if known is not None:
+            known[shape, boxes] = covering
+    return [Source(*pieces[i], box) for i, box in covering.taken], covering.missing
+
+
+class Part(NamedTuple):
+    """One file of a state, and the top-level entries to take from it, None for all. `from_committed` creates it."""
+
+    archive: Contents
+    groups: Groups = None
+    manifest: Manifest | None = None
+    """The manifest that names it, if one does."""
+
+    @property
+    def keeps_empty(self) -> bool:
+        """False if it was saved through torch.distributed.checkpoint, which leaves out dicts without entries."""
+        return self.archive.keeps_empty and (self.manifest is None or DCP_RECORD not in self.manifest.record)
+
+
+def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
+    """Request huge pages for new memory: the kernel would take longer to provide small pages than we to fill them."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes >= BLOCK_BYTES:
+        advise_huge_pages(tensor.data_ptr(), num_bytes)
+
+
+def _path_filter(groups: Groups, chosen: Selector | None) -> Callable[[Path], bool] | None:
+    """A test for paths that are selected and in one of these top-level entries."""
+    if groups is None:
+        return chosen
+    return lambda path: bool(path) and path[0] in groups and (chosen is None or chosen(path))

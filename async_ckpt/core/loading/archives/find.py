@@ -1,0 +1,427 @@
+"""The archives of a path, which is one file, the folder of a step, or a run with its newest step.
+
+In: paths, and runs. Out: opened archives, handed to a function. Knows nothing of: the use that it makes of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple, Self, TypeVar
+
+from ....errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    NotCommittedError,
+    StorageUnavailableError,
+)
+from ...runs.foreign_entries import foreign_kind, newest_of_other_namings, possible_steps
+from ...runs.manifest import NAME as MANIFEST
+from ...runs.manifest import Archive, Manifest, parse, parse_intent, retired_attempts
+from ...runs.naming import parse_step_name
+from ...runs.receipts import archives_in, archives_of, attempt_of_all
+from ...runs.root import TRIES, Root, formats_at, overtaken_error
+from ...runs.roots import Roots
+from ...runs.run import Run
+from ...runs.starts import Commit, counts, split_starts
+from ...state.names import Selector, shown
+from ...storage.compressed import open_decompressed
+from ...storage.interface import Reader, Storage
+from ...storage.place import Anywhere, place_of, storage_at
+from .contents import Part
+from .foreign import open_contents, parts_of_folder
+from .merged_archives import MergedArchives
+from .step_archives import NamedArchives, Readers, StepArchives, check_from_ranks
+
+T = TypeVar("T")
+
+
+_ANY_READER: Final = Readers()
+# Manifests that are looked for at once.
+_MOST_ASKED: Final = 4096
+
+
+def from_newest(
+    roots: Roots,
+    use: Callable[[Sequence[Part]], T],
+    *,
+    verify: bool,
+    readers: Readers = _ANY_READER,
+    on_corrupt: Callable[[int, CorruptCheckpointError], None] | None = None,
+) -> tuple[int, T] | None:
+    """The newest committed step, and the result of `use` for its archives; None if nothing is committed.
+
+    If a step is deleted while it is read, the step that is then the newest is read. With `on_corrupt`, a corrupt step
+    is reported to it, and the next older one is read; if all steps are corrupt, one of their errors is raised. Raises
+    NotCommittedError if the newest step has another naming, CorruptCheckpointError, StorageUnavailableError.
+    """
+    roots.check_naming()
+    corrupt: dict[int, CorruptCheckpointError] = {}
+
+    def newest() -> int | None:
+        if not corrupt:
+            return roots.latest()
+        return max((step for step in roots.steps() if step not in corrupt), default=None)
+
+    num_gone = 0
+    while (step := newest()) is not None:
+        try:
+            return step, from_step(roots, step, use, verify=verify, readers=readers)
+        except NotCommittedError as error:
+            num_gone += 1
+            if num_gone == TRIES:
+                raise overtaken_error(repr(roots)) from error
+        except CorruptCheckpointError as error:
+            if on_corrupt is None:
+                raise
+            corrupt[step] = error
+            on_corrupt(step, error)
+    if corrupt:
+        raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
+    return None
+
+
+def from_step(
+    roots: Roots,
+    step: int,
+    use: Callable[[Sequence[Part]], T],
+    *,
+    verify: bool,
+    readers: Readers = _ANY_READER,
+) -> T:
+    """The result of `use` for the archives of a committed step, from the first of its roots where they are sound.
+
+    Archives in the folder of a root where the step is not committed, such as the cache of a node, are read from there.
+    Raises NotCommittedError, also if the step is deleted while it is read, CorruptCheckpointError and
+    StorageUnavailableError.
+    """
+    holders = roots.holding(step)
+    near = [run.storage for run in roots.runs if run not in holders and not run.storage.remote]
+    candidates = [CommittedStep.of(run, step, near) for run in holders]
+    if near:
+        candidates.append(CommittedStep.of(holders[-1], step))
+    for candidate in candidates[:-1]:
+        try:
+            return from_committed(candidate, use, verify=verify, readers=readers)
+        except (NotCommittedError, CorruptCheckpointError, StorageUnavailableError) as error:
+            warnings.warn(f"step {step} is read from another root: {error}", RuntimeWarning, stacklevel=4)
+    return from_committed(candidates[-1], use, verify=verify, readers=readers)
+
+
+def from_path(path: Anywhere, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANY_READER) -> T:
+    """The result of `use` for the content of a path: an archive, a safetensors file, the folder of a step, the newest
+    step of a run, or a folder that `parts_of_folder` recognises. Raises TypeError for `readers` that are not valid.
+    """
+    check_from_ranks(readers.from_ranks)
+    file = opened_as_file(path)
+    if file is not None:
+        reader, shown = file
+        with reader:
+            parts: Sequence[Part] = [Part(open_contents(open_decompressed(reader, shown), path=shown, verify=verify))]
+            _check_names(parts, readers)
+            return use(parts)
+    storage = storage_at(path)
+    step = step_at(storage, path)
+    if step is not None:
+        return from_committed(step, use, verify=verify, readers=readers)
+    num_gone = 0
+    while (newest := _newest_folder(storage)) is not None:
+        try:
+            committed = CommittedStep.at(storage, newest, lambda: storage)
+            return from_committed(committed, use, verify=verify, readers=readers)
+        except NotCommittedError as error:
+            num_gone += 1
+            if num_gone == TRIES:
+                raise overtaken_error(storage.locate("")) from error
+    with contextlib.ExitStack() as stack:
+        folder_parts = parts_of_folder(storage, verify=verify, stack=stack)
+        if folder_parts is not None:
+            _check_names(folder_parts, readers)
+            return use(folder_parts)
+    raise nothing_committed(storage)
+
+
+def step_at(storage: Storage, path: Anywhere) -> CommittedStep | None:
+    """The committed step whose folder this storage is; None if it is not one."""
+    if not storage.exists(MANIFEST):
+        return None
+    # Resolved only when a group is borrowed: a bucket has no folder above it.
+    root = functools.cache(lambda: place_of(path).object()[0])
+    return CommittedStep.at(storage, "", root)
+
+
+def committed_step(run: Anywhere, step: int | None) -> CommittedStep:
+    """A committed step of a run, the newest for None. `run` may also be the folder of the step itself.
+
+    Raises NotCommittedError, and TypeError for a step that is not a number.
+    """
+    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
+        raise TypeError(f"step must be the number of a step, got {step!r:.100}")
+    storage = storage_at(run)
+    own_step = step_at(storage, run)
+    if own_step is not None:
+        own = own_step.read().step
+        if step is not None and step != own:
+            path = storage.locate("")
+            raise NotCommittedError(
+                f"{path} is the folder of step {own}, not of {step}; give the root of the run", path=path, step=step
+            )
+        return own_step
+    folders = dict(committed_folders(storage))
+    if not folders:
+        raise nothing_committed(storage)
+    number = max(folders) if step is None else step
+    if number not in folders:
+        path, others = storage.locate(""), ", ".join(map(str, sorted(folders)))
+        raise NotCommittedError(f"{path}: step {number} is not committed there; {others} are", path=path, step=number)
+    return CommittedStep.at(storage, folders[number], lambda: storage)
+
+
+def nothing_committed(storage: Storage) -> NotCommittedError:
+    """The error for a path without a checkpoint."""
+    path = storage.locate("")
+    return NotCommittedError(f"{path}: {_describe_content(storage)}", path=path, step=None)
+
+
+class CommittedStep(NamedTuple):
+    """The place of a committed step: its folder in a storage, the reader of its manifest, and the root of its run."""
+
+    storage: Storage
+    folder: str  # empty if the storage is the folder
+    read: Callable[[], Manifest]  # raises NotCommittedError
+    root: Callable[[], Storage]  # of the run, with the folders of the steps that lend groups
+    near: Sequence[Storage] = ()  # storages that may have copies of some archives
+
+    @classmethod
+    def of(cls, run: Run, step: int, near: Sequence[Storage] = ()) -> Self:
+        return cls(run.storage, run.folder(step), lambda: run.manifest(step), lambda: run.storage, near)
+
+    @classmethod
+    def at(cls, storage: Storage, folder: str, root: Callable[[], Storage]) -> Self:
+        path = f"{folder}/{MANIFEST}" if folder else MANIFEST
+
+        def read() -> Manifest:
+            shown = storage.locate(path)
+            try:
+                return parse(storage.read(path)[0], path=shown)
+            except FileNotFoundError as error:
+                raise NotCommittedError(
+                    f"{storage.locate(folder)} was deleted this moment; load another step, or the newest one of "
+                    "its run",
+                    path=shown,
+                    step=None,
+                ) from error
+
+        return cls(storage, folder, read, root)
+
+    def archives(self, manifest: Manifest) -> list[NamedArchives]:
+        """The step's own archives, and those of earlier steps that lend groups to it."""
+        below = f"{self.folder}/" if self.folder else ""
+        own = [(f"{below}{archive.name}", archive) for archive in archives_of(self.storage, self.folder, manifest)]
+        per_rank = manifest.ranks.per_rank if manifest.ranks else ()
+        first = NamedArchives(
+            self.storage,
+            self.folder,
+            own,
+            manifest.attempt,
+            manifest.step,
+            named_by=manifest.step,
+            per_rank=per_rank,
+            near=self.near,
+            is_shared_out=manifest.ranks is None and len(own) > 1,
+        )
+        sources = [first]
+        lent: dict[tuple[str, str, int], list[Archive]] = {}
+        for borrowed in manifest.elsewhere:
+            lent.setdefault((borrowed.group, borrowed.folder, borrowed.step), []).append(borrowed.archive)
+        groups_of: dict[tuple[str, int, tuple[Archive, ...]], set[str]] = {}
+        for (group, folder, step), lenders in lent.items():
+            groups_of.setdefault((folder, step, tuple(lenders)), set()).add(group)
+        for (folder, step, archives), groups in groups_of.items():
+            root = self.root()
+            paths = [
+                (f"{folder}/{archive.name}", archive) for archive in archives_in(root, folder, archives, manifest.step)
+            ]
+            lent_archives = first._replace(
+                storage=root,
+                folder=folder,
+                archives=paths,
+                attempt=attempt_of_all(archives[0].name) or "",
+                step=step,
+                groups=frozenset(groups),
+                is_shared_out=len(archives) > 1,
+            )
+            sources.append(lent_archives)
+        return sources
+
+
+def from_committed(
+    step: CommittedStep, use: Callable[[Sequence[Part]], T], *, verify: bool, readers: Readers = _ANY_READER
+) -> T:
+    """The result of `use` for the archives of a committed step, compared with its manifest. Raises NotCommittedError.
+
+    A step that is deleted or replaced while it is read may fail in any way: the manifest is read again after an error.
+    """
+    check_from_ranks(readers.from_ranks)
+    manifest = step.read()
+    for _ in range(TRIES):
+        try:
+            with contextlib.ExitStack() as stack:
+                archives = [StepArchives(sources, readers, stack, verify=verify) for sources in step.archives(manifest)]
+                parts = [source.part()._replace(manifest=manifest) for source in archives]
+                _check_names(parts, readers)
+                return use(parts)
+        except (CorruptCheckpointError, StorageUnavailableError) as error:
+            before, manifest = manifest, _read_again(step, manifest, error)
+            if manifest == before:
+                raise
+    path = step.storage.locate(step.folder)
+    raise StorageUnavailableError(f"{path} was replaced {TRIES} times while it was read; load it again", path=path)
+
+
+def _check_names(parts: Sequence[Part], readers: Readers) -> None:
+    """Raises KeyError if a name in `from_ranks` does not exist."""
+    merged = [part.archive for part in parts if isinstance(part.archive, MergedArchives)]
+    unknown = {*(readers.from_ranks or ())}.difference(*(archive.chosen for archive in merged))
+    if merged and unknown:
+        apart = sorted({shown(path) for archive in merged for path in archive.apart})
+        raise KeyError(
+            f"of from_ranks={readers.from_ranks!r}, {min(unknown)!r} names nothing in {merged[0].path}; ranks "
+            f"have their own values of: {', '.join(apart) or 'nothing'}"
+        )
+    for name in unknown:  # of a checkpoint of one rank
+        selected = Selector([name])
+        for part in parts:
+            part.archive.match(selected, part.groups)
+        if selected.unused:
+            raise KeyError(
+                f"of from_ranks={readers.from_ranks!r}, {name!r} names nothing in {parts[0].archive.path}; it holds "
+                f"{parts[0].archive.names()}"
+            )
+
+
+def _read_again(step: CommittedStep, manifest: Manifest, error: CheckpointError) -> Manifest:
+    """The manifest after an error. Raises NotCommittedError if it is gone, which explains the error."""
+    try:
+        return step.read()
+    except NotCommittedError as gone:
+        raise NotCommittedError(
+            f"{gone}; it was deleted while it was read ({error})",
+            path=gone.path,
+            step=gone.step,
+            partly_overwritten=getattr(error, "partly_overwritten", False),
+        ) from error
+    except CheckpointError:
+        return manifest  # the first error says more
+
+
+def _describe_content(storage: Storage) -> str:
+    """A description of a path without a checkpoint, for an error."""
+    names = storage.names("")
+    kind = foreign_kind(names)
+    if kind is not None:
+        return f"no committed checkpoint there, but {kind}"
+    if names:
+        shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+        return f"no committed checkpoint there, but {shown}"
+    is_folder = not storage.remote and storage.exists("")
+    return "the folder is empty" if is_folder else "there is nothing at this path"
+
+
+def _newest_folder(storage: Storage) -> str | None:
+    """The folder of the newest committed step of a run; with several namings, of the step that was committed last.
+
+    A step is the last number in a folder's name. A folder without a manifest may belong to a save under way, or to a
+    step that retention has deleted since the listing. So an older step counts only if another listing is the same.
+    """
+    before: list[str] | None = None
+    for _ in range(TRIES):
+        names = storage.names("")
+        folders = sorted(((step_name.step, name) for step_name, name in possible_steps(names)), reverse=True)
+        newest = _first_committed(storage, names, folders)
+        if names == before or (folders and newest == folders[0]):
+            break
+        before = names
+    else:
+        raise overtaken_error(storage.locate(""))
+    if newest is None:
+        return None
+    folder = newest[1]
+    other = newest_of_other_namings(storage, lambda name: _naming_of(name) == _naming_of(folder))
+    manifest = None if other is None else _manifest_in(storage, folder)
+    return other.folder if other and manifest and other.manifest.created > manifest.created else folder
+
+
+def _naming_of(folder: str) -> str | None:
+    number = parse_step_name(folder)
+    return number and number.rest
+
+
+def committed_folders(storage: Storage) -> list[tuple[int, str]]:
+    """The committed steps of a run, ascending, with their folders; of several namings, the steps of each."""
+    roots = [Root(storage, step_format) for step_format in formats_at(storage)]
+    return sorted((step, root.folder(step)) for root in roots for step in root.steps())
+
+
+def _first_committed(
+    storage: Storage, names: Sequence[str], folders: Sequence[tuple[int, str]]
+) -> tuple[int, str] | None:
+    """The first of these steps with their folders that counts: it has a manifest, no rollback has retired it, and no
+    later start has continued from an earlier step.
+    """
+    of_step: dict[int, list[str]] = {}
+    for step, folder in folders:
+        of_step.setdefault(step, []).append(folder)
+
+    def manifests(step: int) -> Iterator[Manifest]:
+        candidates = (_manifest_in(storage, name) for name in of_step.get(step, ()))
+        return (manifest for manifest in candidates if manifest is not None)
+
+    retired = retired_attempts(filter(None, map(parse_intent, names)), manifests)
+    starts, steps = split_starts(sorted(names))[1], sorted(of_step)
+
+    @functools.cache
+    def committed(step: int) -> Commit | None:
+        counting = (manifest for manifest in manifests(step) if manifest.attempt != retired.get(step))
+        return next((Commit(manifest.attempt, manifest.start) for manifest in counting), None)
+
+    def does_count(step: int, folder: str) -> bool:
+        if step in retired:
+            manifest = _manifest_in(storage, folder)
+            if manifest is None or manifest.attempt == retired[step]:
+                return False
+        return counts(step, steps, starts, committed)
+
+    at, num_asked = 0, 1
+    while at < len(folders):
+        paths = {f"{folder}/{MANIFEST}": (step, folder) for step, folder in folders[at : at + num_asked]}
+        for path in storage.existing([*paths]):
+            if does_count(*paths[path]):
+                return paths[path]
+        at, num_asked = at + num_asked, min(_MOST_ASKED, 8 * num_asked)
+    return None
+
+
+def _manifest_in(storage: Storage, folder: str) -> Manifest | None:
+    """The manifest in a folder; None if there is none that can be read."""
+    if not storage.exists(f"{folder}/{MANIFEST}"):  # the folder may be a file
+        return None
+    try:
+        return CommittedStep.at(storage, folder, lambda: storage).read()
+    except (NotCommittedError, CorruptCheckpointError, FormatVersionError):
+        return None
+
+
+def opened_as_file(path: Anywhere) -> tuple[Reader, str] | None:
+    """The object at a path and its name for messages; None if it is a folder, or missing."""
+    try:
+        storage, name = place_of(path).object()
+    except ValueError:  # the root of a bucket
+        return None
+    try:
+        return storage.open(name), storage.locate(name)
+    except (FileNotFoundError, IsADirectoryError):
+        return None

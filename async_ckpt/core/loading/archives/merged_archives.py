@@ -1,0 +1,419 @@
+"""The archives of one state, one from each of several ranks, presented as one file.
+
+In: the opened archives of one step. Out: one tree of names, and the places of each tensor's bytes.
+Knows nothing of: runs, live objects, the reading of bytes.
+
+An archive has its rank's own skeleton, and the slices of tensors that the rank has written. Whatever the indices say,
+nothing is allocated for a tensor before each of its elements is located in one of the archives.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+from ....errors import CorruptCheckpointError
+from ...format import digests
+from ...format.index import Index, IndexedTensor, Member
+from ...slicing.cover import Box
+from ...slicing.locator import StepItem, name_of
+from ...slicing.slices import Cut, Mesh, Slices
+from ...spec import Extent
+from ...state.names import Path, Select, dotted, is_within, printable, shown
+from ...state.skeletons import Choice, MergedSkeleton, UnknownChoiceError, merge
+from ...state.tree import StoredLeaf, ValuesByRank, leaves
+from .contents import Contents, Covers, Groups, Source, sources_in
+from .virtual_files import Zeros
+
+_MANY: Final = 8  # names in a message
+_MAX_SEARCHED: Final = 1 << 16  # slices among which the owners of a missing one are searched
+
+
+class Opener:
+    """The archives of a step, opened as they are needed, on the thread that reads. Here all are open already."""
+
+    def __init__(self, opened: Sequence[Contents] = ()) -> None:
+        self._all = opened
+
+    @property
+    def opened(self) -> Sequence[Contents]:
+        return self._all
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the archives that are not open cannot add anything."""
+        return True
+
+    @property
+    def has_all_names(self) -> bool:
+        """True if the open archives together know all names of the state."""
+        return True
+
+    @property
+    def items(self) -> Sequence[StepItem]:
+        """All items of a state that a planner has shared out, if a layout lists them; else none."""
+        return ()
+
+    def open_names(self) -> None:
+        """Open archives until all names are known."""
+
+    def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
+        """Open archives with some of these boxes, by the names of tensors in structures.
+
+        `is_whole` is then True if no other archive has any of them.
+        """
+
+    def open_all(self) -> None: ...
+
+    def writers(self, name: str) -> Collection[int] | None:  # noqa: ARG002
+        """The ranks that wrote parts of a tensor, by its name in structures; None if the open archives tell."""
+        return None
+
+
+class MergedArchives(Contents):
+    """The archives of all ranks of a step, as one file. The opener owns them, and closes them.
+
+    Archives that are not open yet are opened as they are needed: for bytes at any time, which leaves numbers and trees
+    valid; for names by `learn_names`, which a reader calls before it matches names, or when some are missing.
+
+    Args:
+        archives: the archives of one step in any order, or the object that opens them.
+        path: the folder of the step, for messages.
+        ranks: the rank that restores, and how many restore together; None for a load by one process. In a world of the
+            size that saved, a rank gets its own values where ranks have their own. Other readers get a `PerRank` of
+            them.
+        per_rank: the dotted names of values that each rank has separately. Other differences are detected.
+        from_ranks: the rank whose value to take instead, by dotted name.
+        groups: the only top-level entries to include; None for all.
+
+    Raises CorruptCheckpointError for archives that contradict each other, and KeyError if `from_ranks` names a rank
+    that has no such value.
+    """
+
+    def __init__(
+        self,
+        archives: Sequence[Contents] | Opener,
+        *,
+        path: str,
+        ranks: tuple[int, int] | None = None,
+        per_rank: Collection[str] = (),
+        from_ranks: Mapping[str, int] | None = None,
+        groups: Groups = None,
+    ) -> None:
+        super().__init__(Zeros(0), path=path)
+        self._opener = Opener(archives) if isinstance(archives, Sequence) else archives
+        self._per_rank, self._groups = frozenset(per_rank), groups
+        self._is_for_any_rank = ranks is None
+        self._archives = self._by_rank(self._opener.opened)
+        rank, world_size = ranks or (None, None)
+        self._choice = Choice(rank if world_size == self.world_size else None, dict(from_ranks or {}))
+        self._covers: Covers = {}
+        self._take(self._merge())
+
+    def _take(self, merged: MergedSkeleton) -> None:
+        """Take the tree, the numbers and the tensors from the archives that are open now."""
+        self._merged, self._knows_names = merged, self._opener.has_all_names
+        self._apart_names = frozenset(map(dotted, merged.apart))
+        self.index = self._index()
+        # Tensors with a separate value on each rank, of which the rank holds only a shard.
+        self._parts = {
+            n
+            for n, (ranks, tensor) in enumerate(zip(merged.tensors, self.index.tensors, strict=True))
+            if len(ranks) == 1 and tensor.spread and is_within(dotted(tensor.path), self._per_rank)
+        }
+        self._sources: dict[int, tuple[list[Source], list[Box]]] = {}
+
+    def _grow(self) -> None:
+        """Add the slices that newly opened archives have of the same tensors. Numbers stay valid."""
+        self._archives = self._by_rank(self._opener.opened)
+        grown = self._merge().tensors
+        merged_numbers = _by_own_number(grown)
+        self._merged = self._merged._replace(
+            tensors=[
+                numbers if (n := merged_numbers.get(next(iter(numbers.items())))) is None else grown[n]
+                for numbers in self._merged.tensors
+            ]
+        )
+        self.index, self._sources = self._index(), {}
+
+    def _by_rank(self, archives: Sequence[Contents]) -> dict[int, Contents]:
+        archive_of: dict[int, Contents] = {}
+        sizes = set()
+        for archive in archives:
+            ranks = archive.index.ranks
+            if ranks is None:
+                raise archive.corrupt("a manifest says that it is one rank's of several, but it is not")
+            if ranks.rank in archive_of:
+                raise archive.corrupt(f"it is rank {ranks.rank}'s, and so is {archive_of[ranks.rank].path}")
+            archive_of[ranks.rank] = archive
+            sizes.add(ranks.world_size)
+        if len(sizes) != 1:
+            raise self.corrupt(f"its archives were saved by worlds of {sorted(sizes)} ranks")
+        (self.world_size,) = sizes
+        return dict(sorted(archive_of.items()))
+
+    def _merge(self) -> MergedSkeleton:
+        try:
+            return merge(
+                {rank: archive.index.skeleton for rank, archive in self._archives.items()},
+                {rank: len(archive.index.tensors) for rank, archive in self._archives.items()},
+                per_rank=self._per_rank,
+                choice=self._choice,
+                groups=self._groups,
+            )
+        except UnknownChoiceError:
+            raise
+        except Exception as error:  # the skeletons are untrusted
+            why = printable(f"{type(error).__name__}: {error!s:.200}")
+            raise self.corrupt(f"the skeletons of its archives cannot be read as one ({why})") from error
+
+    def _index(self) -> Index:
+        """The merged index of all archives."""
+        numbers = _by_own_number(self._merged.tensors)
+        apart: dict[frozenset[tuple[int, int]], int] = {}
+        tensors: list[IndexedTensor] = []
+        while len(tensors) < len(self._merged.tensors):  # which grows by tensors that others are tied to
+            tensors.append(self._tensor(len(tensors), numbers, apart))
+        first = next(iter(self._archives.values())).index
+        nowhere = Member(digests.MEMBER, Extent(0, 0))
+        return Index(first.step, (), tuple(tensors), (), self._merged.skeleton, nowhere, 0)
+
+    def _tensor(
+        self,
+        n: int,
+        numbers: Mapping[tuple[int, int], int],
+        apart: dict[frozenset[tuple[int, int]], int],
+    ) -> IndexedTensor:
+        tensors = {rank: self._archives[rank].index.tensors[i] for rank, i in self._merged.tensors[n].items()}
+        first_rank, first = next(iter(tensors.items()))
+        for rank, other in tensors.items():
+            if (other.dtype, other.shape) != (first.dtype, first.shape):
+                raise self.corrupt(
+                    f"{shown(first.path)} is {first.dtype}{list(first.shape)} on rank {first_rank} and "
+                    f"{other.dtype}{list(other.shape)} on rank {rank}"
+                )
+        # A rank without a slice of a tensor does not know whether it is tied to another.
+        ties = {
+            rank: tensor.alias_of for rank, tensor in tensors.items() if tensor.alias_of is not None or tensor.slices
+        }
+        alias = None
+        if any(i is not None for i in ties.values()):
+            targets = {(rank, i) for rank, i in ties.items() if i is not None}
+            known = {numbers.get(target) for target in targets}
+            alias = known.pop()
+            if len(targets) < len(ties):
+                alias = None  # on some ranks it is not tied, so it is a tensor of its own
+            elif known or alias is None:  # it is tied to different tensors on different ranks
+                alias = apart.setdefault(frozenset(targets), len(self._merged.tensors))
+                if alias == len(self._merged.tensors):
+                    self._merged.tensors.append(dict(targets))
+        spread = next(filter(None, (tensor.spread for tensor in tensors.values())), None)
+        return IndexedTensor(first.path, first.dtype, first.shape, (), alias, spread)
+
+    @property
+    def items(self) -> Sequence[StepItem]:
+        return self._opener.items
+
+    @property
+    def chosen(self) -> Collection[str]:
+        """The names in `from_ranks` that exist."""
+        return self._merged.chosen
+
+    @property
+    def apart(self) -> Collection[Path]:
+        """The paths of values that each rank has separately."""
+        return self._merged.apart
+
+    # --- as a file --------------------------------------------------------------------------------------------
+
+    @property
+    def files(self) -> Sequence[Contents]:
+        return list(self._archives.values())
+
+    def map(self) -> NoReturn:
+        raise ValueError(
+            f"mmap=True maps one file, but several ranks have saved {self.path}, each in a file of its own; "
+            "leave mmap out"
+        )
+
+    def is_of_each(self, number: int) -> bool:
+        return is_within(dotted(self.index.tensors[number].path), self._apart_names)
+
+    def is_of_some(self, path: Path) -> bool:
+        return path in self._merged.of_some
+
+    def is_of_others(self, path: Path) -> bool:
+        rank = self._choice.rank
+        return rank is not None and rank not in self._merged.of_some.get(path, (rank,))
+
+    def sources(self, number: int, within: Box | None = None) -> Sequence[Source]:
+        """The places to read a tensor from, each element once; of several copies the one of the lowest rank.
+
+        Raises CorruptCheckpointError if an element is in none of the archives, and ValueError if each rank has a
+        separate value, of which this rank has only a part.
+        """
+        gaps = _gaps(self._missing(number), within)
+        if gaps and number in self._parts:
+            (rank,) = self._merged.tensors[number]
+            raise ValueError(
+                f"{self.path}: {shown(self.index.tensors[number].path)} is of each rank, and rank {rank} has only a "
+                "part of it; restore it on as many ranks as have saved it, or leave it out with select="
+            )
+        if gaps and not self._opener.is_whole:
+            # A caller that did not announce its tensors will want others, too: those that ranks divide among them.
+            divided = [
+                n for n, tensor in enumerate(self.index.tensors) if tensor.alias_of is None and tensor.spread is None
+            ]
+            self._open([(number, within), *((n, None) for n in divided if n != number)])
+            # Only a rank with a slice of a tensor knows what it is tied to.
+            number = self.primary(number)
+        missing = self._missing(number)
+        if missing and self._opener.is_whole and number not in self._parts:
+            raise self._missing_error(number, missing)
+        return self._sources[number][0]
+
+    def writers(self, number: int) -> Collection[int]:
+        if self.is_of_each(number):
+            return sorted(self._merged.tensors[number])
+        writers = self._opener.writers(name_of(self.index.tensors[number].path))
+        if writers is not None:
+            return sorted(writers)
+        return sorted({rank for source in self.sources(number) for rank in source.file.writers(number)})
+
+    def need(self, wanted: Iterable[tuple[int, Box | None]]) -> None:
+        wanted = list(wanted)
+        num_whole = sum(within is None for _, within in wanted)
+        num_tensors = sum(tensor.alias_of is None for tensor in self.index.tensors)
+        if num_whole >= num_tensors and self._gaps_of(wanted) and not self._opener.is_whole:
+            self._opener.open_all()
+            self._grow()
+        self._open(wanted)
+
+    def _open(self, wanted: Sequence[tuple[int, Box | None]]) -> None:
+        """Open archives until they hold all these boxes, or no other archive can."""
+        while not self._opener.is_whole and (gaps := self._gaps_of(wanted)):
+            self._opener.open_boxes(gaps)
+            self._grow()
+
+    def _gaps_of(self, wanted: Iterable[tuple[int, Box | None]]) -> dict[str, list[Box]]:
+        """The boxes that no open archive has, by the names of tensors in structures."""
+        gaps: dict[str, list[Box]] = {}
+        for number, within in wanted:
+            number = self.primary(number)
+            if number not in self._parts and (missing := _gaps(self._missing(number), within)):
+                gaps.setdefault(name_of(self.index.tensors[number].path), []).extend(missing)
+        return gaps
+
+    @property
+    def has_all_names(self) -> bool:
+        return self._knows_names
+
+    def learn_names(self, *, everything: bool = False) -> bool:
+        if self._knows_names:
+            return False
+        (self._opener.open_all if everything else self._opener.open_names)()
+        self._merge_again()
+        return True
+
+    def _merge_again(self) -> None:
+        self._archives = self._by_rank(self._opener.opened)
+        self._take(self._merge())
+
+    def tree(
+        self, *, select: Select = None, types: Iterable[type] | None = (), groups: Groups = None
+    ) -> tuple[Any, list[StoredLeaf]]:
+        value, stored = super().tree(select=select, types=types, groups=groups)
+        are_apart = self._is_for_any_rank and any(isinstance(leaf, ValuesByRank) for leaf in leaves(value))
+        if are_apart and not self._opener.is_whole:  # a load returns the values of all ranks
+            self._opener.open_all()
+            self._merge_again()
+            return super().tree(select=select, types=types, groups=groups)
+        return value, stored
+
+    def _missing(self, number: int) -> list[Box]:
+        """The boxes of a tensor that no open archive has."""
+        if number not in self._sources:
+            pieces = [
+                (self._archives[rank], piece)
+                for rank, own_number in self._merged.tensors[number].items()
+                for piece in self._archives[rank].index.tensors[own_number].slices
+            ]
+            self._sources[number] = sources_in(pieces, self.index.tensors[number].shape, self._covers)
+        return self._sources[number][1]
+
+    def objects(self, stored: Iterable[StoredLeaf], *, trust: bool) -> list[Any]:
+        """The pickled leaves of all ranks; nothing is unpickled unless one of them is wanted."""
+        by_rank = self._objects_by_rank(stored)
+        objects: list[Any] = [None] * (1 + max((n for numbered in by_rank.values() for n in numbered), default=-1))
+        for rank, numbered in by_rank.items():
+            loaded = self._archives[rank].objects(numbered.values(), trust=trust)
+            for number, leaf in numbered.items():
+                objects[number] = loaded[leaf.number]
+        return objects
+
+    def object_digests(self, stored: Iterable[StoredLeaf]) -> dict[int, str]:
+        digests_of: dict[int, str] = {}
+        for rank, numbered in self._objects_by_rank(stored).items():
+            own = self._archives[rank].object_digests(numbered.values())
+            digests_of |= {number: own[leaf.number] for number, leaf in numbered.items()}
+        return digests_of
+
+    def _objects_by_rank(self, stored: Iterable[StoredLeaf]) -> dict[int, dict[int, StoredLeaf]]:
+        """The pickled leaves by the rank whose archive has them and by their numbers here, with those there."""
+        by_rank: dict[int, dict[int, StoredLeaf]] = {}
+        for leaf in stored:
+            if leaf.kind == "object":
+                owners, number = self._merged.objects, leaf.number
+                rank, own_number = (next(iter(self._archives)), number) if owners is None else owners[number]
+                by_rank.setdefault(rank, {})[number] = StoredLeaf("object", own_number, path=leaf.path)
+        return by_rank
+
+    def _missing_error(self, number: int, missing: list[Box]) -> CorruptCheckpointError:
+        tensor = self.index.tensors[number]
+        boxes = ", ".join(map(str, missing[:_MANY])) + (", …" if len(missing) > _MANY else "")
+        num_missing = sum(box.num_elements for box in missing)
+        owners = sorted(self._owners(number, missing))
+        ranks = ", ".join(f"rank {rank}" for rank in owners[:_MANY]) + (", …" if len(owners) > _MANY else "")
+        error = self.corrupt(
+            f"{shown(tensor.path)}: {boxes} of shape {list(tensor.shape)} is in none of its archives, "
+            f"{num_missing:,} elements" + (f", which {ranks} should have" if owners else "")
+        )
+        error.tensors = (shown(tensor.path),)
+        return error
+
+    def _owners(self, number: int, missing: list[Box]) -> set[int]:
+        """The ranks that should have the missing boxes, as far as the open archives tell."""
+        owners: set[int] = set()
+        for rank, own_number in self._merged.tensors[number].items():
+            index = self._archives[rank].index
+            tensor = index.tensors[own_number]
+            if tensor.spread is None or index.ranks is None:
+                continue
+            if tensor.spread.cuts is None:
+                if any(Box(*held).common(box) for held in tensor.spread.held for box in missing):
+                    owners.add(rank)
+                continue
+            mesh = Mesh(*index.ranks.meshes[tensor.spread.mesh])
+            cuts = tuple(Cut(*cut) for cut in tensor.spread.cuts)
+            if mesh.size * sum(cut.runs for cut in cuts) > _MAX_SEARCHED:
+                continue
+            for coordinate in itertools.product(*map(range, mesh.shape)):
+                slices = Slices.at(coordinate, global_shape=tensor.shape, cuts=cuts, mesh=mesh).rectangles
+                boxes = list(map(Box.of, slices))
+                if any(held.common(box) for held in boxes for box in missing):
+                    owners.add(mesh.rank_at(coordinate))
+            break  # the archives of one step agree on the mesh
+        return owners
+
+
+def _by_own_number(tensors: Sequence[Mapping[int, int]]) -> dict[tuple[int, int], int]:
+    """The number of each merged tensor, by a rank and the tensor's number there."""
+    return {(rank, own_number): n for n, numbers in enumerate(tensors) for rank, own_number in numbers.items()}
+
+
+def _gaps(missing: Iterable[Box], within: Box | None) -> list[Box]:
+    """The missing boxes, cut to the part that is wanted."""
+    if within is None:
+        return list(missing)
+    return [common for box in missing if (common := box.common(within))]

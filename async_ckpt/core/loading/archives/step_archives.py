@@ -1,0 +1,385 @@
+"""The archives that all ranks have written of one step, opened as they are needed.
+
+In: the names of archives, and the boxes that a reader lacks in the open ones. Out: the open archives as one file.
+Knows nothing of: runs, live objects.
+
+The reader decides which archives are needed. A rank in a world of the size that saved opens its own, which usually
+holds everything. Any other reader opens one archive of each class, which together know all names. The layout then
+tells by arithmetic who has the rest (`slicing.locator`). Without a layout all archives are opened, unless they are too
+many. If a planner has shared the state out, no rank has all names: then archives that together have all names that are
+wanted are opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from ....errors import CheckpointError, CorruptCheckpointError
+from ...host.threads import run_together
+from ...runs import layouts
+from ...runs.manifest import Archive, missing_error
+from ...slicing.cover import Box
+from ...slicing.locator import ShardLocator, StepItem, StepLayout, name_of
+from ...state.names import Path, Select, selector, shown
+from ...state.skeletons import UnknownChoiceError
+from ...storage.interface import Storage
+from .archive import OpenArchive
+from .contents import Groups, Part
+from .merged_archives import MergedArchives, Opener
+
+# Archives of one step that are opened at once. The first blocks of so many are kept in memory.
+_MAX_OPENERS: Final = 16
+# The most archives that are opened when no layout says which are needed.
+MAX_UNEXPLAINED: Final = 256
+_MANY: Final = 8  # names in a message
+
+
+class Readers(NamedTuple):
+    """The reader of a step that several ranks have saved; see `MergedArchives`.
+
+    With `reads_all`, it opens all archives. `wants` chooses those of all paths in the state that it will read; None is
+    for all of them.
+    """
+
+    ranks: tuple[int, int] | None = None
+    from_ranks: Mapping[str, int] | None = None
+    reads_all: bool = False
+    wants: Callable[[Sequence[Path]], Iterable[Path]] | None = None
+
+
+def check_from_ranks(from_ranks: Any) -> None:
+    """Raises TypeError unless this is a mapping from names to ranks, or None."""
+    if from_ranks is not None and not (
+        isinstance(from_ranks, Mapping)
+        and all(isinstance(name, str) for name in from_ranks)
+        and all(hasattr(rank, "__index__") and not isinstance(rank, bool) for rank in from_ranks.values())
+    ):
+        raise TypeError(
+            'from_ranks must be a mapping from names to numbers of ranks, such as {"rng": 0}; '
+            f"got {from_ranks!r:.100}"
+        )
+
+
+class NamedArchives(NamedTuple):
+    """The archives of all ranks of one attempt, as a manifest names them.
+
+    `groups` are the entries that the manifest takes from them, None for all; `per_rank` the names of values that each
+    rank has separately.
+    """
+
+    storage: Storage
+    folder: str
+    archives: Sequence[tuple[str, Archive]]
+    attempt: str
+    step: int
+    named_by: int
+    """The step whose manifest names them: later than `step` if groups are borrowed."""
+    per_rank: Collection[str] = ()
+    groups: Groups = None
+    near: Sequence[Storage] = ()
+    """Storages that may have copies of some of these archives, and are tried first."""
+    is_shared_out: bool = False
+    """True if a planner gave each rank a part to write: then no archive has all names of its rank."""
+
+
+class StepArchives(Opener):
+    """Opens the archives of one step for one reader, on the thread that reads. `stack` closes them."""
+
+    def __init__(self, named: NamedArchives, readers: Readers, stack: contextlib.ExitStack, *, verify: bool) -> None:
+        self.named, self._readers, self._stack, self._verify = named, readers, stack, verify
+        self._opened: dict[int, OpenArchive] = {}
+        self._has_all_names = False
+        self._layout: StepLayout | None = None
+        self._located: tuple[int, int, ShardLocator] | None = None  # by the layout and the number of open archives
+        self._has_looked, self._is_rebuilt = False, False
+        self._is_complete = False  # no other archive has anything that is wanted
+
+    def part(self) -> Part:
+        """The archives as one file, which opens more of them as the reader asks. Raises CorruptCheckpointError."""
+        archives, groups = self.named.archives, self.named.groups
+        self._open(self._initial_ranks())
+        if len(archives) == 1:
+            return Part(self._opened[0], groups)
+        try:
+            merged = self._merge()
+        except UnknownChoiceError:
+            if self.is_whole or len(archives) > MAX_UNEXPLAINED:
+                raise
+            self.open_all()  # so that the error names the ranks that have such a value
+            merged = self._merge()
+        if len(archives) != merged.world_size:
+            raise merged.corrupt(
+                f"its manifest names {len(archives)} archives, but {merged.world_size} ranks have saved it"
+            )
+        return Part(merged, groups)
+
+    @property
+    def items(self) -> Sequence[StepItem]:
+        layout = self._find_layout() if self.named.is_shared_out else None
+        return layout.items if layout else ()
+
+    @property
+    def opened(self) -> Sequence[OpenArchive]:
+        return [self._opened[rank] for rank in sorted(self._opened)]
+
+    @property
+    def is_whole(self) -> bool:
+        return self._is_complete or len(self._opened) == len(self.named.archives)
+
+    @property
+    def has_all_names(self) -> bool:
+        return self._has_all_names or self.is_whole
+
+    def open_all(self) -> None:
+        self._open(range(len(self.named.archives)))
+
+    def open_names(self) -> None:
+        """Open one archive of each class. Raises CheckpointError if no layout says which those are."""
+        locator = self._locator()
+        if locator is not None:
+            self._open(locator.representatives(self._preferred))
+            self._has_all_names = True
+        elif self._num_unopened <= MAX_UNEXPLAINED:
+            self.open_all()
+        else:
+            raise self._unknown_error("which names")
+
+    def open_boxes(self, boxes: Mapping[str, Sequence[Box]]) -> None:
+        """Open the archives that have these boxes. Raises CheckpointError if no layout says which those are."""
+        locator = self._locator()
+        if locator is not None:
+            writers = locator.having(boxes, self._opened)
+            if writers - self._opened.keys():
+                self._open(writers)
+                return
+        if self._num_unopened <= MAX_UNEXPLAINED:
+            self.open_all()
+        elif self._is_rebuilt:
+            self._is_complete = True  # the rebuilt layout is complete: no other archive has them
+        elif (rebuilt := self._read_layout(rebuilt=True)) is not None:
+            self._layout, self._is_rebuilt = rebuilt, True
+            self.open_boxes(boxes)
+        else:
+            raise self._unknown_error(shown(tuple(next(iter(boxes)).split("\x1f"))))
+
+    def writers(self, name: str) -> Collection[int] | None:
+        locator = None if self.is_whole else self._locator()
+        return None if locator is None else locator.writers(name)
+
+    # --- choosing ---------------------------------------------------------------------------------------------
+
+    @property
+    def _num_unopened(self) -> int:
+        return len(self.named.archives) - len(self._opened)
+
+    @property
+    def _preferred(self) -> float:
+        """The position in the world, from 0 to 1, of the rank among equals that probably has the wanted tensors."""
+        rank, size = self._readers.ranks or (0, 1)
+        return rank / size
+
+    def _initial_ranks(self) -> Collection[int]:
+        size = len(self.named.archives)
+        everybody = range(size)
+        rank, num_readers = self._readers.ranks or (0, 0)
+        chosen = {rank for rank in (self._readers.from_ranks or {}).values() if rank in everybody}
+        if size == 1 or self._readers.reads_all:
+            return everybody
+        if self.named.is_shared_out:
+            return {*self._naming_ranks(), *chosen}
+        if num_readers == size and not chosen:
+            return {rank}
+        locator = self._locator()
+        if locator is None:
+            return everybody if size <= MAX_UNEXPLAINED else {0, *chosen}
+        self._has_all_names = True
+        return {*locator.representatives(self._preferred), *chosen}
+
+    def _naming_ranks(self) -> Collection[int]:
+        """The ranks whose archives have the names that the reader wants of a state that a planner has shared out."""
+        locator, layout = self._locator(), self._layout
+        if locator is None or layout is None or not layout.items:
+            return range(len(self.named.archives))
+        self._has_all_names = True
+        paths, wants = [item.path for item in layout.items], self._readers.wants
+        lists = None if wants is None else {*map(_outside_lists, wants(paths))}
+        chosen = (path for path in paths if lists is None or _outside_lists(path) in lists)
+        rank, _ = self._readers.ranks or (0, 1)
+        # One tells how many ranks have saved; ranks that read together each open another.
+        return locator.naming(map(name_of, chosen)) or {rank % len(self.named.archives)}
+
+    def _locator(self) -> ShardLocator | None:
+        """The locator for the layout and the archives that are open now; None without a layout."""
+        layout = self._find_layout()
+        if layout is None:
+            return None
+        if self._located is None or self._located[:2] != (id(layout), len(self._opened)):
+            self._located = id(layout), len(self._opened), ShardLocator(layout, self._aliases())
+        return self._located[2]
+
+    def _find_layout(self) -> StepLayout | None:
+        if not self._has_looked:
+            self._has_looked, self._layout = True, self._read_layout()
+        if self._layout is None:
+            self._layout = self._read_layout(rebuilt=True)
+            self._is_rebuilt = self._layout is not None
+        return self._layout
+
+    def _read_layout(self, *, rebuilt: bool = False) -> StepLayout | None:
+        layout = layouts.read(self.named.storage, self.named.folder, self.named.attempt, rebuilt=rebuilt)
+        if layout is None:
+            return None
+        ranks = sorted(rank for mates in layout.classes.values() for rank in mates)
+        return layout if ranks == list(range(len(self.named.archives))) else None
+
+    def _aliases(self) -> set[str]:
+        return {
+            name_of(tensor.path)
+            for archive in self._opened.values()
+            for tensor in archive.index.tensors
+            if tensor.alias_of is not None
+        }
+
+    def _unknown_error(self, what: str) -> CheckpointError:
+        path = self.named.storage.locate(self.named.folder)
+        root, _, _ = path.rstrip("/").rpartition("/")
+        return CheckpointError(
+            f"{path}: {len(self.named.archives):,} ranks have saved it, and nothing there says whose archive "
+            f"has {what}: its layout is missing, damaged, or does not fit; make it again with "
+            f"async_ckpt.files.rebuild_layout({root!r}, {self.named.step})"
+        )
+
+    # --- opening ----------------------------------------------------------------------------------------------
+
+    def _open(self, ranks: Collection[int]) -> None:
+        fresh = sorted({*ranks} - self._opened.keys())
+        opened: dict[int, OpenArchive] = {}
+
+        def open_one(rank: int) -> None:
+            path, entry = self.named.archives[rank]
+            storage = next(
+                (storage_near for storage_near in self.named.near if _has_archive(storage_near, path, entry)),
+                self.named.storage,
+            )
+            try:
+                opened[rank] = open_archive(storage, path, entry, self._verify, self._stack, self.named.named_by)
+            except CorruptCheckpointError as error:
+                if isinstance(error.__cause__, FileNotFoundError) and (names := self._written_by(rank)):
+                    first, more = ", ".join(names[:_MANY]), len(names) - _MANY
+                    raise CorruptCheckpointError(
+                        f"{error}. It is rank {rank}'s, and has parts of {first}"
+                        + (f" and {more} more" if more > 0 else ""),
+                        path=error.path,
+                        tensors=names,
+                    ) from error.__cause__
+                raise
+            if len(self._opened) + len(fresh) > _MAX_OPENERS:
+                opened[rank].keep_little()
+
+        run_together("open", [functools.partial(open_one, rank) for rank in fresh], max_threads=_MAX_OPENERS)
+        self._opened |= opened
+        _, num_readers = self._readers.ranks or (0, 1)
+        if num_readers > 1 and len(self._opened) > 1:
+            for archive in self._opened.values():  # other readers open the archives of other ranks, too
+                archive.share()
+
+    def _written_by(self, rank: int) -> tuple[str, ...]:
+        """The tensors in a rank's archive, according to the layout; none without a layout."""
+        locator = self._locator()
+        if locator is None or len(self.named.archives) == 1:
+            return ()
+        written = locator.boxes_of(rank)
+        return tuple(sorted(shown(tuple(name.split("\x1f"))) for name, boxes in written.items() if boxes))
+
+    def _merge(self) -> MergedArchives:
+        named, readers = self.named, self._readers
+        return MergedArchives(
+            self,
+            path=named.storage.locate(named.folder),
+            ranks=readers.ranks,
+            per_rank=named.per_rank,
+            from_ranks=readers.from_ranks,
+            groups=named.groups,
+        )
+
+
+def selected_by(select: Select) -> Callable[[Sequence[Path]], Iterable[Path]] | None:
+    """The paths that a reader with this `select` wants of all.
+
+    All paths, if a pattern selects none of them: then an error names all, or the pattern is for something inside a
+    value.
+    """
+    if select is None:
+        return None
+
+    def wants(paths: Sequence[Path]) -> Iterable[Path]:
+        chosen = selector(select)
+        assert chosen is not None
+        selected = list(filter(chosen, paths))
+        return paths if chosen.unused else selected
+
+    return wants
+
+
+def _outside_lists(path: Path) -> Path:
+    """The path of the outermost list, or dict with numbers as keys, that a path is in; else the path itself.
+
+    A list is read as a whole: an archive that has a part of it does not tell how long it is.
+    """
+    return path[: next((n for n, key in enumerate(path) if not isinstance(key, str)), len(path))]
+
+
+@contextlib.contextmanager
+def opened_parts(storage: Storage, names: Sequence[str]) -> Iterator[Part]:
+    """Archives without a manifest, one of each rank, as one file. Raises CorruptCheckpointError."""
+    with contextlib.ExitStack() as stack:
+        opened: dict[str, OpenArchive] = {}
+
+        def open_one(name: str) -> None:
+            reader = stack.enter_context(storage.open(name))
+            opened[name] = OpenArchive(reader, path=storage.locate(name), verify=True)
+            if len(names) > _MAX_OPENERS:
+                opened[name].keep_little()
+
+        run_together("open", [functools.partial(open_one, name) for name in names], max_threads=_MAX_OPENERS)
+        yield Part(MergedArchives([opened[name] for name in names], path=storage.locate("")))
+
+
+def open_archive(
+    storage: Storage, path: str, entry: Archive, verify: bool, stack: contextlib.ExitStack, named_by: int
+) -> OpenArchive:
+    """An archive that the manifest of step `named_by` names.
+
+    Raises CorruptCheckpointError if it is missing or another one.
+    """
+    location = storage.locate(path)
+    try:
+        reader = stack.enter_context(storage.open(path))
+    except FileNotFoundError as error:
+        raise missing_error(location, named_by) from error
+    except (IsADirectoryError, ValueError) as error:  # a folder, or not the name of a file
+        raise CorruptCheckpointError(
+            f"{location!a} is not a file, though its manifest names it", path=location
+        ) from error
+    if reader.num_bytes != entry.num_bytes:
+        raise CorruptCheckpointError(
+            f"{location}: {reader.num_bytes:,} bytes, its manifest says {entry.num_bytes:,}; "
+            "load an earlier checkpoint",
+            path=location,
+        )
+    archive = OpenArchive(reader, path=location, verify=verify)
+    if verify and archive.digest != entry.digest:
+        raise archive.corrupt("it is not the archive that its manifest names")
+    return archive
+
+
+def _has_archive(storage: Storage, path: str, entry: Archive) -> bool:
+    """True if the storage has a file of this name and size."""
+    try:
+        with storage.open(path) as reader:
+            return reader.num_bytes == entry.num_bytes
+    except (CheckpointError, OSError, ValueError):
+        return False

@@ -1,0 +1,186 @@
+"""Copies of steps from root to root, whole and verified; and the catching up of a root that was unavailable.
+
+In: runs. Out: the same commits at another root. Knows nothing of: tensors, saves under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterator
+
+from ...errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StepExistsError
+from ..runs.manifest import Archive, Manifest, missing_error
+from ..runs.receipts import archives_of, layout_name, read_beside
+from ..runs.roots import Roots
+from ..runs.run import Run
+from ..storage.bulk import Parcel, copy
+from ..storage.interface import Reader, Storage
+from ..storage.pace import Pace
+from .archives.archive import OpenArchive
+from .verify import Verification
+
+
+def catch_up(
+    roots: Roots,
+    run: Run,
+    *,
+    skip: Collection[int] = (),
+    check: Callable[[], None] = lambda: None,
+    pace: Pace | None = None,
+) -> list[int]:
+    """Copy to a run the steps that only other roots have, the newest first, except `skip`. Returns the copied steps.
+
+    `check` is called between segments, and ends the copying by raising; `pace` limits the bandwidth. Raises
+    StorageUnavailableError, and
+    CorruptCheckpointError for a damaged source; the steps that have been copied stay.
+    """
+    copied = []
+    errors: list[CheckpointError] = []
+    for step, holders in roots.missing(run):
+        if step in skip:
+            continue
+        for source in holders:
+            check()
+            try:
+                copy_step(source, run, step, check=check, background=True, pace=pace)
+            except (NotCommittedError, StepExistsError):
+                break  # retention was faster, or another process has committed the step here
+            except CorruptCheckpointError as error:
+                errors.append(error)  # another root may hold it whole
+            else:
+                copied.append(step)
+                break
+    if copied:
+        run.announce()
+    if errors:
+        raise errors[0]
+    return copied
+
+
+def copy_step(
+    source: Run,
+    target: Run,
+    step: int,
+    *,
+    check: Callable[[], None] = lambda: None,
+    background: bool = False,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    mends: bool = False,
+    pace: Pace | None = None,
+) -> list[int]:
+    """Copy a step to another root, and first the steps that lend to it. Returns the steps that it has committed there.
+
+    A step that is committed there in another version is replaced. An archive that is there already, as an interrupted
+    copy leaves it, is not copied again. The copies are locked until the commit, so that no sweep deletes them.
+    `on_bytes` is called on any thread, with the numbers of bytes that were compared with their digests. With `mends`,
+    archives that are there are read too, and damaged ones replaced; the step stays committed meanwhile.
+
+    Raises NotCommittedError, StepExistsError if another process has committed the step there meanwhile,
+    CorruptCheckpointError for a damaged source, StorageUnavailableError and StorageFullError.
+    """
+    committed: list[int] = []
+    replaced = target.manifest_to_replace(step)
+    manifest = source.manifest(step)
+    for earlier in sorted({other.step for other in manifest.elsewhere} - {step}):
+        lender = target.committed(earlier)
+        if mends or lender is None or lender.attempt != source.manifest(earlier).attempt:
+            committed += copy_step(
+                source, target, earlier, check=check, background=background, on_bytes=on_bytes, mends=mends, pace=pace
+            )
+    with contextlib.ExitStack() as locks, _deletion_told(source, manifest):
+        folder = source.folder(step)
+        parcels = []
+        for archive in (*archives_of(source.storage, folder, manifest), *manifest.beside):
+            path = target.root.archive_path(step, archive)
+            if _is_there(target.storage, path, archive, reads_all=mends):
+                if not target.storage.is_held(path):  # a copy beside this one holds it until it has committed
+                    locks.callback(target.storage.hold(path))
+                on_bytes(archive.num_bytes)
+            else:
+                parcels.append(_Original(source, step, archive, on_bytes).parcel(path))
+        copy(
+            parcels,
+            target.storage,
+            background=background,
+            check=check,
+            finished=lambda sink: locks.callback(sink.close),
+            pace=pace,
+        )
+        for entry in (manifest.ranks.archives, manifest.ranks.layout) if manifest.ranks else ():
+            data = read_beside(source.storage, folder, entry, step)
+            target.storage.replace(f"{target.folder(step)}/{entry.name}", data)
+        if manifest.ranks is None and len(manifest.archives) > 1:  # a layout is advice, which may be missing
+            name = layout_name(manifest.attempt)
+            with contextlib.suppress(FileNotFoundError):
+                target.storage.replace(f"{target.folder(step)}/{name}", source.storage.read(f"{folder}/{name}")[0])
+        target.adopt(manifest, replaces=replaced)
+    return [*committed, step]
+
+
+@contextlib.contextmanager
+def _deletion_told(source: Run, manifest: Manifest) -> Iterator[None]:
+    """Damage that the block finds is none if the step has been deleted meanwhile: then NotCommittedError is raised."""
+    try:
+        yield
+    except CorruptCheckpointError:
+        source.manifest(manifest.step)
+        raise
+
+
+def _is_there(storage: Storage, path: str, archive: Archive, *, reads_all: bool) -> bool:
+    """Whether an object is this archive, by its size and its own digest: objects appear whole. With `reads_all`,
+    by all of its bytes.
+    """
+    try:
+        with storage.open(path) as reader:
+            if (
+                reader.num_bytes != archive.num_bytes
+                or OpenArchive(reader, path=path, verify=True).digest != archive.digest
+            ):
+                return False
+            if reads_all:
+                Verification().compare_file(reader, path)
+            return True
+    except (FileNotFoundError, IsADirectoryError, CorruptCheckpointError):
+        return False
+
+
+class _Original:
+    """An archive that is being copied. It is opened when its copy begins, and forgotten with its last byte."""
+
+    def __init__(self, source: Run, step: int, archive: Archive, on_bytes: Callable[[int], None]) -> None:
+        self._storage, self._path = source.storage, source.root.archive_path(step, archive)
+        self._step, self._archive = step, archive
+        self._on_bytes = on_bytes
+        self._opened: OpenArchive | None = None
+        self._num_left = archive.num_bytes  # under _lock
+        self._lock = threading.Lock()
+
+    def parcel(self, path: str) -> Parcel:
+        return Parcel(self._open, path, self._archive.num_bytes, self._verify)
+
+    def _open(self) -> Reader:
+        shown = self._storage.locate(self._path)
+        try:
+            reader = self._storage.open(self._path)
+        except FileNotFoundError as error:
+            raise missing_error(shown, self._step) from error
+        try:
+            opened = OpenArchive(reader, path=shown, verify=True)
+            if (reader.num_bytes, opened.digest) != (self._archive.num_bytes, self._archive.digest):
+                raise opened.corrupt("it is not the archive that its manifest names")
+        except BaseException:
+            reader.close()
+            raise
+        self._opened = opened
+        return reader
+
+    def _verify(self, offset: int, data: memoryview) -> None:
+        assert self._opened is not None
+        self._opened.verify(offset, data)
+        self._on_bytes(len(data))
+        with self._lock:
+            self._num_left -= len(data)
+            if not self._num_left:
+                self._opened = None  # of hundreds of ranks, the indices would add up

@@ -1,0 +1,127 @@
+"""Verification of single files that other programs have written, by the checksums and sizes that their formats have.
+
+In: a reader of a file of a known kind. Out: a sentence on what was compared, or an error. Knows nothing of: archives of
+this library. Nothing is unpickled, and nothing is extracted.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, cast
+
+from ...errors import CorruptCheckpointError, ForeignFileError
+from ..format import tar, zstd
+from ..format.foreign_files import NEEDED_BYTES, foreign_file
+from ..storage.interface import Reader
+from ..storage.sequential import ReadAhead
+from .archives.dcp_checksums import check_zip
+from .archives.tar_stream import (
+    BUFFER_BYTES,
+    ForwardFile,
+    StrictTarInfo,
+    damage_translated,
+    decompressed,
+    expect_end,
+    members_of,
+)
+
+_ZIP: Final = b"PK"
+_GZIP: Final = b"\x1f\x8b"
+
+
+def compare_foreign(reader: Reader, path: str, on_bytes: Callable[[int], None]) -> str:
+    """Compare a file of another program with what its format has. Returns what was compared, in words.
+
+    A zip, such as torch.save writes, has a CRC-32 of each member, gzip one of all bytes, and zstd mostly a checksum of
+    each frame. A tar has checksums of its headers alone. Raises CorruptCheckpointError, and ForeignFileError for a
+    format that has nothing of the kind.
+    """
+    head = memoryview(bytearray(min(NEEDED_BYTES, reader.num_bytes)))
+    reader.read_into(0, head)
+    kind, magic = foreign_file(head, path=path), bytes(head[:4])
+    name = "" if kind is None else kind.kind
+    counted = _Counted(reader, on_bytes)
+    if magic.startswith(_ZIP):
+        return _compare_zip(counted, path, name)
+    if magic.startswith(_GZIP):
+        return _compare_tar(counted, path, "the CRC-32 of gzip")
+    if zstd.begins(magic):
+        return _compare_tar(counted, path, "the checksums of zstd, where its frames have them")
+    if name == "tar":
+        return _compare_tar(counted, path, None)
+    raise _no_checksums(path, name, f"this is {kind}")
+
+
+def _no_checksums(path: str, kind: str, why: str) -> ForeignFileError:
+    return ForeignFileError(
+        f"{path}: async_ckpt has not written it, and it has no checksums, so it cannot be verified: {why}",
+        path=path,
+        kind=kind,
+    )
+
+
+def _compare_zip(reader: Reader, path: str, kind: str) -> str:
+    check = check_zip(reader)
+    if check.damage is not None:
+        raise CorruptCheckpointError(f"{path}: {check.damage}; fetch or save it again", path=path)
+    if not check.has_checksums:
+        raise _no_checksums(path, kind, "torch.serialization.set_crc32_options(False) was set when it was saved")
+    by = "torch.save" if kind == "torch" else "another program"
+    return f"{by} wrote it: its records were compared with the CRC-32 that a zip has of each"
+
+
+def _compare_tar(reader: Reader, path: str, checksums: str | None) -> str:
+    """Read all of a file that is compressed, or a tar, or both. `checksums` are those of the compression, in words."""
+    with ReadAhead(reader) as raw, damage_translated(path, "it is damaged"):
+        content = decompressed(raw, path)
+        block = content.read(tar.BLOCK)
+        is_tar = checksums is None or _is_header(block)
+        forward = ForwardFile(_Begun(block, content))
+        if is_tar:
+            with tarfile.open(fileobj=cast(Any, forward), mode="r:", tarinfo=StrictTarInfo) as archive:
+                for _ in members_of(archive, forward):
+                    pass
+            expect_end(forward, path)
+        else:
+            while content.read(BUFFER_BYTES):
+                pass
+    if not is_tar:
+        return f"another program wrote it: its bytes were compared with {checksums}"
+    data = f"the data with {checksums}" if checksums else "and not the data, of which a tar has no checksums"
+    return f"a tar of no digests: the headers of its members were compared with their checksums, {data}"
+
+
+def _is_header(block: bytes) -> bool:
+    with suppress(ValueError):
+        return len(block) == tar.BLOCK and tar.has_checksum(block)
+    return False
+
+
+class _Begun:
+    """A file whose first bytes have been read already."""
+
+    def __init__(self, begin: bytes, rest: io.BufferedReader) -> None:
+        self._begin, self._rest = begin, rest
+
+    def read(self, num_bytes: int) -> bytes:
+        if not self._begin:
+            return self._rest.read(num_bytes)
+        part, self._begin = self._begin[:num_bytes], self._begin[num_bytes:]
+        return part
+
+
+class _Counted(Reader):
+    """A reader that tells how much is read. Whoever made the other one closes that."""
+
+    def __init__(self, reader: Reader, on_bytes: Callable[[int], None]) -> None:
+        self._reader, self._on_bytes, self.num_bytes = reader, on_bytes, reader.num_bytes
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        self._reader.read_into(offset, target)
+        self._on_bytes(len(target))
+
+    def close(self) -> None:
+        """Nothing to do."""

@@ -1,0 +1,107 @@
+"""The differences between a live state and a saved one, collected for one error that lists all of them.
+
+In: names, and sentences. Out: StateMismatchError, or nothing. Knows nothing of: archives, tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from ....errors import StateMismatchError
+from ...state.names import Path, Selector, dotted, shown
+from ...state.tree import ValuesByRank
+
+_MAX_LINES: Final = 50
+
+
+class Differences:
+    """The findings of one walk over a live state and a saved one. `Match` creates it.
+
+    `selector` is the selection of the caller, None for everything.
+    """
+
+    def __init__(self, selector: Selector | None) -> None:
+        self.selector = selector  # other live entries are ignored
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._mismatched: list[str] = []
+        self._lacks_selected = self._lacks_own = False
+        self._shares_a_name = True  # at the top; True if there are no names
+
+    @property
+    def are_none(self) -> bool:
+        """True if every selected live entry was saved in the same shape."""
+        return not (self._missing or self._mismatched or self._lacks_selected or self._lacks_own)
+
+    def raise_any(self, checkpoint: str, holds: str, *, strict: bool) -> None:
+        """Raises StateMismatchError if there are differences; unless `strict`, names may differ.
+
+        `checkpoint` is the path of the checkpoint, and `holds` the names in it.
+        """
+        missing, unexpected = (self._missing, self._unexpected) if strict else ([], [])
+        if not (missing or unexpected or self._mismatched):
+            return
+        lines = [
+            *(f"missing in the checkpoint: {name}" for name in missing),
+            *(f"unexpected in the checkpoint: {name}" for name in unexpected),
+            *self._mismatched,
+        ]
+        if not self._shares_a_name:
+            lines.insert(0, f"none of its names is one of the live state; it holds {holds}")
+        more = len(lines) - _MAX_LINES
+        text = "\n  ".join([*lines[:_MAX_LINES], *([f"… and {more} more"] if more > 0 else [])])
+        advice = ""
+        if missing or unexpected:
+            advice = "; pass strict=False to ignore names that only one side has, or load() all that was saved"
+        raise StateMismatchError(
+            f"{checkpoint} does not fit the live state; nothing was overwritten{advice}:\n  {text}",
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
+            mismatched=tuple(self._mismatched),
+        )
+
+    def add(self, path: Path, sentence: str) -> None:
+        """Add a difference of an entry that both sides have."""
+        self._mismatched.append(f"{shown(path)} {sentence}")
+
+    def add_all_of(self, path: Path, sentences: Iterable[str]) -> None:
+        self._mismatched += [f"{shown(path)}: {sentence}" for sentence in sentences]
+
+    def add_missing(self, path: Path) -> None:
+        self._missing.append(shown(path))
+
+    def add_unexpected(self, paths: Iterable[Path]) -> None:
+        self._unexpected += map(shown, paths)
+
+    def add_own_names(self, live: Any, saved: Any) -> None:
+        """Note whether the dicts of an object's own state dict have keys that were not saved."""
+        self._lacks_own |= _has_more_names(live, saved)
+
+    def add_names(self, live: Iterable[Any], saved: Iterable[Any], path: Path) -> None:
+        """Compare the live names at a path with the saved ones."""
+        live, saved = list(live), set(saved)
+        if not path:
+            self._shares_a_name = any(key in saved for key in live)
+        lacking = [(*path, key) for key in live if key not in saved]
+        if self.selector is None:
+            self._missing += map(shown, lacking)
+        else:
+            self._lacks_selected |= any(
+                self.selector(path_of_key) or self.selector.reaches(dotted(path_of_key)) for path_of_key in lacking
+            )
+
+    def add_value_of_each_rank(self, saved: ValuesByRank) -> None:
+        """Refuse a value that each rank has separately: no rank gets that of another unless the caller says so."""
+        name = shown(saved.path)
+        self._mismatched.append(
+            f"{name} was saved by each rank for itself, and this rank, in a world of this size, has none; say whose "
+            f"value it is to get, such as from_ranks={{{name!r}: {min(saved.values)}}}, or leave it out with select="
+        )
+
+
+def _has_more_names(live: Any, saved: Any) -> bool:
+    """True if a key in these dicts of a live state was not saved."""
+    if not (isinstance(live, dict) and isinstance(saved, dict)):
+        return False
+    return any(key not in saved or _has_more_names(value, saved[key]) for key, value in live.items())

@@ -1,0 +1,202 @@
+"""Restoring in place: live objects are filled where they are, without a second copy of the state.
+
+In: live objects and open archives. Out: the objects as they were saved. Knows nothing of: files, steps.
+
+Everything is compared first: one error lists all missing and unexpected names, and wrong shapes and dtypes, before the
+first byte is written. Then tensors are filled, and finally other values are set.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, MutableSet, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import CorruptCheckpointError, StateMismatchError
+from ..host.pool import SegmentPool
+from ..spec import with_article
+from ..state.generators import is_generator
+from ..state.names import Select, selector
+from ..state.plain import is_frozen, is_record, method_of
+from .archives.contents import Contents, Part
+from .fill import Wanted, fill, planned
+from .live.containers import is_array, is_buffer, is_list, is_mapping
+from .live.match import Match
+from .live.state_dicts import LiveStateDicts
+from .load import Verify, check_lent, check_select, raise_unless_any
+from .sharing import Item, Sharing
+
+
+class RestoreOptions(NamedTuple):
+    """The options of `AsyncCheckpointer.restore` for the comparison and the reading."""
+
+    select: Select = None
+    strict: bool = True
+    trust: bool = False
+    verify: Verify = True
+    types: Iterable[type] = ()
+    goes_back: bool = False
+    """The training has saved or restored before, so that names which the checkpoint lacks were added since."""
+
+
+def restore_state(
+    parts: Sequence[Part],
+    live: Any,
+    options: RestoreOptions,
+    *,
+    pool: SegmentPool | None = None,
+    sharing: Sharing | None = None,
+    state_dicts: LiveStateDicts | None = None,
+) -> None:
+    """Fill live objects from one archive or several: the first holds the step's own groups, the others those it
+    borrows.
+
+    Top-level entries of the archives that `live` lacks are ignored. `verify="first"` reads everything twice and never
+    writes half of it. Buffers are taken from `pool` as far as it can spare them. With `sharing`, this rank reads a
+    part of what other ranks hold, too, and receives the rest from them. With `strict=False`, missing and unexpected
+    names are ignored if at least one name is on both sides; shapes and dtypes must match all the same.
+
+    Raises StateMismatchError before anything is written, and CorruptCheckpointError, with `partly_overwritten` if
+    something was written.
+    """
+    _check_root(live)
+    state_dicts = state_dicts or LiveStateDicts()
+    shares = list(_shares(parts, live))
+    check_lent([part for part, _ in shares], options.select)
+    check_select(parts, options.select)
+    matches: list[tuple[Match, Any]] = []
+    errors: list[KeyError] = []
+    for part, share in shares:
+        try:
+            matches.append((_match(part, share, live, state_dicts, options), share))
+        except KeyError as error:  # this archive has nothing that was selected
+            errors.append(error)
+    raise_unless_any(errors, len(shares))
+    nothing_fits = not any(match.fits for match, _ in matches)
+    for match, _ in matches:
+        try:
+            archive = match.archive
+            match.differences.raise_any(archive.path, archive.names(), strict=options.strict or nothing_fits)
+        except StateMismatchError:
+            archive.check_headers()  # if the index is damaged, raise that error instead
+            raise
+    wanted = [(match.archive, [*match.wanted.values()]) for match, _ in matches]
+    if sharing is not None:
+        wanted = _own(wanted, sharing)
+    for archive, items in wanted:
+        archive.need((item.number, item.box) for item in items)
+    plan = planned(wanted)
+    if options.verify == "first":
+        fill(plan, copy=False, pool=pool)
+    actions = [action for match, _ in matches for action in match.actions]
+    actions += [functools.partial(_update, live, share) for _, share in matches if share is not live]
+    with _partly_overwritten():
+        fill(plan, pool=pool)
+        if sharing is not None:
+            sharing.afterwards(actions)
+            return
+        with torch.no_grad():
+            for action in actions:
+                action()
+
+
+def _match(part: Part, share: Any, live: Any, state_dicts: LiveStateDicts, options: RestoreOptions) -> Match:
+    """The match of live objects with one archive, or with the archives of several ranks.
+
+    If something has no counterpart in the open archives, those that know all names are opened, and matched again.
+    Raises KeyError if nothing in them was selected.
+    """
+    archive = part.archive
+    while True:
+        try:
+            saved, stored = archive.tree(select=options.select, types=options.types, groups=part.groups)
+        except KeyError:
+            if archive.learn_names():
+                continue
+            raise
+        match = Match(
+            archive,
+            archive.objects(stored, trust=options.trust),
+            selector(options.select),
+            state_dicts,
+            live,
+            keeps_empty=part.keeps_empty,
+            goes_back=options.goes_back and options.strict,
+        )
+        try:
+            match.visit(share, saved, ())
+        except RecursionError as error:
+            raise archive.nested_too_deeply() from error
+        if match.differences.are_none or not archive.learn_names():
+            return match
+
+
+def _own(wanted: Sequence[tuple[Contents, list[Wanted]]], sharing: Sharing) -> list[tuple[Contents, list[Wanted]]]:
+    """The tensors that this rank reads: its part of the shared ones, and all tensors that each rank has separately."""
+    shared: list[Item] = []
+    of_file: dict[int, Contents] = {}
+    kept: list[tuple[Contents, list[Wanted]]] = []
+    for archive, items in wanted:
+        own = [item for item in items if archive.is_of_each(item.number)]
+        kept.append((archive, own))
+        for item in items:
+            if not archive.is_of_each(item.number):
+                of_file[id(item)] = archive
+                shared.append(Item(f"{archive.path}/{archive.index.tensors[item.number].dotted}", item))
+    return [*kept, *((of_file[id(item)], [item]) for item in sharing.own(shared))]
+
+
+def _shares(parts: Sequence[Part], live: Any) -> Iterator[tuple[Part, Any]]:
+    """Each archive, and the live objects that it fills."""
+    if len(parts) == 1:
+        yield parts[0], live
+        return
+    if not is_mapping(live):
+        raise TypeError(
+            "this step has borrowed groups from an earlier one; restore them into a dict of groups, not "
+            f"{with_article(type(live).__qualname__)}"
+        )
+    borrowed = {group for part in parts[1:] for group in part.groups or ()}
+    yield parts[0], {key: live[key] for key in list(live) if key not in borrowed}
+    for part in parts[1:]:
+        share = {key: live[key] for key in part.groups or () if key in live}
+        if share:
+            yield part._replace(groups=frozenset(share)), share
+        elif not len(live):  # an empty dict takes all that was saved
+            yield part, share
+
+
+def _update(live: Any, share: dict[Any, Any]) -> None:
+    """Put the entries of a share into the live mapping, which may be of a class that refuses `update`."""
+    for key, value in share.items():
+        if key not in live or live[key] is not value:
+            live[key] = value
+
+
+def _check_root(live: Any) -> None:
+    fillable = (
+        isinstance(live, torch.Tensor | MutableSet)
+        or any(is_kind(live) for is_kind in (is_mapping, is_list, is_buffer, is_array, is_generator))
+        or method_of(live, "load_state_dict") is not None
+        or (is_record(live) and not is_frozen(live))
+    )
+    if not fillable:
+        raise TypeError(
+            f"restore fills objects in place and cannot fill {with_article(type(live).__qualname__)}; "
+            "give it a dict, a module, an optimizer or a tensor, or use load()"
+        )
+
+
+@contextmanager
+def _partly_overwritten() -> Iterator[None]:
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"{error} - and the live state is partly overwritten by now: restore another step before training on",
+            path=error.path,
+            partly_overwritten=True,
+        ) from error

@@ -1,0 +1,162 @@
+"""The step that a run continues from: the newest, or with several ranks the one that rank 0 names.
+
+In: runs, and a function for a step's archives. Out: the step, and the function's result. Knows nothing of: live
+objects.
+
+Several ranks must not start from different steps, whatever each of them sees or can read. So if the user gives no step,
+rank 0 names one, and no rank falls back to an older one alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+from ...errors import CorruptCheckpointError, NotCommittedError, PeerFailedError
+from ..ranks.answers import in_words
+from ..ranks.meeting import Talk
+from ..runs.roots import Roots
+from ..spans import TIMEKEEPER, monotonic
+from .archives.contents import Part
+from .archives.find import from_newest, from_step
+from .archives.step_archives import Readers
+
+T = TypeVar("T")
+
+# How long a rank may not see a step that another rank sees: NFS hides it for up to a minute.
+SEEN_SECONDS: Final = 120.0
+_LOOK_SECONDS: Final = 0.2
+_FINE: Final = "fine"
+_CORRUPT: Final = "corrupt"
+
+
+class SeeOwnSaves(Protocol):
+    """A function that returns when the saves of this rank are decided. `meanwhile` is called now and then."""
+
+    def __call__(self, *, meanwhile: Callable[[], None] = ...) -> None: ...
+
+
+def resume(
+    roots: Roots,
+    use: Callable[[Sequence[Part]], T],
+    *,
+    verify: bool,
+    readers: Readers,
+    talk: Talk | None,
+    see_own_saves: SeeOwnSaves,
+    fallback: bool,
+    on_corrupt: Callable[[int, CorruptCheckpointError], None],
+) -> tuple[int, T] | None:
+    """The newest committed step that can be read, and the result of `use` for it; None if nothing is committed.
+
+    Each rank first waits for its own saves under way; rank 0 does so before it names a step.
+
+    With `talk`, all ranks take the step that rank 0 names. A rank that finds it corrupt raises; with `fallback` it
+    tells the others, and rank 0 names an older step. Any other error of a rank is then a PeerFailedError on the
+    others. Raises CorruptCheckpointError, NotCommittedError, StorageUnavailableError, PeerFailedError.
+    """
+    if talk is None or talk.rank:
+        see_own_saves()
+    if talk is None:
+        return from_newest(roots, use, verify=verify, readers=readers, on_corrupt=on_corrupt)
+    corrupt: dict[int, CorruptCheckpointError] = {}
+    while (step := _agreed_step(roots, talk, corrupt, see_own_saves)) is not None:
+        try:
+            result = from_step(roots, step, use, verify=verify, readers=readers)
+        except CorruptCheckpointError as error:
+            if not fallback:
+                raise
+            corrupt[step] = error
+            _is_fine_everywhere(talk, step, is_fine=False)
+            on_corrupt(step, error)
+            continue
+        except BaseException as error:
+            if fallback:  # the others wait for the answer of this rank
+                _say_failure(talk, step, error)
+            raise
+        if not fallback or _is_fine_everywhere(talk, step, is_fine=True):
+            return step, result
+        corrupt[step] = CorruptCheckpointError(f"step {step} is corrupt as another rank reads it", path=repr(roots))
+        on_corrupt(step, corrupt[step])
+    if corrupt:
+        raise max(corrupt.values(), key=lambda error: error.partly_overwritten)
+    return None
+
+
+def _agreed_step(
+    roots: Roots, talk: Talk, corrupt: dict[int, CorruptCheckpointError], see_own_saves: SeeOwnSaves
+) -> int | None:
+    """The step that rank 0 names, other than the corrupt ones. Returns once this rank sees it, too."""
+    key = f"{len(corrupt)}/step"
+    if talk.rank == 0:
+        try:
+            see_own_saves(meanwhile=talk.take_time)
+            newest = _newest_but(roots, corrupt)
+        except BaseException as error:
+            talk.say(key, json.dumps({"error": in_words(error)}))
+            raise
+        talk.say(key, json.dumps({"found": newest}))
+        return newest[0] if newest else None
+    (text,) = talk.hear([key], "the step that rank 0 restores")
+    answer: dict[str, Any] = json.loads(text)
+    if "error" in answer:
+        raise PeerFailedError(f"rank 0 could not say which step to restore: {answer['error']}", rank=0)
+    if answer["found"] is None:
+        return None
+    step, attempt = answer["found"]
+    _wait_until_seen(roots, int(step), str(attempt), talk.rank)
+    return int(step)
+
+
+def _newest_but(roots: Roots, corrupt: dict[int, CorruptCheckpointError]) -> tuple[int, str] | None:
+    roots.check_naming()
+    step = max((step for step in roots.steps() if step not in corrupt), default=None)
+    if step is None:
+        return None
+    manifest = next((manifest for run in roots.holding(step) if (manifest := run.committed(step))), None)
+    return step, "" if manifest is None else manifest.attempt
+
+
+def _wait_until_seen(roots: Roots, step: int, attempt: str, rank: int) -> None:
+    deadline = monotonic() + SEEN_SECONDS
+    while True:
+        try:
+            if any(
+                not attempt or (manifest is not None and attempt in (manifest.attempt, *manifest.replaces))
+                for manifest in (run.committed(step) for run in roots.holding(step))
+            ):
+                return
+        except NotCommittedError:
+            pass
+        if monotonic() > deadline:
+            raise PeerFailedError(
+                f"{roots!r}: rank 0 restores step {step}, which rank {rank} does not see there; give a root that all "
+                "ranks share",
+                rank=0,
+            )
+        TIMEKEEPER.sleep(_LOOK_SECONDS)
+
+
+def _is_fine_everywhere(talk: Talk, step: int, *, is_fine: bool) -> bool:
+    """True if all ranks could read a step. Waits for the answer of each. Raises PeerFailedError if one has failed."""
+    talk.say(f"{step}/{talk.rank}", _FINE if is_fine else _CORRUPT)
+    if talk.rank == 0:
+        words = talk.hear([f"{step}/{rank}" for rank in range(talk.size)], "what the other ranks read")
+        failed = next((word for word in words if word not in (_FINE, _CORRUPT)), None)
+        talk.say(f"{step}/all", failed or (_FINE if {*words} == {_FINE} else _CORRUPT))
+    (word,) = talk.hear([f"{step}/all"], "what the other ranks read")
+    if word not in (_FINE, _CORRUPT):
+        failure = json.loads(word)
+        raise PeerFailedError(
+            f"rank {failure['rank']} could not restore step {step}: {failure['error']}", rank=failure["rank"]
+        )
+    return word == _FINE
+
+
+def _say_failure(talk: Talk, step: int, error: BaseException) -> None:
+    """Tell all ranks to fail: an older step would not help, as the error is not damage. Does not wait."""
+    word = json.dumps({"rank": talk.rank, "error": in_words(error)})
+    talk.say(f"{step}/{talk.rank}", word)
+    if talk.rank == 0:
+        talk.say(f"{step}/all", word)

@@ -1,0 +1,176 @@
+"""The history of a run: the events that its log has, and the committed steps that the log does not know.
+
+In: a place, or the roots of a run. Out: events, in the order in which they happened. Knows nothing of: tensors.
+
+A step of an older version, or one that was copied here, has no event in the log, and its manifest serves instead. What
+is committed is always asked of the run, and never of the log.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from ...errors import StorageUnavailableError
+from ..events.log import EventLog
+from ..events.shapes import Event, bandwidth_of, event
+from ..notebooks.markup import line, paragraph, table
+from ..report import sized
+from ..runs.manifest import Manifest
+from ..runs.root import formats_at
+from ..runs.roots import Roots
+from ..runs.run import Run
+from ..spans import shown_time, wall_time
+from ..storage.interface import Storage
+from ..storage.place import Anywhere, storage_at
+
+_COLUMNS: Final = ("time", "kind", "step", "")
+# Of the events in a notebook: the last ones in the table, and those in the pictures.
+_SHOWN: Final = 20
+_DRAWN: Final = 480
+
+
+class History(list[Event]):
+    """The events of a run, in the order in which they happened: a list of flat mappings of plain values.
+
+    pandas.DataFrame(async_ckpt.history("runs/a"))
+    """
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002
+        printer.text("\n".join([_in_words(self), *("  ".join(row) for row in map(_row, self[-_SHOWN:]))]))
+
+    def _repr_html_(self) -> str:
+        saves = [one for one in self if one["kind"] == "save"]
+        stalls = [one["stall_seconds"] for one in saves if one["stall_seconds"] is not None]
+        bandwidths = [*filter(None, map(bandwidth_of, saves))]
+        pictures = [
+            paragraph(f"{name}, the last {shown(values[-1])}")
+            + line(f"{name} of each of the last saves", values[-_DRAWN:])
+            for name, values, shown in (("stall", stalls, _in_ms), ("bandwidth", bandwidths, _in_rate))
+            if values
+        ]
+        return "".join([paragraph(_in_words(self)), *pictures, table(_COLUMNS, map(_row, reversed(self[-_SHOWN:])))])
+
+
+def _in_words(events: Sequence[Event]) -> str:
+    counts = Counter(one["kind"] for one in events)
+    return ", ".join(f"{counts[kind]} {kind}" for kind in counts) or "no events"
+
+
+def _in_ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _in_rate(bandwidth: float) -> str:
+    return f"{sized(bandwidth)}/s"
+
+
+def _row(one: Event) -> tuple[str, ...]:
+    """The row of an event: when, what, which step, and what else is worth a word."""
+    stall, error = one.get("stall_seconds"), one.get("error")
+    facts = [
+        "" if one.get("num_bytes") is None else sized(one["num_bytes"]),
+        "" if stall is None else f"stall {_in_ms(stall)}",
+        "" if one.get("total_seconds") is None else f"{one['total_seconds']:.2f} s",
+        f"{error}: {one['message']}" if error else "",
+        *(f"{name} {', '.join(map(str, one[name]))}" for name in ("deleted", "retired") if one.get(name)),
+        f"{one['count']} in a row" if one["kind"] == "skipped" else "",
+    ]
+    step = "" if one["step"] is None else str(one["step"])
+    return shown_time(one["time"]), one["kind"], step, ", ".join(filter(None, facts))
+
+
+def history(run: Anywhere) -> History:
+    """The history of a run: its saves, also those that failed or were skipped, restores, rollbacks and deletions.
+
+        for event in async_ckpt.history("runs/a"):
+            print(event["kind"], event["step"], event.get("stall_seconds"))
+
+    Each event is a mapping of plain values: its `kind`, the `time` at which it ended in seconds since the epoch, the
+    `step`, and the fields of its kind, which `docs/history.md` lists. A value that is not known is None. Steps without
+    an event, such as those of older versions, have what their manifests say. The log of a run is bounded: the oldest
+    events are deleted. Changes nothing.
+
+    Args:
+        run: the root of a run; a path, a URL or a Place.
+
+    Raises NotCommittedError if there is neither a committed step nor an event, and StorageUnavailableError.
+    """
+    storage = storage_at(run)
+    events = EventLog(storage, wall_time).read()
+    runs = [Run(storage, clock=wall_time, step_format=step_format, tracker=None) for step_format in formats_at(storage)]
+    holder = {step: one for one in runs for step in one.steps()}
+
+    def manifests(steps: Sequence[int]) -> dict[int, Manifest | None]:
+        by_run = {one: [step for step in steps if holder[step] is one] for one in runs}
+        return {step: made for one, own in by_run.items() for step, made in one.root.look_up(own).items()}
+
+    found = _with_steps(events, holder, manifests)
+    if not found:
+        _raise_nothing(storage)
+    return found
+
+
+def history_of(roots: Roots) -> History:
+    """The history by the log of the first root that has one. Raises StorageUnavailableError if no root answers."""
+    steps = roots.steps()
+    events: list[Event] = []
+    for run in roots.runs:
+        with suppress(StorageUnavailableError):
+            events = events or run.events.read()
+
+    def manifests(steps: Sequence[int]) -> dict[int, Manifest | None]:
+        commits = roots.view() if steps else {}
+        return {step: commits.get(step) for step in steps}
+
+    return _with_steps(events, steps, manifests)
+
+
+def _with_steps(
+    events: Sequence[Event],
+    committed: Collection[int],
+    manifests: Callable[[Sequence[int]], Mapping[int, Manifest | None]],
+) -> History:
+    """The events with `kept` for each save, and with those that follow from manifests where the log has none."""
+    newest = {one["step"]: one for one in events if one["kind"] == "save"}
+    for one in events:
+        if one["kind"] == "save":
+            one["kept"] = one["step"] in committed and newest[one["step"]] is one
+    missing = manifests(sorted({*committed} - newest.keys()))
+    made = [event_of(manifest) for _, manifest in sorted(missing.items()) if manifest is not None]
+    return History(_merged(events, [{**one, "kept": True} for one in made]))
+
+
+def _merged(events: Sequence[Event], made: Sequence[Event]) -> Iterator[Event]:
+    """The events, with each one of `made`, which are ascending by step, before the first save of a higher step."""
+    at = 0
+    for one in events:
+        while one["kind"] == "save" and at < len(made) and made[at]["step"] < one["step"]:
+            yield made[at]
+            at += 1
+        yield one
+    yield from made[at:]
+
+
+def event_of(manifest: Manifest) -> Event:
+    """The event of a save, as far as its manifest has it: without times, since the manifest was written before the
+    commit had ended.
+    """
+    return event(
+        "save",
+        manifest.created,
+        manifest.step,
+        attempt=manifest.attempt,
+        num_bytes=manifest.num_bytes,
+        borrowed={lent.group: lent.step for lent in manifest.elsewhere if lent.step != manifest.step},
+        record=dict(manifest.record),
+        world_size=manifest.world_size,
+    )
+
+
+def _raise_nothing(storage: Storage) -> None:
+    from .archives.find import nothing_committed  # it needs torch
+
+    raise nothing_committed(storage)

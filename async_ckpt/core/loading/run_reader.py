@@ -1,0 +1,130 @@
+"""The reading of a run and its steps without live objects.
+
+In: the roots of a run. Out: steps, records, states. Knows nothing of: saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ...errors import NotCommittedError
+from ..runs.retention import best_of, describe_missing_metric
+from ..runs.roots import Roots
+from ..spec import flag, whole_step
+from ..state.names import Select
+
+if TYPE_CHECKING:
+    from ..host.pool import SegmentPool
+    from .run_history import History
+
+
+class RunReader:
+    """The reading side of a checkpointer. It changes nothing on storage.
+
+    Every method except `steps` first waits for the saves that this checkpointer has under way, so that it sees their
+    commits. A save that fails is ignored, with a warning. On a thread of the library, they raise RuntimeError instead.
+    """
+
+    root: str
+    _roots: Roots
+
+    def _see_own_saves(self, reader: str) -> None:
+        """Return when the saves of this object are decided, so that `reader` sees them."""
+
+    def _spare_memory(self) -> SegmentPool | None:
+        """The pool that a load may borrow its buffers from: for a device, those that are page-locked already."""
+        return None
+
+    def steps(self) -> list[int]:
+        """The steps that are committed by now, ascending. Unlike the other readers, it never waits for a save.
+
+        ckpt.steps()  # [100, 200, 300]
+        """
+        return self._roots.steps()
+
+    def latest(self) -> int | None:
+        """The newest committed step, or None. Waits for saves that are under way, as `restore` does.
+
+        ckpt.latest()  # 300
+        """
+        self._see_own_saves("latest()")
+        return self._roots.latest()
+
+    def records(self) -> dict[int, dict[str, Any]]:
+        """The record of every committed step, ascending by step; empty where `save` was given none.
+
+        ckpt.records()  # {100: {"loss": 0.7}, 200: {"loss": 0.5}, 300: {}}
+        """
+        self._see_own_saves("records()")
+        return {step: dict(manifest.record) if manifest else {} for step, manifest in self._roots.view().items()}
+
+    def history(self) -> History:
+        """The history of this run, as `async_ckpt.history` returns it; empty as long as nothing has happened.
+
+        pandas.DataFrame(ckpt.history())
+        """
+        from .run_history import history_of
+
+        self._see_own_saves("history()")
+        return history_of(self._roots)
+
+    def best(self, metric: str, *, mode: Literal["min", "max"]) -> int:
+        """The committed step whose record has the best value of a metric. If two are equal, the newer one.
+
+            ckpt.save(state, step=100, record={"loss": 0.5})
+            state = ckpt.load(ckpt.best("loss", mode="min"))
+
+        A value that is not a finite number is ignored. Raises NotCommittedError if no record has the metric.
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(f'mode must be "min" or "max", got {mode!r}')
+        self._see_own_saves("best()")
+        commits = self._roots.view()
+        best_steps = best_of(list(commits), commits, (metric, mode, 1))
+        if not best_steps:
+            why = f"no record of a committed step has the metric {describe_missing_metric(metric, commits)}"
+            raise NotCommittedError(f"{self.root}: {why}", path=self.root, step=None)
+        return best_steps[0]
+
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        map_location: str | torch.device | None = None,
+        select: Select = None,
+        trust: bool = False,
+        verify: bool = True,
+        mmap: bool = False,
+        types: Iterable[type] = (),
+        from_ranks: Mapping[str, int] | None = None,
+    ) -> Any:
+        """Read the state of a step, by default the newest. Waits for saves that are under way, as `restore` does.
+
+        Everything else is as for `async_ckpt.load`.
+
+            weights = ckpt.load(100, select="model")["model"]
+
+        Raises NotCommittedError if there is no such step, or if the newest one was saved under another `naming`, and
+        ValueError for a `step` that is no step.
+        """
+        from .archives.find import from_newest, from_step
+        from .archives.step_archives import Readers, selected_by
+        from .load import LoadOptions, check_verify, state_of
+
+        check_verify(verify)
+        step = None if step is None else whole_step(step)
+        options = LoadOptions(map_location, select, flag("trust", trust), flag("mmap", mmap), types)
+        build = partial(state_of, options=options, pool=self._spare_memory())
+        readers = Readers(None, from_ranks, wants=selected_by(select))
+        self._see_own_saves("load()")
+        if step is not None:
+            return from_step(self._roots, step, build, verify=verify, readers=readers)
+        loaded = from_newest(self._roots, build, verify=verify, readers=readers)
+        if loaded is None:
+            reason = "; ".join(self._roots.foreign_notes()) or f"{self.root}: nothing is committed yet"
+            raise NotCommittedError(reason, path=self.root, step=None)
+        return loaded[1]

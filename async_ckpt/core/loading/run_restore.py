@@ -1,0 +1,90 @@
+"""One call of `AsyncCheckpointer.restore`: the step is chosen, and read into live objects.
+
+In: the roots of a run, live objects, options. Out: the step that they hold now. Knows nothing of: saves, bytes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ...errors import CorruptCheckpointError
+from ..host.pool import SegmentPool
+from ..ranks.peers import Ranks
+from ..runs.roots import Roots
+from ..spec import flag
+from .archives.contents import Part
+from .archives.find import from_step
+from .archives.step_archives import Readers
+from .live.kinds import is_looked_into
+from .live.state_dicts import LiveStateDicts
+from .load import check_verify
+from .restore import RestoreOptions, restore_state
+from .resume import SeeOwnSaves, resume
+from .sharing import Sharing
+
+
+class RunRestore:
+    """One call of `AsyncCheckpointer.restore`, which makes it, and uses it on its own thread."""
+
+    def __init__(
+        self,
+        roots: Roots,
+        state: Any,
+        options: RestoreOptions,
+        *,
+        ranks: Ranks,
+        pool: SegmentPool,
+        see_own_saves: SeeOwnSaves,
+        from_ranks: Mapping[str, int] | None,
+        fallback: bool,
+    ) -> None:
+        check_verify(options.verify)
+        self._roots, self._state, self._options = roots, state, options
+        self._ranks, self._pool, self._see_own_saves = ranks, pool, see_own_saves
+        self._readers = Readers(*ranks.readers(from_ranks))
+        self._fallback = flag("fallback", fallback)
+        self.state_dicts = LiveStateDicts()
+
+    def restore(self, step: int | None, broadcast: Any) -> int | None:
+        """Fill the state from `step`, or from the newest. Returns the step, or None if nothing is committed."""
+        sharing = None if broadcast is None else Sharing(broadcast)
+        if not self._ranks.world.is_one:
+            self.state_dicts.take_all(self._state)
+        if sharing is None:
+            return self._read(step, None)
+        return sharing.restore(partial(self._read, step, sharing), lambda resumed: self._read(resumed, None))
+
+    def restored_groups(self) -> list[str]:
+        """The names of the groups whose memory has the bytes of the step now, so that `unchanged=` may refer to it."""
+        if not (self._options.strict and self._options.select is None and isinstance(self._state, Mapping)):
+            return []
+        groups = ((name, value) for name, value in self._state.items() if isinstance(name, str))
+        return [name for name, value in groups if is_looked_into(value, self.state_dicts.of)]
+
+    def _read(self, step: int | None, sharing: Sharing | None) -> int | None:
+        use, verify = partial(self._fill, sharing), bool(self._options.verify)
+        if step is not None:
+            self._see_own_saves()
+            from_step(self._roots, step, use, verify=verify, readers=self._readers)
+            return step
+        resumed = resume(
+            self._roots,
+            use,
+            verify=verify,
+            readers=self._readers,
+            talk=self._ranks.meeting.talk(),
+            see_own_saves=self._see_own_saves,
+            fallback=self._fallback,
+            on_corrupt=_warn_of_skipped,
+        )
+        return None if resumed is None else resumed[0]
+
+    def _fill(self, sharing: Sharing | None, parts: Sequence[Part]) -> None:
+        restore_state(parts, self._state, self._options, pool=self._pool, sharing=sharing, state_dicts=self.state_dicts)
+
+
+def _warn_of_skipped(step: int, error: CorruptCheckpointError) -> None:
+    warnings.warn(f"step {step} is skipped: {error}", RuntimeWarning, stacklevel=7)

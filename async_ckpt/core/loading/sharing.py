@@ -1,0 +1,169 @@
+"""Ranks that hold the same tensors read a part each, and broadcast it to the others of their group.
+
+In: the memory that each rank has to fill, and a process group of the caller. Out: the same memory, filled.
+Knows nothing of: archives, steps.
+
+Collectives are called only here, on the thread that restores, and in the same order whatever happens: each rank first
+reads its part, or fails; then all exchange the outcome; and only if all succeeded, the parts are broadcast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+import torch
+
+from ...errors import PeerFailedError
+from ..spec import MIB
+from ..staging.device import flat_bytes
+from .fill import Wanted
+
+T = TypeVar("T")
+# Smaller tensors are sent together, in one message.
+_SMALL_BYTES: Final = MIB
+_MESSAGE_BYTES: Final = 64 * MIB
+
+
+class Item(NamedTuple):
+    """Memory that each rank of the group has to fill with the same bytes. `name` identifies it on all of them."""
+
+    name: str
+    wanted: Wanted
+
+
+class Sharing:
+    """One restore by the ranks of a group, on the thread that restores. `AsyncCheckpointer.restore` creates it.
+
+    Raises ValueError without an initialised process group, and TypeError for anything that is not a group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError("broadcast= is a process group, and none is initialised")
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                "broadcast must be a process group, such as mesh.get_group('replicate') or dist.group.WORLD, got "
+                f"{group!r:.100}"
+            )
+        self._dist, self._group = dist, group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._items: list[Item] = []
+        self._owners: list[int] = []
+        self._actions: list[Callable[[], None]] = []
+
+    def own(self, items: Sequence[Item]) -> list[Wanted]:
+        """The part of these that this rank reads, about as many bytes as each other rank."""
+        self._forget()
+        self._items = list(items)
+        total, at = sum(item.wanted.into.nbytes for item in items), 0
+        for item in items:
+            self._owners.append((at * self._size) // total if total else 0)
+            at += item.wanted.into.nbytes
+        return [item.wanted for item, owner in zip(self._items, self._owners, strict=True) if owner == self._rank]
+
+    def afterwards(self, actions: Iterable[Callable[[], None]]) -> None:
+        """Defer these actions until all parts have been received."""
+        self._actions += actions
+
+    def restore(self, read: Callable[[], T], read_all: Callable[[T], object]) -> T:
+        """Fill everything, and return the result of `read`, which must be the same on all ranks.
+
+        `read` fills this rank's part. `read_all` fills all of it, and is called if the ranks hold different slices.
+        Raises the error of `read`, and PeerFailedError if it has failed on another rank.
+        """
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = read()
+        except Exception as caught:
+            error = caught
+        answers: list[Any] = [None] * self._size
+        own_answer = result, self._digest(), None if error is None else f"{type(error).__name__}: {error}"[:2000]
+        self._dist.all_gather_object(answers, own_answer, group=self._group)
+        if error is not None:
+            raise error
+        result = cast(T, result)
+        for number, (_, _, failure) in enumerate(answers):
+            if failure is not None:
+                rank = self._dist.get_global_rank(self._group, number)
+                raise PeerFailedError(
+                    f"rank {rank} could not read its part of what is broadcast: {failure} - and the live state is "
+                    "partly overwritten by now: restore another step before training on",
+                    rank=rank,
+                )
+        if any(step != result for step, _, _ in answers):
+            raise ValueError(
+                f"the ranks of broadcast= restore different steps: {[step for step, _, _ in answers]}; give all of "
+                "them the same"
+            )
+        if any(digest != own_answer[1] for _, digest, _ in answers):
+            warnings.warn(
+                "the ranks of broadcast= hold different slices, so each of them reads all of its own; give the group "
+                "of ranks that hold the same, such as mesh.get_group('replicate')",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            read_all(result)
+        else:
+            self._broadcast()
+            with torch.no_grad():
+                for action in self._actions:
+                    action()
+        self._forget()
+        return result
+
+    def _digest(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for name, wanted in self._items:
+            facts = [name, wanted.offsets, tuple(wanted.into.shape), str(wanted.into.dtype)]
+            digest.update(repr(facts).encode(errors="backslashreplace"))
+        return digest.hexdigest()
+
+    def _broadcast(self) -> None:
+        small: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+        for item, owner in zip(self._items, self._owners, strict=True):
+            tensor = item.wanted.into.detach()
+            if not tensor.nbytes:
+                continue
+            if not tensor.is_inference() and owner != self._rank:
+                torch.autograd.graph.increment_version(tensor)  # autograd detects writes by it
+            if tensor.nbytes < _SMALL_BYTES:
+                small.setdefault((owner, tensor.device), []).append(tensor)
+            else:
+                self._send([tensor], owner)
+        for (owner, _), tensors in small.items():
+            at_once = max(1, _MESSAGE_BYTES // _SMALL_BYTES)
+            for begin in range(0, len(tensors), at_once):
+                self._send(tensors[begin : begin + at_once], owner)
+
+    def _send(self, tensors: Sequence[torch.Tensor], owner: int) -> None:
+        """Broadcast tensors from their owner, as bytes: not every backend supports every dtype."""
+        with torch.inference_mode():
+            is_one_dense = len(tensors) == 1 and _is_dense(tensors[0])
+            parts = [
+                flat_bytes(tensor if _is_dense(tensor) else tensor.resolve_conj().resolve_neg().contiguous())
+                for tensor in tensors
+            ]
+            message = parts[0] if is_one_dense else torch.cat(parts)
+            source = self._dist.get_global_rank(self._group, owner)
+            for begin in range(0, message.numel(), _MESSAGE_BYTES):
+                self._dist.broadcast(message[begin : begin + _MESSAGE_BYTES], src=source, group=self._group)
+            if is_one_dense or owner == self._rank:
+                return
+            for tensor, part in zip(tensors, message.split([part.numel() for part in parts]), strict=True):
+                if _is_dense(tensor):
+                    flat_bytes(tensor).copy_(part)
+                else:
+                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

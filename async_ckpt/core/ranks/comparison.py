@@ -1,0 +1,218 @@
+"""Rank 0's comparison of the receipts of all ranks, once they are in.
+
+In: receipts, in the order of ranks. Out: what the manifest is to name; or an error that says in what the ranks differ.
+Knows nothing of: who waits for whom.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from ...errors import CheckpointError, PeerFailedError, UnsupportedStateError
+from ..runs import layouts
+from ..runs.coverage import check_coverage, own_names
+from ..runs.manifest import RankFiles, archive_name
+from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
+from ..slicing.locator import Classes, StepLayout
+from ..slicing.shares import EVERYBODY_BYTES, MODULUS
+from ..spec import DTYPES
+from .attempts import AttemptPlace, JointSave
+from .peers import Ranks
+from .shared_values import Values, apart, differing, lacking, values_of
+
+# Archives that rank 0 looks into where their ranks' values are not the same.
+_MAX_COMPARED: Final = 64
+
+_log = logging.getLogger("async_ckpt")
+
+
+class Comparison:
+    """The comparison of one save at one root. Created by `Agreement` on rank 0. Blocking calls."""
+
+    def __init__(self, ranks: Ranks, joint: JointSave, run: AttemptPlace, exchange: Exchange) -> None:
+        self._ranks, self._joint, self._run, self._exchange = ranks, joint, run, exchange
+        self._per_rank: tuple[str, ...] = ()  # as any of them say
+
+    def compare(self, receipts: Sequence[Receipt]) -> tuple[Table, RankFiles]:
+        """Check that the archives are of one state, and have all of it; then write what the manifest is to name.
+
+        What is known of the ranks from then on, and what it is to name. Raises PeerFailedError, UnsupportedStateError.
+        """
+        known = self._ranks.known
+        classes: dict[str, list[int]] = {}
+        for receipt in receipts:
+            classes.setdefault(receipt.structure, []).append(receipt.rank)
+        # Another save may be compared at this moment, which has arrived late at another root.
+        texts = {
+            digest: known.texts.get(digest) or self._structure_text(receipts, mates)
+            for digest, mates in classes.items()
+        }
+        tables = {receipt.table for receipt in receipts} - {NO_TABLE}
+        if tables - {self._joint.table.digest}:
+            raise PeerFailedError(
+                f"{self._joint.what} is not committed: its ranks do not agree on who writes what, as "
+                "after saves that "
+                "only some of them have called; call save alike on every rank",
+                rank=0,
+            )
+        covered = Table(classes).digest
+        own = known.covered.get(covered)
+        if own is None:
+            check_coverage(classes, texts)
+            own = own_names(texts)
+            known.covered = {covered: own}
+        self._per_rank = tuple(sorted({*self._joint.part.per_rank, *own}))
+        self._check_shares(receipts, texts)
+        self._check_balances(receipts)
+        is_each = self._joint.part.copies is not None
+        self._compare_copies([one for one in receipts if is_each or one.structure not in known.compared])
+        known.texts = texts
+        table = self._compare_values(receipts, classes)
+        archives = self._exchange.put_archives(receipts)
+        shared = {one: mates for one, mates in self._joint.table.classes.items() if one in texts}
+        divided = StepLayout(table.classes, texts, shared, self._ranks.divider.root_mesh)
+        layout = self._exchange.put_layout(layouts.dump(divided, table))
+        num_bytes = sum(receipt.num_bytes for receipt in receipts)
+        per_rank = tuple(sorted({*self._per_rank, *table.differing}))
+        return table, RankFiles(archives, layout, table.digest, num_bytes, per_rank)
+
+    def _check_shares(self, receipts: Sequence[Receipt], texts: Mapping[str, str]) -> None:
+        """Check that ranks which share tensors all still have them, since each took its share counting on the others.
+
+        Raises UnsupportedStateError.
+        """
+        for structure, mates in self._joint.table.classes.items():
+            if not any(receipts[rank].structure == structure and receipts[rank].table != NO_TABLE for rank in mates):
+                continue
+            others: dict[str, int] = {}  # than that, and the lowest rank that has it
+            for rank in mates:
+                others.setdefault(receipts[rank].structure, rank)
+            others.pop(structure, None)
+            for other, rank in others.items():
+                gone = _tensors(texts[structure]) - _tensors(texts[other])
+                if gone:
+                    name = json.loads(min(gone))[0].replace("\x1f", ".")
+                    raise UnsupportedStateError(
+                        f"rank {rank} no longer has {name} as other ranks have it, which counted on that; "
+                        "have every rank change what "
+                        "it saves at the same step, and save again",
+                        path=name,
+                    )
+
+    def _check_balances(self, receipts: Sequence[Receipt]) -> None:
+        """Ranks that share must have written all of it between them. By the way in which they do, this is always so:
+        whatever has gone wrong there, a step with holes is not committed. Raises CheckpointError.
+        """
+        for structure, mates in self._joint.table.classes.items():
+            theirs = [receipts[rank] for rank in mates]
+            are_all = all(one.structure == structure and one.table != NO_TABLE for one in theirs)
+            if are_all and sum(one.balance for one in theirs) % MODULUS:
+                raise CheckpointError(
+                    f"{self._joint.what}: {len(mates)} ranks, the first of them {mates[0]}, disagree "
+                    "on how to split replicated tensors, "
+                    "so that some bytes would be missing; please report this, with what is different in "
+                    "their calls and states"
+                )
+
+    def _compare_copies(self, receipts: Sequence[Receipt]) -> None:
+        """Check that replicas of a tensor are the same on all ranks. Raises UnsupportedStateError, naming one that is
+        not.
+        """
+        first: dict[tuple[str, str], tuple[int, str]] = {}
+        copies: dict[int, Any] = {}
+        distinct: dict[str, Receipt] = {}  # of ranks that say the same, the lowest
+        for receipt in receipts:
+            distinct.setdefault(receipt.copies, receipt)
+
+        def read(receipt: Receipt) -> None:
+            copies[receipt.rank] = self._exchange.details_of(receipt).get("copies") or {}
+
+        self._run.do_all([partial(read, receipt) for receipt in distinct.values()])
+        for rank in sorted(copies):
+            for what, tensors in copies[rank].items():
+                for name, digest in tensors.items():
+                    other, there = first.setdefault((what, name), (rank, digest))
+                    if there != digest:
+                        raise UnsupportedStateError(
+                            f"{name} should be the same on ranks {other} and {rank}, and is not: ranks that "
+                            "have the same part of a tensor, "
+                            "as all have of a plain one, must have the same values. Give its group in "
+                            "per_rank=, if each has its own",
+                            path=name,
+                        )
+
+    def _compare_values(self, receipts: Sequence[Receipt], classes: Classes) -> Table:
+        """The table that follows from the values and small tensors of the ranks: the names that differ, of which
+        there is one warning, and those that only ranks of some structures have. Archives are looked into only where
+        something has changed in that.
+
+        Raises UnsupportedStateError where that is not allowed, and where ranks with the same tensors have other values.
+        """
+        joint, exchange = self._joint, self._exchange
+        known = joint.table.differing
+        ours: dict[tuple[str, str], Receipt] = {}
+        for receipt in receipts:
+            ours.setdefault((receipt.structure, receipt.values), receipt)
+        if len(ours) == len(classes) and len({digest[:16] for _, digest in ours}) == 1:
+            return Table(classes, known, {one: names for one, names in joint.table.of_some.items() if one in classes})
+        values: dict[int, Values] = {}
+
+        def read(rank: int) -> None:
+            path = f"{exchange.folder}/{archive_name(rank, joint.attempt)}"
+            values[rank] = values_of(exchange.storage, path, EVERYBODY_BYTES, self._per_rank)
+
+        chosen = list(ours.values())[:_MAX_COMPARED]
+        self._run.do_all([partial(read, one.rank) for one in chosen])
+        by_structure: dict[str, list[Values]] = {}
+        for one in chosen:
+            by_structure.setdefault(one.structure, []).append(values[one.rank])
+        for alike in by_structure.values():
+            alone = lacking(alike, alike[0].plain) or lacking(alike[:1], {name for one in alike for name in one.plain})
+            if alone:
+                raise UnsupportedStateError(
+                    f"only some ranks have {', '.join(alone[:5])}; have all of them save the same entries, "
+                    "or name what each has for "
+                    "itself in per_rank=",
+                    path=alone[0],
+                )
+        common = set[str].intersection(*(set(alike[0].plain) for alike in by_structure.values()))
+        of_some = {one: apart(alike[0].plain, common) for one, alike in by_structure.items()}
+        names = differing(list(values.values()))
+        self._tell_of(names)
+        return Table(classes, tuple(sorted({*known, *names})), {one: there for one, there in of_some.items() if there})
+
+    def _tell_of(self, names: Sequence[str]) -> None:
+        """Warn of names that are not the same on all ranks. Raises UnsupportedStateError where that is not allowed."""
+        exchange = self._exchange
+        if names and not self._ranks.may_differ:
+            raise UnsupportedStateError(
+                f"not the same on all ranks: {', '.join(names[:5])}; name what each rank has for itself in "
+                "per_rank=, or allow "
+                'it with differing="keep"',
+                path=names[0],
+            )
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            _log.warning(
+                "%s: not the same on all ranks, and so kept for each of them: %s%s. Name them in per_rank= "
+                "if that is meant",
+                exchange.storage.locate(exchange.folder),
+                ", ".join(names[:5]),
+                more,
+            )
+
+    def _structure_text(self, receipts: Sequence[Receipt], mates: Sequence[int]) -> str:
+        for rank in mates:
+            text = self._exchange.details_of(receipts[rank]).get("structure")
+            if isinstance(text, str):
+                return text
+        raise CheckpointError(f"ranks {mates} do not say how their states look")
+
+
+def _tensors(text: str) -> set[str]:
+    """The lines of a structure that tell of tensors."""
+    return {line for line in text.splitlines() if json.loads(line)[1] in DTYPES}

@@ -1,0 +1,137 @@
+"""The folder of a one-off save of several ranks: one step that belongs to no run.
+
+In: a place, and archives that are durable there. Out: a manifest beside them. Knows nothing of: who agrees on it.
+
+    <path>/rank_00000.<attempt>.tar, archives.<attempt>.bin, layout.<attempt>.json    as in the folder of a step
+    <path>/manifest.json                                                              written last
+
+A later save to the same path replaces the manifest, and then deletes the archives that the earlier one names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ...errors import CheckpointError, NotCommittedError, StepExistsError
+from ..host.threads import run_together
+from ..runs.manifest import NAME as MANIFEST
+from ..runs.manifest import Manifest, RankFiles, SaveTimes, archive_name, parse
+from ..runs.naming import JOURNAL, parse_step_name
+from ..runs.receipts import is_receipt_folder
+from ..runs.sweep import is_claim, is_library_name
+from ..spans import wall_time
+from ..storage.interface import Storage
+
+# The number of the step in the manifest.
+STEP: Final = 0
+_REQUESTS_IN_FLIGHT: Final = 16
+
+
+class OneOffFolder:
+    """The folder of one save. A request creates it for each save; a delivery calls it on helper threads."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        """`storage` has the folder of this name. Raises ValueError for the root of the storage."""
+        if not name.strip("/"):
+            raise ValueError(f"{storage.locate('')} is the root of its storage; give the path of a folder in it")
+        self.storage, self._name = storage, name
+        self.path = storage.locate(name)
+
+    @property
+    def number(self) -> int:
+        """A number made of the path: the same on all ranks that save to it."""
+        return int.from_bytes(hashlib.blake2b(self.path.encode(errors="replace"), digest_size=7).digest(), "big")
+
+    def folder(self, step: int) -> str:  # noqa: ARG002
+        return self._name
+
+    def attempt_path(self, step: int, attempt: str, rank: int = 0) -> str:  # noqa: ARG002
+        return self._named(archive_name(rank, attempt))
+
+    def _named(self, name: str) -> str:
+        return f"{self._name}/{name}"
+
+    def look_again(self, manifest: Manifest) -> None:
+        """Do nothing: a folder of its own has no starts."""
+
+    def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Run tasks that make requests. Raises the error of one of them."""
+        run_together("look", tasks, max_threads=_REQUESTS_IN_FLIGHT)
+
+    def check(self) -> tuple[Manifest, str] | None:
+        """The manifest that a save here replaces, and its version. Raises ValueError for a run, and a step of one."""
+        if self.storage.exists(self._named(JOURNAL)):
+            raise ValueError(f"{self.path} is a run; save a step of it by an AsyncCheckpointer, or give another path")
+        replaced = self._manifest()
+        is_step = parse_step_name(self._name) is not None and self.storage.exists(JOURNAL)
+        if is_step or (replaced is not None and replaced[0].start):
+            raise ValueError(
+                f"{self.path} is, or looks like, a step of the run {self.storage.locate('')}, whose readers would take "
+                "it for one; save it by an AsyncCheckpointer, or give another path"
+            )
+        return replaced
+
+    def _manifest(self) -> tuple[Manifest, str] | None:
+        path = self._named(MANIFEST)
+        try:
+            data, version = self.storage.read(path)
+        except FileNotFoundError:
+            return None
+        try:
+            return parse(data, path=path), version
+        except CheckpointError:  # a damaged one may be replaced
+            return Manifest(STEP, "", 1, 0.0, ()), version
+
+    def commit(
+        self,
+        attempt: str,
+        ranks: RankFiles | None,
+        world_size: int,
+        *,
+        replaces: tuple[Manifest, str] | None,
+        times: SaveTimes | None,
+    ) -> Manifest:
+        """Make the durable archives of an attempt the checkpoint. Raises StepExistsError if another writer has been
+        faster.
+        """
+        before = () if replaces is None else (replaces[0].attempt, *replaces[0].replaces)
+        manifest = Manifest(
+            STEP, attempt, world_size, wall_time(), (), tuple(filter(None, before)), ranks=ranks, times=times
+        )
+        path = self._named(MANIFEST)
+        try:
+            if replaces is None:
+                self.storage.put_new(path, manifest.dump())
+            else:
+                self.storage.replace(path, manifest.dump(), version=replaces[1])
+        except FileExistsError as error:
+            raise StepExistsError(
+                f"{self.path}: another writer has committed a checkpoint there meanwhile, which was kept; save again",
+                step=STEP,
+            ) from error
+        return manifest
+
+    def discard(self, attempt: str, rank: int) -> None:
+        """Delete the archive of an attempt that was not committed, unless its manifest is there all the same."""
+        name = archive_name(rank, attempt)
+        manifest = self._manifest()
+        if manifest is None or name not in manifest[0].own_names:
+            self.storage.delete(self._named(name))
+
+    def clear(self, replaced: Manifest | None) -> None:
+        """After a commit: delete what it replaces, and the leftovers of ranks that were killed more than a day ago."""
+        self.storage.delete_many([self._named(name) for name in (replaced.own_names if replaced else ())])
+        manifest = self._manifest()
+        if manifest is None:
+            raise NotCommittedError(f"{self.path} was deleted this moment", path=self.path, step=None)
+        named = {MANIFEST, *manifest[0].own_names}
+        names = self.storage.names(self._name)
+        left = [name for name in names if (is_library_name(name) or is_claim(name)) and name not in named]
+        files = [name for name in left if not is_receipt_folder(name)]
+        old = self.storage.sweep(self._name, files, delete=True, decided=True, of_ranks=True)
+        attempts = {name.split(".")[1] for name in old}
+        for name in filter(is_receipt_folder, left):
+            if name.split(".")[1] in attempts:
+                self.storage.delete_all(self._named(name))

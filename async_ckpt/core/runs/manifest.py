@@ -1,0 +1,310 @@
+"""`manifest.json`, whose presence in a step's folder IS the commit.
+
+In: the archives and fields of a commit. Out: the manifest's text, and back. Knows nothing of: storage.
+
+A manifest begins, in every version, with a digest of all that follows (`{"digest": "…",` and a line break), which is
+compared before any other field is used, including the version.
+
+A rollback is one commit that retires other steps: its manifest names them (`retires`). Before the manifest, the same
+text is put in the root under a name that has the step and the attempt. This is the **intent**: readers that list the
+root find it, and leave out the named steps while the manifest of that attempt is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from ...errors import CorruptCheckpointError, FormatVersionError
+from ..fields import count, items, number, parsed, table, text, whole
+from ..format.digests import DIGEST_BYTES, block_digest
+from ..format.index import MAX_RANKS
+
+NAME: Final = "manifest.json"
+VERSION: Final = 1
+_INTENT: Final = re.compile(r"rollback-(\d{1,255})\.([0-9a-f]{8})\.json")
+_RETIRED: Final = re.compile(r"manifest\.retired-[0-9a-f]{8}\.json")
+_HEAD: Final = b'{"digest": "'
+_AFTER_DIGEST: Final = b'",\n'
+_ATTEMPT: Final = re.compile(r"[0-9a-f]{8}")
+_START: Final = re.compile(r"\d{8,18}\.[0-9a-f]{8}")
+
+
+def retired_name() -> str:
+    """A new name for a manifest that a rollback has retired, under which it is kept."""
+    return f"manifest.retired-{os.urandom(4).hex()}.json"
+
+
+def is_retired_name(name: str) -> bool:
+    return _RETIRED.fullmatch(name) is not None
+
+
+def retired_attempts(
+    intents: Iterable[tuple[int, str]], manifests_of: Callable[[int], Iterable[Manifest | None]]
+) -> dict[int, str]:
+    """The attempts, by step, that announced rollbacks have retired.
+
+    A rollback counts if `manifests_of` has the manifest of just the announced attempt for its step.
+    """
+    return {
+        retired.step: retired.attempt
+        for step, attempt in intents
+        for manifest in manifests_of(step)
+        if manifest is not None and manifest.attempt == attempt
+        for retired in manifest.retires
+    }
+
+
+def parse_intent(name: str) -> tuple[int, str] | None:
+    """The step and the attempt that a name announces; None for any other name."""
+    match = _INTENT.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def intent_name(step: int, attempt: str) -> str:
+    """The name, in the run's folder, of the intent of a rollback to this step by this attempt."""
+    return f"rollback-{step}.{attempt}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An object in the step's folder, as the manifest names it: mostly one rank's tar."""
+
+    name: str
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLocation:
+    """A group that is in another archive than its rank's.
+
+    The archive is of an earlier step, since the group has not changed; or of this step, since one rank wrote it for
+    all.
+    """
+
+    group: str
+    step: int
+    folder: str
+    archive: Archive
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """A commit that a rollback retires. `attempt` is empty if its manifest could not be read."""
+
+    step: int
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The objects of a commit of several ranks beside its archives, whose names follow from the ranks (see `receipts`).
+
+    `table` is the digest of the Table by which the ranks have shared, `num_bytes` is of all archives, and `per_rank`
+    has the names in the state of the objects that each rank has for itself.
+    """
+
+    archives: Archive
+    layout: Archive
+    table: str
+    num_bytes: int
+    per_rank: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTimes:
+    """How long a save took, of rank 0: from the call until its archives were durable, and what it cost the training."""
+
+    seconds: float
+    stall_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One committed checkpoint. `created` is wall time in seconds since the epoch.
+
+    `replaces` are the earlier attempts at this step, the last first: a root that holds one of those was away. `record`
+    is the user's: plain JSON data, whose fields `rolling` and `ttl_seconds` retention obeys. `start` names the start of
+    the run that committed it (see `starts`); it is empty in manifests of older versions and other tools. `retires` are
+    the newer commits that this one retires. `times` are for people; older versions and other tools write none. A commit
+    of several ranks has `ranks` instead of `archives`, so that its size does not grow with their number.
+    """
+
+    step: int
+    attempt: str
+    world_size: int
+    created: float
+    archives: tuple[Archive, ...]
+    replaces: tuple[str, ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
+    elsewhere: tuple[GroupLocation, ...] = ()
+    retires: tuple[Retired, ...] = ()
+    ranks: RankFiles | None = None
+    start: str = ""
+    times: SaveTimes | None = None
+
+    @property
+    def own_names(self) -> list[str]:
+        """The names of all objects of this commit in the step's folder."""
+        if self.ranks is None:
+            return [archive.name for archive in (*self.archives, *self.beside)]
+        of_ranks = [archive_name(rank, self.attempt) for rank in range(self.world_size)]
+        return [*of_ranks, self.ranks.archives.name, self.ranks.layout.name, *(a.name for a in self.beside)]
+
+    @property
+    def beside(self) -> tuple[Archive, ...]:
+        """The archives in this step's folder that do not belong to one rank."""
+        return tuple({other.archive: None for other in self.elsewhere if other.step == self.step})
+
+    @property
+    def lenders(self) -> tuple[Archive, ...]:
+        """The objects that later steps name to borrow a group: the archive, or the list of the ranks' archives."""
+        return self.archives if self.ranks is None else (self.ranks.archives,)
+
+    def lent(self, group: str) -> tuple[GroupLocation, ...]:
+        """The places of a group that is not in the archives of this step's ranks."""
+        return tuple(borrowed for borrowed in self.elsewhere if borrowed.group == group)
+
+    def path_in(self, folder: str) -> str:
+        """The path of its state: the archive, or with several ranks their folder."""
+        return f"{folder}/{self.archives[0].name}" if len(self.archives) == 1 else folder
+
+    @property
+    def num_bytes(self) -> int:
+        of_ranks = self.ranks.num_bytes if self.ranks else 0
+        return of_ranks + sum(archive.num_bytes for archive in (*self.archives, *self.beside))
+
+    def dump(self) -> bytes:
+        fields = asdict(replace(self, record={}))  # it would copy every value of the record
+        return seal({"format": "async_ckpt", "version": VERSION, **fields, "record": self.record})
+
+
+def parse(data: bytes, *, path: str) -> Manifest:
+    """The manifest of a text. Raises CorruptCheckpointError, and FormatVersionError for a later version."""
+    try:
+        raw = table(unseal(data))
+        if count(raw["version"]) > VERSION:
+            raise FormatVersionError(
+                f"{path}: manifest version {raw['version']}, this library reads up to {VERSION}; "
+                "install a newer async_ckpt",
+                path=path,
+                version=raw["version"],
+            )
+        archives, world_size = items(raw["archives"], _archive), count(raw["world_size"], MAX_RANKS)
+        ranks = None if raw["ranks"] is None else _of_ranks(raw["ranks"])
+        if not (archives or ranks) or not world_size:
+            raise ValueError("it names no archive")
+        return Manifest(
+            whole(raw["step"]),
+            _attempt(raw["attempt"]),
+            world_size,
+            number(raw["created"]),
+            archives,
+            items(raw["replaces"], _attempt),
+            table(raw["record"]),
+            items(raw["elsewhere"], _elsewhere),
+            items(raw["retires"], _retired),
+            ranks,
+            _start(raw.get("start", "")),
+            None if raw.get("times") is None else _times(raw["times"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        why = error if type(error) is ValueError else repr(error)
+        raise CorruptCheckpointError(f"{path}: not a manifest ({why!s:.300})", path=path) from error
+
+
+def seal(fields: Mapping[str, Any]) -> bytes:
+    """The text of a JSON object that begins with the digest of all that follows the digest."""
+    rest = (json.dumps(fields, indent=1) + "\n").encode().removeprefix(b"{\n")
+    return _HEAD + block_digest(rest).hex().encode() + _AFTER_DIGEST + rest
+
+
+def unseal(data: bytes) -> Any:
+    """The JSON object of such a text. Raises ValueError unless every byte is as it was written."""
+    rest = data[len(_HEAD) + 2 * DIGEST_BYTES + len(_AFTER_DIGEST) :]
+    if data != _HEAD + block_digest(rest).hex().encode() + _AFTER_DIGEST + rest:
+        raise ValueError("it does not match its own digest")
+    return parsed(data)
+
+
+def archive_name(rank: int, attempt: str) -> str:
+    """The name of a rank's archive in its step's folder."""
+    return f"rank_{rank:05d}.{attempt}.tar"
+
+
+def attempt_of(name: str) -> str:
+    """The attempt in the name of an object or temp file of this library; any text for other names."""
+    return (*name.lstrip(".").split("."), "")[1]
+
+
+def missing_error(shown: str, named_by: int) -> CorruptCheckpointError:
+    """The error about a missing object that the manifest of a step names."""
+    return CorruptCheckpointError(
+        f"{shown} is missing, though the manifest of step {named_by} names it; if the run was copied, copy all "
+        f"of it, or merge() step {named_by} where the run is whole; else load an earlier checkpoint",
+        path=shown,
+    )
+
+
+def _of_ranks(raw: object) -> RankFiles:
+    fields = table(raw)
+    return RankFiles(
+        _archive(fields["archives"]),
+        _archive(fields["layout"]),
+        text(fields["table"]),
+        count(fields["num_bytes"]),
+        items(fields["per_rank"], text),
+    )
+
+
+def _archive(raw: object) -> Archive:
+    fields = table(raw)
+    return Archive(_file_name(fields["name"]), count(fields["num_bytes"]), text(fields["digest"]))
+
+
+def _elsewhere(raw: object) -> GroupLocation:
+    fields = table(raw)
+    return GroupLocation(
+        text(fields["group"]), whole(fields["step"]), _folder_name(fields["folder"]), _archive(fields["archive"])
+    )
+
+
+def _retired(raw: object) -> Retired:
+    fields = table(raw)
+    return Retired(whole(fields["step"]), "" if fields["attempt"] == "" else _attempt(fields["attempt"]))
+
+
+def _times(raw: object) -> SaveTimes:
+    fields = table(raw)
+    return SaveTimes(number(fields["seconds"]), number(fields["stall_seconds"]))
+
+
+def _attempt(raw: object) -> str:
+    if not isinstance(raw, str) or not _ATTEMPT.fullmatch(raw):
+        raise ValueError(f"{raw!r:.300} is not an attempt")
+    return raw
+
+
+def _start(raw: object) -> str:
+    if not isinstance(raw, str) or (raw and not _START.fullmatch(raw)):
+        raise ValueError(f"{raw!r:.300} is not the start of a run")
+    return raw
+
+
+def _file_name(name: object) -> str:
+    """A name of a file beside the manifest. Raises ValueError for any other path."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._~-]{0,254}", name):
+        raise ValueError(f"{name!r:.300} is not a file name")
+    return name
+
+
+def _folder_name(name: object) -> str:
+    """A name of a folder beside the manifest's own. Raises ValueError for any other path."""
+    if not re.fullmatch(r"[^/\\\0.][^/\\\0]{0,254}", text(name)):
+        raise ValueError(f"{name!r:.300} is not the name of a step's folder")
+    return text(name)

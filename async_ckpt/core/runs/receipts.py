@@ -1,0 +1,404 @@
+"""Objects through which the ranks of one attempt exchange messages: receipts, a verdict, lists beside the manifest.
+
+In: a storage and an attempt. Out: the receipts, and the decision. Knows nothing of: waiting.
+
+    <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<copies>.<digest>.<size>.<balance>.<times>.<ok|err>
+                                       one small object per rank
+    <step>/verdict.<attempt>.json      rank 0's refusal: the manifest of this attempt will never be put
+    <step>/archives.<attempt>.bin      sizes and digests of the archives, 24 bytes for each rank, to be read by range
+    <step>/layout.<attempt>.json       which ranks have states of which structure, and the tensors of each structure
+
+Only rank 0 decides: its manifest is the commit. The name of a receipt says all that rank 0 needs as long as structures
+are known; one listing has the names of all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Self
+
+from ...errors import CheckpointError, CorruptCheckpointError
+from ..fields import count, entries, items, row, table, text, whole
+from ..format.digests import block_digest
+from ..format.index import MAX_RANKS
+from ..host.threads import run_together
+from ..slicing.locator import Classes
+from ..storage.interface import Storage
+from .manifest import NAME as MANIFEST
+from .manifest import Archive, Manifest, archive_name, missing_error, parse, seal, unseal
+
+
+class Table(NamedTuple):
+    """Knowledge of the ranks' states: which ranks have equal structures, and the names of values that differ.
+
+    `of_some` are names that all ranks of a structure have and other ranks do not, such as those of a pipeline stage.
+    """
+
+    classes: Classes = MappingProxyType({})
+    differing: tuple[str, ...] = ()
+    of_some: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+    @property
+    def digest(self) -> str:
+        """The digest by which receipts name the table."""
+        return block_digest(json.dumps(self.packed(), sort_keys=True).encode()).hex()[:16]
+
+    def packed(self) -> dict[str, Any]:
+        """The table as JSON: ranks as ranges (first, number, step), of which there are few even with many ranks."""
+        runs = {structure: list(_runs(ranks)) for structure, ranks in self.classes.items()}
+        fields: dict[str, Any] = {"classes": runs, "differing": self.differing}
+        return {**fields, "of_some": dict(self.of_some)} if self.of_some else fields
+
+    @classmethod
+    def unpacked(cls, raw: Mapping[str, Any]) -> Self:
+        """The table of this JSON. Raises ValueError or KeyError if it is not a table."""
+        of_run = (count, partial(count, at_most=MAX_RANKS), whole)
+        runs = dict(entries(raw["classes"], partial(items, of=partial(row, of=of_run))))
+        if sum(num for ranges in runs.values() for _, num, _ in ranges) > MAX_RANKS:
+            raise ValueError("the table has too many ranks")
+        classes = {
+            structure: [first + step * n for first, num, step in ranges for n in range(num)]
+            for structure, ranges in runs.items()
+        }
+        of_some = dict(entries(raw.get("of_some", {}), partial(items, of=text)))
+        return cls(classes, items(raw["differing"], text), of_some)
+
+
+EMPTY: Final = Table()
+NO_TABLE: Final = "0" * 16
+# The number of concurrent requests to a store.
+_READS_IN_FLIGHT: Final = 128
+_RECORD: Final = struct.Struct("<Q16s")
+_NAME: Final = re.compile(
+    r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.([0-9a-f]{16})\.([0-9a-f]{32})\."
+    r"(\d{1,18})\.([0-9a-f]{16})\.(\d{1,15})\.(\d{1,15})\.(ok|err)"
+)
+_ALL: Final = re.compile(r"archives\.([0-9a-f]{8})\.bin")
+_FOLDER: Final = re.compile(r"receipts\.[0-9a-f]{8}")
+_BESIDE: Final = re.compile(
+    r"verdict\.[0-9a-f]{8}\.json|layout\.[0-9a-f]{8}(\.rebuilt)?\.json|archives\.[0-9a-f]{8}\.bin"
+)
+
+
+def layout_name(attempt: str) -> str:
+    return f"layout.{attempt}.json"
+
+
+def attempt_of_all(name: str) -> str | None:
+    """The attempt, if this is the name of a list of the archives of all ranks."""
+    match = _ALL.fullmatch(name)
+    return match and match[1]
+
+
+def is_receipt_folder(name: str) -> bool:
+    return _FOLDER.fullmatch(name) is not None
+
+
+def is_beside(name: str) -> bool:
+    """Whether this is the name of an object of an attempt of several ranks that is not an archive."""
+    return _BESIDE.fullmatch(name) is not None
+
+
+class Receipt(NamedTuple):
+    """One rank's report on an attempt. If `is_ok`, its archive is durable; otherwise there is none.
+
+    `table` is the digest of the Table by which the rank took its share; `NO_TABLE` if it wrote everything that it
+    holds. `structure` is the digest of its state's structure. `values` has two halves: the digest of the values that
+    should be equal on all ranks, and of those that should be equal on all ranks of its structure. `copies` is the
+    digest of the values that it has compared with other ranks this time, `NO_TABLE` for none. The balances of ranks
+    that share add up (`slicing.shares`). `seconds` is the time from the call until the archive was durable, and
+    `stall_seconds` what it cost the training; names have both in microseconds.
+    """
+
+    rank: int
+    table: str = NO_TABLE
+    structure: str = NO_TABLE
+    values: str = "0" * 32
+    copies: str = NO_TABLE
+    digest: str = "0" * 32
+    num_bytes: int = 0
+    is_ok: bool = True
+    balance: int = 0
+    seconds: float = 0.0
+    stall_seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        end = f"{self.seconds * 1e6:.0f}.{self.stall_seconds * 1e6:.0f}.{'ok' if self.is_ok else 'err'}"
+        digests = f"{self.table}.{self.structure}.{self.values}.{self.copies}.{self.digest}"
+        return f"{self.rank:05d}.{digests}.{self.num_bytes}.{self.balance:016x}.{end}"
+
+    @classmethod
+    def named(cls, name: str) -> Receipt | None:
+        """The receipt of a name; None for any other name."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        rank, table, structure, values, copies, digest, num_bytes, balance, micros, stall_micros, end = match.groups()
+        size, is_ok = int(num_bytes), end == "ok"
+        times = int(micros) / 1e6, int(stall_micros) / 1e6
+        return cls(int(rank), table, structure, values, copies, digest, size, is_ok, int(balance, 16), *times)
+
+
+def spread_of(receipts: Sequence[Receipt]) -> dict[str, Any]:
+    """The slowest and the median of these ranks, and those that stalled their training, as an event has them."""
+    by_time = sorted(receipts, key=lambda one: one.seconds)
+    by_stall = sorted(receipts, key=lambda one: one.stall_seconds)
+    return {
+        "slowest_rank": by_time[-1].rank,
+        "slowest_rank_seconds": by_time[-1].seconds,
+        "median_rank_seconds": by_time[len(by_time) // 2].seconds,
+        "most_stalled_rank": by_stall[-1].rank,
+        "most_stalled_rank_seconds": by_stall[-1].stall_seconds,
+        "median_rank_stall_seconds": by_stall[len(by_stall) // 2].stall_seconds,
+    }
+
+
+class Cause(NamedTuple):
+    """The reason why a rank could not do its part."""
+
+    rank: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Rank 0's refusal of an attempt, with the table for the next attempt."""
+
+    attempt: str
+    causes: tuple[Cause, ...]
+    table: Table = EMPTY
+
+    def packed(self) -> dict[str, Any]:
+        """The verdict as JSON."""
+        return {"attempt": self.attempt, "causes": self.causes, "table": self.table.packed()}
+
+    @classmethod
+    def unpacked(cls, raw: Mapping[str, Any]) -> Self:
+        causes = items(raw["causes"], lambda cause: Cause(*row(cause, of=(count, text))))
+        return cls(text(raw["attempt"]), causes, Table.unpacked(table(raw["table"])))
+
+
+class Exchange:
+    """The objects of one attempt at a step, at one root. All calls block. From any thread."""
+
+    def __init__(self, storage: Storage, folder: str, attempt: str) -> None:
+        self.storage, self.folder, self.attempt = storage, folder, attempt
+        self._receipts = self._receipts_of(attempt)
+
+    # --- receipts ---------------------------------------------------------------------------------------------
+
+    def put_receipt(self, receipt: Receipt, details: Mapping[str, Any]) -> None:
+        """Put this rank's receipt. `details` are its content, which is read only if `details_of` asks for it."""
+        self.storage.replace(f"{self._receipts}/{receipt.name}", seal(details))
+
+    def has(self, receipt: Receipt) -> bool:
+        """Whether this receipt is there. Raises StorageUnavailableError."""
+        return self.storage.exists(f"{self._receipts}/{receipt.name}")
+
+    def withdraw(self, rank: int) -> None:
+        """Delete the receipts of this rank."""
+        receipts = {name: Receipt.named(name) for name in self.storage.names(self._receipts)}
+        own = [name for name, receipt in receipts.items() if receipt is not None and receipt.rank == rank]
+        self.storage.delete_many([f"{self._receipts}/{name}" for name in own])
+
+    def receipts(self) -> dict[int, Receipt]:
+        """The receipts that are there, by rank. If one rank has two, the failed one."""
+        receipts: dict[int, Receipt] = {}
+        for name in self.storage.names(self._receipts):
+            receipt = Receipt.named(name)
+            if receipt is not None and (receipt.rank not in receipts or not receipt.is_ok):
+                receipts[receipt.rank] = receipt
+        return receipts
+
+    def details_of(self, receipt: Receipt) -> Any:
+        """The details of a receipt. Raises CorruptCheckpointError."""
+        path = f"{self._receipts}/{receipt.name}"
+        try:
+            return unseal(self.storage.read(path)[0])
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
+
+    def forget(self, refused: Iterable[str]) -> None:
+        """Delete the receipts, and the leftovers of refused attempts. All ranks know that the attempt is committed.
+
+        Not before: a late rank would put its receipt into a folder that is being deleted.
+        """
+        self.storage.delete_all(self._receipts)
+        for attempt in refused:
+            self.storage.delete_all(self._receipts_of(attempt))
+            self.storage.delete(self._verdict_of(attempt))
+
+    def _receipts_of(self, attempt: str) -> str:
+        return f"{self.folder}/receipts.{attempt}"
+
+    # --- the decision -----------------------------------------------------------------------------------------
+
+    def decision(self, *, asks_for_verdict: bool = True) -> Manifest | Verdict | None:
+        """The manifest of this attempt, or of one that has replaced it; or, with `asks_for_verdict`, the verdict on it.
+
+        None as long as neither is there.
+        """
+        path = f"{self.folder}/{MANIFEST}"
+        try:
+            manifest = parse(self.storage.read(path)[0], path=path)
+        except FileNotFoundError:
+            pass
+        else:
+            if self.attempt in (manifest.attempt, *manifest.replaces):
+                return manifest
+        return self.verdict() if asks_for_verdict else None
+
+    def verdict(self) -> Verdict | None:
+        path = self._verdict_of(self.attempt)
+        try:
+            return Verdict.unpacked(table(unseal(self.storage.read(path)[0])))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError) as error:
+            raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
+
+    def put_verdict(self, verdict: Verdict) -> None:
+        """Put the verdict, unless there is one: an attempt is decided once."""
+        try:
+            self.storage.put_new(self._verdict_of(self.attempt), seal(verdict.packed()))
+        except FileExistsError:
+            pass
+
+    def _verdict_of(self, attempt: str) -> str:
+        return f"{self.folder}/verdict.{attempt}.json"
+
+    # --- the objects that the manifest names ------------------------------------------------------------------
+
+    def put_archives(self, receipts: Sequence[Receipt]) -> Archive:
+        """Put the list of the archives: their sizes and digests, in the order of ranks."""
+        data = b"".join(_RECORD.pack(receipt.num_bytes, bytes.fromhex(receipt.digest)) for receipt in receipts)
+        return self._put(f"archives.{self.attempt}.bin", data)
+
+    def put_layout(self, text: bytes) -> Archive:
+        """Put the layout, which `layouts` describes."""
+        return self._put(layout_name(self.attempt), text)
+
+    def _put(self, name: str, data: bytes) -> Archive:
+        self.storage.replace(f"{self.folder}/{name}", data)
+        return Archive(name, len(data), block_digest(data).hex())
+
+
+def archives_of(storage: Storage, folder: str, manifest: Manifest) -> tuple[Archive, ...]:
+    """All archives of a commit, in the order of ranks. Raises CorruptCheckpointError."""
+    return archives_in(storage, folder, manifest.lenders, manifest.step)
+
+
+def archives_in(storage: Storage, folder: str, archives: Sequence[Archive], named_by: int) -> tuple[Archive, ...]:
+    """The archives that a manifest names, directly or by the list of the archives of all ranks."""
+    attempt = _ALL.fullmatch(archives[0].name) if len(archives) == 1 else None
+    if attempt is None:
+        return tuple(archives)
+    data = read_beside(storage, folder, archives[0], named_by)
+    if not data or len(data) % _RECORD.size:
+        path = storage.locate(f"{folder}/{archives[0].name}")
+        raise CorruptCheckpointError(f"{path}: {len(data)} bytes are not a list of archives", path=path)
+    return tuple(
+        Archive(archive_name(rank, attempt[1]), num_bytes, digest.hex())
+        for rank, (num_bytes, digest) in enumerate(_RECORD.iter_unpack(data))
+    )
+
+
+def broken_folders(storage: Storage, manifests: Mapping[str, Manifest]) -> dict[str, str]:
+    """The committed steps, by their folders, that lack an object of their own or of a step that lends to them, or have
+    one of another size; with the object, in words. Whatever else says that a step is broken says it of these.
+
+    `storage` is the root. The bytes of archives are not read, and a layout is not looked for: a step loads without it.
+    A step that is deleted or replaced meanwhile is left out.
+    """
+    wanted: dict[str, list[tuple[str, Archive]]] = {}
+    wrong: dict[str, str] = {}
+
+    def expand(folder: str, manifest: Manifest) -> None:
+        lists: dict[tuple[str, str], list[Archive]] = {(folder, ""): [*manifest.lenders]}
+        for lent in manifest.elsewhere:
+            lists.setdefault((lent.folder, lent.group), []).append(lent.archive)
+        try:
+            wanted[folder] = [
+                (holder, one)
+                for (holder, _), archives in lists.items()
+                for one in archives_in(storage, holder, archives, manifest.step)
+            ]
+        except CorruptCheckpointError as error:
+            wrong[folder] = str(error)
+
+    def look(folder: str) -> None:
+        sizes[folder] = storage.sizes(folder)
+
+    look_all(storage, [partial(expand, *one) for one in manifests.items()])
+    sizes: dict[str, Mapping[str, int]] = {holder: {} for objects in wanted.values() for holder, _ in objects}
+    look_all(storage, [partial(look, folder) for folder in sizes])
+    for folder, objects in wanted.items():
+        for holder, one in objects:
+            found = sizes[holder].get(one.name)
+            if found != one.num_bytes:
+                name = one.name if holder == folder else f"{holder}/{one.name}, which it borrows from,"
+                has = "is missing" if found is None else f"has {found:,} bytes and should have {one.num_bytes:,}"
+                wrong[folder] = f"{name} {has}"
+                break
+    return {folder: text for folder, text in wrong.items() if _is_still(storage, folder, manifests[folder])}
+
+
+def look_all(storage: Storage, tasks: Sequence[Callable[[], None]]) -> None:
+    """Run tasks that make requests, at a store in parallel. Raises the error of one of them."""
+    if storage.remote:
+        run_together("look", tasks, max_threads=_READS_IN_FLIGHT)
+    else:
+        for task in tasks:
+            task()
+
+
+def _is_still(storage: Storage, folder: str, manifest: Manifest) -> bool:
+    try:
+        return parse(storage.read(f"{folder}/{MANIFEST}")[0], path=folder) == manifest
+    except (FileNotFoundError, CheckpointError):
+        return False
+
+
+def table_of(storage: Storage, folder: str, manifest: Manifest) -> Table:
+    """The table of a commit. Raises CorruptCheckpointError."""
+    if manifest.ranks is None:
+        return Table()
+    data = read_beside(storage, folder, manifest.ranks.layout, manifest.step)
+    try:
+        return Table.unpacked(table(unseal(data)))
+    except (ValueError, KeyError) as error:
+        path = storage.locate(f"{folder}/{manifest.ranks.layout.name}")
+        raise CorruptCheckpointError(f"{path}: {error!r:.300}", path=path) from error
+
+
+def read_beside(storage: Storage, folder: str, archive: Archive, named_by: int) -> bytes:
+    """The content of an object that is no archive, as a manifest names it. Raises CorruptCheckpointError."""
+    path = f"{folder}/{archive.name}" if folder else archive.name
+    try:
+        data = storage.read(path)[0]
+    except FileNotFoundError as error:
+        raise missing_error(storage.locate(path), named_by) from error
+    if block_digest(data).hex() != archive.digest:
+        shown = storage.locate(path)
+        raise CorruptCheckpointError(
+            f"{shown} does not match the digest in its manifest; load an earlier checkpoint", path=shown
+        )
+    return data
+
+
+def _runs(ranks: Sequence[int]) -> Iterable[list[int]]:
+    at = 0
+    while at < len(ranks):
+        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
+        stop = at + 1
+        while stop < len(ranks) and ranks[stop] - ranks[stop - 1] == step:
+            stop += 1
+        yield [ranks[at], stop - at, step]
+        at = stop

@@ -1,0 +1,413 @@
+"""The view of one root: its steps, which of them are committed, and which rollbacks are announced.
+
+In: a storage and the naming of its steps. Out: listings and manifests. Knows nothing of: committing.
+
+A commit that this process has seen stays known until a listing, a rollback or its own retention removes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from typing import Final, NamedTuple
+
+from ...errors import CheckpointError, FormatVersionError, NotCommittedError, StorageUnavailableError
+from ..storage.interface import Storage
+from .foreign_entries import newest_of_other_namings, step_formats
+from .manifest import NAME as MANIFEST
+from .manifest import Archive, Manifest, intent_name, parse_intent, retired_attempts, retired_name
+from .manifest import parse as parse_manifest
+from .naming import STEP_FORMAT, folder_pattern
+from .receipts import look_all
+from .retention import Commits
+from .starts import Commit, Start, counts, out_of_line, split_starts
+
+# A writer that keeps one step deletes it with its next save, so a slow reader comes too late many times.
+TRIES: Final = 100
+# The number of manifests whose texts are held at a time.
+_READ_TOGETHER: Final = 1024
+
+_log = logging.getLogger("async_ckpt")
+
+
+class Listing(NamedTuple):
+    """One listing of the root: the steps that have folders, ascending, the announced rollbacks, and the starts."""
+
+    steps: list[int]
+    intents: list[tuple[int, str]]
+    starts: list[Start] = []  # noqa: RUF012 - never changed
+
+    def has(self, step: int) -> bool:
+        at = bisect_left(self.steps, step)
+        return self.steps[at : at + 1] == [step]
+
+    def having(self, step: int) -> Listing:
+        """The same listing with this step, whose folder may be newer."""
+        return self if self.has(step) else self._replace(steps=sorted([*self.steps, step]))
+
+
+class Root:
+    """The steps below one root, and a cache of their manifests. A Run creates and owns it. From any thread."""
+
+    def __init__(self, storage: Storage, step_format: str = STEP_FORMAT) -> None:
+        self.storage = storage
+        self._step_format = step_format
+        self._step_pattern = folder_pattern(step_format)
+        self._lock = threading.Lock()
+        # Under _lock, and read without it:
+        self.known = Commits()  # commits that were seen and could be read; replaced as a whole
+        self.lines: dict[int, bytes] = {}  # journal lines of known commits; any thread may remove one
+        self.committed_here: set[int] = set()  # steps that this object has committed
+        self._parsed: dict[str, int] = {}  # the steps of names in the root; -1: no step
+        self._warned_topics: set[str] = set()  # warnings that are given once
+        # Replaced as a whole, by any thread:
+        self.starts: list[Start] = []  # of the last listing
+        # Attempts, by step, that do not count because of commits at other roots:
+        self.outside: dict[int, str] = {}
+        # Steps in a format that only a newer version of the library reads, as they were looked up last:
+        self.newer_format: frozenset[int] = frozenset()
+        # The last listing, with the commits and deletions of this object since:
+        self.listing: Listing | None = None
+
+    def folder(self, step: int) -> str:
+        return self._step_format.format(step)
+
+    def archive_path(self, step: int, archive: Archive) -> str:
+        return f"{self.folder(step)}/{archive.name}"
+
+    def attempt_path(self, step: int, attempt: str, rank: int = 0) -> str:
+        return f"{self.folder(step)}/rank_{rank:05d}.{attempt}.tar"
+
+    def driver_path(self, step: int, attempt: str) -> str:
+        return f"{self.folder(step)}/driver.{attempt}.tar"
+
+    def manifest_path(self, step: int) -> str:
+        return f"{self.folder(step)}/{MANIFEST}"
+
+    def relist(self, names: list[str] | None = None) -> Listing:
+        """List the root by one request, or take the names of one that was just made.
+
+        Known names are not parsed again, since there may be thousands of steps.
+        """
+        names, starts = split_starts(self.storage.names("") if names is None else names)
+        self.starts = starts
+        intents: list[tuple[int, str]] = []
+        try:
+            steps = list(map(self._parsed.__getitem__, names))
+        except KeyError:
+            steps = [self._parse(name, intents) for name in names]
+        if len(self._parsed) > 2 * len(names) + 100:  # most of these were deleted since
+            self._parsed = {}
+        steps.sort()
+        listing = self.listing = Listing(steps[bisect_left(steps, 0) :], intents, starts)
+        return listing
+
+    def _parse(self, name: str, intents: list[tuple[int, str]]) -> int:
+        """The step of a name in the root, or -1. An intent is added to `intents`."""
+        step = self._parsed.get(name)
+        if step is not None:
+            return step
+        if intent := parse_intent(name):  # not cached, since it has to be listed each time
+            intents.append(intent)
+            return -1
+        step = self._parsed[name] = self.step_of(name)
+        return step
+
+    def step_of(self, name: str) -> int:
+        """The step whose folder has this name, or -1."""
+        match = self._step_pattern.fullmatch(name)
+        return int(match[1]) if match and self.folder(int(match[1])) == name else -1
+
+    def is_step(self, name: str) -> bool:
+        """Whether this is the name of a step's folder."""
+        return self.step_of(name) >= 0
+
+    def list_settled(self, look: Callable[[Listing], list[int]]) -> list[int]:
+        """The steps, ascending, that `look` returns for a listing, or for a later one if the newest step is missing.
+
+        That step may have been deleted since the listing, by a writer that has committed a newer one.
+        """
+        listing = self.relist()
+        for _ in range(TRIES):
+            steps = look(listing)
+            if steps[-1:] == listing.steps[-1:]:
+                return steps
+            before, listing = listing, self.relist()
+            if listing == before:
+                return steps
+        raise overtaken_error(self.storage.locate(""))
+
+    def view(self, listing: Listing, *, tolerant: bool = False) -> Commits:
+        """The commits of a listing, ascending. With `tolerant`, commits that cannot be read now are left out."""
+        retired = self.retired_by(listing.intents)
+        self.forget(retired)
+        manifests: dict[int, Manifest | None] = {}
+        if list(self.known) != listing.steps:
+            unknown = [step for step in listing.steps if step not in self.known]
+            manifests = self.look_up(unknown, tolerant=tolerant)
+            manifests = {
+                step: manifest for step, manifest in manifests.items() if not is_excluded(step, manifest, retired)
+            }
+            self.note({step: manifest for step, manifest in manifests.items() if manifest is not None})
+            self.forget(self.known.keys() - {*listing.steps})
+        known = self.known
+        stale = out_of_line(list(known), listing.starts, lambda step: commit_of(known.get(step)))
+        stale |= {
+            step: attempt for step, attempt in self.outside.items() if is_excluded(step, known.get(step), self.outside)
+        }
+        if stale:
+            self.forget(stale)
+            known = self.known
+        if list(known) == listing.steps:
+            return known
+        return Commits({s: known.get(s) for s in listing.steps if s in known or (s in manifests and s not in stale)})
+
+    def note(self, manifests: Mapping[int, Manifest]) -> None:
+        """Note that these steps are committed."""
+        if not manifests:
+            return
+        with self._lock:
+            self.known = self.known.having(manifests)
+            for step in manifests:
+                self.lines.pop(step, None)
+
+    def note_commit(self, manifest: Manifest, newer: Collection[int], listing: Listing) -> None:
+        """Note that this object has committed a step, and so retired these `newer` steps."""
+        self.note({manifest.step: manifest})
+        self.forget(newer)
+        with self._lock:
+            self.committed_here.add(manifest.step)
+            self.committed_here.difference_update(newer)
+        self.listing = None if newer or listing.intents else (self.listing or listing).having(manifest.step)
+        self._parsed[self.folder(manifest.step)] = manifest.step
+
+    def note_deleted(self, step: int) -> None:
+        """Note that this object is about to delete a step."""
+        self.forget([step])
+        with self._lock:
+            self.committed_here.discard(step)
+
+    def forget(self, steps: Iterable[int]) -> None:
+        """Forget what is known of these steps, so that they are read again."""
+        forgotten = {*steps}
+        if forgotten:
+            with self._lock:
+                self.known = self.known.without(forgotten)
+                for step in forgotten:
+                    self.lines.pop(step, None)
+
+    def look_up(self, steps: Sequence[int], *, tolerant: bool = False) -> dict[int, Manifest | None]:
+        """The manifests of the committed ones of these steps, in parallel from a store.
+
+        None stands for one that is damaged or of a newer format.
+        """
+        manifests: dict[int, Manifest | None] = {}
+        newer_format: set[int] = set()
+
+        def look(step: int, content: tuple[bytes, str] | None) -> None:
+            try:
+                manifests[step] = self.read(step, content, say=False)[0]
+            except NotCommittedError:
+                pass
+            except StorageUnavailableError:
+                if not tolerant:
+                    raise
+            except CheckpointError as error:
+                manifests[step] = None
+                if isinstance(error, FormatVersionError):
+                    newer_format.add(step)
+
+        if not self.storage.remote:  # to be told that a file is not there takes longer than to look for it
+            known_paths = {self.manifest_path(step): step for step in steps}
+            steps_there = [known_paths[path] for path in self.storage.existing([*known_paths])]
+        else:
+            steps_there = [*steps]
+        for first in range(0, len(steps_there), _READ_TOGETHER):
+            paths = {step: self.manifest_path(step) for step in steps_there[first : first + _READ_TOGETHER]}
+            contents = self.storage.read_many([*paths.values()])
+            for step, path in paths.items():
+                if (content := contents.get(path)) is not None:
+                    look(step, content)
+            self.do_all([partial(look, step, None) for step, path in paths.items() if path not in contents])
+        with self._lock:
+            self.newer_format = self.newer_format.difference(steps) | newer_format
+        return manifests
+
+    def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
+        look_all(self.storage, tasks)
+
+    def newest(self, listing: Listing, steps: Sequence[int] | None = None) -> int | None:
+        """The last of these ascending steps, by default of all, that is committed and counts."""
+        retired = self.retired_by(listing.intents)
+        for step in reversed(listing.steps if steps is None else steps):
+            if not self.storage.exists(self.manifest_path(step)) or self.is_retired(step, retired):
+                continue
+            if not self.is_retired(step, self._stale_of(step, listing, retired)):
+                return step
+        return None
+
+    def read(self, step: int, content: tuple[bytes, str] | None = None, *, say: bool = True) -> tuple[Manifest, str]:
+        """The manifest of a step and its version; of this content, if it has been read already."""
+        path = self.manifest_path(step)
+        try:
+            data, version = content or self.storage.read(path)
+        except FileNotFoundError as error:
+            raise (self.not_committed(step) if say else NotCommittedError(path, step=step)) from error
+        return parse_manifest(data, path=path), version
+
+    def not_committed(self, step: int) -> NotCommittedError:
+        steps = self.steps()
+        have = f"committed: {', '.join(map(str, steps[-5:]))}" if steps else "nothing is committed yet"
+        other = newest_of_other_namings(self.storage, self.is_step)
+        if other is not None:
+            have += f"; but {other.folder} is, under another naming; {other.advice}"
+        return NotCommittedError(
+            f"{self.storage.locate('')}: no step {step}; {have}", path=self.manifest_path(step), step=step
+        )
+
+    def find(self, step: int) -> Manifest | None:
+        try:
+            return self.read(step, say=False)[0]
+        except CheckpointError:
+            return None
+
+    def retired_by(self, intents: Sequence[tuple[int, str]]) -> dict[int, str]:
+        """The attempts, by step, that announced rollbacks have retired, if just the announced attempt is committed."""
+        return retired_attempts(intents, lambda step: [self.find(step)])
+
+    def excluded(self, listing: Listing, steps: Sequence[int] | None = None) -> dict[int, str]:
+        """The attempts, by step, that do not count: rollbacks have retired them, or a later start has committed below.
+
+        `steps` are the committed ones, if known.
+        """
+        retired = self.retired_by(listing.intents)
+        return {**self.stale(listing, retired, listing.steps if steps is None else steps), **retired}
+
+    def excluded_attempt(self, step: int, listing: Listing) -> str:
+        """The attempt at one step that does not count, as in `excluded`; empty if there is none."""
+        retired = self.retired_by(listing.intents)
+        return retired.get(step) or self._stale_of(step, listing, retired).get(step, "")
+
+    def stale(self, listing: Listing, retired: Mapping[int, str], steps: Sequence[int]) -> dict[int, str]:
+        """The attempts, by step, of processes that had lost the run. From the second start on, this reads manifests."""
+        return {**self.outside, **out_of_line(steps, listing.starts, self._committed(retired))}
+
+    def _stale_of(self, step: int, listing: Listing, retired: Mapping[int, str]) -> dict[int, str]:
+        """The same for one step. If its commit is of the latest start, this reads only its manifest."""
+        committed = self._committed(retired)
+        if counts(step, listing.steps, listing.starts, committed):
+            return self.outside
+        commit = committed(step)
+        return {**self.outside, step: commit.attempt} if commit else self.outside
+
+    def _committed(self, retired: Mapping[int, str]) -> Callable[[int], Commit | None]:
+        def committed(step: int) -> Commit | None:
+            manifest = self.known.get(step) or self.find(step)
+            return None if is_excluded(step, manifest, retired) else commit_of(manifest)
+
+        return cache(committed)
+
+    def retire(self, stale: Mapping[int, str]) -> None:
+        """Rename the manifests of commits that do not count, so that their steps are free again."""
+        for step in sorted(stale, reverse=True):
+            self._retire(step, stale)
+        self.outside = {step: attempt for step, attempt in self.outside.items() if step not in stale}
+        self.forget(stale)
+
+    def _retire(self, step: int, retired: Mapping[int, str]) -> None:
+        """Rename the manifest of a step if it is that of the attempt in `retired`.
+
+        This process may have slept since it read the manifest, and another process may have retired it and committed
+        the step anew: then the new manifest is put back.
+        """
+        path, new_path = self.manifest_path(step), f"{self.folder(step)}/{retired_name()}"
+        try:
+            before = self.storage.read(path)[0]
+            if not _is_of(before, path, retired[step]):
+                return
+            self.storage.move(path, new_path)
+            after = self.storage.read(new_path)[0]
+        except FileNotFoundError:  # another process was faster
+            return
+        if after != before:
+            with suppress(FileExistsError):
+                self.storage.put_new(path, after)
+
+    def is_retired(self, step: int, retired: Mapping[int, str]) -> bool:
+        return step in retired and is_excluded(step, self.find(step), retired)
+
+    def finish_rollbacks(self, intents: Sequence[tuple[int, str]]) -> None:
+        """Rename the manifests that committed rollbacks have retired, and delete the intents."""
+        for step, attempt in intents:
+            manifest = self.find(step)
+            if manifest is None or manifest.attempt != attempt:
+                continue  # not committed: the sweep deletes the intent
+            retired = {commit.step: commit.attempt for commit in manifest.retires}
+            self.do_all([partial(self._retire, newer, retired) for newer in sorted(retired, reverse=True)])
+            with self._lock:
+                self.committed_here -= retired.keys()
+            self.storage.delete(intent_name(step, attempt))
+
+    def warn_once(self, topic: str, message: str) -> None:
+        with self._lock:
+            new = topic not in self._warned_topics
+            self._warned_topics.add(topic)
+        if new:
+            _log.warning("%s", message)
+
+    def has_warned(self, topic: str) -> bool:
+        return topic in self._warned_topics
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+
+        def committed(listing: Listing) -> list[int]:
+            paths = {self.manifest_path(step): step for step in listing.steps}
+            committed_steps = [paths[path] for path in self.storage.existing(list(paths))]
+            retired = self.excluded(listing, committed_steps)
+            return [step for step in committed_steps if not self.is_retired(step, retired)]
+
+        return self.list_settled(committed)
+
+
+def formats_at(storage: Storage) -> list[str]:
+    """The formats of the steps that are committed at a root. Raises StorageUnavailableError for a storage that changes
+    faster than it is read.
+    """
+    before: list[str] | None = None
+    for _ in range(TRIES):
+        names = storage.names("")
+        formats = step_formats(storage, names)
+        if formats or names == before:
+            return formats
+        before = names  # a step that was listed may have been deleted, by a writer that has committed a newer one
+    raise overtaken_error(storage.locate(""))
+
+
+def commit_of(manifest: Manifest | None) -> Commit | None:
+    return None if manifest is None else Commit(manifest.attempt, manifest.start)
+
+
+def is_excluded(step: int, manifest: Manifest | None, retired: Mapping[int, str]) -> bool:
+    """Whether `retired` has this commit of the step. A damaged manifest is taken for the retired one."""
+    return step in retired and (manifest is None or manifest.attempt == retired[step])
+
+
+def _is_of(data: bytes, path: str, attempt: str) -> bool:
+    try:
+        return parse_manifest(data, path=path).attempt == attempt
+    except CheckpointError:  # a damaged manifest is taken for the retired one
+        return True
+
+
+def overtaken_error(shown: str) -> StorageUnavailableError:
+    """The error of a reader that has come too late `TRIES` times."""
+    return StorageUnavailableError(
+        f"{shown}: {TRIES} times in a row the newest step was deleted before it was read; have the writer keep "
+        "more steps (keep=)",
+        path=shown,
+    )

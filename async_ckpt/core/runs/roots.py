@@ -1,0 +1,252 @@
+"""A run at several roots, any of which may be away, or lack steps.
+
+In: one Run for each root. Out: the steps, and the runs that hold them. Knows nothing of: copies.
+
+`steps` is the union and `latest` its maximum; the order of the roots only decides between runs that hold a step.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from ...errors import CheckpointError, NotAFolderError, NotCommittedError, StorageUnavailableError
+from ..spans import Clock
+from ..spec import Keep, keep_of
+from ..storage.local import LocalStorage
+from ..storage.place import Anywhere, Place, place_of
+from .manifest import Manifest
+from .naming import Naming
+from .retention import Commits
+from .run import Run
+from .starts import Commit, out_of_line
+
+T = TypeVar("T")
+
+
+class Roots:
+    """The runs of one checkpointer, which creates it, in the user's order. From any thread.
+
+    With a single root, all errors are those of its Run.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The roots, for messages."""
+        return tuple(run.storage.locate("").rstrip("/") or "/" for run in self.runs)
+
+    def known(self) -> str:
+        """The committed steps in words, as far as they are known without requests."""
+        steps = sorted({step for run in self.runs for step in run.known_steps()})
+        if not steps:
+            return "no steps"
+        if len(steps) > 5:
+            return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+        return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+
+    def check_naming(self) -> None:
+        """Raise NotCommittedError if the newest step of a root has another naming than this run."""
+        for run in self.runs:
+            with suppress(StorageUnavailableError):  # reported when a step is read
+                run.check_naming()
+
+    def foreign_notes(self) -> list[str]:
+        """Descriptions of the roots that have checkpoints of other programs and no commit: they must not look empty."""
+        notes = []
+        for name, run in zip(self.names, self.runs, strict=True):
+            with suppress(CheckpointError):
+                description = run.describe_foreign()
+                if description is not None:
+                    notes.append(
+                        f"{name}: no step there was committed by async_ckpt (a step has a manifest.json), but "
+                        f"the folder holds {description}"
+                    )
+        return notes
+
+    def close(self) -> None:
+        """Give up the right to commit at the roots."""
+        for run in self.runs:
+            run.close()
+
+    def settle(self) -> None:
+        """Tell each run which of its commits do not count because of commits at other roots that answer."""
+        answers: dict[Run, list[int]] = {}
+        for run in self.runs:
+            with suppress(CheckpointError):
+                answers[run] = run.steps()
+        with suppress(CheckpointError):
+            self._without_retired(answers)
+
+    def steps(self) -> list[int]:
+        """The steps committed at any root that answers, ascending."""
+        return sorted(self._holders())
+
+    def latest(self) -> int | None:
+        """The newest committed step at any root that answers."""
+        if len(self.runs) == 1:
+            return self.runs[0].latest()
+        return max(self._holders(), default=None)
+
+    def holding(self, step: int) -> list[Run]:
+        """The runs that hold a step, in the user's order. Raises NotCommittedError if there is none."""
+        if len(self.runs) == 1:
+            return list(self.runs)  # whose own error says more
+        holders = self._holders()
+        if step not in holders:
+            steps = sorted(holders)[-5:]
+            have = f"committed: {', '.join(map(str, steps))}" if steps else "nothing is committed yet"
+            raise NotCommittedError(f"{self!r}: no step {step}; {have}", path=repr(self), step=step)
+        if len(holders[step]) < 2:
+            return holders[step]
+        return self._current(step, {run: run.committed(step) for run in holders[step]})
+
+    def view(self) -> Commits:
+        """The steps committed at any root that answers, with their manifests; None for one that is damaged."""
+        if len(self.runs) == 1:
+            return self.runs[0].view()
+        return self._merged(dict(self._ask(Run.view)))[0]
+
+    def missing(self, run: Run) -> list[tuple[int, list[Run]]]:
+        """The steps that this root lacks, or holds in an overwritten version, and its retention would keep.
+
+        The newest first, with the runs that hold them. Raises StorageUnavailableError if the root itself is away.
+        """
+        commits, current = self._merged(dict(self._ask(Run.view, but_not_without=run)))
+        doomed = set(run.steps_to_delete(commits))
+        kept = [step for step in sorted(current, reverse=True) if step not in doomed]
+        return [(step, current[step]) for step in kept if run not in current[step]]
+
+    def _merged(self, views: Mapping[Run, Commits]) -> tuple[Commits, dict[int, list[Run]]]:
+        """The commits of all roots together, and the runs that hold the current version of each step."""
+        current = {
+            step: self._current(step, {holder: views[holder][step] for holder in holders})
+            for step, holders in self._without_retired(views).items()
+        }
+        first = {step: _first(views[holder][step] for holder in runs) for step, runs in current.items()}
+        return Commits(first), current
+
+    def _current(self, step: int, manifests: Mapping[Run, Manifest | None]) -> list[Run]:
+        """The runs whose commit of the step was neither replaced nor retired at another root."""
+        attempts = {manifest.attempt for manifest in manifests.values() if manifest is not None}
+        if len(attempts) < 2:
+            return list(manifests)
+        replaced = {attempt for manifest in manifests.values() if manifest is not None for attempt in manifest.replaces}
+        for run in manifests:
+            replaced |= run.retired_attempts(step)
+        current = [run for run, manifest in manifests.items() if manifest is None or manifest.attempt not in replaced]
+        return current or list(manifests)
+
+    def _holders(self) -> dict[int, list[Run]]:
+        return self._without_retired(dict(self._ask(Run.steps)))
+
+    def _without_retired(self, steps_of: Mapping[Run, Iterable[int]]) -> dict[int, list[Run]]:
+        """The runs that hold each step, without steps that a rollback has retired at another root."""
+        holders: dict[int, list[Run]] = {}
+        for run, steps in steps_of.items():
+            for step in steps:
+                holders.setdefault(step, []).append(run)
+        for step, runs in list(holders.items()):
+            others = [run for run in steps_of if run not in runs]
+            # A root that was away during a rollback still holds the step.
+            if others and self._is_retired(step, runs[0], others):
+                del holders[step]
+        return self._in_line(holders, steps_of)
+
+    def _in_line(self, holders: dict[int, list[Run]], runs: Iterable[Run]) -> dict[int, list[Run]]:
+        """Remove the commits of processes that had lost the run, by the starts of each root and the steps of all."""
+
+        def committed(step: int) -> Commit | None:
+            return next(filter(None, (run.commit_of(step) for run in holders[step])), None)
+
+        out: dict[int, str] = {}
+        for run in runs:  # a root that lists two starts tells their order
+            out |= out_of_line(sorted(holders), run.root.starts, committed)
+        for step, attempt in out.items():
+            sound = []
+            for run in holders[step]:
+                commit = run.commit_of(step)
+                if commit is not None and commit.attempt == attempt:
+                    run.note_outside(step, attempt)
+                else:
+                    sound.append(run)
+            if sound:
+                holders[step] = sound
+            else:
+                del holders[step]
+        return holders
+
+    def _is_retired(self, step: int, holder: Run, others: Sequence[Run]) -> bool:
+        try:
+            manifest = holder.committed(step)
+            return manifest is not None and any(manifest.attempt in other.retired_attempts(step) for other in others)
+        except StorageUnavailableError:  # the root has gone away since, so it is not asked
+            return False
+
+    def _ask(self, question: Callable[[Run], T], but_not_without: Run | None = None) -> list[tuple[Run, T]]:
+        """The answers of the runs that answer. Raises the first error if none does, and that of `but_not_without`."""
+        answers: list[tuple[Run, T]] = []
+        errors: list[StorageUnavailableError] = []
+        for run in self.runs:
+            try:
+                answers.append((run, question(run)))
+            except StorageUnavailableError as error:
+                if run is but_not_without:
+                    raise
+                errors.append(error)
+        if errors and not answers:
+            raise errors[0]
+        for refusal in errors:
+            warnings.warn(f"a root does not answer and is ignored: {refusal}", RuntimeWarning, stacklevel=2)
+        return answers
+
+    def __repr__(self) -> str:
+        return ", ".join(repr(run.storage) for run in self.runs)
+
+
+def _first(manifests: Iterable[Manifest | None]) -> Manifest | None:
+    """The first manifest that could be read."""
+    return next((manifest for manifest in manifests if manifest is not None), None)
+
+
+def open_roots(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Naming, clock: Clock) -> Roots:
+    """The runs at one root, or several. No request is made.
+
+    Raises ValueError for no root, for equal roots and for a root inside another one, NotADirectoryError for a file, and
+    the errors of `Place.storage`.
+    """
+    is_one = isinstance(root, str | os.PathLike | Place) or not isinstance(root, Sequence)
+    places = [place_of(root)] if is_one else [place_of(each) for each in root]  # type: ignore[arg-type, union-attr]
+    if not places:
+        raise ValueError("a run needs at least one root")
+    storages = [place.storage() for place in places]
+    for storage in storages:
+        if isinstance(storage, LocalStorage) and storage.root.exists() and not storage.root.is_dir():
+            raise NotAFolderError(f"{storage.root} is a file; a run needs a folder")
+    names = [storage.locate("") for storage in storages]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two roots are the same: {', '.join(names)}")
+    folders = sorted(f"{name.rstrip('/')}/" for name in names)
+    for outer in folders:
+        inner = next((name for name in folders if name != outer and name.startswith(outer)), None)
+        if inner is not None:
+            raise ValueError(f"the root {inner} lies inside the root {outer}; put them side by side")
+    opening = os.urandom(4).hex()
+    return Roots(
+        [
+            Run(
+                storage,
+                clock=clock,
+                step_format=naming.step_format,
+                tracker=naming.tracker,
+                keep=keep if place.keep is None else keep_of(place.keep),
+                opening=opening,
+            )
+            for storage, place in zip(storages, places, strict=True)
+        ]
+    )

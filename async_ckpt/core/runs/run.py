@@ -1,0 +1,636 @@
+"""A run at one root: its committed steps, and the commit of another.
+
+In: a storage and the naming of its steps. Out: commits that are whole or not there. Knows nothing of: tensors, threads.
+
+    <root>/step_00000500/rank_00000.<attempt>.tar     never written again once a manifest names it
+    <root>/step_00000500/driver.<attempt>.tar         only for driver state, which one rank writes for all
+    <root>/step_00000500/manifest.json                written last; its presence is the commit
+    <root>/rollback-500.<attempt>.json                the intent of a rollback to this step: see `manifest`
+    <root>/latest                                     the tracker: the newest step, for people, scripts and trainers
+    <root>/checkpoints.jsonl                          one line per commit
+    <root>/history.jsonl, history/                    the log of events: see `events.log`
+
+Every decision is made from the present content of the storage, so several processes may share a root. The cost of a
+commit must not grow with the number of kept steps: a commit that this process has seen stays known until a listing, a
+rollback or its own retention removes it, and a step is read again before it is deleted. The root is listed once for
+each save. The version of the journal, which each process replaces, tells whether another process has committed since.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import takewhile
+from typing import Any
+
+from ...errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NotCommittedError,
+    StepBehindError,
+    StepExistsError,
+    StorageUnavailableError,
+)
+from ..events.log import EventLog
+from ..spans import Clock
+from ..spec import Keep
+from ..storage.interface import Storage
+from .announce import Announcer
+from .foreign_entries import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
+from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, SaveTimes, intent_name
+from .naming import STEP_FORMAT, TRACKER, tracker_of
+from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
+from .root import Listing, Root, commit_of
+from .starts import NUM_KEPT, Commit, Start, about_start, has_ended_here, refuse_if_alive, tenure_of
+from .sweep import Sweeper, is_library_name
+
+
+class Run:
+    """The steps of a run at one root. `roots.open_roots` makes it for a checkpointer. From any thread.
+
+    Its `root` names and reads what is there, its `sweeper` deletes, and `events` is the log for people.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        clock: Clock,
+        step_format: str = STEP_FORMAT,
+        tracker: tuple[str, str] | str | None = TRACKER,
+        keep: Keep | None = None,
+        opening: str = "",
+    ) -> None:
+        """`opening` is a random text for the checkpointer, the same at all of its roots."""
+        self._opening = opening or os.urandom(4).hex()
+        self.root = Root(storage, step_format)
+        self.keep = keep or Keep()
+        self._clock = clock
+        self._tenure = tenure_of(storage.locate(""))
+        self._start: Start | None = None  # of this process, from the first save on
+        self._swept_for: set[Start] = set()  # the start of this process for which those before it were swept
+        self._is_changing = False  # `changing` has taken the root, and not a save
+        self._announcer = Announcer(self.root, tracker_of(tracker, step_format))
+        self.sweeper = Sweeper(self.root)
+        self.events = EventLog(storage, clock)
+
+    @property
+    def storage(self) -> Storage:
+        return self.root.storage
+
+    # --- reading: changes nothing on storage ------------------------------------------------------------------
+
+    def folder(self, step: int) -> str:
+        return self.root.folder(step)
+
+    def attempt_path(self, step: int, attempt: str, rank: int = 0) -> str:
+        return self.root.attempt_path(step, attempt, rank)
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        return self.root.steps()
+
+    def note_outside(self, step: int, attempt: str) -> None:
+        """Note that, by the commits at other roots, this commit does not count."""
+        self.root.outside = {**self.root.outside, step: attempt}
+
+    @property
+    def has_start(self) -> bool:
+        """Whether this process has taken the root."""
+        return self._start is not None
+
+    def commit_of(self, step: int) -> Commit | None:
+        """The step's commit for the rule of starts; None if there is none that can be read."""
+        return commit_of(self.root.known.get(step) or self.root.find(step))
+
+    def known_steps(self) -> list[int]:
+        """The committed steps; at a store, without a request, those that this object has seen or committed."""
+        if not self.storage.remote:
+            with suppress(CheckpointError, OSError):
+                return self.steps()
+        return sorted(self.root.committed_here | self.root.known.keys())
+
+    def latest(self) -> int | None:
+        """The newest committed step."""
+
+        def newest(listing: Listing) -> list[int]:
+            step = self.root.newest(listing)
+            return [] if step is None else [step]
+
+        return next(iter(self.root.list_settled(newest)), None)
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of a step. Raises NotCommittedError if the step is not committed."""
+        manifest = self.root.read(step)[0]
+        if self.root.excluded_attempt(step, self.root.relist()) == manifest.attempt:
+            raise self.root.not_committed(step)
+        return manifest
+
+    def view(self, names: list[str] | None = None) -> Commits:
+        """The committed steps with their manifests, ascending; None for a damaged one. Known ones are not read.
+
+        `names` are those at the root, if somebody has just listed it.
+        """
+        return self.root.view(self.root.relist(names))
+
+    def check_naming(self) -> None:
+        """Raise NotCommittedError if the newest step at the root has another naming than this run.
+
+        Without it, a training would begin anew, or from an old step, and mix two namings in one folder.
+        """
+        other = newest_of_other_namings(self.storage, self.root.is_step)
+        newest = None if other is None else self.latest()
+        own = None if newest is None else self.committed(newest)
+        if other is None or (newest is not None and (own is None or own.created >= other.manifest.created)):
+            return
+        shown = self.storage.locate("")
+        have = "nothing is committed" if newest is None else f"step {newest} is the newest"
+        later = " later" if newest is not None else ""
+        raise NotCommittedError(
+            f"{shown}: {have} under this naming, but {other.folder} was committed{later} under "
+            f"another; {other.advice}, or name the step, or give a new run another folder",
+            path=shown,
+            step=None,
+        )
+
+    def describe_foreign(self) -> str | None:
+        """A description, with advice, of entries that look like a run or a checkpoint though nothing is committed."""
+        kind = foreign_kind(self.storage.names(""))
+        folders = foreign_steps(self.storage, self.root.is_step, is_library_name)
+        shown = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
+        tracker = self._announcer.tracker_text()
+        tracker_note = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else ""
+        if halves := incomplete_steps(self.storage, self.root.is_step):
+            return (
+                f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or "
+                "its save ended just before it was committed; copy it again where it is whole"
+            )
+        if kind is not None or not (shown or tracker_note):
+            return kind
+        return (
+            f"{' and '.join(filter(None, (shown, tracker_note)))}; another program has written that: load it by the "
+            "program's own means, and save once to go on from here"
+        )
+
+    # --- committing -------------------------------------------------------------------------------------------
+
+    def check(self, step: int, *, overwrite: bool, rolled_back: bool, retire: bool) -> None:
+        """Raise StepExistsError or StepBehindError for a step that could not be committed."""
+        listing = self.root.relist()
+        self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
+        steps = listing.steps
+        above = bisect_right(steps, step)
+        exists = self.root.newest(listing, steps[bisect_left(steps, step) : above]) is not None
+        if exists and not overwrite:
+            raise _exists(step)
+        if retire or (exists and not rolled_back):
+            return
+        newest = self.root.newest(listing, steps[above:])
+        if newest is not None:
+            raise StepBehindError(
+                f"step {step} is below the committed step {newest}, and steps must increase; save a higher step, use "
+                'another root, or open the checkpointer with on_rollback="retire"',
+                step=step,
+                newest=newest,
+            )
+
+    def check_known(self, step: int, *, overwrite: bool) -> None:
+        """The part of `check` that needs no request to the storage, unless the step is refused."""
+        if step in self.root.committed_here and not overwrite:
+            try:
+                self.root.read(step, say=False)
+            except NotCommittedError:  # somebody has deleted it by hand
+                self.root.note_deleted(step)
+                return
+            except CheckpointError:
+                pass
+            raise _exists(step)
+
+    def manifest_to_replace(self, step: int) -> tuple[Manifest, str] | None:
+        """The step's manifest and its version, which `overwrite` will replace; None if the step is not committed."""
+        try:
+            manifest, version = self.root.read(step)
+        except NotCommittedError:
+            return None
+        except CheckpointError:  # a damaged manifest may be overwritten
+            _, version = self.storage.read(self.root.manifest_path(step))
+            manifest = Manifest(step, "", 1, 0.0, ())
+        listing = self.root.listing or self.root.relist()
+        retired = self.root.excluded_attempt(step, listing)
+        return None if retired and retired == manifest.attempt else (manifest, version)
+
+    def commit(
+        self,
+        step: int,
+        attempt: str,
+        archives: tuple[Archive, ...],
+        *,
+        replaces: tuple[Manifest, str] | None,
+        retire: bool,
+        record: Mapping[str, Any] | None = None,
+        elsewhere: tuple[GroupLocation, ...] = (),
+        ranks: RankFiles | None = None,
+        world_size: int = 1,
+        times: SaveTimes | None = None,
+    ) -> Manifest:
+        """Make the durable archives of an attempt the step's checkpoint, by its manifest. Call `announce` after that.
+
+        With `ranks`, several ranks have written it, and the objects in `ranks` list their archives. With `retire`, the
+        manifest retires all newer steps. Raises StepExistsError if another writer was faster; its commit stands. Raises
+        NotCommittedError if a step that this one borrows from is gone. If RunTakenError has `undecided`, the manifest
+        is there.
+        """
+        self.refuse_if_lender_is_gone(step, elsewhere)
+        listing = self.root.listing or self.root.relist()
+        stale = self.root.stale(listing, self.root.retired_by(listing.intents), listing.steps)
+        self.root.retire(stale)
+        is_behind = bool(listing.steps) and listing.steps[-1] > step
+        if stale or listing.intents or (retire and is_behind) or replaces is not None:
+            listing = self.root.relist()
+            # An earlier rollback counts while its manifest is there, which this commit may replace: finish it first.
+            self.root.finish_rollbacks(listing.intents)
+        newer = self.root.look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
+        retires = tuple(Retired(s, manifest.attempt if manifest else "") for s, manifest in sorted(newer.items()))
+        before = replaces[0] if replaces else None
+        earlier = (before.attempt, *before.replaces) if before else ()
+        manifest = Manifest(
+            step,
+            attempt,
+            world_size,
+            self._clock(),
+            archives if ranks is None else (),
+            tuple(filter(None, earlier)),
+            record or {},
+            elsewhere,
+            retires,
+            ranks,
+            self._start_label(None if retires else before, listing),
+            times,
+        )
+        if retires:
+            self.storage.put_new(intent_name(step, attempt), manifest.dump())
+        try:
+            self._put(manifest, replaces)
+        except FileExistsError as error:
+            raise StepExistsError(
+                f"step {step} was committed by another writer in the meantime; that checkpoint was kept", step=step
+            ) from error
+        self.root.note_commit(manifest, newer, listing)
+        if retires:
+            self.events.note("rollback", step, retired=[retired.step for retired in retires])
+        self.look_again(manifest)
+        return manifest
+
+    def refuse_if_lender_is_gone(self, step: int, elsewhere: Collection[GroupLocation]) -> None:
+        """Raise NotCommittedError if a step borrows from one that was deleted, or replaced, by somebody else."""
+        for lender in sorted({lent.step for lent in elsewhere} - {step}):
+            lent_here = [lent for lent in elsewhere if lent.step == lender]
+            if self.lends(lent_here):
+                continue
+            groups, shown = ", ".join(sorted(lent.group for lent in lent_here)), self.storage.locate("")
+            raise NotCommittedError(
+                f"{shown}: step {step} is not committed: it borrows {groups} from step {lender}, which was deleted or "
+                "replaced there meanwhile. Save again; with several ranks, leave it out of unchanged= in the next save",
+                path=self.storage.locate(self.root.manifest_path(lender)),
+                step=lender,
+            )
+
+    def lends(self, lent: Collection[GroupLocation]) -> bool:
+        """Whether these archives are there, and a committed manifest has them, so that nobody deletes them."""
+        missing = {(one.step, one.archive.name) for one in lent}
+        for step in {one.step for one in lent}:
+            try:
+                manifest = self.root.read(step, say=False)[0]
+            except NotCommittedError:
+                continue
+            except CorruptCheckpointError:
+                return True  # nobody can say what it names
+            missing -= {(step, name) for name in manifest.own_names}
+        if missing:  # the lender was overwritten, and other steps have borrowed from it before that
+            self.root.forget(list(self.root.known.borrowers))
+            borrowers = self.view().borrowers.values()
+            missing -= {(other.step, other.archive.name) for manifest in borrowers for other in manifest.elsewhere}
+        paths = {f"{one.folder}/{one.archive.name}" for one in lent}
+        return not missing and len(self.storage.existing(sorted(paths))) == len(paths)
+
+    def _start_label(self, before: Manifest | None, listing: Listing) -> str:
+        """The start for a manifest. Below newer steps it is that of the replaced manifest, so the newer steps count."""
+        above = listing.steps[bisect_right(listing.steps, before.step) :] if before else []
+        if before is not None and self.root.newest(listing, above) is not None:
+            return before.start
+        return self._start.label if self._start else ""
+
+    def join(self, token: str) -> None:
+        """Note the token of the start of all ranks. Rank 0 makes that start at its first save."""
+        self._opening = token
+        self._tenure.join(token)
+
+    def look_again(self, manifest: Manifest) -> None:
+        """After its manifest is there, raise RunTakenError if another process has taken the run meanwhile.
+
+        All ranks look: then none of them takes a save for committed that the other process may not have seen.
+        """
+        try:
+            listing = self.root.relist()
+        except StorageUnavailableError:
+            return  # the manifest is there, and no later start is known
+        start = self._start
+        if start is None:
+            own = self._tenure.own(listing.starts, manifest.start)
+            self._tenure.refuse_if_later(self.storage, own, listing.starts, put=manifest.step)
+            return
+        try:
+            self._tenure.refuse_if_later(self.storage, start, listing.starts, put=manifest.step)
+        finally:
+            if manifest.ranks is None and manifest.elsewhere:
+                self._withdraw_if_lender_is_gone(manifest)
+        if start not in listing.starts:
+            self._tenure.put_back(self.storage, start)
+        elif len(listing.starts) > 1:
+            self._sweep_starts(start, listing.starts)
+
+    def _sweep_starts(self, own: Start, starts: Sequence[Start]) -> None:
+        """Delete the files of starts that nothing needs any more, after a commit of `own`.
+
+        A file tells the order of the commits of its start and others. Where it is known which processes have ended, it
+        is not needed once no process of that start, or of one before it, can put a manifest, and what does not count
+        was renamed. A start at several roots tells also of the commits at the others, so it stays.
+        """
+        before = [start for start in sorted(starts) if start.is_before(own)]
+        going = before[: 1 - NUM_KEPT]
+        if not self.storage.remote and own not in self._swept_for:
+            self._swept_for = {own}
+            ended = {*self.storage.sweep("", [start.name for start in before])}
+            settled = [*takewhile(lambda start: start.name in ended and self._is_settled(start), before)]
+            if settled:  # they have put their last manifest by now
+                listing = self.root.relist()
+                self.root.retire(self.root.stale(listing, self.root.retired_by(listing.intents), listing.steps))
+                self.root.listing = None
+            going += settled
+        if going:
+            with suppress(CheckpointError):  # another start sweeps them
+                self.storage.delete_many(sorted({start.name for start in going}))
+
+    def _is_settled(self, start: Start) -> bool:
+        """Whether a start whose lock is free has provably ended, and no other root has commits of it."""
+        about = about_start(self.storage, start)
+        return about.get("roots") == [self.storage.locate("")] and has_ended_here(about)
+
+    def _withdraw_if_lender_is_gone(self, manifest: Manifest) -> None:
+        """Retire the manifest again if what it borrows was deleted while it was put: nobody could load it."""
+        try:
+            self.refuse_if_lender_is_gone(manifest.step, manifest.elsewhere)
+        except NotCommittedError:
+            self.root.retire({manifest.step: manifest.attempt})
+            self.root.note_deleted(manifest.step)
+            raise
+
+    # --- the right to commit ----------------------------------------------------------------------------------
+
+    def check_start(self) -> None:
+        """Raise RunTakenError if another process has the run, as far as a check without network requests tells."""
+        self._tenure.refuse_if_lost()
+        if self._start is None and not self.storage.remote:
+            refuse_if_alive(self.storage, (self.root.listing or self.root.relist()).starts)
+
+    def take(self, step: int, others: Sequence[Run]) -> bool:
+        """Take the root for this process, at its first save. True if it was just taken: then check the step again.
+
+        `others` are the runs at the other roots. Raises RunTakenError.
+        """
+        if self._start is not None and self._start.first <= step:
+            return False
+        self._start, is_new = self._tenure.take(
+            self,
+            self.storage,
+            step,
+            next((other._start.token for other in others if other._start is not None), self._opening),
+            lambda: self.root.relist().starts,
+            lambda: [start for other in others for start in other._starts_if_there()],
+            roots=sorted(run.storage.locate("") for run in (self, *others)),
+        )
+        return is_new
+
+    def _starts_if_there(self) -> list[Start]:
+        try:
+            return self.root.relist().starts
+        except StorageUnavailableError:
+            return []
+
+    def check_taken(self) -> None:
+        """Before a commit or a deletion, raise RunTakenError if another process has taken the run since."""
+        if self._start is not None:
+            self._tenure.refuse_if_later(self.storage, self._start, self.root.relist().starts)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Take the root for a change that no save makes: meanwhile no process begins to save there, where locks work.
+
+        In the block, all that was known of the root is read again. `check_taken` and `retain` raise RunTakenError once
+        another process has begun to save there all the same. Raises RunTakenError for a root that a living process has.
+        """
+        self.root.forget(list(self.root.known))
+        steps = self.root.relist().steps
+        self._is_changing = True
+        try:
+            self.take(steps[-1] + 1 if steps else 0, [])
+            self.check_taken()
+            others = [start for start in self.root.starts if start != self._start]
+            refuse_if_alive(self.storage, others)  # it may have begun at the same moment
+            yield
+        finally:
+            self._start, self._is_changing = None, False
+            self._tenure.leave(self, self._withdraw_start)
+
+    def _withdraw_start(self, name: str) -> None:
+        with suppress(CheckpointError):  # the next start follows it
+            self.storage.delete(name)
+
+    def close(self) -> None:
+        """Give up the root, so that another process can take it before this one ends."""
+        self.write_events(again=False)
+        self._tenure.leave(self)
+
+    def write_events(self, *, again: bool = True) -> None:
+        """Write the events noted so far, if this process has taken the root: one that only reads changes nothing."""
+        if self.has_start:
+            self.events.write(again=again)
+
+    def adopt(self, manifest: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
+        """Commit, with its manifest and the rollback in it, a step whose archives were copied from another root.
+
+        Raises StepExistsError if the step was committed here meanwhile, and RunTakenError if another process has the
+        run.
+        """
+        listing = self.root.relist()
+        if self._start is None:
+            refuse_if_alive(self.storage, listing.starts)
+        self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
+        self.root.retire(self.root.stale(listing, self.root.retired_by(listing.intents), listing.steps))
+        self.root.finish_rollbacks(listing.intents)
+        if manifest.retires:
+            with suppress(FileExistsError):
+                self.storage.put_new(intent_name(manifest.step, manifest.attempt), manifest.dump())
+        try:
+            self._put(manifest, replaces)
+        except FileExistsError as error:
+            raise _exists(manifest.step) from error
+        self.root.forget(retired.step for retired in manifest.retires)
+        self.root.note({manifest.step: manifest})
+        self.root.listing = None
+        if manifest.retires:
+            self.root.finish_rollbacks([(manifest.step, manifest.attempt)])
+        if replaces and replaces[0].attempt != manifest.attempt:  # else its archives were mended
+            self.sweeper.delete_replaced(manifest.step, replaces[0])
+
+    def committed(self, step: int) -> Manifest | None:
+        """The step's manifest; None if there is none that can be read."""
+        return self.root.find(step)
+
+    def retired_attempts(self, step: int) -> set[str]:
+        """The attempts at a step that a rollback has retired."""
+        attempts = self.sweeper.retired_attempts(step)
+        retired = self.root.excluded_attempt(step, self.root.listing or self.root.relist())
+        return attempts | {retired} if retired else attempts
+
+    # --- deleting ---------------------------------------------------------------------------------------------
+
+    def retain(
+        self,
+        step: int,
+        *,
+        replaced: Manifest | None,
+        in_flight: Collection[int],
+        only: Commits | None = None,
+    ) -> list[int]:
+        """Delete replaced archives, and the steps that retention deletes. Returns these steps, ascending.
+
+        With `only`, other steps than these stay, and those that were replaced since. If another process has taken the
+        run, RunTakenError is raised and what it may go on from is there.
+        """
+        listing = self.root.listing or self.root.relist()
+        self.root.finish_rollbacks(listing.intents)
+        view = self.root.view(listing)
+        self.sweeper.delete_replaced(step, replaced)
+        protected = self._protected(step, view, in_flight)
+        if only is not None:
+            protected |= {old for old, manifest in view.items() if old not in only or only[old] != manifest}
+        doomed = self.steps_to_delete(view, protected=protected)
+        # Another process may have overwritten them: apply the rules to the present manifests.
+        inside = {old: self.sweeper.read_folder(old) for old in doomed}
+        if any(inside[old].manifest != view[old] for old in doomed):
+            self.root.forget(doomed)
+            view = self.root.view(listing)
+            doomed = [old for old in self.steps_to_delete(view, protected=protected) if old in inside]
+        if doomed:
+            self.check_taken()  # another process may have gone on from one of them
+        self.root.listing = None
+        doomed = self.sweeper.delete(
+            {old: inside[old] for old in doomed}, self._needed_of, whole_folder=self.keep.whole_folder
+        )
+        view = view.without(doomed)
+        if doomed:
+            self.events.note("retention", step, deleted=doomed)
+        self._announcer.rewrite(view)
+        self._warn_of_what_is_kept(view)
+        return doomed
+
+    def _needed_of(self, gone: Collection[int]) -> set[int]:
+        """The steps, of those whose manifests were just deleted, that a commit there is now has borrowed from.
+
+        Raises RunTakenError if another process has taken the run: it may be about to borrow from any. Whoever borrows
+        looks for the lender's manifest after it has taken the run, and again once its own is there (`commit`). So
+        either the borrower's manifest is seen here, or its process sees that the lender is gone.
+        """
+        if self._is_changing:
+            self.root.forget(list(self.root.known))
+        listing = self.root.relist()
+        self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
+        view = self.root.view(listing._replace(steps=[step for step in listing.steps if step not in gone]))
+        self.root.listing = None
+        return {lent.step for manifest in view.borrowers.values() for lent in manifest.elsewhere if lent.step in gone}
+
+    def steps_to_delete(self, commits: Commits, *, protected: Collection[int] = ()) -> list[int]:
+        """The steps that retention does not keep now, except for those that kept steps have borrowed from.
+
+        A step in a newer format may have borrowed from any other, and may be the best: then all are kept.
+        """
+        if self._in_newer_format(commits):
+            return []
+        going = deletable_steps(self.keep, commits, now=self._clock(), protected=protected)
+        while going:
+            gone_steps = set(going)
+            kept = (manifest for step, manifest in commits.borrowers.items() if step not in gone_steps)
+            needed = {borrowed.step for manifest in kept for borrowed in manifest.elsewhere}
+            if needed.isdisjoint(gone_steps):
+                break
+            going = [step for step in going if step not in needed]
+        return going
+
+    def protected(self) -> set[int]:
+        """The steps that retention keeps now, whatever its rules say, beside the newest."""
+        tracked_step = self._announcer.tracked_step()
+        return set() if tracked_step is None else {tracked_step}
+
+    # --- tracker and journal ----------------------------------------------------------------------------------
+
+    def announce(self, step: int | None = None, *, in_flight: Collection[int] = ()) -> None:
+        """Bring tracker and journal up to date with the commits of all processes.
+
+        After the commit of `step`, the journal has no lines for steps that its retention is about to delete. After
+        StorageUnavailableError, one of the files may be up to date and the other not.
+        """
+
+        def spared(view: Commits) -> Commits:
+            """The steps that the following retention keeps."""
+            if step is None:
+                return view
+            return view.without(self.steps_to_delete(view, protected=self._protected(step, view, in_flight)))
+
+        self._announcer.announce(step, spared)
+
+    def do_all(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """Run tasks that make requests, at a store in parallel. Raises the error of one of them."""
+        self.root.do_all(tasks)
+
+    def learn(self) -> None:
+        """Read the manifests for the journal ahead, while an archive is being sent."""
+        self.root.view(self.root.listing or self.root.relist(), tolerant=True)
+
+    def _put(self, manifest: Manifest, replaces: tuple[Manifest, str] | None) -> None:
+        path = self.root.manifest_path(manifest.step)
+        if replaces is None:
+            self.storage.put_new(path, manifest.dump())
+        else:
+            self.storage.replace(path, manifest.dump(), version=replaces[1])
+
+    def _protected(self, step: int, view: Commits, in_flight: Collection[int]) -> set[int]:
+        """The steps that retention keeps after the commit of `step`, whatever its rules say."""
+        newer = takewhile(lambda later: later >= step, reversed(view))
+        return {*in_flight, *newer, *self.protected()}
+
+    def _in_newer_format(self, commits: Commits) -> list[int]:
+        return sorted(step for step in self.root.newer_format if step in commits and commits[step] is None)
+
+    def _warn_of_what_is_kept(self, view: Commits) -> None:
+        if newer := self._in_newer_format(view):
+            self.root.warn_once(
+                "newer format",
+                f"{self.storage.locate('')}: keep= deletes nothing, because a newer version of async_ckpt has saved "
+                f"step {newer[0]}, which may need any of the others; go on with that version, or delete the step",
+            )
+        if self.root.has_warned("best"):
+            return
+        metric = unknown_metric(self.keep, view)
+        if metric is not None:
+            self.root.warn_once(
+                "best",
+                f"{self.storage.locate('')}: Keep(best=…) keeps every step, because no record has the metric "
+                f"{describe_missing_metric(metric, view)}",
+            )
+
+
+def _exists(step: int) -> StepExistsError:
+    return StepExistsError(f"step {step} is committed already; pass overwrite=True to replace it", step=step)

@@ -1,0 +1,192 @@
+"""The digests of one archive's blocks, and of the groups of a state that lie in them.
+
+In: where the groups lie, blocks as they are digested. Out: the digests of the archive; one digest for each group.
+Knows nothing of: who writes.
+
+The digests of groups show which groups have the very bytes of the commit before: a training that stands still, a
+snapshot that is stale. The digests of whole blocks serve the group that fills these blocks, so only the ends that a
+group shares with others are digested a second time. A group that has moved in the file, because something before it
+has grown, is digested once more as a whole, by the blocks of the place where it was.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from ...errors import StorageUnavailableError
+from ..format import digests
+from ..format.layout import Image
+from ..spec import BLOCK_BYTES, Extent
+
+Groups = Mapping[str, Sequence[Extent]]
+
+
+class BlockReader(Protocol):
+    """Reads the blocks of an archive while they are digested."""
+
+    def note(self, number: int, block: memoryview) -> None:
+        """Read block `number` of the file. Called from any thread, once for each block."""
+
+
+class BlockDigests:
+    """The digests of the blocks of one archive. A drain creates and owns them; any thread notes blocks, each one once.
+
+    No lock: every block has bytes of its own in the table, and the drain seals it when all blocks are noted.
+    """
+
+    def __init__(self, file: Image, readers: Sequence[BlockReader] = ()) -> None:
+        self.covered = file.digests.data.offset if file.digests else 0  # bytes that are digested
+        self.of_blocks = bytearray(digests.num_blocks(self.covered) * digests.DIGEST_BYTES)
+        self.of_archive = ""
+        self._readers = readers
+
+    def note(self, offset: int, data: memoryview) -> None:
+        """These bytes are in the file from `offset` on: whole blocks, or up to the end of what is covered."""
+        for begin in range(0, len(data), BLOCK_BYTES):
+            number, block = (offset + begin) // BLOCK_BYTES, data[begin : begin + BLOCK_BYTES]
+            for reader in self._readers:
+                reader.note(number, block)
+            at = number * digests.DIGEST_BYTES
+            self.of_blocks[at : at + digests.DIGEST_BYTES] = digests.block_digest(block)
+
+    def sealed(self) -> bytes:
+        """The digests as the file contains them, once all blocks are noted."""
+        data = digests.dump(self.covered, bytes(self.of_blocks))
+        self.of_archive = digests.self_digest(data)
+        return data
+
+    def compare(self, offset: int, data: memoryview) -> None:
+        """Compare whole blocks that were read back. Raises StorageUnavailableError if one differs."""
+        for begin in range(offset, min(offset + len(data), self.covered), BLOCK_BYTES):
+            block = data[begin - offset : min(begin + BLOCK_BYTES, self.covered) - offset]
+            at = begin // BLOCK_BYTES * digests.DIGEST_BYTES
+            if digests.block_digest(block) != self.of_blocks[at : at + digests.DIGEST_BYTES]:
+                raise StorageUnavailableError(
+                    f"what was written is not read back: block {begin // BLOCK_BYTES} differs", path=""
+                )
+
+
+class GroupDigest(NamedTuple):
+    """The digest of the bytes of one group."""
+
+    here: bytes
+    """By the blocks of this file."""
+    before: bytes
+    """By the blocks of the file before; the same as `here` for a group that has not moved."""
+
+
+class GroupDigests:
+    """The digests of one archive's groups. The planner creates them, and they read the blocks of one archive."""
+
+    def __init__(self, groups: Groups, before: Groups | None = None) -> None:
+        """`before`: the places of the groups in the file that this one is compared with."""
+        before = before or {}
+        self._groups = groups
+        self._moved = {
+            name: [MovedExtent(extent, old.offset) for extent, old in zip(extents, before[name], strict=True)]
+            for name, extents in groups.items()
+            if name in before and _has_moved(extents, before[name])
+        }
+        # By block: the parts of it (begin, end) that are the end of a group. Groups with tied tensors may share a part.
+        self._shared: dict[int, set[tuple[int, int]]] = {}
+        for extent in (extent for extents in groups.values() for extent in extents):
+            for number, begin, end in _ends(extent):
+                self._shared.setdefault(number, set()).add((begin, end))
+        self._parts: dict[tuple[int, int, int], bytes] = {}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each group in the archive. Groups that share a tensor have its bytes each."""
+        return {name: sum(extent.length for extent in extents) for name, extents in self._groups.items()}
+
+    def note(self, number: int, block: memoryview) -> None:
+        """Read block `number` of the file."""
+        for begin, end in self._shared.get(number, ()):
+            self._parts[number, begin, end] = digests.block_digest(block[begin:end])
+        for moved in self._moved.values():
+            for extent in moved:
+                extent.note(number * BLOCK_BYTES, block)
+
+    def result(self, of_blocks: bytes | bytearray) -> dict[str, GroupDigest]:
+        """The digest of each group that has bytes, once all its blocks are noted; `of_blocks` are the blocks' own."""
+        result = {}
+        for name, extents in self._groups.items():
+            if any(extent.length for extent in extents):
+                here = before = digests.block_digest(b"".join(self._pieces(extents, of_blocks)))
+                if name in self._moved:
+                    before = digests.block_digest(b"".join(moved.pieces() for moved in self._moved[name]))
+                result[name] = GroupDigest(here, before)
+        return result
+
+    def _pieces(self, extents: Sequence[Extent], of_blocks: bytes | bytearray) -> list[bytes]:
+        pieces = []
+        for extent in extents:
+            ends = _ends(extent)
+            first, last = -(-extent.offset // BLOCK_BYTES), extent.end // BLOCK_BYTES
+            whole = of_blocks[first * digests.DIGEST_BYTES : last * digests.DIGEST_BYTES]
+            before = [self._parts[key] for key in ends if key[0] < first]
+            after = [self._parts[key] for key in ends if key[0] >= first]
+            pieces += [extent.length.to_bytes(8, "big"), *before, bytes(whole), *after]
+        return pieces
+
+
+class MovedExtent:
+    """An extent, digested by the blocks that it lay in before. Each of those is in two blocks of this file at most.
+
+    Two threads may note the two halves of a block at once. The first leaves a copy of its half under the lock; the
+    second takes the copy out, and digests both without the lock.
+    """
+
+    def __init__(self, extent: Extent, offset_before: int) -> None:
+        self._extent, self._before = extent, Extent(offset_before, extent.length)
+        self._shift = offset_before - extent.offset
+        self._lock = threading.Lock()
+        self._digests: dict[int, bytes] = {}
+        self._halves: dict[int, bytes] = {}  # of blocks whose other part is still to come; under _lock
+
+    def note(self, offset: int, block: memoryview) -> None:
+        """These bytes are in the file from `offset` on."""
+        at, end = max(offset, self._extent.offset), min(offset + len(block), self._extent.end)
+        while at < end:
+            number, begin = divmod(at + self._shift, BLOCK_BYTES)
+            stop = min(end, at + BLOCK_BYTES - begin)
+            self._note_part(number, at + self._shift, block[at - offset : stop - offset])
+            at = stop
+
+    def _note_part(self, number: int, begin: int, part: memoryview) -> None:
+        first = max(number * BLOCK_BYTES, self._before.offset)
+        last = min((number + 1) * BLOCK_BYTES, self._before.end)
+        if len(part) == last - first:
+            self._digests[number] = digests.block_digest(part)
+            return
+        with self._lock:
+            half = self._halves.pop(number, None)
+            if half is None:
+                self._halves[number] = bytes(part)
+                return
+        head, tail = (part, memoryview(half)) if begin == first else (memoryview(half), part)
+        self._digests[number] = digests.joined_digest(head, tail)
+
+    def pieces(self) -> bytes:
+        in_order = (self._digests[number] for number in sorted(self._digests))
+        return self._extent.length.to_bytes(8, "big") + b"".join(in_order)
+
+
+def _has_moved(extents: Sequence[Extent], before: Sequence[Extent]) -> bool:
+    """True if these are cut into other blocks than before, and may have the same bytes all the same."""
+    return [extent.length for extent in extents] == [extent.length for extent in before] and any(
+        extent.offset % BLOCK_BYTES != old.offset % BLOCK_BYTES for extent, old in zip(extents, before, strict=True)
+    )
+
+
+def _ends(extent: Extent) -> list[tuple[int, int, int]]:
+    """The parts of an extent, at most two, that fill no whole block: (block, begin, end)."""
+    if not extent.length:
+        return []
+    first, begin = divmod(extent.offset, BLOCK_BYTES)
+    last, end = divmod(extent.end, BLOCK_BYTES)
+    if first == last:
+        return [(first, begin, end)]
+    return ([(first, begin, BLOCK_BYTES)] if begin else []) + ([(last, 0, end)] if end else [])

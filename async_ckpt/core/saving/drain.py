@@ -1,0 +1,452 @@
+"""The drain of one save: filled segments on their way to every sink.
+
+In: segments, in any order and from any thread. Out: written, digested, their memory given back. Knows nothing of: where
+segments come from, what becomes of the archives.
+
+Each sink has a lane with threads of its own, so a sink that hangs holds up no other. The thread that has written a
+segment first also digests it: the disk works meanwhile without the processor. The last segments of an archive (the
+tail) hold the digests of all others; the drain keeps the tail until they are known. Segments that come before the
+sinks are open are kept, too. After a failure the drain returns memory unread, so that threads that wait for memory go
+on.
+
+One lock guards the queues, the counts and the error. No thread holds it while it calls a sink, digests, releases a
+lease or resolves a future: each method takes what it needs out of the tables under the lock, and acts on it
+afterwards. Hence the order of events does not matter: a segment that is taken from a queue counts as active until its
+write and its digest have returned, and `idle` resolves when all lanes have ended and nothing is active. The thread
+that makes the last of these conditions true learns that under the lock, and so exactly one thread seals the tail, and
+one ends each lane.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
+from functools import partial
+from math import inf
+
+from ...errors import ClosedError, StorageUnavailableError
+from ..format.layout import Image
+from ..host.loop import get_loop
+from ..host.pool import Lease
+from ..host.threads import Task, running_future
+from ..report import Progress
+from ..spans import NO_TRACE, Trace
+from ..storage.interface import Sink, Storage
+from ..storage.pace import Pace
+from .block_digests import BlockDigests, BlockReader
+
+Submit = Callable[[Task], None]
+
+
+class Writers:
+    """The threads that write to each place, and the pace of each, which all saves of a saver share.
+
+    On the loop; `pace_of` from any thread.
+    """
+
+    def __init__(self, max_bandwidth: float | None = None) -> None:
+        is_number = isinstance(max_bandwidth, int | float)
+        if max_bandwidth is not None and not (is_number and 0 < max_bandwidth < inf):
+            raise ValueError(
+                f"max_bandwidth must be a number of bytes per second, such as 500e6, got {max_bandwidth!r}"
+            )
+        self._max_bandwidth = max_bandwidth
+        self._places: set[str] = set()  # places with threads of their own
+        self._paces: dict[str, Pace] = {}  # by place
+
+    def of(self, storage: Storage, *, alone: bool) -> tuple[Submit, Pace | None]:
+        """The `submit` of the threads that write to a place, and its pace. `alone`: the save goes nowhere else."""
+        if alone and self._max_bandwidth is None:
+            return get_loop().writers().submit, None
+        place = storage.locate("")
+        self._places.add(place)
+        return get_loop().writers(place).submit, self.pace_of(storage)
+
+    def pace_of(self, storage: Storage) -> Pace | None:
+        """The pace of all writes to a place; None if they have no limit."""
+        if self._max_bandwidth is None:
+            return None
+        return self._paces.setdefault(storage.locate(""), Pace(self._max_bandwidth))
+
+    def stop(self) -> None:
+        """Let the threads end."""
+        with suppress(ClosedError):  # the interpreter is exiting, and ends all threads
+            for place in list(self._places):
+                get_loop().stop_writers(place)
+
+
+class FilledSegment:
+    """One filled segment on its way into every lane."""
+
+    __slots__ = ("lease", "number", "undigested")
+
+    def __init__(self, number: int, lease: Lease, *, undigested: bool) -> None:
+        self.number = number
+        self.lease = lease
+        self.undigested = undigested  # until a thread takes that upon itself
+
+
+class Lane:
+    """The way of one archive's segments to one sink. The drain creates it, and guards all its state by its own lock."""
+
+    def __init__(self, sink: Sink, submit: Submit, num_segments: int, pace: Pace | None) -> None:
+        self.sink = sink
+        self.submit = submit
+        self.pace = pace
+        self.written = running_future()  # every segment is taken, or the error that ended the lane
+        self.quiet = running_future()  # the lane has ended, and no write to its sink is under way
+        self.queue: deque[FilledSegment] = deque()
+        self.num_writing = 0
+        self.num_left = num_segments
+        self.num_held = 0  # leases that the sink has retained
+        self.written_bytes = 0
+        self.has_ended = False  # `written` resolves
+        self.is_given_up = False  # its sink lets go of all that it holds
+
+
+class CountedLease:
+    """A lease as the sink of a lane sees it. Loans are counted, since a lane that lags holds more than others."""
+
+    __slots__ = ("_drain", "_lane", "_lease")
+
+    def __init__(self, drain: Drain, lane: Lane, lease: Lease) -> None:
+        self._drain, self._lane, self._lease = drain, lane, lease
+
+    def retain(self) -> None:
+        self._lease.retain()
+        self._drain.count_held(self._lane, 1)
+
+    def release(self) -> None:
+        self._drain.count_held(self._lane, -1)
+        self._lease.release()
+
+
+class _Intake:
+    """The segments that have come and are not sent yet. The drain owns it, and guards it by its own lock."""
+
+    def __init__(self, num_undigested: int, num_tail: int, *, is_sealed: bool) -> None:
+        self.early: list[FilledSegment] = []  # before the sinks were open
+        self.tail: dict[int, Lease] = {}
+        self.num_undigested = num_undigested
+        self.num_tail = num_tail
+        self.staged_bytes = 0
+        self.is_sealed = is_sealed  # the tail is on its way, or there is none
+
+    def take_early(self) -> list[FilledSegment]:
+        early, self.early = self.early, []
+        return early
+
+    def take_tail(self) -> dict[int, Lease]:
+        tail, self.tail = self.tail, {}
+        return tail
+
+    def may_seal(self) -> bool:
+        """True once, when all else is digested and the tail is complete."""
+        if self.is_sealed or self.num_undigested or len(self.tail) < self.num_tail:
+            return False
+        self.is_sealed = True
+        return True
+
+
+class Drain:
+    """Takes the filled segments of one save to every sink: write, digest, give the memory back.
+
+    The saver creates it. Staging threads `put`, the loop's thread opens and decides, the threads of the lanes write.
+    """
+
+    def __init__(
+        self,
+        file: Image,
+        segment_bytes: int,
+        max_segments: int,
+        submit: Submit,
+        *,
+        block_readers: Sequence[BlockReader] = (),
+        may_drop: bool = False,
+        trace: Trace = NO_TRACE,
+    ) -> None:
+        """`submit` runs tasks that belong to no lane. `may_drop`: the save can do without a lane."""
+        self._file, self.segment_bytes, self.max_segments = file, segment_bytes, max_segments
+        self._submit, self._may_drop, self._trace = submit, may_drop, trace
+        # The bytes that are digested come before the digests; a file without digests is written as it comes.
+        self.digests = BlockDigests(file, block_readers)
+        self._first_tail = self.num_segments if file.digests is None else self.digests.covered // segment_bytes
+        self.idle = running_future()  # all lanes have ended, and no task is under way
+        self._lock = threading.Lock()
+        self._lanes: list[Lane] = []  # under _lock, like all below
+        self._intake = _Intake(self._first_tail, self.num_tail, is_sealed=file.digests is None)
+        self._num_active = 0
+        self._error: BaseException | None = None  # if it has failed
+        self._is_committed = False
+
+    @property
+    def file_bytes(self) -> int:
+        return self._file.file_bytes
+
+    @property
+    def num_segments(self) -> int:
+        return -(-self.file_bytes // self.segment_bytes)
+
+    @property
+    def num_tail(self) -> int:
+        """The number of segments that are kept until the end."""
+        return self.num_segments - self._first_tail
+
+    @property
+    def progress(self) -> Progress:
+        """The bytes that are written everywhere, or at the fastest place if the save can do without the others."""
+        with self._lock:
+            written = [lane.written_bytes for lane in self._lanes]
+        least_or_most = max if self._may_drop else min
+        return Progress(self.file_bytes, self._intake.staged_bytes, least_or_most(written, default=0))
+
+    def check(self) -> None:
+        """Raise the error that made this save fail, if it did."""
+        if self._error:
+            raise self._error
+
+    # --- segments come in -------------------------------------------------------------------------------------
+
+    def put(self, number: int, lease: Lease) -> None:
+        """Segment `number` is filled; the drain releases the lease."""
+        is_tail = number >= self._first_tail
+        filled = FilledSegment(number, lease, undigested=not is_tail and self.digests.covered > 0)
+        with self._lock:
+            intake, failed = self._intake, self._error is not None
+            intake.staged_bytes += self._bytes_of(number)
+            is_early = not (failed or is_tail or self._lanes)
+            if is_early:
+                intake.early.append(filled)
+            elif is_tail and not failed:
+                intake.tail[number] = lease
+        if failed:
+            lease.release()
+        elif is_tail:
+            self._seal_if_due()
+        elif not is_early:
+            self._send(filled)
+
+    def open(self, sinks: Sequence[tuple[Sink, Submit, Pace | None]]) -> list[Lane]:
+        """Send to these sinks from now on, by one lane for each: sink, `submit` of its threads, pace."""
+        lanes = [Lane(sink, submit, self.num_segments, pace) for sink, submit, pace in sinks]
+        with self._lock:
+            self._lanes = lanes
+            failed = self._error
+            early = self._intake.take_early()
+        if failed is not None:
+            self.fail(failed)
+        for filled in early:
+            self._send(filled)
+        self._seal_if_due()
+        return lanes
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Give up: writes under way end, no other begins. The first error counts."""
+        with self._lock:
+            self._error = self._error or error
+            leases = [filled.lease for filled in self._intake.take_early()]
+            leases += self._intake.take_tail().values()
+            lanes = list(self._lanes)
+        for lease in leases:
+            lease.release()
+        for lane in lanes:
+            self.drop(lane, error)
+        self._settle()
+
+    def drop(self, lane: Lane, error: BaseException) -> None:
+        """End a lane, if it has not ended: the others go on without it; when none is left, the save fails."""
+        with self._lock:
+            if lane.has_ended:
+                return
+            lane.has_ended = lane.is_given_up = True
+            dropped, lane.queue = lane.queue, deque()
+            self._num_active -= len(dropped)
+            is_quiet = not lane.num_writing
+            none_left = all(other.has_ended and other.num_left for other in self._lanes)
+        for filled in dropped:
+            filled.lease.release()
+        lane.written.set_exception(error)
+        if is_quiet:
+            lane.quiet.set_result(None)
+        if none_left:
+            self.fail(error)
+        self._settle()
+
+    def committed(self) -> None:
+        """The save is true without the lanes that have not ended: from now on memory goes before them."""
+        with self._lock:
+            self._is_committed = self._error is None
+
+    @property
+    def is_committed(self) -> bool:
+        """True if the save is true, and was not given up since."""
+        return self._is_committed and self._error is None
+
+    def relieve(self, starving: bool) -> bool:
+        """Memory is short. First goes what is only kept for trying again, then a lane that the save can do without."""
+        with self._lock:
+            lanes = list(self._lanes)
+        if any(lane.sink.relieve() for lane in lanes):
+            return True
+        if not (starving and self._may_drop):
+            return False
+        with self._lock:
+            behind = {lane: lane.num_left + lane.num_held for lane in lanes if not lane.is_given_up}
+            last = max(behind, key=lambda lane: behind[lane], default=None)
+            if last is None or not behind[last]:
+                return False
+            # Dropping it helps only as far as it alone keeps others from going on.
+            lag = behind[last] - min(behind.values())
+            if not self.is_committed and (len(behind) < 2 or lag * 2 < self.max_segments - self.num_tail):
+                return False
+        path = repr(last.sink)
+        self.drop(last, StorageUnavailableError(f"{path} fell behind, and its memory was needed", path=path))
+        self.give_up(last)
+        return True
+
+    def give_up(self, lane: Lane) -> None:
+        """Have the sink of a lane free all memory that it does not send at this moment."""
+        with self._lock:
+            lane.is_given_up = True
+        lane.sink.give_up()
+
+    def count_held(self, lane: Lane, change: int) -> None:
+        with self._lock:
+            lane.num_held += change
+
+    # --- the lanes --------------------------------------------------------------------------------------------
+
+    def _send(self, filled: FilledSegment) -> None:
+        for lane in self._lanes:
+            filled.lease.retain()
+            with self._lock:
+                taken = not lane.has_ended and self._error is None
+                if taken:
+                    lane.queue.append(filled)
+                    self._num_active += 1
+            if taken:
+                lane.submit(partial(self._write_next, lane))
+            else:
+                filled.lease.release()
+        filled.lease.release()
+
+    def _write_next(self, lane: Lane) -> None:
+        while (filled := self._take(lane)) is not None:
+            self._write(lane, filled)
+
+    def _take(self, lane: Lane) -> FilledSegment | None:
+        with self._lock:
+            # The memory of a write that hangs comes back only with it: a lane may hold a part of the pool in that way.
+            if not lane.queue or (self._may_drop and lane.num_writing >= max(1, self.max_segments // 4)):
+                return None
+            lane.num_writing += 1
+            return lane.queue.popleft()
+
+    def _write(self, lane: Lane, filled: FilledSegment) -> None:
+        num_bytes = self._bytes_of(filled.number)
+        try:
+            self.check()
+            if lane.pace is not None:
+                lane.pace.wait(num_bytes, partial(self._check_lane, lane))
+            data = filled.lease.segment.view[:num_bytes]
+            with self._trace.span("write", segment=filled.number, sink=repr(lane.sink)):
+                lane.sink.write(filled.number * self.segment_bytes, data, CountedLease(self, lane, filled.lease))
+        except BaseException as error:
+            if self._may_drop and isinstance(error, StorageUnavailableError):
+                self.drop(lane, error)
+            else:
+                self.fail(error)
+        else:
+            self._count_written(lane, num_bytes)
+        try:
+            self._digest_once(filled)
+        except BaseException as error:
+            self.fail(error)
+        filled.lease.release()
+        with self._lock:
+            lane.num_writing -= 1
+            is_quiet = lane.has_ended and not lane.num_writing  # nothing is taken from a lane that has ended
+        if is_quiet:
+            lane.quiet.set_result(None)
+        self._leave()
+
+    def _check_lane(self, lane: Lane) -> None:
+        self.check()
+        if lane.has_ended:  # dropped: the others go on without it
+            raise StorageUnavailableError(f"{lane.sink!r} was given up", path=repr(lane.sink))
+
+    def _count_written(self, lane: Lane, num_bytes: int) -> None:
+        with self._lock:
+            lane.num_left -= 1
+            lane.written_bytes += num_bytes
+            arrived = lane.num_left == 0 and not lane.has_ended
+            lane.has_ended |= arrived
+        if arrived:
+            lane.written.set_result(None)
+
+    def _digest_once(self, filled: FilledSegment) -> None:
+        with self._lock:
+            mine, filled.undigested = filled.undigested and self._error is None, False
+        if mine:
+            self._digest(filled.number, filled.lease, self._bytes_of(filled.number))
+            with self._lock:
+                self._intake.num_undigested -= 1
+            self._seal_if_due()
+
+    def _digest(self, number: int, lease: Lease, num_bytes: int) -> None:
+        with self._trace.span("digest", segment=number):
+            self.digests.note(number * self.segment_bytes, lease.segment.view[:num_bytes])
+
+    def _seal_if_due(self) -> None:
+        """Digest and send the tail, once all else is digested."""
+        with self._lock:
+            if not self._lanes or self._error is not None or not self._intake.may_seal():
+                return
+            tail = self._intake.take_tail()
+            self._num_active += 1
+        self._submit(partial(self._seal, tail))
+
+    def _seal(self, leases: dict[int, Lease]) -> None:
+        try:
+            self._write_digests(leases)
+        except BaseException as error:
+            self.fail(error)
+        for number, lease in sorted(leases.items()):
+            self._send(FilledSegment(number, lease, undigested=False))
+        self._leave()
+
+    def _write_digests(self, leases: dict[int, Lease]) -> None:
+        at, size = self.digests.covered, self.segment_bytes
+        for number, lease in leases.items():
+            self._digest(number, lease, max(0, at - number * size))
+        data = memoryview(self.digests.sealed())
+        while data:
+            number, begin = divmod(at, size)
+            length = min(len(data), size - begin)
+            leases[number].segment.view[begin : begin + length] = data[:length]
+            at, data = at + length, data[length:]
+
+    def _bytes_of(self, number: int) -> int:
+        return min(self.segment_bytes, self.file_bytes - number * self.segment_bytes)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._num_active -= 1
+        self._settle()
+
+    def _settle(self) -> None:
+        with self._lock:
+            ended = bool(self._lanes) and all(lane.has_ended for lane in self._lanes)
+            is_idle = not self._num_active and (ended or self._error is not None)
+        if is_idle:
+            with suppress(InvalidStateError):  # another thread has found the same
+                self.idle.set_result(None)
+
+    def __repr__(self) -> str:
+        p = self.progress
+        return f"<Drain {p.written_bytes:,}/{p.staged_bytes:,}/{p.total_bytes:,} bytes written/staged/total>"

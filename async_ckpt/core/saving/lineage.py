@@ -1,0 +1,481 @@
+"""The lineage of a run: its line of steps, and the facts that saves and restores leave for the saves after them.
+
+In: restores, commits, captured states, writes that hang. Out: what a new save has to know of the earlier ones, and the
+groups that it may borrow from them. Knows nothing of: how an archive is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final, NamedTuple, Protocol
+
+from ...errors import CheckpointError, NotUnchangedError, StorageUnavailableError
+from ..ranks.attempts import JointSave
+from ..ranks.peers import Ranks
+from ..runs.manifest import Archive, GroupLocation, Manifest
+from ..runs.roots import Roots
+from ..runs.run import Run
+from ..slicing.sharded import Slicer
+from ..spec import MIB, Json, TensorSpec
+from ..state.capture import capture
+from ..state.captured import Capture, Mark, SnapshotView, is_leaf, part_of
+from ..state.plain import method_of
+from ..storage.interface import Storage
+from ..storage.pace import Pace
+from .admission import Admission
+from .block_digests import GroupDigest
+from .ledger import Ledger
+from .planner import small_archive
+from .story import CommitRule
+
+_MAX_DRIVER_BYTES: Final = 64 * MIB
+
+# The number of the save before all others; with one rank, of every save.
+_FIRST: Final = -(2**63)
+
+_log = logging.getLogger("async_ckpt")
+
+
+class CatchUp(Protocol):
+    """Copies to a run the steps that only other roots have. Returns the steps that it has copied."""
+
+    def __call__(
+        self, roots: Roots, run: Run, *, skip: Collection[int], check: Callable[[], None], pace: Pace | None
+    ) -> list[int]: ...
+
+
+class Lineage:
+    """The facts that saves and restores of one checkpointer leave for later saves. From any thread.
+
+    The checkpointer creates it; targets report commits to it, and retention asks it. Both locks guard tables only, or a
+    whole copy between roots; neither is held while a user's code runs.
+    """
+
+    def __init__(
+        self,
+        roots: Roots,
+        ledger: Ledger,
+        admission: Admission,
+        *,
+        rule: CommitRule,
+        retire: bool,
+        catch_up: CatchUp,
+        pace_of: Callable[[Storage], Pace | None] = lambda _: None,
+        ranks: Ranks,
+    ) -> None:
+        """`pace_of` gives the pace of the writes to a place."""
+        self.roots, self.rule, self.retire = roots, rule, retire
+        self.pace_of = pace_of
+        self.groups = UnchangedGroups(lambda: ranks.divider.slicer)
+        self._ledger, self._admission, self._catch_up, self._ranks = ledger, admission, catch_up, ranks
+        self._catching_up = threading.Lock()  # one thread copies at a time: two would write the same object
+        self._lock = threading.Lock()
+        # Under _lock, and read without it: the restore from below the newest commit that no commit has followed.
+        self.rolled_back: object | None = None
+        self._hanging: dict[Run, list[Future[None]]] = {}  # writes that saves went on without; under _lock
+        self._digests: dict[str, bytes] = {}  # of the groups of the last commit; under _lock
+
+    def unchanged_in(self, digests: Mapping[str, GroupDigest], borrowed: Collection[str]) -> tuple[str, ...]:
+        """The groups of a commit that have the bytes of the commit before: those that it has borrowed, and others.
+
+        Called once for each commit, in their order.
+        """
+        with self._lock:
+            before, self._digests = self._digests, {name: digest.here for name, digest in digests.items()}
+            self._digests.update({name: before[name] for name in borrowed if name in before})
+        same = {name for name, digest in digests.items() if before.get(name) == digest.before}
+        return tuple(sorted(same.union(borrowed)))
+
+    @property
+    def has_one_root(self) -> bool:
+        return len(self.roots.runs) == 1
+
+    def restored(self, step: int, *, behind: bool, seconds: float) -> None:
+        """Note that training goes on from a step; `behind` the newest commit. The restore took so many seconds."""
+        with self._lock:
+            self.rolled_back = object() if behind else None
+            self._digests = {}
+        self.note("restore", step, behind=behind, total_seconds=seconds)
+
+    def note(self, kind: str, step: int, **facts: Any) -> None:
+        """Note an event for the history of the run; on several ranks, rank 0 does. It is written with the next save."""
+        if self._ranks.world.rank == 0:
+            for run in self.roots.runs:
+                run.events.note(kind, step, **facts)
+
+    def committed(self, *, since: object | None) -> None:
+        """Note a commit whose save was begun after the restore `since`: the run goes on from there."""
+        with self._lock:
+            if self.rolled_back is since:
+                self.rolled_back = None
+
+    def left_behind(self, run: Run, quiet: Future[None]) -> None:
+        """Note that a save goes on without its writes at this root, which are under way until `quiet` resolves."""
+        with self._lock:
+            hanging = [future for future in self._hanging.get(run, ()) if not future.done()]
+            self._hanging[run] = [*hanging, quiet]
+
+    def hangs(self, run: Run) -> bool:
+        """True if a save went on without its writes at this root, and they have not returned yet."""
+        with self._lock:
+            return not all(quiet.done() for quiet in self._hanging.get(run, ()))
+
+    def in_flight(self) -> Collection[int]:
+        """The steps that retention must not touch: those being saved, and those that a save may borrow from."""
+        steps = {step for slot in self._admission.under_way() for step in (slot.step, *slot.needs())}
+        return {step for step in steps if step is not None} | self.groups.lenders()
+
+    def catch_up(self) -> dict[str, list[int]]:
+        """Copy to each root the steps that only others have. Returns the steps copied to each root.
+
+        Raises StorageUnavailableError when a root is still away, after the others have been caught up.
+        """
+        copied: dict[str, list[int]] = {}
+        errors: list[CheckpointError] = []
+        with self._catching_up:
+            for run in self.roots.runs:
+                if self._ranks.is_apart(run):
+                    continue  # it is never committed to
+                root = run.storage.locate("").rstrip("/") or "/"
+                try:
+                    copied[root] = self._copy_missed_steps(run, lambda: None)
+                except CheckpointError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+        return copied
+
+    def catch_up_behind(self, run: Run) -> None:
+        """In the background, after a save that reached this root: copy the steps that it has missed before."""
+        if not self.has_one_root and self._catching_up.acquire(blocking=False):
+            try:
+                self._copy_missed_steps(run, self._ledger.check_going_on)
+            finally:
+                self._catching_up.release()
+
+    def _copy_missed_steps(self, run: Run, check: Callable[[], None]) -> list[int]:
+        pace = self.pace_of(run.storage)
+        return self._catch_up(self.roots, run, skip=self._on_the_way(), check=check, pace=pace)
+
+    def _on_the_way(self) -> Collection[int]:
+        """The steps that may still arrive at a root that lags."""
+        return {p.handle.step for p in self._ledger.saves() if p.handle.step is not None and not p.finished.done()}
+
+
+class StateOutline:
+    """The outline of a captured state: names, dtypes, shapes, version counters and plain values, but no tensors."""
+
+    def __init__(self, captured: Capture) -> None:
+        self._specs, self._marks, self._skeleton = captured.specs, captured.marks, captured.skeleton
+
+    @cached_property
+    def _entries(self) -> dict[Any, Json]:
+        node = json.loads(self._skeleton)
+        items = (node.get("dict") or node.get("ordered") or ()) if isinstance(node, dict) else ()
+        return {key: inner for key, inner in items if isinstance(key, str)}
+
+    @cached_property
+    def groups(self) -> list[str]:
+        return list(self._entries)
+
+    def of(self, group: str) -> GroupOutline:
+        numbers = [i for i, spec in enumerate(self._specs) if spec.path[:1] == (group,)]
+        of = self._specs[numbers[0]].of if numbers else None
+        first = of.number if of else numbers[0] if numbers else 0
+        node, unknown = _relative(self._entries.get(group), first)
+        return GroupOutline([self._specs[i] for i in numbers], [self._marks[i] for i in numbers], node, unknown)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutline:
+    specs: Sequence[TensorSpec]
+    marks: Sequence[Mark | None]
+    node: Json
+    has_objects: bool
+
+    def differences(self, other: GroupOutline) -> list[str]:
+        """The names of differences, and of parts that cannot be compared. None: the same memory, and no write to it."""
+        if self.has_objects or other.has_objects:
+            return ["objects that are not plain data"]
+        ours = [(spec.path, spec.dtype, spec.shape) for spec in self.specs]
+        theirs = [(spec.path, spec.dtype, spec.shape) for spec in other.specs]
+        if ours != theirs:
+            changed = set(ours) ^ set(theirs)
+            return sorted({".".join(map(str, path)) for path, *_ in changed}) or ["the order of its tensors"]
+        names = [
+            spec.dotted
+            for spec, before, now in zip(self.specs, self.marks, other.marks, strict=True)
+            if 0 not in spec.shape and (before is None or before != now)
+        ]
+        return names or ([] if self.node == other.node else ["plain values"])
+
+
+@dataclass(slots=True)
+class SavedGroup:
+    """The archives that a group was last written to, the outline of that state, and the roots that have them."""
+
+    step: int
+    borrowed: tuple[GroupLocation, ...]
+    outline: StateOutline
+    runs: set[Run] = field(default_factory=set)
+
+    @property
+    def archives(self) -> tuple[Archive, ...]:
+        return tuple(lent.archive for lent in self.borrowed)
+
+
+class Driver(NamedTuple):
+    """The archive of the entries that one process holds for all ranks: `driver=`."""
+
+    image: bytes
+    digest: str
+    groups: tuple[str, ...]
+
+
+class StepContents:
+    """The contents of one step that is being saved, the same at all roots.
+
+    The request of the save creates and fills it on the caller's thread; its targets read it afterwards.
+    """
+
+    def __init__(self, step: int, joint: JointSave | None = None) -> None:
+        self.step, self.joint = step, joint
+        self.number = 0  # in the order of the calls; `UnchangedGroups.begin` gives it
+        self.overwrite = False
+        self.record: Mapping[str, Any] = {}
+        self.borrowed: tuple[GroupLocation, ...] = ()
+        self.outline: StateOutline | None = None
+        self.driver: Driver | None = None
+        self._given_here: frozenset[str] = frozenset()  # entries of driver= on a rank that writes none
+
+    def lenders(self) -> list[int]:
+        """The steps that this one borrows from."""
+        return [lent.step for lent in self.borrowed]
+
+    def take_driver(self, driver: Mapping[str, Any], *, rank: int) -> None:
+        """Take the entries of `driver=`; those of rank 0 count for all ranks. Raises ValueError for too many bytes."""
+        if rank:
+            self._given_here = frozenset(driver)
+        else:
+            image, digest = small_archive(driver, step=self.step, max_bytes=_MAX_DRIVER_BYTES)
+            self.driver = Driver(image, digest, tuple(driver))
+
+    def warn_of_lost_driver(self, manifest: Manifest, rank: int) -> None:
+        """On other ranks than 0: warn of entries of driver= that are not saved, since rank 0 does not have them."""
+        lost = sorted(self._given_here.difference(lent.group for lent in manifest.elsewhere))
+        self._given_here = frozenset()
+        if lost:
+            _log.warning(
+                "step %s: driver= of rank %s is not saved: %s. Only that of rank 0 is, which lacks them; give "
+                "driver= there",
+                manifest.step,
+                rank,
+                ", ".join(lost),
+            )
+
+
+class _Known(NamedTuple):
+    """The groups that one save left to be borrowed, by name."""
+
+    since: int
+    """The number of the joint save from which on they count."""
+    number: int
+    """That of the save, or of the restore."""
+    groups: dict[str, SavedGroup]
+
+
+class UnchangedGroups:
+    """The groups of a run that are committed, and that the next save may borrow. From any thread.
+
+    A save replaces or retires what is committed at its step and above, perhaps even if it fails. Groups from there that
+    were known before it began are not lent any more: their archives may be gone.
+    """
+
+    def __init__(self, slicer: Callable[[], Slicer | None] = lambda: None) -> None:
+        """`slicer` finds the slices of tensors that this rank holds, if there are several ranks."""
+        self._slicer = slicer
+        self._lock = threading.Lock()
+        # Ascending. Replaced as a whole; under _lock, and read without it.
+        self._known: list[_Known] = []
+        self._numbers = itertools.count(1)
+        # (number, step) of the saves that began after the oldest of those. The caller's thread appends without a lock,
+        # since it may be interrupted; those before are removed under _lock.
+        self._begun: list[tuple[int, int]] = []
+
+    def begin(self, contents: StepContents) -> None:
+        """Note that a save begins. On the caller's thread, in the order of the calls."""
+        contents.number = next(self._numbers)
+        self._begun.append((contents.number, contents.step))
+
+    def _written(self, joint: JointSave | None = None) -> dict[str, SavedGroup]:
+        """The newest groups; with several ranks, those that all of them know of when the save begins."""
+        known = self._newest(joint)
+        return known.groups if known else {}
+
+    def _newest(self, joint: JointSave | None = None) -> _Known | None:
+        known = [one for one in self._known if joint is None or one.since <= joint.newest_decided]
+        return known[-1] if known else None
+
+    def _to_lend(self, contents: StepContents) -> dict[str, SavedGroup]:
+        """The groups that no save has replaced or retired which began later than they were known: not even this one."""
+        known = self._newest(contents.joint)
+        if known is None:
+            return {}
+        steps = [step for number, step in self._begun.copy() if known.number < number <= contents.number]
+        lowest = min(steps, default=contents.step)
+        return {name: group for name, group in known.groups.items() if group.step < lowest}
+
+    def without(
+        self,
+        state: Any,
+        names: Collection[str],
+        contents: StepContents,
+        *,
+        runs: Sequence[Run],
+    ) -> tuple[Any, tuple[GroupLocation, ...]]:
+        """The state without the named groups that all these runs have already, and the archives that have them.
+
+        Several ranks must borrow the same groups. If one root is enough for a commit, ranks learn at different times
+        which other roots have a group, so then they write everything. Raises ValueError for a name that is not a group
+        of the state, NotUnchangedError for one that has changed.
+        """
+        if not names:
+            return state, ()
+        for name in names:
+            is_entry = isinstance(state, Mapping | SnapshotView) and name in state
+            if is_entry and _is_plain(_entry(state, name)):
+                raise ValueError(
+                    f"unchanged={name!r}: that entry of the state is one tensor or value, and only a group can be left "
+                    "out: a dict, a module, an optimizer; put it in a dict"
+                )
+            if not is_entry:
+                raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
+        if contents.joint is not None and contents.joint.is_any:
+            return state, ()
+        borrowed: list[GroupLocation] = []
+        # Without the lock: the caller's thread may be interrupted, and must not be while it holds one.
+        lent = self._to_lend(contents)
+        for name in sorted(names):
+            known = lent.get(name)
+            if known is None or not known.runs.issuperset(runs):
+                continue  # it has to be written
+            if not all(_still_lends(run, known.borrowed) for run in runs):
+                continue  # somebody has deleted it by hand
+            now = StateOutline(capture({name: _entry(state, name)}, slicer=self._slicer())).of(name)
+            differences = known.outline.of(name).differences(now)
+            if differences:
+                shown = ", ".join(differences[:5]) + (" and others" if len(differences) > 5 else "")
+                raise NotUnchangedError(
+                    f"{name} has changed since step {known.step}: {shown}; leave it out of unchanged=",
+                    names=tuple(differences),
+                )
+            borrowed += known.borrowed
+        absent = {b.group for b in borrowed}
+        if len(absent) == len(state):
+            raise ValueError("every group is said to be unchanged; there would be nothing to save")
+        return {key: _entry(state, key) for key in state if key not in absent}, tuple(borrowed)
+
+    def forget(self, step: int | None) -> None:
+        """Lend nothing any more from a step that was found to be gone, where no other rank counts on it."""
+        with self._lock:
+            if all(known.since == _FIRST for known in self._known):
+                self._known = [
+                    known._replace(groups={name: group for name, group in known.groups.items() if group.step != step})
+                    for known in self._known
+                ]
+
+    def lenders(self) -> set[int]:
+        """The steps that the next save may borrow from."""
+        return {group.step for known in self._known for group in known.groups.values()}
+
+    def committed(self, run: Run, archives: tuple[Archive, ...], contents: StepContents) -> None:
+        """Note a commit at one run: from now on its groups may be borrowed from it."""
+        if contents.outline is None:
+            return
+        step, joint = contents.step, contents.joint
+        with self._lock:
+            known, newest = self._newest(), self._written()
+            if known is not None and contents.number < known.number:
+                for group in newest.values():  # it arrived late
+                    if group.archives == archives:
+                        group.runs.add(run)
+                return
+            lent = {**newest, **self._written(joint)}  # at a second root, this save is the newest itself
+            kept = {b.group: lent[b.group] for b in contents.borrowed if b.group in lent}
+            for name in contents.outline.groups:
+                before = newest.get(name)
+                if before is None or before.archives != archives:
+                    written = tuple(GroupLocation(name, step, run.folder(step), archive) for archive in archives)
+                    before = SavedGroup(step, written, contents.outline)
+                before.runs.add(run)
+                kept[name] = before
+            if joint is None:
+                self._set([_Known(_FIRST, contents.number, kept)])
+                return
+            entries = [one for one in self._known if one.since < joint.number]
+            entries.append(_Known(joint.number, contents.number, kept))
+            # Entries that no save can ask for any more go, and with them the protection of their steps.
+            oldest = max((one.since for one in entries if one.since <= joint.newest_decided + 1), default=_FIRST)
+            self._set([one for one in entries if one.since >= oldest])
+
+    def _set(self, known: list[_Known]) -> None:
+        """Under the lock."""
+        self._known = known
+        for begun in self._begun.copy():
+            if begun[0] <= known[0].number:
+                self._begun.remove(begun)
+
+    def restored(self, captured: Capture, groups: Collection[str], step: int, runs: Sequence[Run]) -> None:
+        """Note that groups of a live state hold the bytes of a step at these runs: saves may borrow them, too."""
+        manifest = runs[0].committed(step)
+        if manifest is None or not groups:
+            return
+        folder = runs[0].folder(step)
+        parts = {name: tuple(GroupLocation(name, step, folder, a) for a in manifest.lenders) for name in groups}
+        parts |= {name: lent for name in groups if (lent := manifest.lent(name))}
+        outline = StateOutline(captured)
+        with self._lock:
+            written = {group: SavedGroup(lent[0].step, lent, outline, set(runs)) for group, lent in parts.items()}
+            self._set([_Known(_FIRST, next(self._numbers), written)])
+
+
+def _still_lends(run: Run, lent: Collection[GroupLocation]) -> bool:
+    """Whether a root still has what it lends. A store is asked at the commit, not on the caller's thread."""
+    if run.storage.remote:
+        return True
+    try:
+        return run.lends(lent)
+    except StorageUnavailableError:  # the commit finds out
+        return True
+
+
+def _entry(state: Any, name: Any) -> Any:
+    return part_of(state, name) if isinstance(state, SnapshotView) else state[name]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, SnapshotView):
+        return is_leaf(value)
+    return not isinstance(value, Mapping | list | tuple) and method_of(value, "state_dict") is None
+
+
+def _relative(node: Json, first: int) -> tuple[Json, bool]:
+    """The node of a group with its tensors counted from the first one; and True if a leaf cannot be compared."""
+    if isinstance(node, list):
+        parts = [_relative(inner, first) for inner in node]
+        return [inner for inner, _ in parts], any(unknown for _, unknown in parts)
+    if not isinstance(node, dict):
+        return node, False
+    if "object" in node:
+        return node, True
+    if "tensor" in node:
+        return {"tensor": node["tensor"] - first}, False
+    nodes = {key: _relative(inner, first) for key, inner in node.items()}
+    return {key: inner for key, (inner, _) in nodes.items()}, any(unknown for _, unknown in nodes.values())

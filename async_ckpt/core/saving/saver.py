@@ -1,0 +1,378 @@
+"""The way from a call of `save` to its handle: admission, capture, plan, staging.
+
+In: requests. Out: handles. Knows nothing of: steps that exist, retention, how a target commits.
+
+All of this runs on the caller's thread, which a signal may interrupt at any line. So the thread holds no lock, and a
+slot that it loses leaves by itself. A save becomes known to others on the loop's thread, by `_begin_state`; there,
+too, an interrupted call takes it back, by `_abandon`, whether or not it has become known.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import ClosedError
+from ..format.layout import Layout
+from ..host.loop import get_loop
+from ..host.pool import SegmentPool
+from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
+from ..ranks.attempts import JointSave
+from ..ranks.peers import Ranks
+from ..spans import NO_TRACE, Spans, monotonic
+from ..spec import RankFacts
+from ..staging.device import first_device
+from ..staging.file_segments import FileFill, FilesImage
+from ..staging.filler import StagingHost
+from ..staging.guard import Optimizers, deferrable, unwrapped
+from ..staging.snapshot import Snapshot, interrupted
+from ..staging.tensors import SourceTensors, Wording
+from ..staging.warm_up import warm_up
+from ..state.capture import capture
+from ..state.captured import Capture
+from ..state.division import RankShare
+from ..state.names import Select
+from ..state.wrappers import StateDictOf, state_dict_of
+from ..trace import TraceFile
+from .admission import Admission, Slot
+from .delivery import Target
+from .drain import Drain, Writers
+from .exit import note_exit_status
+from .handle import SaveHandle, named, skipped
+from .ledger import Ledger, abandon
+from .planner import Planner, pool_for
+from .request import SaveRequest
+from .save import Save, SaveState, wait_for_saves
+from .story import Attempt, StateSave
+
+
+class Saver:
+    """The saves of one checkpointer, or of the process, with one pool of host memory. From any thread."""
+
+    def __init__(
+        self,
+        pool: SegmentPool | None = None,
+        *,
+        admission: Admission | None = None,
+        ledger: Ledger | None = None,
+        writers: Writers | None = None,
+        trace_file: TraceFile | None = None,
+        keep_warm: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.pool = pool or pool_for()
+        self.admission, self.ledger = admission or Admission(), ledger or Ledger()
+        self._planner = Planner(self.pool, self.admission.max_in_flight)
+        self._writers = writers or Writers()
+        self._trace_file = trace_file
+        self._trace = NO_TRACE if trace_file is None else trace_file.trace
+        self._keep_warm, self._ranks = keep_warm, ranks
+        self._orders = itertools.count(1)  # of saves
+        self._pid = os.getpid()
+        self.is_closed = False
+
+    @property
+    def belongs_here(self) -> bool:
+        """False in a child that was forked after this saver was created."""
+        return os.getpid() == self._pid
+
+    def save(self, request: SaveRequest) -> SaveHandle:
+        """Begin a save, as soon as it is its turn.
+
+        Raises UnsupportedStateError, ClosedError, the errors of the request, and under `strict` the last unseen error.
+        """
+        step = request.step
+        optimizers = unwrapped(request.guard)
+        self.ledger.tell_of_unseen(stacklevel=4)
+        spans = Spans(monotonic, self._trace)
+        slot = Slot(step, request.needs)
+        save: StateSave | None = None
+        try:
+            with self._trace.span("wait for a place", step=step):
+                is_admitted = self._admit(slot, request.joint)
+            if not is_admitted:
+                request.skipped()
+                handle = skipped(step, request.skipped_path, get_loop().callbacks.submit)
+                self.ledger.skipped(handle, spans)
+                return handle
+            with self._trace.span("plan", step=step):
+                targets = request.targets()
+                save, device = self._set_up(request, targets, optimizers, spans)
+            get_loop().soon(partial(self._begin_state, save, slot, device))
+            with self._trace.span("snapshot", step=step):
+                save.snapshot.begin()
+            save.called.set_result(spans.called())
+            return save.handle
+        except BaseException as error:
+            if save is None:
+                self.admission.leave(slot)
+            else:
+                self._abandon(save, slot, interrupted(error))
+            raise
+
+    def _set_up(
+        self, request: SaveRequest, targets: Sequence[Target], optimizers: Optimizers, spans: Spans
+    ) -> tuple[StateSave, torch.device | None]:
+        """Plan the archive, and create the objects that copy, write and commit it. None of them begins."""
+        joint, step = request.joint, request.step
+        captured, facts = self._take(request.state(), request.select, joint, request.captured, request.state_dict_of)
+        device = first_device(captured.tensors)
+        layout = self._planner.lay_out(captured, step, facts)
+        shared = None if joint is None else joint.part.shared
+        if shared is not None:
+            shared.lie_in(layout)
+        groups = self._planner.group_digests(layout, step)
+        drain = Drain(
+            layout,
+            self.pool.segment_bytes,
+            self._planner.admit(layout, targets),
+            get_loop().background.submit,
+            block_readers=[groups] if shared is None else [groups, shared],
+            may_drop=request.rule == "any" and len(targets) > 1,
+            trace=self._trace,
+        )
+        frozen = captured.frozen
+        if not self._planner.may_defer(drain.num_segments, layout, targets):
+            optimizers, frozen = (), frozenset()
+        copy_name = f"the copy of {named(step, targets[0].path)}"
+        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, device, copy_name)
+        attempt = Attempt(drain, targets, snapshot, spans, rule=request.rule, writers=self._writers)
+        num_tensors = len(captured.specs)
+        return StateSave(step, attempt, snapshot, num_tensors, groups, request.unchanged_in), device
+
+    def _begin_state(self, save: StateSave, slot: Slot, device: torch.device | None) -> None:
+        """Make a save of a state known to others. On the loop's thread."""
+        if not save.life.go(SaveState.STAGING):
+            return  # the call has raised
+        drain, spans = save.attempt.drain, save.attempt.spans
+        self.pool.add_reliever(drain.relieve)
+        save.finished.add_done_callback(lambda _: self.pool.remove_reliever(drain.relieve))
+        if self._trace_file is not None:
+            write, name = self._trace_file.write, f"save {save.handle.step}"
+            save.settled.add_done_callback(lambda _: self._trace.whole(name, spans.begin))
+            save.finished.add_done_callback(lambda _: get_loop().background.submit(write))
+        self._begin(save, slot)
+        self.warm_for(drain.num_segments, device)
+
+    def _begin(self, save: Save, slot: Slot) -> None:
+        save.settled.add_done_callback(lambda _: self.admission.leave(slot))
+        self.ledger.begin(save)
+
+    def _abandon(self, save: StateSave, slot: Slot, error: Exception) -> None:
+        """The call of `save` has raised: its save never becomes visible, and its memory comes back."""
+
+        def end() -> None:
+            if save.life.now is SaveState.PLANNED:
+                self.admission.leave(slot)
+            else:
+                save.handle.looked_at = True  # the caller of `save` knows
+                save.attempt.drain.fail(error)
+            save.life.go(SaveState.ABANDONED)
+            if not save.called.done():
+                save.called.set_result(0.0)
+
+        with suppress(ClosedError):  # the interpreter is exiting: the drain gives it up
+            get_loop().soon(end)
+        save.snapshot.give_up(error)
+
+    def _snapshot(
+        self,
+        captured: Capture,
+        layout: Layout,
+        drain: Drain,
+        optimizers: Optimizers,
+        frozen: frozenset[int],
+        device: torch.device | None,
+        copy_name: str,
+    ) -> Snapshot:
+        """The snapshot, which copies the tensors into segments for the drain, and from now on alone keeps them alive.
+
+        `frozen` are tensors of held snapshots: they do not change any more, but some may still be filled.
+        """
+        loop = get_loop()
+        deferred = deferrable(optimizers, captured.tensors)
+        if device is not None and not deferred:
+            # All copies are about to be enqueued at once: lock the memory on several threads, not on this one.
+            loop.call(partial(self.pool.reserve, drain.num_segments, loop.copiers, pin=device), copy_name)
+        source = SourceTensors(
+            captured.specs,
+            captured.tensors,
+            deferred=deferred,
+            frozen=frozen,
+            after=captured.completions,
+            copies_small=True,
+            wording=Wording(copy_name),
+        )
+        return Snapshot(
+            source,
+            layout.segments(self.pool.segment_bytes),
+            drain,
+            StagingHost(self.pool, loop.copying, monotonic, self._trace),
+            order=next(self._orders),
+            optimizers=optimizers,
+        )
+
+    def take_on(self, save: Save) -> SaveHandle:
+        """Begin a save that stages by itself. No call waits; such saves commit one after the other.
+
+        Raises ClosedError.
+        """
+        self.ledger.tell_of_unseen(stacklevel=5)
+        self._refuse_if_forked()
+        self._refuse_if_closed()
+
+        def begin() -> None:
+            slot = Slot(None)
+            self.admission.enter_at_once(slot)
+            # The next save needs little memory, which is soon allocated again.
+            save.finished.add_done_callback(lambda _: self.pool.release())
+            save.life.go(SaveState.STAGING)
+            self._begin(save, slot)
+
+        note_exit_status()
+        get_loop().soon(begin)
+        return save.handle
+
+    def files_attempt(self, files: FilesImage, target: Target, spans: Spans) -> tuple[Attempt, FileFill]:
+        """An attempt that streams files to a target, and the fill to begin before it. Takes seconds for 100,000
+        files.
+        """
+        loop, size = get_loop(), self.pool.segment_bytes
+        drain = Drain(files.image, size, self._planner.admit(files.image, [target]), loop.background.submit)
+        fill = FileFill(files, drain, order=next(self._orders), pool=self.pool, crew=loop.readers, clock=monotonic)
+        return Attempt(drain, [target], fill, spans, writers=self._writers), fill
+
+    @contextmanager
+    def relieved_by(self, drain: Drain) -> Iterator[None]:
+        """Within the block, threads that wait for memory may have segments that the drain's sinks can do without."""
+        self.pool.add_reliever(drain.relieve)
+        try:
+            yield
+        finally:
+            self.pool.remove_reliever(drain.relieve)
+
+    def prewarm(self, state: Any, note: Callable[[Capture], None]) -> None:
+        """Plan the state and take its host memory now; several threads touch and page-lock it."""
+        with self._trace.span("prewarm"):
+            captured, _ = self._take(state, note=note)
+            crew = get_loop().copiers
+            self._planner.take_memory(captured, crew)
+            crew.run_all([partial(warm_up, captured.tensors)])
+
+    def warm(self, state: Any, state_dict_of: StateDictOf = state_dict_of) -> Capture | None:
+        """Prewarm in the background, at the lowest priority; the first save takes the memory that cannot be had now.
+
+        Returns the captured state with all that this process holds, or None if no save of it can follow.
+        """
+        if not self._keep_warm or self.is_closed or not self.belongs_here:
+            return None
+        with suppress(Exception):  # the first save raises the errors of a state dict
+            whole: list[Capture] = []
+            captured, _ = self._take(state, note=whole.append, state_dict_of=state_dict_of)
+            self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))
+            return whole[0]
+        return None
+
+    def warm_for(self, num_segments: int, device: torch.device | None) -> None:
+        """Let the pool grow to the size of a save while the save is under way. On the loop's thread.
+
+        Then neither this save nor the next waits for segments to be written.
+        """
+        if self._keep_warm and self.pool.num_bytes < num_segments * self.pool.segment_bytes:
+            self._in_background(lambda goes_on: self.pool.reserve(num_segments, None, pin=device, goes_on=goes_on))
+
+    def _in_background(self, take: Callable[[Callable[[], bool]], None]) -> None:
+        loop = get_loop()
+
+        def run() -> None:
+            # Without a crew: once the interpreter exits, nobody would end a thread that begins.
+            with suppress(Exception), self._trace.span("prewarm"):
+                take(lambda: not (self.is_closed or loop.is_stopped))
+
+        loop.soon(lambda: loop.background.submit(run, lambda _: None))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for every save begun so far, retention included; raise the first unseen error."""
+        wait_for_saves(self.ledger.saves(), Wait("in wait()", ENDS_THE_WAIT), timeout)
+        self.ledger.raise_unseen()
+
+    def close(self) -> None:
+        """Wait for every save, raise the first unseen error, free the memory. Ctrl-C gives the saves up."""
+        if not self.belongs_here:  # another thread of the parent may have held a lock
+            return
+        self.is_closed = True
+        try:
+            wait_for_saves(self.ledger.saves(), Wait("in close()", GIVES_UP))
+        except KeyboardInterrupt:
+            abandon(self.ledger.saves(), "interrupted while it was waited for")
+            raise
+        finally:
+            self.pool.close()
+            self._writers.stop()
+            self._close_trace()
+        self.ledger.raise_unseen()
+
+    def _close_trace(self) -> None:
+        if self._trace_file is not None:
+            try:
+                self._trace_file.close()
+            except OSError as error:
+                warnings.warn(f"{self._trace_file!r} is incomplete: {error}", RuntimeWarning, stacklevel=4)
+
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Counters and the last report, as numbers under constant keys."""
+        in_flight = len(self.admission.under_way())
+        return self.ledger.metrics(prefix, num_in_flight=in_flight, pool_bytes=self.pool.num_bytes)
+
+    # --- parts ------------------------------------------------------------------------------------------------
+
+    def _take(
+        self,
+        state: Any,
+        select: Select = None,
+        joint: JointSave | None = None,
+        note: Callable[[Capture], None] = lambda _: None,
+        state_dict_of: StateDictOf = state_dict_of,
+    ) -> tuple[Capture, RankFacts | None]:
+        """Capture a state, and divide it: with several ranks, each writes a part."""
+        if isinstance(state, RankShare):  # divided already
+            return state.captured, state.ranks
+        ranks = self._ranks
+        captured = capture(state, select, slicer=ranks.divider.slicer if ranks else None, state_dict_of=state_dict_of)
+        note(captured)
+        return ranks.divider.divided(captured, joint) if ranks else (captured, None)
+
+    def _admit(self, slot: Slot, joint: JointSave | None) -> bool:
+        """Enter a slot for saves under way, and wait for it if need be. False if the save is skipped."""
+        note_exit_status()
+        self._refuse_if_forked()
+        self._refuse_if_closed()
+        wait = Wait(f"in save(){'' if slot.step is None else f' of step {slot.step}'}", ENDS_THE_CALL)
+
+        def goes_on() -> None:
+            self._refuse_if_closed()
+            wait.goes_on(self.ledger.progress)
+
+        admission = self.admission
+        if self._ranks is None or joint is None or not admission.may_skip:
+            return admission.enter(slot, goes_on)
+        enters = self._ranks.enters(joint, lambda: admission.enter(slot, goes_on))
+        return enters and (slot.is_admitted or admission.enter(slot, goes_on, must=True))
+
+    def _refuse_if_closed(self) -> None:
+        if self.is_closed:
+            raise ClosedError("this checkpointer is closed; open a new one to save")
+
+    def _refuse_if_forked(self) -> None:
+        if not self.belongs_here:
+            raise ClosedError("this checkpointer belongs to the parent process; open one in this process")
+
+    def __repr__(self) -> str:
+        return f"<Saver {len(self.admission.under_way())}/{self.admission.max_in_flight} in flight, {self.pool!r}>"

@@ -1,0 +1,186 @@
+"""The signals by which a scheduler asks the process to leave, and the checkpointers that listen for them.
+
+In: signals. Out: a flag for each listener. Knows nothing of: steps, saves.
+
+Python runs a handler on the main thread, between any two of its instructions. Ours takes no lock and only sets flags.
+Each signal has one handler for all listeners, which stays in place as long as there is a listener. If another handler
+was installed over ours since, ours cannot be removed: without listeners it does what the handler before it did.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any, Final
+
+from ...errors import UsageError
+from ..host.process import in_forked_child
+
+Signals = bool | Iterable[str | int]
+
+# Kubernetes and spot machines send the first, Slurm what `--signal=USR1@120` says.
+_SENT_BY_SCHEDULERS: Final = ("SIGTERM", "SIGUSR1")
+# The first two cannot be caught; the others mean that the process itself cannot go on.
+_NOT_DEFERRABLE: Final = ("SIGKILL", "SIGSTOP", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV")
+
+
+def signals_of(given: Signals) -> tuple[int, ...]:
+    """The numbers of the signals that a user means; for True, those of schedulers that this system has.
+
+    Raises ValueError for a signal that does not exist or that cannot be deferred, and TypeError for anything else.
+    """
+    if isinstance(given, bool):
+        numbers = [getattr(signal, name, None) for name in _SENT_BY_SCHEDULERS] if given else []
+        return tuple(int(number) for number in numbers if number is not None)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f'signals must be True or several signals, such as ("SIGTERM", "SIGUSR2"), got {given!r:.100}')
+    return tuple(dict.fromkeys(map(_number_of, given)))
+
+
+def _number_of(given: str | int) -> int:
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        raise TypeError(f'a signal is a name such as "SIGTERM" or a number, got {given!r:.100}')
+    number = signal.Signals.__members__.get(given) if isinstance(given, str) else int(given)
+    if number is None or number not in signal.valid_signals():
+        raise ValueError(f'this system has no signal {given!r}; the names are as in "SIGTERM"')
+    if _name_of(number) in _NOT_DEFERRABLE:
+        raise ValueError(f"{_name_of(number)} ends the process at once; give a signal that asks it to leave")
+    return int(number)
+
+
+class Notice:
+    """The flag that a signal has asked the process to leave. A checkpointer creates it; any thread reads it."""
+
+    def __init__(self, signals: Signals) -> None:
+        self._signums = signals_of(signals)
+        self._pid = os.getpid()
+        self._is_open = False
+        self.is_given = False  # set by a handler
+
+    def listen(self) -> None:
+        """Install handlers. Ignored signals stay ignored. Raises RuntimeError on another thread than the main one."""
+        global _listeners
+        if not self._signums:
+            return
+        if not _is_main_thread():
+            raise UsageError(
+                "Due(signals=…) installs signal handlers, which Python allows only on the main thread; construct the "
+                "checkpointer there (it may be used on any thread), or leave signals= out"
+            )
+        for signum in self._signums:
+            if not _is_heard(signum):
+                _deferred.discard(signum)
+            _install(signum)
+        self._is_open = True
+        _listeners = (*(ref for ref in _listeners if ref() is not None), weakref.ref(self))
+
+    def hears(self, signum: int) -> bool:
+        """True if it listens for a signal. In a forked child none of the parent's does."""
+        return self._is_open and signum in self._signums and self._pid == os.getpid()
+
+    def close(self) -> None:
+        """Put back the earlier handlers of signals without another listener. Idempotent.
+
+        Only the main thread can change handlers. On another one ours stay, and do what the handlers before them did.
+        """
+        self._is_open = False
+        if _is_main_thread():
+            for signum in self._signums:
+                if not _is_heard(signum):
+                    _put_back(signum)
+
+    def __repr__(self) -> str:
+        names = ", ".join(map(_name_of, self._signums))
+        return f"<Notice of {names or 'no signal'}: {'given' if self.is_given else 'not given'}>"
+
+
+# All of this changes on the main thread alone. `_listeners` is replaced as a whole, since a handler may be reading it.
+_listeners: tuple[weakref.ref[Notice], ...] = ()
+_installed: set[int] = set()  # signals that we have had a handler for
+_deferred: set[int] = set()  # signals that would have ended the process
+
+
+class _Handler:
+    """Our handler of one signal, installed over an earlier one."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before  # a function, or SIG_DFL
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        listening = _listening(signum)
+        for notice in listening:
+            notice.is_given = True
+        if callable(self.before):
+            self.before(signum, frame)
+        elif listening and signum not in _deferred:
+            _deferred.add(signum)
+        else:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)  # so that the exit status says by which signal
+
+
+def _install(signum: int) -> None:
+    before = signal.getsignal(signum)
+    if isinstance(before, _Handler) or before is signal.SIG_IGN:
+        return
+    if before is None or (before is signal.SIG_DFL and _is_caught(signum)):
+        warnings.warn(
+            f"{_name_of(signum)} has a handler that was not installed from Python (by faulthandler, for one). It is "
+            "left alone, and this signal makes no save due; name others with Due(signals=…)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return
+    _installed.add(signum)
+    signal.signal(signum, _Handler(before))
+
+
+def _put_back(signum: int) -> None:
+    """Restore the handler before ours, unless another one was installed over ours since."""
+    handler = signal.getsignal(signum)
+    if isinstance(handler, _Handler):
+        signal.signal(signum, handler.before)
+
+
+def _is_caught(signum: int) -> bool:
+    """True if the kernel has a handler; Python reports only handlers that were installed from Python."""
+    if sys.platform != "linux":
+        return False
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        caught = next((line for line in file if line.startswith("SigCgt:")), "SigCgt: 0")
+    return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+
+
+def _listening(signum: int) -> list[Notice]:
+    return [notice for ref in _listeners if (notice := ref()) is not None and notice.hears(signum)]
+
+
+def _is_heard(signum: int) -> bool:
+    return bool(_listening(signum))
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _name_of(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:  # a real-time signal, which has none
+        return f"signal {signum}"
+
+
+@in_forked_child
+def _forget() -> None:
+    """Let the child of a fork end by these signals as without us; its one thread is its main thread."""
+    global _listeners
+    _listeners = ()
+    _deferred.clear()
+    for signum in _installed:
+        _put_back(signum)

@@ -1,0 +1,482 @@
+"""The targets of saves: one object at a path of the user's choice, or one attempt at a step of a run.
+
+In: places, runs. Out: targets. Knows nothing of: tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Literal, Self
+
+from ...errors import (
+    CheckpointError,
+    IsAFolderError,
+    NotAFolderError,
+    NotCommittedError,
+    StepExistsError,
+    StorageUnavailableError,
+)
+from ..events.shapes import MEASURED, brief, largest, shortened
+from ..host.loop import OffLoop, get_loop
+from ..ranks.agreement import Agreement, Alone, listen_again
+from ..ranks.attempts import JointSave
+from ..ranks.one_off import STEP, OneOffFolder
+from ..ranks.peers import Ranks
+from ..ranks.world import ranks
+from ..runs.manifest import Archive, GroupLocation, Manifest, RankFiles
+from ..runs.run import Run
+from ..spec import BLOCK_BYTES, align_up
+from ..storage.bulk import Parcel, copy
+from ..storage.compressed import Zstd, ZstdSink, promises_zstd, refuse_if_missing
+from ..storage.interface import Sink, Storage
+from ..storage.locks import temps_of
+from ..storage.place import Place
+from ..storage.scratch import refuse_in_running
+from .delivery import Target, Verify
+from .lineage import Lineage, StepContents
+
+Compression = Zstd | Literal["zstd"] | None
+
+
+def _zstd_of(compression: Compression, *, is_named: bool) -> Zstd | None:
+    """The compression that the user gave, or that the name stands for."""
+    if compression is None:
+        return Zstd() if is_named else None
+    if compression == "zstd":
+        return Zstd()
+    if not isinstance(compression, Zstd):
+        raise ValueError(f'compression must be "zstd", a Zstd(…) or None, got {compression!r}')
+    return compression
+
+
+class FileTarget(Target):
+    """One object at a path of the user's choice: durable is committed."""
+
+    @classmethod
+    def at(cls, place: Place, compression: Compression = None, *, may_mislead: bool = False) -> Self:
+        """A target at a place of the user's. Raises the errors of a path or compression that cannot be used.
+
+        With `may_mislead`, a plain archive may have the name of a compressed one.
+        """
+        storage, name = place.object()
+        zstd = _zstd_of(compression, is_named=promises_zstd(name, place.shown, may_mislead=may_mislead))
+        if zstd is not None:
+            refuse_if_missing()
+        return cls(storage, name, zstd)
+
+    def __init__(self, storage: Storage, name: str, zstd: Zstd | None = None) -> None:
+        """`zstd`: compress on the way."""
+        super().__init__(storage, name)
+        self._zstd = zstd
+        if not self.storage.remote and Path(self.path).is_dir():
+            example = os.path.join(self.path, "checkpoint.tar")
+            raise IsAFolderError(f"{self.path} is a folder; give the path of a file, such as {example}")
+        if not self.storage.remote:
+            refuse_in_running(Path(self.path).parent)
+
+    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+        if not self.storage.remote:
+            self.storage.sweep("", temps_of(self._name, self.storage.names("")), delete=True)
+        if self._zstd is not None:
+            return ZstdSink(
+                self.storage,
+                self._name,
+                num_bytes=num_bytes,
+                segment_bytes=segment_bytes,
+                settings=self._zstd,
+            )
+        return super().open(num_bytes, segment_bytes, max_segments)
+
+    def check(self) -> None:
+        self.storage.prove()
+
+    @property
+    def is_compressed(self) -> bool:
+        return self._zstd is not None
+
+    @property
+    def in_order(self) -> bool:
+        return self.storage.in_order or self.is_compressed
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
+        return 1 if self.is_compressed else self.storage.part_segments(num_bytes, segment_bytes)
+
+    def discard(self) -> None:
+        """Leave the file: it is whole, and may have replaced an older one."""
+
+
+class JointTarget(Target):
+    """A target that several ranks write to: they agree before the commit."""
+
+    _agreement: Agreement | Alone
+    _of_ranks: RankFiles | None = None  # the manifest names it, where several ranks have agreed
+    _manifest: Manifest | None = None  # that another rank has committed
+
+    async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        assert self.times is not None
+        self._of_ranks = await self._agreement.agree(archive, self.times, off_loop, check)
+
+    async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> None:
+        self._manifest = await self._agreement.hear(off_loop, check)
+
+    def refuse(self, error: BaseException) -> bool:
+        return self._agreement.refuse(error)
+
+    async def follow(self, off_loop: OffLoop) -> None:
+        await self._agreement.follow(off_loop)
+
+
+class FolderTarget(JointTarget):
+    """One attempt at a one-off save of several ranks: the archive of this rank, in the folder of the save."""
+
+    _agreement: Agreement
+
+    def __init__(self, folder: OneOffFolder, attempt: str, agreement: Agreement) -> None:
+        super().__init__(folder.storage, folder.attempt_path(STEP, attempt, agreement.rank), folder.folder(STEP))
+        self._folder, self._attempt, self._agreement = folder, attempt, agreement
+        self._replaces: tuple[Manifest, str] | None = None
+        self.num_bytes_beside = 0
+        if not self.storage.remote:
+            refuse_in_running(Path(self.path))
+            if Path(self.path).exists() and not Path(self.path).is_dir():
+                raise NotAFolderError(f"{self.path} is a file, and several ranks write a folder; give another path")
+
+    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+        self._agreement.claim()
+        return super().open(num_bytes, segment_bytes, max_segments)
+
+    def check(self) -> None:
+        if self._agreement.decides:
+            self.storage.prove(for_run=True)
+            self._replaces = self._folder.check()
+
+    def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:  # noqa: ARG002
+        manifest = self._manifest
+        if manifest is None:
+            with self._agreement.committing():
+                manifest = self._folder.commit(
+                    self._attempt,
+                    self._of_ranks,
+                    self._agreement.world_size,
+                    replaces=self._replaces,
+                    times=self.times,
+                )
+            self._agreement.committed()
+        self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
+
+    def discard(self) -> None:
+        self._folder.discard(self._attempt, self._agreement.rank)
+        self._agreement.discard()
+
+    def tidy(self) -> None:
+        if self._agreement.decides:
+            self._agreement.afterwards()
+            self._folder.clear(self._replaces[0] if self._replaces else None)
+
+
+class StepTarget(JointTarget):
+    """One attempt at one step, at one root. The request creates it on the caller's thread; a delivery calls it
+    elsewhere.
+    """
+
+    def __init__(
+        self,
+        lineage: Lineage,
+        run: Run,
+        contents: StepContents,
+        token: str,
+        agreement: Agreement | Alone,
+    ) -> None:
+        """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step.
+
+        Raises at once what is known to refuse the step.
+        """
+        folder, name = run.folder(contents.step), run.attempt_path(contents.step, token, agreement.rank)
+        super().__init__(run.storage, name, folder if agreement.has_others else None)
+        self._lineage, self._run, self._contents, self._token = lineage, run, contents, token
+        self._agreement = agreement
+        self._rolled_back = lineage.rolled_back
+        self._has_settled = run.has_start  # what the other roots show of earlier starts is known
+        self._is_checked = False  # when it was asked, the step could be committed
+        self._is_announced = False  # tracker and journal name the step
+        self._replaces: tuple[Manifest, str] | None = None
+        self._driver_sink: Sink | None = None
+        self.num_bytes_beside = len(contents.driver.image) if contents.driver else 0
+        if agreement.decides:
+            self._check_at_once()
+
+    def _check_at_once(self) -> None:
+        lineage, run = self._lineage, self._run
+        run.check_start()
+        run.check_known(self._contents.step, overwrite=self._contents.overwrite)
+        if not run.storage.remote:
+            try:
+                self._check()
+            except StorageUnavailableError:
+                if lineage.rule == "all" or lineage.has_one_root:
+                    raise  # otherwise its delivery fails, unless it is back by then
+
+    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+        if self._lineage.hangs(self._run):
+            raise StorageUnavailableError(f"{self.path}: earlier writes there have not returned yet", path=self.path)
+        self._agreement.claim()
+        if self._agreement.decides and not self.storage.remote:
+            if self._take():
+                self._check()
+            self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
+        return super().open(num_bytes, segment_bytes, max_segments)
+
+    def check(self) -> None:
+        if not self._agreement.decides:
+            return
+        if self.storage.remote:
+            self.storage.prove(for_run=True)
+            self._take()
+        if not self._is_checked:
+            self._check()
+        if self.storage.remote:
+            with suppress(CheckpointError):
+                self._run.learn()
+        if self._contents.overwrite:
+            self._replaces = self._run.manifest_to_replace(self._contents.step)
+
+    def _take(self) -> bool:
+        """Take the root for this process, at its first save there. True if it was taken now."""
+        return self._run.take(self._contents.step, [run for run in self._lineage.roots.runs if run is not self._run])
+
+    def _check(self) -> None:
+        if not (self._lineage.has_one_root or self._has_settled):
+            self._has_settled = True
+            self._lineage.roots.settle()
+        with self._telling_ranks():
+            self._run.check(
+                self._contents.step,
+                overwrite=self._contents.overwrite,
+                rolled_back=self._rolled_back is not None,
+                retire=self._lineage.retire,
+            )
+        self._is_checked = True
+
+    @contextmanager
+    def _telling_ranks(self) -> Iterator[None]:
+        """Explain a step that exists already: if ranks save each for itself, another of them may have committed it."""
+        try:
+            yield
+        except StepExistsError as error:
+            rank, world_size = ranks()
+            if world_size < 2 or self._agreement.has_others:
+                raise
+            raise StepExistsError(
+                f"{error}. This is rank {rank} of {world_size}: if every rank saves to {self._run.storage.locate('')}, "
+                "each writes the whole state, and only one can commit the step. Save on rank 0 alone "
+                "(`if dist.get_rank() == 0: …`), give each rank a root of its own, or initialize the process group "
+                "first, so that all ranks save together",
+                step=self._contents.step,
+            ) from error.__cause__
+
+    @property
+    def is_cache(self) -> bool:
+        return self._agreement.is_apart
+
+    @property
+    def may_be_sent_again(self) -> bool:
+        return self._agreement.has_others and not self.is_cache
+
+    def copy_of(self, other: Target, num_bytes: int, verify: Verify, check: Callable[[], None]) -> Sink:
+        sinks: list[Sink] = []
+        parcel = Parcel(partial(other.storage.open, self._name), self._name, num_bytes, verify)
+        pace = self._lineage.pace_of(self.storage)
+        copy([parcel], self.storage, background=True, check=check, finished=sinks.append, pace=pace)
+        return sinks[0]
+
+    def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
+        if self._manifest is not None:  # rank 0 has committed
+            self._contents.warn_of_lost_driver(self._manifest, self._agreement.rank)
+            self._is_committed_as(self._manifest, archives, late=late)
+            self._is_announced = True
+            return
+        if self._agreement.has_others:
+            self._run.check_taken()  # the other ranks learn of a commit by its manifest, so it must not be in vain
+        elsewhere = (*self._contents.borrowed, *self._write_driver())
+        manifest = self._committed_elsewhere() if late else None
+        if manifest is not None:
+            self._run.adopt(manifest, replaces=self._replaces)
+        else:
+            manifest = self._put_manifest(archives, elsewhere, retire=self._lineage.retire and not late)
+        self._close_driver()
+        self._agreement.committed()
+        self._is_committed_as(manifest, archives, late=late)
+        with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
+            self._announce()
+
+    def _committed_elsewhere(self) -> Manifest | None:
+        """The manifest that commits this attempt at another root. A late commit takes it over, and so retires the same
+        steps, and no newer step that has followed since.
+        """
+        for run in self._lineage.roots.runs:
+            with suppress(StorageUnavailableError):
+                manifest = run.committed(self._contents.step) if run is not self._run else None
+                if manifest is not None and manifest.attempt == self._token:
+                    return manifest
+        return None
+
+    def _put_manifest(
+        self, archives: tuple[Archive, ...], elsewhere: tuple[GroupLocation, ...], *, retire: bool
+    ) -> Manifest:
+        try:
+            with self._agreement.committing(), self._telling_ranks():
+                return self._run.commit(
+                    self._contents.step,
+                    self._token,
+                    archives,
+                    replaces=self._replaces,
+                    retire=retire,
+                    record=self._contents.record,
+                    elsewhere=elsewhere,
+                    ranks=self._of_ranks,
+                    world_size=self._agreement.world_size,
+                    times=self.times,
+                )
+        except NotCommittedError as error:
+            self._lineage.groups.forget(error.step)
+            raise
+
+    def _is_committed_as(self, manifest: Manifest, archives: tuple[Archive, ...], *, late: bool) -> None:
+        self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
+        self._lineage.groups.committed(self._run, manifest.lenders, self._contents)
+        if not late:
+            self._lineage.committed(since=self._rolled_back)
+
+    def _announce(self) -> None:
+        self._run.announce(self._contents.step, in_flight=self._lineage.in_flight())
+        self._is_announced = True
+
+    def _write_driver(self) -> list[GroupLocation]:
+        """Write the archive of `driver=`, before the manifest that names it. Returns the groups that are in it."""
+        driver = self._contents.driver
+        if driver is None:
+            return []
+        path, num_bytes = self._run.root.driver_path(self._contents.step, self._token), len(driver.image)
+        # By a sink, which keeps other processes from sweeping it before the manifest is there.
+        sink = self._driver_sink = self.storage.create(
+            path, num_bytes=num_bytes, segment_bytes=align_up(num_bytes, BLOCK_BYTES), max_segments=2
+        )
+        try:
+            sink.write(0, memoryview(driver.image), StaticLease())
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
+        self.num_driver_bytes = num_bytes
+        archive = Archive(path.rpartition("/")[2], num_bytes, driver.digest)
+        folder = self._run.folder(self._contents.step)
+        return [GroupLocation(group, self._contents.step, folder, archive) for group in driver.groups]
+
+    def _close_driver(self) -> None:
+        """Close the sink, once the manifest names the archive or nothing does."""
+        if self._driver_sink is not None:
+            self._driver_sink.close()
+
+    def discard(self) -> None:
+        self._close_driver()
+        self._run.sweeper.discard(self._contents.step, self._token, self._agreement.rank)
+
+    def afterwards(self) -> None:
+        if self.is_cache:
+            self._run.sweeper.trim(
+                self._contents.step, self._token, self._agreement.rank, in_flight=self._lineage.in_flight()
+            )
+        if self.is_cache or not self._agreement.decides:
+            return
+        self._note_save()
+        refusal: CheckpointError | None = None
+        try:
+            if not self._is_announced:
+                self._announce()
+        except CheckpointError as error:
+            refusal = error  # a tracker that cannot be moved must not keep old steps for ever
+        try:
+            self._retain()
+        finally:
+            self._run.write_events()
+        self._lineage.catch_up_behind(self._run)
+        if refusal is not None:
+            raise refusal
+
+    def _retain(self) -> None:
+        replaced = self._replaces[0] if self._replaces else None
+        self._agreement.afterwards()
+        self._run.retain(self._contents.step, replaced=replaced, in_flight=self._lineage.in_flight())
+        if self.storage.remote:
+            self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)
+
+    def _note_save(self) -> None:
+        """Tell the history what the save has come to."""
+        if self.outcome is None:
+            return
+        report, call_seconds, groups = self.outcome
+        measured = {name: getattr(report, name) for name in MEASURED}
+        self._run.events.note(
+            "save",
+            self._contents.step,
+            **measured,
+            attempt=self._token,
+            call_seconds=call_seconds,
+            free_bytes=self.storage.free_bytes(),
+            groups=largest(groups),
+            unchanged=report.unchanged_groups,
+            borrowed={lent.group: lent.step for lent in self._contents.borrowed},
+            record=brief(self._contents.record),
+            destinations=[] if self._lineage.has_one_root else [*map(asdict, report.destinations)],
+            world_size=self._agreement.world_size,
+            **self._agreement.spread,
+        )
+
+    def failed(self, error: BaseException, seconds: float) -> None:
+        if self.is_cache or not self._agreement.decides or self._lineage.hangs(self._run):
+            return
+        facts = {"error": type(error).__name__, "message": shortened(str(error)), "total_seconds": seconds}
+        self._run.events.note("failed", self._contents.step, **facts)
+        if not (self.storage.remote and isinstance(error, StorageUnavailableError)):  # it would fail after a long wait
+            self._run.write_events()
+
+    def hangs(self, quiet: Future[None]) -> None:
+        self._lineage.left_behind(self._run, quiet)
+        get_loop().note_hanging(quiet)
+
+
+def step_targets(lineage: Lineage, contents: StepContents, ranks: Ranks) -> list[StepTarget]:
+    """Begin an attempt at a step, at each root; of all ranks together, if there are several. Raises what refuses it."""
+    joint, runs = contents.joint, lineage.roots.runs
+    if joint is None:
+        token = os.urandom(4).hex()
+        return [StepTarget(lineage, run, contents, token, Alone()) for run in runs]
+    ranks.attempts.begin(joint, partial(listen_again, get_loop(), ranks, runs))
+    for run in runs:
+        run.join(ranks.meeting.token()[:8])
+    joint.is_any = lineage.rule == "any" and not lineage.has_one_root
+    agreements = [Agreement(ranks, joint, run, [other for other in runs if other is not run]) for run in runs]
+    return [
+        StepTarget(lineage, run, contents, joint.attempt, agreement)
+        for run, agreement in zip(runs, agreements, strict=True)
+    ]
+
+
+def folder_target(folder: OneOffFolder, joint: JointSave, ranks: Ranks) -> FolderTarget:
+    """Begin an attempt at a one-off save of all ranks together. Raises what refuses it."""
+    ranks.attempts.begin(joint, partial(listen_again, get_loop(), ranks, [folder]))
+    return FolderTarget(folder, joint.attempt, Agreement(ranks, joint, folder))
+
+
+class StaticLease:
+    """A lease of memory that Python keeps alive by itself."""
+
+    def retain(self) -> None: ...
+
+    def release(self) -> None: ...

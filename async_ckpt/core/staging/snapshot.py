@@ -1,0 +1,227 @@
+"""Staging: from the tensors of one instant to filled segments.
+
+In: tensors and the cut of their archive. Out: segments, handed on one by one as they are filled.
+Knows nothing of: files, digests, commits.
+
+`Snapshot.begin` runs on the caller's thread: it notes where the tensors lie, has everything filled that must not wait,
+and makes the training's stream wait for the copies that are enqueued on devices. Deferred tensors follow on a
+background thread, while the optimizers' steps wait. When their last copy is enqueued, `tripwires` looks at them once
+more and the steps go on, behind the copies on their streams. When the last copy has ended, `completion` resolves.
+"""
+
+from __future__ import annotations
+
+import enum
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Final
+
+from ...errors import SaveAbandonedError
+from ..backends import is_capturing
+from ..format.layout import SegmentPlan
+from ..host.life import Life
+from ..host.pool import SegmentReceiver
+from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Completion, Wait
+from .filler import SegmentFiller, StagingHost
+from .guard import Optimizers, StepBarrier, StepHolder
+from .tensors import SourceTensors
+from .tripwires import Tripwires
+
+
+class _CopyPhase(enum.Enum):
+    """The phases of a snapshot."""
+
+    FILLING = "staging"
+    ENQUEUED = "enqueued"  # only devices still copy
+    STAGED = "staged"
+    FAILED = "failed"
+
+
+_NEXT_PHASES: Final = {
+    _CopyPhase.FILLING: {_CopyPhase.ENQUEUED, _CopyPhase.FAILED},
+    _CopyPhase.ENQUEUED: {_CopyPhase.STAGED, _CopyPhase.FAILED},
+    _CopyPhase.STAGED: (),
+    _CopyPhase.FAILED: (),
+}
+
+
+class Snapshot(StepHolder):
+    """The staging of one save. The saver or a `HostCopy` creates and owns it.
+
+    A snapshot begins on the caller's thread and ends on a background one. `completion` resolves when the copy is
+    complete and nothing was torn.
+    """
+
+    def __init__(
+        self,
+        source: SourceTensors,
+        segments: Sequence[SegmentPlan],
+        receiver: SegmentReceiver,
+        host: StagingHost,
+        *,
+        order: int = 0,
+        optimizers: Optimizers = (),
+    ) -> None:
+        self._source, self._order, self._host = source, order, host
+        self.completion: Future[None] = Completion(self._progress)
+        self.stage_seconds = 0.0
+        self._start = host.clock()
+        self.keeps: object = None  # kept alive until the last copy has ended
+        self._filler = SegmentFiller(source, segments, receiver, host, order, self._on_end_of_fill)
+        self._barrier = StepBarrier(optimizers if source.deferred else (), host.clock, host.trace)
+        self._tripwires: Tripwires | None = None
+        # Guards `_phase` alone, which decides which thread's end of the snapshot is the one that counts.
+        self._deciding = threading.Lock()
+        self._phase = Life(_NEXT_PHASES)
+
+    # --- the caller's thread ----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Copy, or enqueue the copy of, everything that must not wait. Returns when the caller may go on.
+
+        A failure ends in `completion`; only what is not an Exception (Ctrl-C) is raised as well.
+        """
+        source = self._source
+        try:
+            source.locate()
+            if source.needs_frozen(self._filler.tensors_now()):
+                source.wait_for_frozen()
+            devices = list(source.devices.values())
+            for device in devices:
+                device.follow_training()
+            if source.deferred:
+                self._tripwires = Tripwires(source)
+            try:
+                if self._filler.fills_now:
+                    self._fill_now()
+            finally:  # also behind the copies of a save that has failed: they still read
+                for device in devices:
+                    device.hold_training()
+            if self._filler.fills_later:
+                self._barrier.close(self)
+                self._host.crew.submit(self._fill_later, refused=self._end)
+        except Exception as error:
+            self._end(error)
+        except BaseException as error:
+            # A task of asyncio must not end in one of these: it would end the loop.
+            self.give_up(interrupted(error))
+            raise
+
+    def _fill_now(self) -> None:
+        """Have the crew fill everything that must not wait.
+
+        An interrupt ends the wait for the crew, but no copy halfway.
+        """
+        outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        filler = self._filler
+
+        def fill() -> None:
+            try:
+                filler.fill_now()
+                if not filler.fills_later:
+                    self._all_enqueued()
+            except BaseException as error:
+                outcome.put(error)
+            else:
+                outcome.put(None)
+
+        self._host.crew.submit(fill, refused=outcome.put)
+        wait = Wait("", ENDS_THE_CALL)
+        while True:
+            try:
+                error = outcome.get(timeout=LIVENESS_SECONDS)
+                break
+            except queue.Empty:
+                filler.check()
+                wait.goes_on(self._progress)
+        if error is not None:
+            raise error
+
+    def hold(self) -> None:
+        """Make an optimizer's step wait: its thread until every copy is enqueued, then its streams until they end."""
+        if (tripwires := self._tripwires) is not None:
+            tripwires.look_at_versions()
+        self._barrier.wait(self._progress)
+        devices = self._source.devices
+        if devices and not self.completion.done():
+            if is_capturing():
+                self.completion.exception()  # an event from outside must not get into the graph: wait here
+            else:
+                for device in devices.values():
+                    device.hold_training()
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that the guard has held the thread, and copies the streams, so far."""
+        return self._barrier.seconds + self._source.stall_seconds()
+
+    def _progress(self) -> str:
+        return f"{self._source.wording.what}: {self._filler.progress}"
+
+    # --- background -------------------------------------------------------------------------------------------
+
+    def _fill_later(self) -> None:
+        try:
+            self._source.wait_for_frozen()
+            self._filler.fill_later()
+            self._all_enqueued()
+        except BaseException as error:
+            self._end(error)
+
+    def _all_enqueued(self) -> None:
+        if self._tripwires:
+            self._tripwires.look_at_bytes()
+        with self._deciding:
+            self._phase.go(_CopyPhase.ENQUEUED)
+        self._barrier.lift()
+        self._filler.all_enqueued()
+
+    def _on_end_of_fill(self, error: BaseException | None) -> None:
+        try:
+            if error is None and (tripwires := self._tripwires) is not None:
+                tripwires.look_at_versions()
+                if torn := tripwires.torn():
+                    error = self._source.torn(torn)
+        except BaseException as failure:
+            error = failure
+        self._end(error)
+
+    def give_up(self, error: Exception) -> None:
+        """End the snapshot with this error, unless it has ended."""
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Stop copying, let the optimizers step, and resolve `completion`. Only the first call counts."""
+        with self._deciding:
+            if not self._phase.go(_CopyPhase.STAGED if error is None else _CopyPhase.FAILED):
+                return
+        try:
+            self._filler.stop(error)
+        except Exception as failure:
+            error = error or failure
+        except BaseException as interrupt:
+            error = error or interrupted(interrupt)
+            raise
+        finally:  # whatever was raised: others wait for the completion
+            self._barrier.lift()
+            self._barrier.open(self)
+            self._source.drop()
+            self._tripwires = self.keeps = None
+            self.stage_seconds = self._host.clock() - self._start
+            if error is None:
+                self.completion.set_result(None)
+            else:
+                self.completion.set_exception(error)
+
+    def __repr__(self) -> str:
+        phase = "held" if self._barrier.holds_steps else self._phase.now.value
+        return f"<Snapshot {self._order} {phase}>"
+
+
+def interrupted(cause: BaseException) -> SaveAbandonedError:
+    """The error of a save whose call was interrupted."""
+    error = SaveAbandonedError("the call of save was interrupted; earlier checkpoints are intact")
+    error.__cause__ = cause
+    return error

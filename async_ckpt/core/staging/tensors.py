@@ -1,0 +1,217 @@
+"""The tensors of one instant: where the memory of each lies, and how its bytes get into a segment.
+
+In: the tensors of a save. Out: their bytes in segments; for tensors on devices, enqueued copies.
+Knows nothing of: leases, threads, optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ...errors import TornSnapshotError
+from ..backends import device_of, is_dense, is_on_host
+from ..format.layout import Piece
+from ..host.memory import Segment
+from ..spec import KIB, MIB, TensorSpec
+from .device import Alias, Device, dense_blocks, memmove
+
+
+class Wording(NamedTuple):
+    """The words of messages about one snapshot: its description, and the call that waits for it."""
+
+    what: str = "a copy"
+    wait_call: str = "handle.wait_staged()"
+
+
+_ANY_COPY: Final = Wording()
+
+# What `locate` may copy itself, beside deferred tensors. Waking a thread for it would hold the caller longer, and so
+# would every segment with such a tensor, of which few can be filled in two goes.
+_SMALL_BYTES: Final = 64 * KIB
+_MAX_SMALL: Final = 1024
+_MAX_SMALL_BYTES: Final = 2 * MIB
+
+
+class SourceTensors:
+    """The tensors that one snapshot copies. The caller of `Snapshot` creates it, and the snapshot owns it.
+
+    The object has no lock: `locate` sets it up on the caller's thread before any other thread sees it, the threads that
+    copy only read it, and `drop` is called when none of them copies any more.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        tensors: list[torch.Tensor],
+        *,
+        deferred: Mapping[int, torch.Tensor],
+        frozen: frozenset[int] = frozenset(),
+        after: Sequence[Future[None]] = (),
+        copies_small: bool = False,
+        wording: Wording = _ANY_COPY,
+    ) -> None:
+        """`deferred` has the optimizer's own tensor by the number of each tensor that may be copied later.
+
+        `frozen` tensors are parts of other snapshots: they change no more, and have their bytes once `after` has
+        resolved. With `copies_small`, `locate` copies small tensors beside deferred ones, and the segments get their
+        bytes later, too: not so for a held snapshot, whose readers take arrays as they are after the call.
+        """
+        self.specs, self.tensors, self.deferred = specs, tensors, deferred
+        self._frozen, self._after, self.wording = frozen, after, wording
+        self.devices: dict[torch.device, Device] = {}
+        # The device of each tensor at the call: a parameter may move to another one.
+        self._device_of: list[Device | None] = [None] * len(tensors)
+        self._pointers = [0] * len(tensors)
+        self._dense = [False] * len(tensors)
+        self.aliases: dict[int, Alias] = {}  # deferred tensors are read through these
+        self._storages: list[Any] = []
+        # Under a guard no tensor is frozen, so that the bytes of all are there.
+        self._small = self._small_ones() if deferred and copies_small else ()
+        self._copies: torch.Tensor | None = None  # of the small ones
+
+    def _small_ones(self) -> list[int]:
+        """The numbers of small tensors on the host, such as the steps of AdamW. No deferred tensor is small."""
+        small: list[int] = []
+        left = _MAX_SMALL_BYTES
+        for i, tensor in enumerate(self.tensors):
+            num_bytes = tensor.nbytes
+            if num_bytes <= min(left, _SMALL_BYTES) and is_on_host(tensor) and is_dense(tensor):
+                small.append(i)
+                left -= num_bytes
+                if len(small) == _MAX_SMALL:
+                    break
+        return small
+
+    def locate(self) -> None:
+        """Note where each tensor lies, keep its memory alive, and copy the small ones. On the caller's thread."""
+        for i, tensor in enumerate(self.tensors):
+            self._dense[i] = dense = i in self.deferred or is_dense(tensor)
+            if (place := device_of(tensor)) is not None:
+                if place not in self.devices:
+                    self.devices[place] = Device(place)
+                self._device_of[i] = self.devices[place]
+                self.devices[place].keep(tensor)
+            elif dense:
+                self._pointers[i] = tensor.data_ptr()
+        for i in sorted(self.deferred):
+            self.aliases[i] = Alias(self.tensors[i])
+        if self.devices or self.deferred:
+            # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
+            self._storages = [t.untyped_storage() for i, t in enumerate(self.tensors) if i not in self.aliases]
+        if self._small:
+            self._copy_small()
+
+    def _copy_small(self) -> None:
+        sizes = [self.tensors[i].nbytes for i in self._small]
+        self._copies = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        place = self._copies.data_ptr()
+        for i, num_bytes in zip(self._small, sizes, strict=True):
+            if num_bytes:
+                memmove(place, self._pointers[i], num_bytes)
+                self._pointers[i] = place
+                place += num_bytes
+
+    @property
+    def may_be_late(self) -> frozenset[int]:
+        """The numbers of the tensors that may be copied after `save` has returned."""
+        return self._frozen.union(self.deferred, self._small)
+
+    def needs_frozen(self, numbers: Iterable[int]) -> bool:
+        """True if copying these tensors has to wait for the snapshots that frozen tensors are parts of.
+
+        Without any frozen tensor, all tensors are copied at once, those of other snapshots among them.
+        """
+        return bool(self._after) and not (self._frozen and self._frozen.isdisjoint(numbers))
+
+    def wait_for_frozen(self) -> None:
+        for completion in self._after:
+            completion.result()
+
+    def num_host_bytes(self) -> int:
+        """The size of the dense tensors on the host."""
+        return sum(s.num_bytes for s, pointer in zip(self.specs, self._pointers, strict=True) if pointer)
+
+    def copy_from_host(
+        self,
+        pieces: Iterable[Piece],
+        segment: Segment,
+        begin: int,
+        on_device: dict[Device, list[Piece]],
+        *,
+        late: bool,
+    ) -> None:
+        """Copy the pieces of tensors on the host into a segment. Pieces on devices are added to `on_device`.
+
+        Their targets are counted from the start of a run of segments, in which this one begins at `begin`. `late`:
+        `save` has returned, and the memory of a deferred tensor may be freed meanwhile.
+        """
+        pointers, address = self._pointers, segment.address
+        aliases = self.aliases if late else {}
+        for target, number, source, length in pieces:
+            pointer = pointers[number]
+            if pointer:
+                alias = aliases.get(number)
+                if alias is None:
+                    memmove(address + target, pointer + source, length)
+                elif not alias.copy_to(address + target, source, length):
+                    raise self.torn((number,))
+            elif (device := self._device_of[number]) is not None:
+                _append(on_device.setdefault(device, []), Piece(begin + target, number, source, length))
+            else:
+                for offset, block in dense_blocks(self.tensors[number], source, source + length):
+                    at = target + offset - source
+                    segment.tensor[at : at + block.numel()].copy_(block)
+
+    def enqueue(self, device: Device, into: Segment, pieces: Sequence[Piece]) -> Any:
+        """Enqueue the copies of pieces on a device; the event fires when they have ended."""
+        try:
+            return device.enqueue(into.tensor, pieces, self.tensors, self._dense, self.aliases)
+        finally:
+            # Memory freed from now on is not lent before it is copied; memory freed until now may have been lent.
+            self.refuse_gone(pieces)
+
+    def refuse_gone(self, pieces: Iterable[Piece]) -> None:
+        """Raises TornSnapshotError if a deferred tensor of these pieces has lost its memory."""
+        aliases = self.aliases
+        gone = [p.tensor for p in pieces if p.tensor in aliases and not aliases[p.tensor].is_there()]
+        if gone:
+            raise self.torn(gone)
+
+    def torn(self, numbers: Iterable[int]) -> TornSnapshotError:
+        """The error for these tensors, and for all that have lost their memory by now."""
+        gone = {i for i, alias in self.aliases.items() if not alias.is_there()}
+        names = tuple(self.specs[i].dotted for i in sorted(gone.union(numbers)))
+        return TornSnapshotError(
+            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} changed or was freed outside of the "
+            "guarded optimizer's step() while being copied; leave guard= out, or wait until all is copied: "
+            f"{self.wording.wait_call}",
+            names=names,
+        )
+
+    def are_devices_quiet(self) -> bool:
+        """Wait until no device copies any more. False if one of them is broken: its copies may still write."""
+        return all(device.is_quiet() for device in self.devices.values())
+
+    def stall_seconds(self) -> float:
+        """Seconds that streams have waited for the copies, so far."""
+        return sum(device.stall_seconds() for device in self.devices.values())
+
+    def drop(self) -> None:
+        """Let go of the tensors; a handle may be kept for long. The devices stay, for `stall_seconds`."""
+        self.specs, self.tensors, self.deferred = (), [], {}
+        self._device_of, self._pointers, self._dense = [], [], []
+        self.aliases, self._storages, self._copies = {}, [], None
+
+
+def _append(pieces: list[Piece], piece: Piece) -> None:
+    """Add a piece; one that goes on where the last one ends lengthens it."""
+    if pieces:
+        target, number, source, length = pieces[-1]
+        if (target + length, number, source + length) == piece[:3]:
+            pieces[-1] = Piece(target, number, source, length + piece.length)
+            return
+    pieces.append(piece)

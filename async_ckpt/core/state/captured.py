@@ -1,0 +1,327 @@
+"""A state of one instant as a value: the capture of it, and a view of copies of its tensors by name.
+
+In: a capture, and copies of its tensors. Out: parts of it by name, and plain containers. Knows nothing of: who copies.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import operator
+import os
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from ...errors import ClosedError
+from ..slicing.sharded import Placed
+from ..slicing.slices import Slices
+from ..spec import TensorSpec, with_article
+from .dtypes import dtype_named
+from .names import Path, dotted, is_within, shown
+from .tree import SavedRecord, StoredLeaf, decode, leaves, replaced
+
+Mark: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """One state, taken apart by `state.capture`: `tensors[i]` holds the bytes of `specs[i]`. A tensor with aliases is
+    stored once.
+
+    `marks[i]` are the address and the version counter of the user's own tensor; None for a copy that was made here.
+    `completions` are those of the snapshots in the state, and `frozen` the numbers of their tensors: these tensors have
+    their bytes once the snapshots are complete, and change no more.
+    """
+
+    specs: list[TensorSpec]
+    tensors: list[torch.Tensor]
+    skeleton: str
+    objects: bytes | None
+    marks: list[Mark | None]
+    completions: tuple[Future[None], ...] = ()
+    frozen: frozenset[int] = frozenset()
+    modules: Mapping[Path, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
+    types: Collection[type] = ()
+    slices: Sequence[Slices] = ()
+    """The slices of each tensor that this rank holds, by the tensor's number; empty for a state of one process."""
+    per_rank: tuple[str, ...] = ()
+    """The names of values that each process has for itself: random generators."""
+    placed: Mapping[int, Placed] = field(default_factory=dict)
+    """The DTensors, by number, of which `tensors` has the local tensors: those of a held snapshot."""
+    classes: Mapping[Path, list[list[str]]] = field(default_factory=dict)
+    """The names of the classes of optimizers, by path: see `optimizers.classes_of`."""
+
+
+def structure_of(captured: Capture) -> Any:
+    """The state, with a `StoredLeaf` for each leaf outside of the skeleton.
+
+    Raises TypeError for two classes of one name.
+    """
+    return decode(json.loads(captured.skeleton), types=captured.types)[0]
+
+
+class SnapshotCopies:
+    """The copies of one snapshot's tensors until it is closed, shared by all views of the snapshot."""
+
+    def __init__(self, captured: Capture, copies: list[torch.Tensor], completion: Future[None]) -> None:
+        self.completion = completion
+        self.modules: Mapping[Path, weakref.ref[torch.nn.Module]] = captured.modules
+        self.per_rank, self.placed, self.classes = captured.per_rank, captured.placed, captured.classes
+        self._pickled = captured.objects
+        self._copies: list[torch.Tensor] | None = copies
+        self._specs, self._marks = captured.specs, captured.marks
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        self._copies = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self._copies is None
+
+    def copies(self) -> list[torch.Tensor]:
+        """The copies. Raises ClosedError if the snapshot is closed, or belongs to the parent process."""
+        if self._copies is None:
+            raise ClosedError("this snapshot is closed; use it inside its `with` block, or take another one")
+        if os.getpid() != self._pid:
+            raise ClosedError("this snapshot belongs to the parent process; use it there")
+        return self._copies
+
+    def marks(self) -> Iterator[tuple[torch.Tensor, Mark | None]]:
+        """The copies, each with the mark of its tensor at the instant of the snapshot."""
+        return zip(self.copies(), self._marks, strict=True)
+
+    def _objects(self) -> list[Any]:
+        # This process has pickled them itself, so they are trusted.
+        objects: list[Any] = torch.load(io.BytesIO(self._pickled or b""), weights_only=False)  # nosec B614
+        return objects
+
+    def filled(self, structure: Any) -> Any:
+        """A part of the structure in new containers and with new objects, which the caller may change."""
+        copies = self.copies()
+        objects: list[Any] = []
+
+        def give(stored: StoredLeaf) -> Any:
+            if stored.kind == "object":
+                objects[:] = objects or self._objects()
+                return objects[stored.number]
+            copy = copies[stored.number]
+            if stored.kind == "tensor":
+                placed = self.placed.get(stored.number)
+                return copy if placed is None else placed.around(copy)
+            if stored.kind == "bytes":
+                return bytes(copy.numpy())
+            spec = self._specs[stored.number]
+            return stored.as_array(copy.view(dtype_named(spec.dtype)).view(spec.shape))
+
+        return replaced(structure, give)
+
+
+class SnapshotView:
+    """A snapshot, or a part of one: a state as it was at one instant, with its tensors on the host.
+
+        snap["model"]["weight"]  # a tensor; snap["model"] is a part
+
+    The names are those of the state dicts. `save`, `export_hf` and wrapped functions accept a snapshot in place of the
+    state, and read it in the background. All readers share its tensors, so they must not be written to.
+    """
+
+    def __init__(self, source: SnapshotCopies, structure: Any, path: Path = ()) -> None:
+        self._source, self._structure, self._path = source, structure, path
+
+    @property
+    def completion(self) -> Future[None]:
+        """A future that is done when all bytes are copied, with TornSnapshotError if a tensor changed too early.
+
+        snap.completion.result(timeout=60)  # seconds
+        """
+        return self._source.completion
+
+    def state_dict(self) -> Any:
+        """Wait for `completion` and return the state in plain containers.
+
+            state = snap.state_dict()  # {"model": {"weight": tensor(…)}, …}
+
+        Raises ClosedError and TornSnapshotError.
+        """
+        tree = tree_of(self)
+        error = self.completion.exception()
+        if error is not None:
+            # A handle may keep the error for long, and the error's traceback would keep the copies.
+            del tree
+            raise error
+        return tree
+
+    @property
+    def _entries(self) -> Any:
+        """The container of the parts. Raises TypeError for one value."""
+        if is_leaf(self):
+            raise TypeError(f"{shown(self._path)} is one value, without parts; its state_dict() is that value")
+        structure = self._structure
+        return structure.fields if isinstance(structure, SavedRecord) else structure
+
+    @property
+    def _names(self) -> dict[Any, Any]:
+        """The parts by name. Raises TypeError if this is not a dict."""
+        entries = self._entries
+        if not isinstance(entries, dict):
+            raise TypeError(
+                f"{shown(self._path)} is {with_article(type(entries).__name__)}, whose entries have no names"
+            )
+        return entries
+
+    def __getitem__(self, key: Any) -> Any:
+        """A part; or a tensor or a value, after waiting for `completion`.
+
+        Raises KeyError, IndexError and ClosedError.
+        """
+        inner = part_of(self, key)
+        return inner.state_dict() if is_leaf(inner) else inner
+
+    def keys(self) -> KeysView[Any]:
+        """The names of the parts. Raises TypeError if this is not a dict.
+
+        list(snap.keys())  # ["model", "optimizer"]
+        """
+        return self._names.keys()
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """The names of the parts, each with `snap[name]`. Raises TypeError if this is not a dict.
+
+        for name, part in snap.items(): ...
+        """
+        return ((name, self[name]) for name in self._names)
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        """`snap[name]`, or `default` if there is no entry of this name. Raises TypeError if this is not a dict.
+
+        snap.get("scheduler")  # None, if there is none
+        """
+        return self[name] if name in self._names else default
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the names of a dict, or over the items of a list."""
+        if isinstance(self._entries, dict):
+            return iter(self._entries)
+        return (self[i] for i in range(len(self)))
+
+    def __contains__(self, name: object) -> bool:
+        """True if there is an entry of this name. Raises TypeError if this is not a dict."""
+        return name in self._names
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a snapshot cannot be pickled or copied; use its state_dict()")
+
+    def __repr__(self) -> str:
+        if self._source.is_closed:
+            state = "closed"
+        elif not self.completion.done():
+            state = "copying"
+        else:
+            state = "complete" if self.completion.exception() is None else "torn"
+        return f"<{type(self).__name__} of {shown(self._path)}, {state}>"
+
+
+# --- for readers of snapshots in this library ---------------------------------------------------------------------
+
+
+def module_of(view: SnapshotView) -> torch.nn.Module | None:
+    """The live module, without wrappers, of a view; None if there is none. Raises ReferenceError if it was deleted."""
+    known = view._source.modules.get(view._path)
+    module = None if known is None else known()
+    if known is not None and module is None:
+        raise ReferenceError(
+            f"the module that {shown(view._path)} is a snapshot of was deleted; keep it, or use the "
+            "state_dict() of this part"
+        )
+    return module
+
+
+class FrozenTensors:
+    """Tensors of a snapshot, or views of them, by other names than it has: a state whose tensors do not change."""
+
+    def __init__(self, view: SnapshotView, tensors: dict[str, torch.Tensor]) -> None:
+        self.view, self._tensors = view, tensors
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._tensors
+
+
+class FrozenParts:
+    """The snapshots in a state, and their tensors. Created by a capture."""
+
+    def __init__(self) -> None:
+        self.completions: list[Future[None]] = []
+        self.numbers: set[int] = set()  # of the tensors
+        self._moved: dict[int, Mark | None] = {}  # by storage: how far away the user's own is, and its version
+
+    def add(self, view: SnapshotView) -> None:
+        self.completions.append(view.completion)
+        for copy, mark in view._source.marks():
+            if address := copy.untyped_storage().data_ptr():
+                self._moved[address] = None if mark is None else (mark[0] - copy.data_ptr(), mark[1])
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """True for a tensor of a snapshot, and for a view of one."""
+        return bool(self._moved) and tensor.untyped_storage().data_ptr() in self._moved
+
+    def mark(self, tensor: torch.Tensor) -> Mark | None:
+        """The mark, at the instant of the snapshot, of the user's own tensor, or of the same view of it."""
+        moved = self._moved[tensor.untyped_storage().data_ptr()]
+        return None if moved is None else (tensor.data_ptr() + moved[0], moved[1])
+
+
+def per_rank_in(view: SnapshotView, path: Path) -> list[str]:
+    """The names of values that each process has for itself, in a snapshot that lies at a path of a state."""
+    top, at = dotted(view._path), dotted(path)
+    names = (name for name in view._source.per_rank if not top or is_within(name, {top}))
+    return [".".join(filter(None, (at, name[len(top) :].lstrip(".")))) for name in names]
+
+
+def classes_in(view: SnapshotView, path: Path) -> dict[Path, list[list[str]]]:
+    """The names of the classes of the optimizers in a snapshot that lies at a path of a state."""
+    top = view._path
+    known = view._source.classes
+    return {(*path, *inner[len(top) :]): names for inner, names in known.items() if inner[: len(top)] == top}
+
+
+def tree_of(view: SnapshotView) -> Any:
+    """The state in plain containers, without waiting: its tensors have their bytes once `completion` has resolved."""
+    return view._source.filled(view._structure)
+
+
+def has_dtensors(view: SnapshotView) -> bool:
+    """True if other ranks hold other shards of a snapshot's tensors. Known of a closed snapshot, too."""
+    placed = view._source.placed
+    of_tensors = (leaf for leaf in leaves(view._structure) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor")
+    return any(leaf.number in placed for leaf in of_tensors)
+
+
+def is_leaf(view: SnapshotView) -> bool:
+    """True for a view of one tensor, or of one value."""
+    structure = view._structure
+    return isinstance(structure, torch.Size) or not isinstance(structure, dict | list | tuple | deque | SavedRecord)
+
+
+def part_of(view: SnapshotView, key: Any) -> SnapshotView:
+    """The part of this name or number. Raises KeyError or IndexError, and TypeError if it has no parts."""
+    entries = view._entries
+    is_named = isinstance(entries, dict)
+    try:
+        if not is_named:
+            key = range(len(entries))[operator.index(key)]  # a negative index counts from the end
+        inner = entries[key]
+    except (KeyError, IndexError, TypeError) as error:
+        known = ", ".join(map(repr, entries)) if is_named else f"{len(entries)} entries"
+        kind = IndexError if isinstance(error, IndexError) else KeyError
+        raise kind(f"{key!r} is not in {shown(view._path)}; there are {known:.300}") from None
+    return SnapshotView(view._source, inner, (*view._path, key))

@@ -1,0 +1,571 @@
+"""The skeleton: a nested structure as JSON, with its tensors and its pickled leaves cut out and numbered.
+
+In: any nesting of containers and plain values. Out: JSON, and the structure back from it.
+Knows nothing of: files, devices, how a tensor is stored.
+
+A plain value is a node of `plain`; everything else is an object with one key, its kind: `{"dict": [[key, node], ...]}`,
+`{"tensor": 7}`. Classes of namedtuples, dataclasses and enums are stored by name, and looked up among the caller's
+`types`. Nothing in a skeleton can name code: decoding imports nothing. Beside the state dict of an optimizer stand the
+names of its classes, with which a restore compares those of the live one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ...errors import UnsupportedStateError
+from ..spec import Json
+from .dtypes import numpy_dtype
+from .generators import SavedGenerator, generator_node
+from .names import Path, printable, shown
+from .per_rank import ListItems, PerRank
+from .plain import (
+    SCALARS,
+    NotPlainError,
+    class_name,
+    enum_node,
+    fields_of,
+    has_fields,
+    hashable_node,
+    hashable_value,
+    is_record,
+    make_record,
+    member_of,
+    method_of,
+    plain_node,
+    plain_value,
+    scalar_node,
+)
+
+_MAX_DIMS: Final = 64
+_STORED: Final = frozenset({"tensor", "ndarray", "bytes", "object"})
+_OMITTED: Final = object()
+
+
+# The key beside the state dict of an optimizer: the names of the classes that each of its parts is derived from.
+_CLASSES: Final = "optimizer"
+
+
+def is_omitted(node: Json) -> bool:
+    """True for the node of a state of which nothing was selected."""
+    return node is _OMITTED
+
+
+class Encoder:
+    """One walk over a state.
+
+    `leaf` returns the node of a value that is neither a container nor plain; `contents` returns the contents of an
+    object with a `state_dict`. Left out are leaves whose path `keep` refuses, containers that end up empty thereby,
+    and instances of dataclasses that are `taken`, since they belong elsewhere in the skeleton.
+    """
+
+    def __init__(
+        self,
+        leaf: Callable[[Any, Path], Json],
+        keep: Callable[[Path], bool] | None = None,
+        contents: Callable[[Any, Path], Any] = lambda value, _: value.state_dict(),
+        taken: Callable[[Any, Path], bool] = lambda *_: False,
+    ) -> None:
+        self._leaf, self._keep, self._contents, self._taken = leaf, keep, contents, taken
+        self.types: set[type] = set()  # needed by `decode` to make the same again
+        self._open: set[int] = set()  # containers between the root and the current value, to detect cycles
+
+    def encode(self, value: Any, path: Path = ()) -> Json:
+        """The node for `value`. Raises UnsupportedStateError for a cycle, or a key that cannot be stored."""
+        kind = type(value)
+        if kind in SCALARS:
+            return scalar_node(value) if self._is_kept(path) else _OMITTED
+        if isinstance(value, torch.Tensor):
+            return self._leaf(value, path) if self._is_kept(path) else _OMITTED
+        if isinstance(value, Enum):  # first, since a member may be an int or a tuple as well
+            self.types.add(kind)
+            return self._plain(value, enum_node, path)
+        if kind is not dict and method_of(value, "state_dict") is not None:
+            return self._inside(value, path, lambda: self.encode(self._contents(value, path), path))
+        if isinstance(value, dict):
+            return self._inside(value, path, lambda: self._dict(value, path))
+        if isinstance(value, list | tuple):
+            return self._inside(value, path, lambda: self._sequence(value, path))
+        if kind is deque:
+            return self._inside(value, path, lambda: self._deque(value, path))
+        if is_record(value):
+            if self._taken(value, path):
+                return _OMITTED
+            return self._inside(value, path, lambda: self._record(value, path))
+        return self._plain(value, _value_node, path)
+
+    def _plain(self, value: Any, to_node: Callable[[Any], Json | None], path: Path) -> Json:
+        if not self._is_kept(path):
+            return _OMITTED
+        node = to_node(value)
+        return self._leaf(value, path) if node is None else node
+
+    def _is_kept(self, path: Path) -> bool:
+        return self._keep is None or self._keep(path)
+
+    def _inside(self, container: Any, path: Path, encode: Callable[[], Json]) -> Json:
+        if id(container) in self._open:
+            name = shown(path)
+            raise UnsupportedStateError(f"{name} contains itself; a checkpoint is a tree", path=name)
+        self._open.add(id(container))
+        try:
+            return encode()
+        finally:
+            self._open.discard(id(container))
+
+    def _dict(self, value: dict[Any, Any], path: Path) -> Json:
+        items = self._entries(value, path)
+        if items is _OMITTED:
+            return _OMITTED
+        if not isinstance(value, OrderedDict):
+            return {"places" if isinstance(value, ListItems) else "dict": items}
+        # `Module.state_dict` attaches the versions of modules, which these read when they load.
+        metadata = vars(value).get("_metadata")
+        if not isinstance(metadata, dict):
+            return {"ordered": items}
+        return {"ordered": items, "metadata": Encoder(_no_leaf).encode(dict(metadata), (*path, "_metadata"))}
+
+    def _record(self, value: Any, path: Path) -> Json:
+        self.types.add(type(value))
+        items = self._entries(fields_of(value), path)
+        return items if items is _OMITTED else {"dataclass": [class_name(type(value)), items]}
+
+    def _entries(self, value: Mapping[Any, Any], path: Path) -> Any:
+        items = []
+        for key, item in value.items():
+            inner = (*path, key)
+            node = self.encode(item, inner)
+            if node is not _OMITTED:
+                items.append([_key_node(key, inner), node])
+        return items if items or self._stays_empty(value, path) else _OMITTED
+
+    def _deque(self, value: deque[Any], path: Path) -> Json:
+        nodes = self._items(value, path)
+        return nodes if nodes is _OMITTED else {"deque": [nodes, value.maxlen]}
+
+    def _items(self, value: Sequence[Any], path: Path) -> Any:
+        encoded = [self.encode(item, (*path, i)) for i, item in enumerate(value)]
+        nodes = [node for node in encoded if node is not _OMITTED]
+        return nodes if nodes or self._stays_empty(value, path) else _OMITTED
+
+    def _sequence(self, value: Sequence[Any], path: Path) -> Json:
+        if isinstance(value, torch.Size):
+            return {"size": list(value)} if self._is_kept(path) else _OMITTED
+        nodes = self._items(value, path)
+        if nodes is _OMITTED:
+            return _OMITTED
+        if isinstance(value, tuple) and len(nodes) < len(value):
+            return {"tuple": nodes}
+        if isinstance(value, list):
+            return {"list": nodes}
+        fields = getattr(value, "_fields", None)
+        if fields is None:
+            return {"tuple": nodes}
+        self.types.add(type(value))
+        return {"namedtuple": [class_name(type(value)), list(fields), nodes]}
+
+    def _stays_empty(self, container: Any, path: Path) -> bool:
+        """True if an empty container stays: it was empty before the selection, and is selected itself."""
+        return self._keep is None or (not container and self._keep(path))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLeaf:
+    """A leaf that is not in the skeleton itself: entry `number` of its kind.
+
+    "tensor" and "bytes" are numbered together, "object" apart. An "ndarray" is a tensor too; `descr` and `shape`
+    describe its bytes if torch has no dtype for it.
+    """
+
+    kind: str
+    number: int
+    descr: Json = None
+    shape: Json = None
+    path: Path = ()  # of an "object", for messages
+
+    def as_array(self, tensor: torch.Tensor) -> Any:
+        """The numpy array over the memory of `tensor`, which holds the bytes. Raises ValueError if they do not fit."""
+        array = tensor.numpy()
+        if self.descr is None:
+            return array
+        dtype = numpy_dtype(self.descr)
+        if (
+            len(self.shape) > _MAX_DIMS
+            or not all(type(n) is int and 0 <= n < 2**63 for n in self.shape)
+            or math.prod(self.shape) * dtype.itemsize != array.size
+        ):
+            raise ValueError(f"shape {self.shape!r:.100} and dtype {self.descr!r:.100} do not fit {array.size} bytes")
+        # Without bytes there is nothing to view; numpy counts such an array's items without allocating any.
+        return array.view(dtype).reshape(self.shape) if array.size else type(array)(tuple(self.shape), dtype)
+
+
+def flat(names: Iterable[str]) -> Json:
+    """The skeleton of a dict of tensors that are numbered in the order of their names."""
+    return {"dict": [[name, {"tensor": number}] for number, name in enumerate(names)]}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRecord:
+    """The saved fields of a dataclass's instance, which becomes an instance again once its leaves are read."""
+
+    cls: type
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OfClass:
+    """A saved value of a class that is known by its name only.
+
+    `value` is a dict of a dataclass's fields, a tuple with the items of a namedtuple's `fields`, or the value of an
+    enum's member.
+    """
+
+    name: str
+    value: Any
+    fields: tuple[str, ...] = ()
+
+
+class NodesByRank(NamedTuple):
+    """A node for each rank, where ranks have values of their own. Part of merged skeletons, never of a file."""
+
+    nodes: Mapping[int, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesByRank:
+    """The saved values of ranks that have their own: rank -> value. `path` is for messages."""
+
+    values: dict[int, Any]
+    path: Path
+
+
+def decode(
+    node: Json, *, types: Iterable[type] | None = (), keep: Callable[[Path], bool] | None = None
+) -> tuple[Any, list[StoredLeaf]]:
+    """The structure of a skeleton, with a `StoredLeaf` for each leaf that the archive stores, and the list of these.
+
+    If its class is among `types`, a namedtuple or an enum's member is one again, and a dataclass's instance is a
+    `SavedRecord`; otherwise they are a tuple, the member's value, and a dict, or, for None, each an `OfClass`. Leaves
+    whose path `keep` refuses are left out, and so are containers that end up empty thereby; the result is None if
+    nothing is left.
+    Raises ValueError for a node that `encode` would not have made: nothing in a skeleton can make it raise another
+    error, or allocate more than the skeleton's own size. Raises TypeError for `types` that are not stored by name, or
+    that have the same name.
+    """
+    decoder = _Decoder(None if types is None else _by_name(types), keep)
+    try:
+        value = decoder.decode(node)
+    except Exception as error:
+        raise _malformed(error) from error
+    return (None if value is _OMITTED else value), decoder.stored
+
+
+def _by_name(types: Iterable[type]) -> dict[str, type]:
+    by_name: dict[str, type] = {}
+    if isinstance(types, type) or not isinstance(types, Iterable):
+        name = types.__qualname__ if isinstance(types, type) else f"{types!r:.100}"
+        raise TypeError(f"types must be a list of classes, such as types=[Config], got {name}")
+    for cls in map(_rebuilt, types):
+        name = class_name(cls)
+        if by_name.setdefault(name, cls) is not cls:
+            raise TypeError(
+                f"two classes are called {name}, and only the name is saved; rename one of them, or use only one"
+            )
+    return by_name
+
+
+def _rebuilt(cls: Any) -> Any:
+    """A class that the caller wants back. Raises TypeError for a class that is never stored by name."""
+    is_class = isinstance(cls, type)
+    if is_class and ("__dataclass_fields__" in vars(cls) or issubclass(cls, Enum) or hasattr(cls, "_make")):
+        return cls
+    name = cls.__qualname__ if is_class else f"{cls!r:.100}"
+    raise TypeError(f"types must be classes of namedtuples, dataclasses or enums; got {name}")
+
+
+def with_classes(node: Json, classes: Mapping[Path, Json]) -> Json:
+    """The skeleton, with the names of classes beside the state dicts of the optimizers at these paths."""
+    for path, names in classes.items():
+        inner = _node_at(node, path)
+        if isinstance(inner, dict) and "dict" in inner:
+            inner[_CLASSES] = names
+    return node
+
+
+def classes_at(node: Json, path: Path) -> list[list[str]]:
+    """The names of the classes of each part of the optimizer that was saved at a path; empty if they are not known."""
+    inner = _node_at(node, path)
+    names = inner.get(_CLASSES) if isinstance(inner, dict) else None
+    known = names if isinstance(names, list) else []
+    return [[str(name) for name in chain] for chain in known if isinstance(chain, list) and chain]
+
+
+def classes_of_all(nodes: Iterable[Json]) -> dict[str, Json]:
+    """The entry for the classes of optimizers that several ranks have, in one node; empty if there is none."""
+    unique = dict.fromkeys(tuple(chain) for node in nodes for chain in classes_at(node, ()))
+    return {_CLASSES: [*map(list, unique)]} if unique else {}
+
+
+def _node_at(node: Json, path: Path) -> Json:
+    """The node at a path of a skeleton that can be decoded; None if there is none."""
+    for key in path:
+        kind = next(iter(node), None) if isinstance(node, dict) else None
+        if kind in ("dict", "ordered", "places", "dataclass"):
+            items = node[kind][1] if kind == "dataclass" else node[kind]
+            node = next((inner for raw, inner in items if key_of(raw) == key), None)
+        elif kind in ("list", "tuple", "deque", "namedtuple"):
+            nodes = {"deque": lambda value: value[0], "namedtuple": lambda value: value[2]}.get(kind, list)(node[kind])
+            node = nodes[key] if type(key) is int and key < len(nodes) else None
+        else:
+            return None
+    return node
+
+
+def top_keys(node: Json) -> list[Any] | None:
+    """The keys of a skeleton that is a dict, without decoding its values; None for any other skeleton.
+
+    Raises ValueError for a node that `encode` would not have made.
+    """
+    kind = next(iter(node), None) if isinstance(node, dict) else None
+    if kind not in ("dict", "ordered"):
+        return None
+    try:
+        return [key_of(raw) for raw, _ in node[kind]]
+    except Exception as error:
+        raise _malformed(error) from error
+
+
+def _malformed(error: Exception) -> ValueError:
+    """The error for a malformed skeleton, whichever error its untrusted text has made Python raise."""
+    return ValueError(printable(f"{type(error).__name__}: {error!s:.200}"))
+
+
+def replaced(
+    value: Any, give: Callable[[StoredLeaf], Any], of_ranks: Callable[[ValuesByRank], Any] | None = None
+) -> Any:
+    """A copy of a decoded structure with every `StoredLeaf` replaced by the result of `give`.
+
+    Values of several ranks become a `PerRank`, or the result of `of_ranks`.
+    """
+    if isinstance(value, StoredLeaf):
+        return give(value)
+    if isinstance(value, ValuesByRank):
+        if of_ranks is not None:
+            return of_ranks(value)
+        return PerRank({rank: replaced(item, give) for rank, item in value.values.items()})
+    if isinstance(value, SavedRecord):
+        return make_record(value.cls, replaced(value.fields, give, of_ranks))
+    if isinstance(value, SavedGenerator):
+        return value.made()
+    if isinstance(value, OfClass):
+        return OfClass(value.name, replaced(value.value, give, of_ranks), value.fields)
+    if type(value) in (dict, OrderedDict, ListItems):  # only these have leaves; another dict was in a pickle
+        copy: Any = type(value)((key, replaced(item, give, of_ranks)) for key, item in value.items())
+        if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
+            # A deep copy of the metadata: load_state_dict(assign=True) writes to its dicts.
+            copy._metadata = replaced(value._metadata, give, of_ranks)
+        return copy
+    if type(value) is list:
+        return [replaced(item, give, of_ranks) for item in value]
+    if type(value) is set:
+        return set(value)
+    if type(value) is deque:
+        return deque((replaced(item, give, of_ranks) for item in value), value.maxlen)
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        items = [replaced(item, give, of_ranks) for item in value]
+        return value._make(items) if hasattr(value, "_make") else tuple(items)
+    return value
+
+
+def leaves(value: Any) -> Iterator[StoredLeaf | ValuesByRank]:
+    """Every `StoredLeaf` and every `ValuesByRank` in a decoded structure; not the leaves inside the latter."""
+    if isinstance(value, StoredLeaf | ValuesByRank):
+        yield value
+    elif isinstance(value, SavedRecord):
+        yield from leaves(value.fields)
+    elif isinstance(value, OfClass):
+        yield from leaves(value.value)
+    elif isinstance(value, dict | list | tuple | deque) and type(value) is not torch.Size:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from leaves(item)
+
+
+class _Decoder:
+    def __init__(self, types: dict[str, type] | None, keep: Callable[[Path], bool] | None) -> None:
+        self._types, self._keep = types, keep
+        self.stored: list[StoredLeaf] = []
+
+    def decode(self, node: Json, path: Path = ()) -> Any:
+        if not isinstance(node, dict):
+            if isinstance(node, NodesByRank):
+                return self._apart(node, path)
+            if isinstance(node, list):
+                raise ValueError("a bare list in the skeleton")
+            return self._leaf(lambda: node, path)
+        kind = next(iter(node), None)
+        value: Any = node.get(kind)
+        if kind == "dict":
+            return self._dict(value, path, {})
+        if kind == "ordered":
+            ordered = self._dict(value, path, OrderedDict())
+            if ordered is not _OMITTED and "metadata" in node:
+                ordered._metadata = _metadata(node["metadata"])
+            return ordered
+        if kind == "list":
+            return self._items(value, path)
+        if kind == "places":
+            return self._places(value, path)
+        if kind == "tuple":
+            items = self._items(value, path)
+            return items if items is _OMITTED else tuple(items)
+        if kind in ("namedtuple", "deque", "dataclass"):
+            return getattr(self, f"_{kind}")(value, path)
+        if kind == "enum":
+            return self._leaf(lambda: self._enum(value), path)
+        if kind == "generator":
+            return self._leaf(lambda: SavedGenerator.of_node(value), path)
+        if kind in _STORED:
+            number, *facts = value if kind == "ndarray" else [value]
+            shown_path = path if kind == "object" else ()
+            return self._leaf(lambda: self._store(kind, number, *facts, path=shown_path), path)
+        return self._leaf(lambda: plain_value(kind, value), path)
+
+    def _apart(self, apart: NodesByRank, path: Path) -> Any:
+        values = {rank: self.decode(node, path) for rank, node in apart.nodes.items()}
+        kept = {rank: value for rank, value in values.items() if value is not _OMITTED}
+        return ValuesByRank(kept, path) if kept else _OMITTED
+
+    def _namedtuple(self, value: Json, path: Path) -> Any:
+        name, fields, nodes = value
+        items = self._items(nodes, path)
+        if items is _OMITTED:
+            return items
+        if self._types is None:
+            return OfClass(_class_name(name), tuple(items), tuple(map(str, fields)))
+        cls: Any = self._types.get(name)
+        same = getattr(cls, "_fields", None) == tuple(fields) and len(items) == len(fields)
+        return cls._make(items) if same else tuple(items)
+
+    def _deque(self, value: Json, path: Path) -> Any:
+        nodes, maxlen = value
+        items = self._items(nodes, path)
+        if items is _OMITTED:
+            return items
+        if maxlen is not None and (type(maxlen) is not int or maxlen < len(nodes)):
+            raise ValueError(f"a deque of {len(nodes)} items has a maxlen of {maxlen!r:.50}")
+        return deque(items, maxlen)
+
+    def _dataclass(self, value: Json, path: Path) -> Any:
+        name, items = value
+        fields = self._dict(items, path, {})
+        if fields is _OMITTED:
+            return fields
+        if self._types is None:
+            return OfClass(_class_name(name), fields)
+        cls: Any = self._types.get(name)
+        is_whole = len(fields) == len(items) and hasattr(cls, "__dataclass_fields__") and has_fields(cls, fields)
+        return SavedRecord(cls, fields) if is_whole else fields
+
+    def _enum(self, value: Json) -> Any:
+        name, node = value
+        plain = hashable_value(node)
+        if self._types is None:
+            return OfClass(_class_name(name), plain)
+        cls = self._types.get(name)
+        return member_of(cls, plain) if cls is not None and issubclass(cls, Enum) else plain
+
+    def _store(self, kind: str, number: Json, descr: Json = None, shape: Json = None, *, path: Path = ()) -> StoredLeaf:
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{number!r:.50} is not the number of a leaf")
+        self.stored.append(StoredLeaf(kind, number, descr, shape, path))
+        return self.stored[-1]
+
+    def _leaf(self, make: Callable[[], Any], path: Path) -> Any:
+        return make() if self._keep is None or self._keep(path) else _OMITTED
+
+    def _dict(self, items: Json, path: Path, into: Any) -> Any:
+        for raw_key, node in items:
+            key = key_of(raw_key)
+            value = self.decode(node, (*path, key))
+            if value is not _OMITTED:
+                into[key] = value
+        return into if into or self._wanted_empty(items, path) else _OMITTED
+
+    def _places(self, items: Json, path: Path) -> Any:
+        ordered = dict(sorted(items))
+        if len(ordered) < len(items) or any(type(key) is not int or key < 0 for key in ordered):
+            raise ValueError("the places in a list must be different numbers from 0")
+        if ordered.keys() == set(range(len(items))):
+            return self._items(ordered.values(), path)
+        return self._dict(items, path, ListItems())
+
+    def _items(self, nodes: Json, path: Path) -> Any:
+        values = [self.decode(node, (*path, i)) for i, node in enumerate(nodes)]
+        kept = [v for v in values if v is not _OMITTED]
+        return kept if kept or self._wanted_empty(nodes, path) else _OMITTED
+
+    def _wanted_empty(self, nodes: Json, path: Path) -> bool:
+        """True if an empty container stays: it was empty before the selection, and is selected itself."""
+        return self._keep is None or (not nodes and self._keep(path))
+
+
+def _value_node(value: Any) -> Json | None:
+    """The node of a plain value or a random generator; None for anything else."""
+    node = plain_node(value)
+    return generator_node(value) if node is None else node
+
+
+def _class_name(name: Json) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r:.50} is not the name of a class")
+    return name
+
+
+def _key_node(key: Any, path: Path) -> Json:
+    """A dict key as a node. Raises UnsupportedStateError for a key that needs a pickle."""
+    if type(key) is str:
+        return scalar_node(key)
+    try:
+        node = hashable_node(key)
+    except NotPlainError as error:
+        raise UnsupportedStateError(
+            f"{shown(path)}: a key of type {error.kind} cannot be stored; use a string or a number", path=shown(path)
+        ) from error
+    if not _has_text(key):
+        raise UnsupportedStateError(
+            f"{shown(path)}: a key with that many digits cannot be stored; use a string, or a smaller number",
+            path=shown(path),
+        )
+    return node
+
+
+def _has_text(key: Any) -> bool:
+    """True if Python writes a key in decimal, as in names of tensors: its limit is some thousands of digits."""
+    try:
+        str(key)
+    except ValueError:
+        return False
+    return True
+
+
+def key_of(node: Json) -> Any:
+    """The key of a dict from its node."""
+    return node if isinstance(node, str) else hashable_value(node)
+
+
+def _metadata(node: Json) -> dict[Any, Any]:
+    value, stored = decode(node)
+    if stored or not isinstance(value, dict):
+        raise ValueError("the metadata of a state dict is not a dict of plain values")
+    return value
+
+
+def _no_leaf(_value: Any, _path: Path) -> Json:
+    return None  # a state dict's metadata is plain: version numbers

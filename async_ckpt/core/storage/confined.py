@@ -1,0 +1,263 @@
+"""The files below one folder of this machine, reached without following a link.
+
+In: a folder, and paths below it that use `/`. Out: files opened, written, moved and deleted there, and nowhere else.
+Knows nothing of: what is in them.
+
+The folder itself may be a link, or lie behind one. Below it, every folder on the way to a file is opened by itself, and
+a link in its place is an error: its target is not meant to be changed. Windows cannot open folders, so there every
+folder is checked before each call.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ...errors import StorageUnavailableError
+from ..spec import MIB
+from .disk import (
+    O_BINARY,
+    O_CLOEXEC,
+    O_DIRECTORY,
+    O_NONBLOCK,
+    close_quietly,
+    pread_into,
+    preallocate,
+    pwrite,
+    translated,
+)
+
+_O_NOFOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
+_OPENS_FOLDERS: Final = os.open in os.supports_dir_fd and bool(_O_NOFOLLOW)
+# The errors of opening a link, or a path through one.
+_OF_LINKS: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
+_PIECE_BYTES: Final = 4 * MIB
+_TEMP: Final = ".tmp"
+
+
+class _Location(NamedTuple):
+    """A name in an open folder; or a whole path, if folders cannot be opened."""
+
+    name: str
+    folder: int | None
+
+
+class ConfinedFolder:
+    """The files below one folder. Errors are of this library, except for FileNotFoundError where a method says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __repr__(self) -> str:
+        return f"<ConfinedFolder {self.folder}>"
+
+    @contextmanager
+    def _locate(self, name: str, *, make: bool = False) -> Iterator[_Location]:
+        """The location of a file, valid within the block. With `make`, the folders on the way are made."""
+        *folders, last = name.split("/")
+        if not _OPENS_FOLDERS:
+            yield _Location(str(self._path_without_links(folders, make=make) / last), None)
+            return
+        at = self.folder
+        fd = os.open(at, os.O_RDONLY | O_DIRECTORY | O_CLOEXEC)
+        try:
+            for part in folders:
+                at /= part
+                outer, fd = fd, self._open_folder(fd, part, at, make=make)
+                close_quietly(outer)
+            yield _Location(last, fd)
+        finally:
+            close_quietly(fd)
+
+    def _open_folder(self, folder: int, name: str, path: Path, *, make: bool) -> int:
+        """Open a folder in an open folder."""
+        flags = os.O_RDONLY | O_DIRECTORY | O_CLOEXEC | _O_NOFOLLOW
+        try:
+            return os.open(name, flags, dir_fd=folder)
+        except FileNotFoundError:
+            if not make:
+                raise
+        except OSError as error:
+            if error.errno in _OF_LINKS:
+                raise self._refusal(path) from error
+            raise
+        with suppress(FileExistsError):
+            os.mkdir(name, dir_fd=folder)
+        return self._open_folder(folder, name, path, make=False)
+
+    def _path_without_links(self, folders: list[str], *, make: bool) -> Path:
+        at = self.folder
+        for part in folders:
+            at /= part
+            if make:
+                with suppress(FileExistsError):
+                    at.mkdir()
+            if not stat.S_ISDIR(os.lstat(at).st_mode):
+                raise self._refusal(at)
+        return at
+
+    def _refusal(self, path: Path) -> StorageUnavailableError:
+        kind = "a link" if path.is_symlink() else "not a regular file"
+        return StorageUnavailableError(
+            f"{path} is {kind}, and only files below {self.folder} are changed; move it away, or use another folder",
+            path=str(path),
+        )
+
+    def stat(self, name: str) -> os.stat_result | None:
+        """The status of a file, or of a link itself; None if there is nothing, or a link on the way."""
+        with translated(self.folder / name):
+            try:
+                with self._locate(name) as location:
+                    return os.stat(location.name, dir_fd=location.folder, follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError, StorageUnavailableError):
+                return None
+
+    def size(self, name: str) -> int | None:
+        """The size of a regular file; None if there is none of this name."""
+        status = self.stat(name)
+        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The sizes of the files below a folder, by their paths from there."""
+        with translated(self.folder / folder):
+            top = self.folder / folder
+            paths = [Path(at) / name for at, _, names in os.walk(top) for name in names]
+            return {path.relative_to(top).as_posix(): path.lstat().st_size for path in sorted(paths)}
+
+    def open(self, name: str, flags: int, *, make: bool = False) -> int:
+        """Open a file, as `os.open` does. With `make`, the folders on the way are made. Raises FileNotFoundError."""
+        flags |= O_CLOEXEC | O_BINARY | O_NONBLOCK | _O_NOFOLLOW
+        with translated(self.folder / name, passing=(FileNotFoundError,)):
+            try:
+                with self._locate(name, make=make) as location:
+                    if not _OPENS_FOLDERS and os.path.islink(location.name):
+                        raise self._refusal(self.folder / name)
+                    fd = os.open(location.name, flags, 0o666, dir_fd=location.folder)
+            except OSError as error:
+                if error.errno in {*_OF_LINKS, errno.EISDIR, errno.ENXIO}:
+                    raise self._refusal(self.folder / name) from error
+                raise
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                return fd
+            close_quietly(fd)
+            raise self._refusal(self.folder / name)
+
+    def read(self, name: str) -> bytes:
+        """The content of a file. Raises FileNotFoundError."""
+        with (
+            translated(self.folder / name, passing=(FileNotFoundError,)),
+            os.fdopen(self.open(name, os.O_RDONLY), "rb") as file,
+        ):
+            return file.read()
+
+    def put(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """Write a new file. The folders on the way are made."""
+        with translated(self.folder / name):
+            fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, make=True)
+            with os.fdopen(fd, "wb") as file:
+                file.writelines(pieces)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a small file atomically. The folder has no other writer."""
+        self.delete(name + _TEMP)
+        self.put(name + _TEMP, [data])
+        self.move(name + _TEMP, name)
+
+    def move(self, name: str, to: str) -> None:
+        """Rename a file or link, replacing another one. The folders on the way are made."""
+        with translated(self.folder / to), self._locate(name) as source, self._locate(to, make=True) as target:
+            os.replace(source.name, target.name, src_dir_fd=source.folder, dst_dir_fd=target.folder)
+
+    def link(self, name: str, to: str) -> bool:
+        """Give a file or link a second name. False if the file system has no hard links."""
+        with translated(self.folder / to), self._locate(name) as source, self._locate(to, make=True) as target:
+            try:
+                os.link(
+                    source.name,
+                    target.name,
+                    src_dir_fd=source.folder,
+                    dst_dir_fd=target.folder,
+                    follow_symlinks=False,
+                )
+            except (OSError, NotImplementedError):
+                return False
+        return True
+
+    def delete(self, name: str) -> None:
+        """Delete a file or link if there is one, and the folders that this leaves empty."""
+        with (
+            translated(self.folder / name),
+            suppress(FileNotFoundError, NotADirectoryError, StorageUnavailableError),
+            self._locate(name) as location,
+        ):
+            os.unlink(location.name, dir_fd=location.folder)
+        with suppress(OSError, StorageUnavailableError):
+            while "/" in name:
+                name = name.rpartition("/")[0]
+                with self._locate(name) as location:
+                    os.rmdir(location.name, dir_fd=location.folder)
+
+    def delete_all(self, name: str) -> None:
+        """Delete a file, a link itself, or a folder with its content."""
+        status = self.stat(name)
+        with translated(self.folder / name):
+            if status is None:
+                return
+            if not stat.S_ISDIR(status.st_mode):
+                self.delete(name)
+                return
+            with self._locate(name) as location:
+                shutil.rmtree(location.name, dir_fd=location.folder)
+
+    def part(self, name: str, by: str) -> None:
+        """Replace a file that has several names by a copy, so that the other names keep the old file.
+
+        The copy is made under the name `by`, and then renamed.
+        """
+        self.delete_all(by)
+        try:
+            with translated(self.folder / name):
+                source = self.open(name, os.O_RDONLY)
+                try:
+                    self._copy(source, by)
+                finally:
+                    close_quietly(source)
+            self.move(by, name)
+        finally:
+            self.delete(by)
+
+    def _copy(self, source: int, to: str) -> None:
+        status = os.fstat(source)
+        target = self.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL, make=True)
+        try:
+            if hasattr(os, "fchmod"):
+                os.fchmod(target, stat.S_IMODE(status.st_mode))
+            preallocate(target, status.st_size, self.folder / to)
+            piece = memoryview(bytearray(_PIECE_BYTES))
+            for at in range(0, status.st_size, _PIECE_BYTES):
+                read_at(source, piece[: status.st_size - at], at)
+                write_at(target, piece[: status.st_size - at], at)
+        finally:
+            os.close(target)
+
+
+def read_at(fd: int, target: memoryview, offset: int) -> None:
+    """Fill `target`. Raises OSError if the file ends too early."""
+    while target:
+        num_read = pread_into(fd, target, offset)
+        if not num_read:
+            raise OSError(errno.EIO, f"the file ends at {offset:,} bytes")
+        target, offset = target[num_read:], offset + num_read
+
+
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data`."""
+    while data:
+        num_written = pwrite(fd, data, offset)
+        data, offset = data[num_written:], offset + num_written

@@ -1,0 +1,263 @@
+"""Temp files: their names beside the target, and the record locks that show whether their writer lives.
+
+In: the path of a file to be written. Out: a temp file that no process sweeps. Knows nothing of: what is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ...errors import StorageUnavailableError
+from ..host.process import in_forked_child
+from .disk import (
+    O_BINARY,
+    O_CLOEXEC,
+    close_quietly,
+    identity,
+    make_folder,
+    open_regular,
+    open_to_change,
+    remove_if_empty,
+    sync_folder,
+)
+
+try:
+    import fcntl
+except ImportError:  # Windows: no record locks, so nothing is ever swept
+    fcntl = None  # type: ignore[assignment]
+
+
+TEMP_SUFFIX: Final = ".async_ckpt-tmp"
+# How often other processes may sweep a new file, or its folder, before it is locked.
+_NUM_TRIES: Final = 100
+
+# Files that this process is writing. A record lock does not stop its own process, and is lost when any descriptor of
+# the file is closed, so the sweep of this process must not even open them.
+_ours: dict[int, tuple[int, int]] = {}  # by descriptor; under _ours_lock
+_ours_lock = threading.RLock()  # a finalizer forgets a file at any allocation, also of the thread that has the lock
+# Temp files that this process could not delete; under _ours_lock.
+_undeleted: set[Path] = set()
+
+
+def temps_of(name: str, names: list[str]) -> list[str]:
+    """The temp files, among these names, of writers of `name`."""
+    return [n for n in names if n.startswith(temp_stem(name)) and n.endswith(TEMP_SUFFIX)]
+
+
+def temp_stem(name: str) -> str:
+    """The beginning of the temp names of `name`; cut, since file names have at most 255 bytes."""
+    return f".{os.fsencode(name)[:150].decode(errors='ignore')}."
+
+
+def create_locked(target: Path) -> tuple[Path, int]:
+    """Create a temp file beside the target, and lock it before any process can take it for a leftover."""
+    was_swept = False
+    for _ in range(_NUM_TRIES):
+        temp = target.with_name(f"{temp_stem(target.name)}{os.urandom(4).hex()}{TEMP_SUFFIX}")
+        try:
+            with _ours_lock:  # so that the sweep of this process does not come between
+                fd = os.open(temp, os.O_CREAT | os.O_EXCL | os.O_RDWR | O_CLOEXEC | O_BINARY, 0o666)
+                key = _ours[fd] = identity(os.fstat(fd))
+        except FileNotFoundError:  # another process has removed the empty folder
+            was_swept = True
+            _make_again(target.parent)
+            continue
+        if fcntl is not None:
+            with suppress(OSError):  # a file system without locks, where no process can sweep
+                fcntl.lockf(fd, fcntl.LOCK_EX)
+        try:
+            if identity(os.stat(temp)) == key:
+                if was_swept:
+                    sync_folder(target.parent.parent)
+                return temp, fd
+        except FileNotFoundError:
+            pass  # swept between open and lock
+        except BaseException:
+            delete_temp(temp)
+            forget(fd)
+            raise
+        forget(fd)
+    # As in /proc: there is a folder, but no file can be made in it.
+    raise FileNotFoundError(errno.ENOENT, "no file can be made there", str(target.parent))
+
+
+def _make_again(folder: Path) -> None:
+    """Make a folder, without syncing it: its first file should follow at once. The caller syncs it after that."""
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:  # the parent is gone, too
+        make_folder(folder)
+
+
+def forget(fd: int) -> None:
+    """Close a file of this process, which releases its lock."""
+    with _ours_lock:  # before the close, after which its descriptor and inode may belong to a new file
+        _ours.pop(fd, None)
+    close_quietly(fd)
+
+
+def delete_temp(temp: Path) -> None:
+    """Delete a temp file of this process. If that fails, `delete_left` tries again."""
+    try:
+        os.unlink(temp)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        with _ours_lock:
+            _undeleted.add(temp)
+
+
+def delete_left(root: Path) -> None:
+    """Delete temp files below a folder that this process could not delete before, and folders that held only them.
+
+    Their names are random, so they are no other writer's files.
+    """
+    with _ours_lock:
+        temps = [temp for temp in _undeleted if temp.is_relative_to(root)]
+        _undeleted.difference_update(temps)
+    for temp in temps:
+        delete_temp(temp)
+        if temp.parent != root:
+            remove_if_empty(temp.parent)
+
+
+def hold(path: Path) -> int | None:
+    """Lock an existing file. `forget` with the returned descriptor unlocks it; None if locks do not work."""
+    if fcntl is None:
+        return None
+    with _ours_lock:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | O_CLOEXEC)
+        _ours[fd] = identity(os.fstat(fd))
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+    except OSError:
+        forget(fd)
+        return None
+    return fd
+
+
+def hold_if_free(path: Path) -> int | None:
+    """Create a file if need be, and lock it. Delete it, and unlock it by `forget` with the returned descriptor.
+
+    None if a living process has locked it, this one too. On a file system without locks, only this process counts.
+    """
+    for _ in range(_NUM_TRIES):
+        with _ours_lock:
+            with suppress(FileNotFoundError):
+                if identity(os.stat(path)) in _ours.values():
+                    return None
+            fd = open_to_change(path, os.O_RDWR)
+            key = _ours[fd] = identity(os.fstat(fd))
+        try:
+            if fcntl is not None:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                forget(fd)
+                return None
+        with suppress(FileNotFoundError):
+            if identity(os.stat(path)) == key:
+                return fd
+        forget(fd)  # its holder has deleted it between open and lock
+    return None
+
+
+def read_held(path: Path) -> bytes:
+    """Read a small file that a process has locked.
+
+    If it is this process, closing another descriptor of the file would release the lock: the one that holds it is read.
+    """
+    with _ours_lock:
+        key = identity(os.stat(path))
+        for fd, held in _ours.copy().items():  # a finalizer may forget one meanwhile
+            if held == key:
+                return os.pread(fd, os.fstat(fd).st_size, 0)
+    return path.read_bytes()
+
+
+def is_held(path: Path) -> bool:
+    """Whether another living process has locked a file, as far as that can be proved."""
+    if fcntl is None:
+        return False
+    fd: int | None = None
+    try:
+        with _ours_lock:
+            if identity(os.stat(path)) in _ours.values():
+                return False
+        fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return fd is not None and error.errno in (errno.EACCES, errno.EAGAIN)
+    except StorageUnavailableError:
+        return False
+    finally:
+        if fd is not None:
+            close_quietly(fd)
+    return False
+
+
+def written_so_far(temp: Path) -> tuple[int, int]:
+    """The bytes written to a temp file of another process, and its size, which is allocated at once.
+
+    Zeros for a file of this process, whose lock would be lost, and for one that is gone or is not readable.
+    """
+    try:
+        with _ours_lock:
+            if identity(os.stat(temp)) in _ours.values():
+                return 0, 0
+        fd = open_regular(temp, os.O_RDONLY | os.O_NOFOLLOW)
+    except (OSError, StorageUnavailableError):
+        return 0, 0
+    try:
+        size, at, written = os.fstat(fd).st_size, 0, 0
+        if not hasattr(os, "SEEK_DATA"):  # Windows
+            return 0, size
+        with suppress(OSError):  # there is no data from here on
+            while at < size:
+                begin = os.lseek(fd, at, os.SEEK_DATA)
+                at = os.lseek(fd, begin, os.SEEK_HOLE)
+                written += at - begin
+        return written, size
+    finally:
+        close_quietly(fd)
+
+
+def is_dead(path: Path, *, delete: bool) -> bool:
+    """Whether no living process is writing this file: its record lock is free.
+
+    With `delete`, the file is deleted under the lock, so that a writer about to lock it finds the file gone.
+    """
+    if fcntl is None:
+        return False
+    try:
+        with _ours_lock:
+            if identity(os.stat(path)) in _ours.values():
+                return False
+        fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
+    except (OSError, StorageUnavailableError):
+        return False
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if delete:
+            os.unlink(path)
+    except OSError:
+        return False  # its writer is alive, or the file system has no locks
+    finally:
+        close_quietly(fd)
+    return True
+
+
+@in_forked_child
+def _forget_parent() -> None:
+    """In a forked child: the files are the parent's, and the thread that held the lock is not here to release it."""
+    global _ours_lock
+    _ours.clear()
+    _undeleted.clear()
+    _ours_lock = threading.RLock()

@@ -1,0 +1,175 @@
+"""Places: a path or URL, and the options of the client for it.
+
+In: a user's arguments. Out: a storage, without any request. Knows nothing of: what is stored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from ...stores.s3 import runtime as _  # noqa: F401 - notices forks from now on, even before the first store
+from ..spec import Keep, keep_of
+from .interface import Storage
+from .local import LocalStorage
+from .store_facts import SECRET_NAME
+from .url import (
+    SCHEMES,
+    StrPath,
+    local_path,
+    parent_and_name,
+    place_and_name,
+    refuse_chain,
+    scheme_of,
+    shown,
+    text_of,
+)
+
+Engine = Literal["obstore", "fsspec", "s3fs"]
+
+_DEADLINE: Final = "deadline_seconds"
+# Options that name the location of a store: not secret.
+_WHERE: Final = re.compile("endpoint|region|profile", re.IGNORECASE)
+
+
+@dataclass(frozen=True, repr=False)
+class Place:
+    """A path or URL with the options of its client. Every function that takes a path or URL takes a Place.
+
+        minio = Place("s3://bucket/run", options={"endpoint": "http://minio:9000", "region": "us-east-1"})
+        AsyncCheckpointer(["runs/a", minio])
+
+    Args:
+        url: a path or URL.
+        options: of the client: endpoint, region, credentials, timeouts.
+        engine: the client: "obstore" (the default for s3, gs and az) or "fsspec" (the default for all other URLs; for
+            s3 also called "s3fs").
+        fs: an fsspec filesystem to use as it is; `url` is then a path on it, or its URL.
+        keep: the retention of this root, if an AsyncCheckpointer has several; by default its `keep`.
+
+    Raises TypeError and ValueError for arguments that are not valid, such as `options` for a local path.
+    """
+
+    url: StrPath
+    _: KW_ONLY
+    options: Mapping[str, Any] | None = None
+    engine: Engine | None = None
+    fs: Any = None
+    keep: int | Keep | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.url, Place):
+            raise TypeError("a Place is made from a path or URL, not from another Place")
+        text_of(self.url)
+        if self.options is not None and not isinstance(self.options, Mapping):
+            raise TypeError(
+                f'options must be a mapping such as {{"region": "us-east-1"}}, got {type(self.options).__qualname__}'
+            )
+        if self.engine not in (None, "obstore", "fsspec", "s3fs"):
+            raise ValueError(f'engine must be "obstore", "fsspec" or "s3fs", got {self.engine!r}')
+        keep_of(self.keep)
+        if self.fs is not None and not (hasattr(self.fs, "protocol") and callable(getattr(self.fs, "open", None))):
+            raise TypeError(f'fs must be a filesystem of fsspec, such as fsspec.filesystem("s3"), got {self.fs!r:.100}')
+        if self.fs is not None and (self.engine is not None or (self.options or {}).keys() - {_DEADLINE}):
+            raise ValueError(
+                f"{self!r}: fs= is used as it is set up; leave out engine=, and all options= except {_DEADLINE}"
+            )
+        if self.is_local and (self.options or self.engine is not None):
+            raise ValueError(f"{self!r}: options= and engine= are for URLs; leave them out for a local path")
+
+    @property
+    def text(self) -> str:
+        """The path or URL as text, secrets included. Messages use `shown`."""
+        return text_of(self.url)
+
+    @property
+    def shown(self) -> str:
+        """The path or URL without secrets."""
+        return shown(self.text)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is a path on this machine, or its `file://` URL."""
+        return self.fs is None and scheme_of(self.text) in (None, "file")
+
+    def storage(self) -> Storage:
+        """The storage whose root this is. Raises TypeError and ValueError for an invalid place, and ImportError for a
+        missing package.
+        """
+        scheme = scheme_of(self.text)
+        if self.is_local:
+            return LocalStorage(local_path(self.text))
+        if self.fs is None:
+            refuse_chain(self.text)
+        if self.engine == "s3fs" and scheme not in ("s3", "s3a", None):
+            raise ValueError(f'engine="s3fs" is for s3:// URLs; {scheme}:// has its own')
+        if self.fs is None and (self.engine == "obstore" or (self.engine is None and scheme in SCHEMES)):
+            from ...stores.s3.store import ObjectStorage
+
+            return ObjectStorage(self.text, self.options)
+        from ...stores.fsspec.store import FsspecStorage
+
+        return FsspecStorage(self.text, self.options, fs=self.fs)
+
+    def object(self) -> tuple[Storage, str]:
+        """The storage that contains this object, and its name there. Raises ValueError if it has no name."""
+        parent, name = parent_and_name(self.url, fs=self.fs)
+        return replace(self, url=parent).storage(), name
+
+    def inside(self) -> tuple[Storage, str]:
+        """The storage that contains this object or folder, and its name there: empty for a whole bucket, or disk."""
+        parent, name = place_and_name(self.url, fs=self.fs)
+        return replace(self, url=parent).storage(), name
+
+    def __repr__(self) -> str:
+        arguments = [repr(self.shown)]
+        if self.options is not None:
+            arguments.append(f"options={ {name: _printable(name, value) for name, value in self.options.items()}!r}")
+        if self.engine is not None:
+            arguments.append(f"engine={self.engine!r}")
+        if self.fs is not None:
+            arguments.append(f"fs=<{type(self.fs).__qualname__}>")
+        if self.keep is not None:
+            arguments.append(f"keep={self.keep!r}")
+        return f"Place({', '.join(arguments)})"
+
+
+def _printable(name: str, value: Any) -> Any:
+    """An option as it may be printed: numbers, and locations. Any other text may hold a secret."""
+    if SECRET_NAME.search(name):
+        return "…"
+    if isinstance(value, str):
+        return shown(value) if _WHERE.search(name) else "…"
+    return value if value is None or isinstance(value, int | float) else "…"
+
+
+Anywhere: TypeAlias = StrPath | Place
+
+
+def place_of(where: Anywhere) -> Place:
+    """The Place for a path, a URL or a Place."""
+    return where if isinstance(where, Place) else Place(where)
+
+
+def written_at(where: Anywhere) -> Place:
+    """The Place of something that is not a run. Raises ValueError if it has a retention."""
+    place = place_of(where)
+    if place.keep is not None:
+        raise ValueError(f"{place!r}: keep= is for a root of an AsyncCheckpointer; leave it out here")
+    return place
+
+
+def local_place(where: Anywhere, advice: str = "give a local path") -> Path:
+    """The path on this machine. Raises ValueError, with this advice, for any other place."""
+    place = place_of(where)
+    if not place.is_local:
+        raise ValueError(f"{place.shown} is not a local path; {advice}")
+    return local_path(place.text)
+
+
+def storage_at(where: Anywhere) -> Storage:
+    """The storage whose root is this folder, bucket prefix or fsspec URL."""
+    return place_of(where).storage()

@@ -1,0 +1,231 @@
+"""Scratch folders for code that writes files by itself, and the publication of those files, each whole.
+
+In: a destination. Out: a folder beside it; later its files under their names. Knows nothing of: what is in them.
+
+A scratch folder has a locked file beside it, as a temp file has a lock: the next writer sweeps folders of dead owners.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Self
+
+from ...errors import IsAFolderError, OccupiedError, StorageUnavailableError
+from ..host.threads import is_library_thread
+from .disk import call_libc, close_quietly, identity, make_folder, sync_file, sync_folder, translated
+from .locks import TEMP_SUFFIX, create_locked, forget, is_dead, temp_stem, temps_of
+
+_FOLDER_SUFFIX: Final = ".d"
+_INNER: Final = "files"
+_EXCHANGE: Final = 2
+
+
+class Scratch:
+    """A new folder in `parent` for files that become `name`; other users of the machine cannot read it.
+
+    The end of its `with` block removes it. It belongs to the process that made it: a forked child does not touch it.
+    """
+
+    def __init__(self, parent: Path, name: str) -> None:
+        with translated(parent):
+            make_folder(parent)
+            sweep(parent, name)
+            self._lock, self._fd = create_locked(parent / name)
+            self._outer, self._pid = _folder_of(self._lock), os.getpid()
+            self.folder = self._outer / _INNER
+            try:
+                self._outer.mkdir(0o700)
+                self.folder.mkdir()  # with the mode that the user's umask gives every folder
+                self._identity = identity(os.stat(self.folder))
+            except BaseException:
+                self._delete()
+                raise
+
+    @property
+    def belongs_here(self) -> bool:
+        """False in a child that was forked after this folder was made."""
+        return os.getpid() == self._pid
+
+    @property
+    def is_there(self) -> bool:
+        """False once another process has taken the folder away, even if something has made it again."""
+        try:
+            return identity(os.stat(self.folder)) == self._identity
+        except FileNotFoundError:
+            return False
+
+    def remove(self) -> None:
+        """Remove the folder with its content. Idempotent. Raises StorageUnavailableError."""
+        if self._fd >= 0 and self.belongs_here:
+            with translated(self.folder):
+                self._delete()
+
+    def keep(self) -> None:
+        """Keep the folder, which has the only copy of something, under a name that is never swept."""
+        if self._fd >= 0 and self.belongs_here:
+            kept = self._lock.with_name(self._lock.name.removesuffix(TEMP_SUFFIX) + ".kept")
+            with translated(self.folder):
+                os.rename(self._outer, kept)
+                self.folder = kept / _INNER
+                self._unlock()
+
+    def _delete(self) -> None:
+        if self._outer.exists():
+            shutil.rmtree(self._outer)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        """Release the lock, as the last step: a folder without a lock is swept."""
+        fd, self._fd = self._fd, -1
+        forget(fd)
+        with suppress(FileNotFoundError):  # another process has just swept it
+            os.unlink(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        try:
+            self.remove()
+        except StorageUnavailableError as failure:
+            if error is None:
+                raise
+            error.add_note(f"async_ckpt: {failure}")
+
+    def __repr__(self) -> str:
+        return f"<Scratch {self.folder}{'' if self._fd >= 0 else ' (removed)'}>"
+
+
+def refuse_in_running(folder: Path) -> None:
+    """Raise ValueError for a background save by a wrapped function into its own scratch folder.
+
+    The function cannot wait for the save, and the folder is deleted when the function returns.
+    """
+    inside = any(part.endswith(TEMP_SUFFIX + _FOLDER_SUFFIX) for part in folder.parts)
+    if inside and is_library_thread():
+        raise ValueError(
+            f"{folder} is deleted when the wrapped function that writes there returns, so nothing can be saved there "
+            "in the background; call a plain function instead, such as the .__wrapped__ of a wrapped one"
+        )
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    """The regular files below a folder, in the order of their names."""
+    for path in sorted(folder.rglob("*")):
+        if stat.S_ISREG(path.lstat().st_mode):
+            yield path
+
+
+def sync_all(path: Path) -> int:
+    """Make a file, or a folder with its content, durable. Returns the bytes of its files."""
+    num_bytes = 0
+    for file in [path] if path.is_file() else files_in(path):
+        fd = os.open(file, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+        try:
+            sync_file(fd)
+            num_bytes += os.fstat(fd).st_size
+        finally:
+            close_quietly(fd)
+    if path.is_dir():
+        for folder in [path, *(inner for inner in path.rglob("*") if inner.is_dir() and not inner.is_symlink())]:
+            sync_folder(folder)
+    return num_bytes
+
+
+def publish(written: Path, target: Path, *, replaced: Callable[[str], bool] = lambda _: False) -> None:
+    """Rename a durable file or folder to its final path, atomically and durably.
+
+    A file replaces a file. A folder is exchanged for one that also has those files of the old folder that were not
+    written again, except for paths that are `replaced`. Raises the errors of `refuse_misfit`.
+    """
+    refuse_misfit(written, target)
+    if _is_folder(target) and any(target.iterdir()):
+        _publish_over(written, target, replaced)
+    else:
+        os.replace(written, target)
+    sync_folder(target.parent)
+
+
+def refuse_misfit(written: Path, target: Path) -> None:
+    """Raise IsADirectoryError or FileExistsError if one is a file and the other a folder."""
+    if _is_folder(target) and not written.is_dir():
+        raise IsAFolderError(f"{target} is a folder, but a file was written; give another name")
+    if written.is_dir() and os.path.lexists(target) and not _is_folder(target):
+        raise OccupiedError(f"{target} is a file, but a folder was written; give another name")
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _publish_over(written: Path, target: Path, replaced: Callable[[str], bool]) -> None:
+    """Exchange a folder for a new one that also has the files that were not written again."""
+    _link_missing(target, written, replaced)
+    _exchange(written, target)
+    # Another process may have put a file there between the two lines.
+    _link_missing(written, target, replaced)
+    sync_folder(target)
+
+
+def _link_missing(source: Path, target: Path, replaced: Callable[[str], bool]) -> None:
+    for path in sorted(source.rglob("*")):
+        inner = path.relative_to(source)
+        to = target / inner
+        if os.path.lexists(to) or replaced(inner.as_posix()):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            to.mkdir(stat.S_IMODE(path.stat().st_mode))
+        else:
+            with suppress(FileExistsError):
+                os.link(path, to, follow_symlinks=False)
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Swap two folders by renameat2(2) with RENAME_EXCHANGE; without it by renames, with a gap between them."""
+    if sys.platform == "linux":
+        at_fdcwd = -100
+        if call_libc("renameat2", at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), _EXCHANGE) == 0:
+            return
+    aside = a.with_name(f"{a.name}.old")
+    os.rename(b, aside)
+    os.rename(a, b)
+    os.rename(aside, a)
+
+
+def take_away(parent: Path, name: str) -> None:
+    """Remove the scratch folders of this name, also those of living writers: these can publish nothing any more.
+
+    Each is renamed first, so that a writer either has published it or finds it gone.
+    """
+    names = os.listdir(parent)
+    for folder in names:
+        lock = folder.removesuffix(_FOLDER_SUFFIX)
+        if folder != lock and temps_of(name, [lock]):
+            gone = parent / f"{temp_stem(name)}{os.urandom(4).hex()}{TEMP_SUFFIX}{_FOLDER_SUFFIX}"
+            with suppress(FileNotFoundError):
+                os.rename(parent / folder, gone)
+                shutil.rmtree(gone, ignore_errors=True)  # the rest is swept, as it has no lock
+
+
+def _folder_of(lock: Path) -> Path:
+    return lock.with_name(lock.name + _FOLDER_SUFFIX)
+
+
+def sweep(parent: Path, name: str) -> None:
+    """Remove the leftovers of dead writers of this name."""
+    names = os.listdir(parent)
+    for temp in temps_of(name, names):
+        # Also for a writer that died before its folder was made, or after it was removed.
+        if is_dead(parent / temp, delete=True):
+            shutil.rmtree(_folder_of(parent / temp), ignore_errors=True)
+    locks = set(os.listdir(parent))
+    for folder in names:
+        lock = folder.removesuffix(_FOLDER_SUFFIX)
+        if folder != lock and temps_of(name, [lock]) and lock not in locks:
+            shutil.rmtree(parent / folder, ignore_errors=True)

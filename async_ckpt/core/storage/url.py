@@ -1,0 +1,193 @@
+"""Paths and URLs as text: their parts, and the parts that may be shown.
+
+In: a user's paths and URLs. Out: schemes, buckets, parents and names; text for messages. Knows nothing of: storages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePath
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from ...errors import CorruptCheckpointError, StorageUnavailableError
+
+StrPath = str | os.PathLike[str]
+
+SCHEMES: Final = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"} | {
+    name: name for name in ("az", "azure", "abfs", "abfss", "adl")
+}
+
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
+# A chain of fsspec, which is one filesystem on another; a URL within a foreign text.
+_CHAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:://[^:]*)?::.*:/")
+# A key or password of fewer characters may be a word, or a part of one.
+_LONG_SECRET: Final = 8
+_URL_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
+
+
+def parent_and_name(path: StrPath, *, fs: Any = None) -> tuple[str, str]:
+    """The place that contains an object, and its name there. Raises ValueError if there is no name."""
+    text = text_of(path)
+    parent, name = place_and_name(text, fs=fs)
+    scheme, _, rest = text.partition("://")
+    if fs is None and scheme.lower() in SCHEMES and rest.startswith("/"):
+        raise ValueError(f"{shown(text)} names no bucket; write {scheme}://bucket{rest}")
+    if _is_far(text, fs) and (not name or text.endswith("/")):
+        bucket_url = shown(text).rstrip("/")
+        example = f"{bucket_url}//bucket/x.tar" if bucket_url.endswith(":") else f"{bucket_url}/x.tar"
+        raise ValueError(f"{shown(text)} names no object; give a name in it, such as {example}")
+    return parent, name
+
+
+def place_and_name(path: StrPath, *, fs: Any = None) -> tuple[str, str]:
+    """The place that contains an object or folder, and its name there: empty for a whole bucket, or a whole disk.
+
+    With `fs`, the path is on that filesystem.
+    """
+    text = text_of(path)
+    if not _is_far(text, fs):
+        local = local_path(text)
+        return str(local.parent), local.name
+    if fs is None and scheme_of(text) in SCHEMES:
+        _refuse_query(text)
+    start = text.index("://") + len("://") if scheme_of(text) else 0
+    parent, slash, name = text[start:].rstrip("/").rpartition("/")
+    if not start:
+        parent = parent or slash  # the root of the filesystem
+    return (text[:start] + parent, name) if parent else (text, "")
+
+
+def _is_far(text: str, fs: Any) -> bool:
+    return fs is not None or scheme_of(text) not in (None, "file")
+
+
+def scheme_of(text: str) -> str | None:
+    """The scheme of a URL in lower case; None for a path."""
+    match = _URL.match(text)
+    return match[1].lower() if match and match[2] else None
+
+
+def split_bucket(url: str) -> tuple[str, str, str]:
+    """Scheme, bucket and prefix. Messages about a malformed URL show no part that may be a password."""
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
+    scheme = SCHEMES.get(scheme, scheme)
+    if scheme not in SCHEMES.values():
+        raise ValueError(f"{scheme}:// is not an object store; known are {', '.join(sorted(SCHEMES))}")
+    bucket, _, prefix = rest.partition("/")
+    user, _, host = bucket.rpartition("@")
+    printable = f"{scheme}://{shown(url).partition('://')[2].partition('/')[0]}"
+    if not host:
+        raise ValueError(f"{printable} names no bucket; write {scheme}://bucket/prefix")
+    if (user or ":" in bucket) and (scheme in ("s3", "gs") or ":" in bucket):
+        raise ValueError(
+            f"{printable}: a URL must not contain keys or a port; write {scheme}://bucket/prefix, and give these in "
+            "Place(url, options=…)"
+        )
+    _refuse_query(url)
+    prefix = prefix.strip("/")
+    if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
+        raise ValueError(f"{printable}/{prefix}: a key must not have an empty part, or one that is . or ..")
+    return scheme, bucket, prefix
+
+
+def refuse_chain(text: str) -> None:
+    """Raise ValueError for a URL that fsspec would read as one filesystem on another: it has no parent and no name."""
+    if _CHAIN.match(text):
+        raise ValueError(f"{shown(text)} is a chain of filesystems; pass Place(path, fs=…) instead")
+
+
+def _refuse_query(url: str) -> None:
+    """Raise ValueError for a URL with a query or fragment, which may be a signature."""
+    if "?" in url or "#" in url:
+        raise ValueError(
+            f"{shown(url)}: the URL of a store must not contain ? or #; give what follows in Place(url, options=…)"
+        )
+
+
+def shown(text: str) -> str:
+    """A URL without user, password, query and fragment. A path is returned as it is."""
+    slashes = "://" if "://" in text else ":/"
+    if slashes == ":/" and not _URL.match(text):  # a path; a URL that was turned into a Path has one slash
+        return text
+    scheme, _, rest = text.partition(slashes)
+    user, _, place = rest.rpartition("@")
+    if ":" not in user:  # no password; an @ may be part of a name
+        place = rest.rpartition("@")[2] if "@" in rest.partition("/")[0] else rest
+    host = place.partition("/")[0]
+    if scheme.lower() in SCHEMES and ":" in host:  # no bucket has one: a port, or keys without their @
+        place = host.partition(":")[0]
+    return f"{scheme}{slashes}{re.split('[?#]', place, maxsplit=1)[0]}"
+
+
+def starred(text: str, secrets: Iterable[str]) -> str:
+    """A foreign text without these secrets, and without those in the URLs in it.
+
+    A secret that is shorter than other words may be a part of many: it is replaced where it stands alone.
+    """
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        if len(secret) >= _LONG_SECRET:
+            text = text.replace(secret, "***")
+        else:
+            text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", "***", text)
+    return without_secrets(text)
+
+
+def without_secrets(text: str) -> str:
+    """A foreign text, such as a client's error, with the secrets removed from the URLs in it."""
+    return _URL_IN_TEXT.sub(lambda url: shown(url[0]), text)
+
+
+def unusable_name(place: str, problem: str) -> CorruptCheckpointError:
+    """The error about an object whose name cannot be requested, or cannot be that of a file below a folder."""
+    return CorruptCheckpointError(
+        f"{place} has an object that cannot be a file below it: {problem}; rename or delete that object", path=place
+    )
+
+
+def text_of(path: StrPath) -> str:
+    """A path as text. Raises TypeError and ValueError for anything else."""
+    # A cloudpathlib path of an object in a store has a file system path as well: that of its copy in a cache.
+    as_uri = None if isinstance(path, str | PurePath) else getattr(path, "as_uri", None)
+    if as_uri is None and not isinstance(path, str | os.PathLike):
+        raise TypeError(f"expected a path or URL, not {type(path).__qualname__}; pass a string or a Path")
+    text = os.fspath(path) if as_uri is None else as_uri()
+    if not isinstance(text, str):
+        raise TypeError("a path must be str, not bytes")
+    if not text:
+        raise ValueError("the path is empty")
+    match = _URL.match(text)
+    if match and not match[2] and match[1] in SCHEMES and isinstance(path, str):
+        raise ValueError(f"{shown(text)} has one slash too few; write {shown(text.replace(':/', '://', 1))}")
+    if match and not match[2] and not isinstance(path, str):
+        # A Path turns two slashes into one. The URL of a bucket has no others that could be lost.
+        if match[1] in SCHEMES:
+            return text.replace(":/", "://", 1)
+        raise ValueError(f"{shown(text)} was a URL: a Path turns two slashes into one; pass it as a string")
+    return text
+
+
+def local_path(text: str) -> Path:
+    """The path on this machine that a path or a `file://` URL means.
+
+    Raises StorageUnavailableError, and ValueError for `~name` of an unknown user.
+    """
+    refuse_chain(text)
+    if scheme_of(text) == "file":
+        text = unquote(urlsplit(text).path)
+    if not text:
+        raise ValueError("the path is empty")
+    try:
+        path = Path(text).expanduser().absolute()
+    except RuntimeError as error:  # `~name` of a user that this host does not know
+        raise ValueError(
+            f"{text:.300}: {error}; write the path in full, or ./{text:.300} if its name begins so"
+        ) from error
+    try:
+        path.is_dir()
+    except OSError as error:  # a name that is too long, or a file system that does not answer
+        raise StorageUnavailableError(f"{text:.300}: {error.strerror}", path=text) from error
+    return path

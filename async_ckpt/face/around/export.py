@@ -1,0 +1,150 @@
+"""`export_hf`: weights as the Hugging Face ecosystem reads them, written beside a checkpoint or alone.
+
+In: a model, or its state dict. Out: a folder of safetensors, index, config and tokenizer, on disk or in a store.
+Knows nothing of: the names that models give their weights.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from ...core.host.threads import running_future
+from ...core.saving.handle import SaveHandle
+from ...core.spans import Spans
+from ...core.staging.guard import unwrapped
+from ...core.staging.held_snapshot import refuse_guard
+from ...core.state.captured import SnapshotView
+from ...core.storage.compressed import refuse_archive_name
+from ...core.storage.disk import refuse_dangling
+from ...core.storage.interface import Storage
+from ...core.storage.local import LocalStorage
+from ...core.storage.place import Anywhere, local_place, written_at
+from ...errors import NotAFolderError
+from .hf_folder import Export, ExportRequest
+from .hf_weights import weights_of
+from .shards import MAX_SHARD_BYTES
+from .spread import ExportMessages, PartsFolder, begin_spread, looks_whole
+
+# Files in a config folder that are not copied: weights in any format and their indices, archives, hidden files.
+_NOT_COPIED: Final = re.compile(
+    r"\..*|.*\.index\.json|.*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|ot|onnx|onnx_data|tflite|pkl|npz|distcp"
+    r"|tar|zst|gz|zip)",
+    re.IGNORECASE,
+)
+# The only subfolder that belongs to a tokenizer.
+_TEMPLATES: Final = "additional_chat_templates"
+
+
+def export_hf(
+    state_or_model: Any,
+    destination: Anywhere,
+    config_folder: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    guard: Any = None,
+) -> SaveHandle:
+    """Write a model as a folder that `from_pretrained` loads. Returns a handle at once.
+
+        handle = async_ckpt.export_hf(model, "out/hf")
+
+    The weights are written to `model.safetensors`, or to shards and their index, under the names that
+    `save_pretrained` uses: those of the plain model, even if it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`).
+    Tied weights are written once. For a PEFT model, or for LoRA weights with an `adapter_config.json` in
+    `config_folder`, the active adapter is written to `adapter_model.safetensors`. The weights may change as soon as
+    the call returns.
+
+    A local folder appears as a whole. An existing folder is replaced by a new one, which has the other files of the old
+    one as well. At a URL, `config.json` is deleted first and written last, so that nothing there loads if the export
+    fails in between. Exports are written in the order of the calls.
+
+    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks call this alike, with a destination
+    that all of them see. No rank waits for another one: each writes what it holds, and rank 0 makes the folder from
+    these parts, through less than 256 MiB of memory. Its handle is done when the folder is complete; the handle of
+    another rank, when its part is. Every rank must hold DTensors: a rank whose weights are whole makes them on a mesh
+    of its own, or the export fails.
+
+    Together with a checkpoint of the same instant, the weights are copied from the device once:
+
+        with async_ckpt.snapshot({"model": model, "optimizer": optimizer}) as snap:
+            async_ckpt.save(snap, "x.tar")
+            async_ckpt.export_hf(snap["model"], "hf")
+
+    Args:
+        state_or_model: a module; a flat mapping of names to tensors; or either of them in a snapshot. The names of a
+            mapping are written as they are, so it must be the state dict of the plain model; a warning says if they
+            look wrapped. A module knows its config and its tied weights; a mapping does not.
+        destination: a folder, or the URL of one.
+        config_folder: a local folder. Its files are copied beside the weights (config, tokenizer, generation config,
+            chat templates), but no weights and no other subfolders. They take precedence over the model's own config.
+        max_shard_bytes: the largest size of a file. A larger tensor gets a file of its own.
+        guard: as for `save`.
+
+    Raises UnsupportedStateError for anything but plain tensors of dtypes that safetensors knows, NotADirectoryError if
+    `config_folder` or the destination is not a folder, ValueError for a folder with the name of a compressed archive or
+    that is in use, and ReferenceError for a snapshot whose module was deleted. The
+    handle raises FileExistsError for a model in a folder that contains an adapter, which would be loaded instead.
+    """
+    place = written_at(destination)
+    storage: Storage = place.storage()
+    spans, called = Spans(), running_future()
+    others, parts = ExportMessages(storage), None
+    try:  # the other ranks learn of an error on this one
+        refuse_archive_name(place.shown)
+        if isinstance(max_shard_bytes, str) or max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes must be a number of bytes, at least 1, got {max_shard_bytes!r}")
+        if not storage.remote:
+            storage = LocalStorage(_replaceable(storage.locate("")))
+        config_files = {} if config_folder is None else files_of(local_place(config_folder))
+        held = state_or_model if isinstance(state_or_model, SnapshotView) else None
+        refuse_guard([held] if held is not None else [], guard)
+        weights = weights_of(state_or_model, config_files)
+        others.announce(is_spread=weights.is_spread)
+        request = ExportRequest(storage, config_files, max_shard_bytes, spans, called)
+        if weights.is_spread:
+            parts = PartsFolder(place, storage, lambda: others.check_failed(place.shown))
+            return begin_spread(request, weights, parts, others, held=held, guard=guard)
+        check = partial(others.check_whole, storage)
+        check()
+        request = request._replace(check=check)
+        return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()
+    except BaseException as error:
+        others.announce_failure(error)
+        if parts is None and not looks_whole(state_or_model):
+            PartsFolder.skip()
+        raise
+    finally:
+        called.set_result(spans.called())
+
+
+def _replaceable(folder: str) -> str:
+    """The folder behind a link, since the folder itself is replaced. Raises if it cannot be replaced."""
+    real = os.path.realpath(folder)
+    if os.path.lexists(real) and not os.path.isdir(real):
+        refuse_dangling(Path(real))
+        raise NotAFolderError(f"{folder} is a file; give the folder to write the model to")
+    with suppress(FileNotFoundError):  # the current folder was deleted
+        if Path.cwd().is_relative_to(real):
+            raise ValueError(
+                f"{folder} is the current folder, or a parent of it, and would be replaced; give a folder inside it"
+            )
+    return real
+
+
+def is_left_out(path: str) -> bool:
+    """Whether a file in a model's folder is not copied beside its weights."""
+    return any(map(_NOT_COPIED.fullmatch, path.split("/")))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The config, tokenizer and similar files. Read now, so that the folder may be deleted once the call returns."""
+    if not folder.is_dir():
+        refuse_dangling(folder)
+        raise NotAFolderError(f"config_folder {folder} is not a folder; give the one with the model's config.json")
+    paths = [path for path in folder.iterdir() if not is_left_out(path.name) and not path.is_dir()]
+    paths += (folder / _TEMPLATES).glob("*.jinja")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(paths)}

@@ -1,0 +1,239 @@
+"""`pack`: a folder that existing code fills becomes one tar, streamed in the background.
+
+In: a folder. Out: a handle. Knows nothing of: the content of the files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ...core.format.tarball import Tarball
+from ...core.host.loop import OffLoop
+from ...core.host.threads import running_future
+from ...core.host.waits import Completion
+from ...core.report import Progress, SaveReport
+from ...core.saving.default import files_saver
+from ...core.saving.handle import SaveHandle
+from ...core.saving.save import Save
+from ...core.saving.saver import Saver
+from ...core.saving.story import Attempt, story
+from ...core.saving.targets import Compression, FileTarget
+from ...core.spans import Spans
+from ...core.staging.file_segments import FileFill, FilesImage, scan
+from ...core.storage.disk import refuse_dangling, translated
+from ...core.storage.place import Anywhere, local_place, written_at
+from ...core.storage.scratch import Scratch
+from ...errors import ClosedError, NotAFolderError, NothingWrittenError, StorageUnavailableError, UsageError
+
+_PathType: Any = type(Path())
+
+
+class PackedFolder(_PathType):  # type: ignore[misc]
+    """A `pathlib.Path` with the handle of the save, which exists once the `with` block has ended."""
+
+    _handle: SaveHandle | None = None
+
+    @property
+    def handle(self) -> SaveHandle:
+        """The save, once the block has been left."""
+        if self._handle is None:
+            raise UsageError("there is no handle until the `with` block has ended without an exception")
+        return self._handle
+
+
+class Pack:
+    """A folder to write into; leaving the block streams it. Made by `pack`."""
+
+    def __init__(self, target: FileTarget, scratch: Path, name: str) -> None:
+        self._target, self._parent, self._name = target, scratch, name
+        self._scratch: Scratch | None = None
+        self._folder = PackedFolder(scratch)  # once the block is entered, the one to write into
+
+    @property
+    def handle(self) -> SaveHandle:
+        """The save, once the block has been left."""
+        return self._folder.handle
+
+    def __enter__(self) -> PackedFolder:
+        if self._scratch is not None:
+            raise UsageError("this folder was packed already; call pack() again for another one")
+        self._scratch = Scratch(self._parent, self._name)
+        self._folder = PackedFolder(self._scratch.folder)
+        return self._folder
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._scratch is not None
+        if error is not None:
+            self._scratch.__exit__(kind, error, trace)
+        elif not self._scratch.belongs_here:
+            raise ClosedError(f"{self._folder} belongs to the parent process; leave the block there")
+        else:
+            self._folder._handle = _stream(self._scratch.folder, self._target, self._scratch)
+
+    def __repr__(self) -> str:
+        handle = self._folder._handle
+        return f"<Pack {self._target.path}{f' {handle!r}' if handle else ''}>"
+
+
+def pack(
+    destination: Anywhere,
+    *,
+    compression: Compression = None,
+    scratch: str | os.PathLike[str] | None = None,
+) -> Pack:
+    """Give existing code a folder to fill, in a `with` block. Its content becomes the archive at `destination`.
+
+        with async_ckpt.pack("s3://bucket/x.tar") as folder:
+            model.save_pretrained(folder)
+        report = folder.handle.result()
+
+    Leaving the block returns at once. The folder is then streamed as one plain tar (members `./…`, with their modes,
+    links and holes), and removed once the archive is committed. If the block raises an exception, nothing is published.
+    If the save fails, the folder is kept, and the error says where it is. Packs are streamed one after the other, in
+    the order in which their blocks ended: if two have the same destination, the later one replaces the other.
+
+    The folder is created in `scratch`; by default beside a local destination, where every node sees it, and in the
+    system's temp folder for a URL. `compression` is as for `save`.
+
+    Raises ValueError, IsADirectoryError or NotADirectoryError for a destination that cannot be written to, such as a
+    name that promises another compression.
+    """
+    return _pack(FileTarget.at(written_at(destination), compression), scratch)
+
+
+def pack_under(destination: Anywhere, *, scratch: str | os.PathLike[str] | None = None) -> Pack:
+    """As `pack`, a plain tar under any name: for programs that write and read plain ones called .tar.gz."""
+    return _pack(FileTarget.at(written_at(destination), may_mislead=True), scratch)
+
+
+def _pack(target: FileTarget, scratch: str | os.PathLike[str] | None) -> Pack:
+    name = target.path.rstrip("/").rpartition("/")[2] if target.storage.remote else Path(target.path).name
+    beside = Path(tempfile.gettempdir()) if target.storage.remote else Path(target.path).parent
+    return Pack(target, beside if scratch is None else local_place(scratch), name)
+
+
+def pack_folder(
+    folder: Anywhere,
+    destination: Anywhere,
+    *,
+    compression: Compression = None,
+) -> SaveHandle:
+    """Stream a local folder as `pack` does, and keep it. It must not change until the handle is done.
+
+        async_ckpt.files.pack_folder("out/model", "s3://bucket/model.tar").result()
+
+    Raises NotADirectoryError if there is no such folder, and ValueError for a URL, or for a destination inside the
+    folder.
+    """
+    source = local_place(folder, "fetch the folder with files.download_directory, then pack it")
+    if not source.is_dir():
+        refuse_dangling(source)
+        raise NotAFolderError(f"{source} is not a folder; give the folder to pack")
+    source = source.resolve()
+    target = FileTarget.at(written_at(destination), compression)
+    if not target.storage.remote and Path(target.path).resolve().is_relative_to(source):
+        raise ValueError(f"{target.path} is inside {source}, so the archive would contain itself; write it elsewhere")
+    return _stream(source, target, None)
+
+
+def _stream(folder: Path, target: FileTarget, scratch: Scratch | None) -> SaveHandle:
+    try:
+        packing = _PackSave(files_saver(), folder, target, scratch)
+        handle = packing.saver.take_on(packing)
+    except BaseException as error:  # such as that the interpreter is exiting
+        if scratch is not None:
+            _keep(scratch, error)
+        raise
+    packing.called.set_result(packing.spans.called())
+    return handle
+
+
+class _PackSave(Save):
+    """The save of one folder, run on the library's loop.
+
+    Made when the block is left. Segments are filled and written by helper threads.
+    """
+
+    def __init__(self, saver: Saver, folder: Path, target: FileTarget, scratch: Scratch | None) -> None:
+        self.saver, self._folder, self._target, self._scratch = saver, folder, target, scratch
+        self.path = target.path
+        staged: Future[None] = Completion(lambda: f"the files of {self.path}: {self.progress}")
+        super().__init__(None, target.path, staged, lambda: self.progress, Spans())
+        self.called: Future[float] = running_future()  # resolves when the caller has its handle
+        self._attempt: Attempt | None = None
+
+    @property
+    def progress(self) -> Progress:
+        return self._attempt.drain.progress if self._attempt else Progress(0, 0, 0)
+
+    def give_up(self, error: BaseException) -> None:
+        super().give_up(error)
+        if self._attempt is not None:
+            self._attempt.drain.fail(error)
+
+    async def run(self, turn: Future[None] | None, off_loop: OffLoop) -> SaveReport:
+        if turn is not None:
+            await asyncio.wrap_future(turn)
+        attempt, fill = await off_loop(self._set_up)
+        fill.completion.add_done_callback(self._pass_on)
+        with self.saver.relieved_by(attempt.drain):
+            fill.begin()
+            try:
+                await story(attempt, None, off_loop, self.life)
+            finally:  # the fill reads from the folder until then
+                await off_loop(fill.completion.exception)
+        return attempt.report(await asyncio.wrap_future(self.called))
+
+    def _set_up(self) -> tuple[Attempt, FileFill]:
+        attempt, fill = self.saver.files_attempt(self._scan(), self._target, self.spans)
+        self._attempt = attempt
+        if self.given_up is not None:
+            attempt.drain.fail(self.given_up)
+        return attempt, fill
+
+    def _scan(self) -> FilesImage:
+        with translated(self._folder):
+            entries, sources = scan(self._folder)
+        if len(entries) == 1:
+            raise NothingWrittenError(f"nothing was written into {self._folder}; {self.path} is left as it was")
+        return FilesImage(Tarball(entries), sources)
+
+    def _pass_on(self, ended: Future[None]) -> None:
+        error = ended.exception()
+        if error is None:
+            self.staged.set_result(None)
+        else:
+            self.staged.set_exception(error)
+
+    def failed(self, error: BaseException) -> None:
+        self._end_staging(error)
+        if self._scratch is not None:
+            _keep(self._scratch, error)
+
+    async def tidy(self, off_loop: OffLoop) -> None:
+        if self._scratch is not None:
+            await off_loop(self._scratch.remove)
+
+    async def afterwards(self, off_loop: OffLoop) -> None:  # noqa: ARG002
+        assert self._attempt is not None
+        await self._attempt.afterwards()
+
+
+def _keep(scratch: Scratch, error: BaseException) -> None:
+    """Keep the files that were not packed, if there are any: there may be no other copy of this checkpoint."""
+    try:
+        if isinstance(error, NothingWrittenError):
+            scratch.remove()
+        else:
+            scratch.keep()
+            error.add_note(f"async_ckpt: what was to be packed is kept in {scratch.folder}")
+    except StorageUnavailableError as failure:
+        error.add_note(f"async_ckpt: {failure}")

@@ -1,0 +1,108 @@
+"""File objects over objects in a store.
+
+In: a reader, or a name to write to. Out: what `open` would return. Knows nothing of: folders.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from functools import partial
+from typing import IO, Any, Final, Self
+
+from ...core.spec import MIB
+from ...core.storage.bulk import Parcel, copy
+from ...core.storage.interface import Reader, Storage
+from ...core.storage.local import LocalStorage
+
+# The bytes that a file keeps in memory, and the largest request to the store.
+BUFFER_BYTES: Final = 4 * MIB
+_REQUEST_BYTES: Final = 16 * MIB
+
+
+def open_local(path: str, mode: str, encoding: str | None) -> IO[Any]:
+    try:
+        return open(path, mode, encoding=encoding)
+    except FileNotFoundError:
+        folder = os.path.dirname(path)
+        if "r" in mode or not folder:
+            raise
+    os.makedirs(folder, exist_ok=True)
+    return open(path, mode, encoding=encoding)
+
+
+class ReaderFile(io.RawIOBase):
+    """A `Reader` as a raw file of Python's `io`."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._reader.num_bytes}[whence]
+        if at < 0:
+            raise ValueError(f"cannot seek to byte {at}, before the beginning")
+        self._at = at
+        return at
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        length = min(len(view), max(0, self._reader.num_bytes - self._at), _REQUEST_BYTES)
+        if length:
+            self._reader.read_into(self._at, view[:length])
+        self._at += length
+        return length
+
+    def readall(self) -> bytes:
+        """The rest of the file, in large requests: the inherited method would read a few KiB at a time."""
+        data = bytearray(max(0, self._reader.num_bytes - self._at))
+        at = 0
+        while at < len(data):
+            at += self.readinto(memoryview(data)[at:])
+        return bytes(data)
+
+    def close(self) -> None:
+        self._reader.close()
+        super().close()
+
+
+class UploadFile:
+    """A scratch file that becomes an object when it is closed."""
+
+    def __init__(self, storage: Storage, name: str, mode: str, encoding: str | None) -> None:
+        self._storage = storage
+        self._name = name
+        self._scratch = tempfile.TemporaryDirectory(prefix="async_ckpt-")
+        newline = None if encoding is None else "\n"
+        self._file = open(  # noqa: SIM115
+            os.path.join(self._scratch.name, "file"), mode, encoding=encoding, newline=newline
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def close(self) -> None:
+        """Upload what was written. After an error there is nothing left to do."""
+        if self._file.closed:
+            return
+        with self._scratch as folder:
+            self._file.close()
+            local = LocalStorage(folder)
+            copy([Parcel(partial(local.open, "file"), self._name, local.sizes("")["file"])], self._storage)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            with self._scratch:
+                self._file.close()

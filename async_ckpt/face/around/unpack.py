@@ -1,0 +1,242 @@
+"""`extract` and `unpack`: any tar, ours or another program's, back into a folder; safely, or not at all.
+
+In: a path or URL, and a folder. Out: files. Knows nothing of: their content.
+
+`tarfile`'s `data` filter extracts; but some versions of it have let links of links escape (CVE-2025-4517), and it
+repairs members that should be refused. So each member is checked here first: its name alone keeps it in the folder,
+it does not lie behind a link, and no link leads through another one's parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import stat
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn, cast
+
+from ...core.format.tarball import stays_inside
+from ...core.loading.archives.find import opened_as_file
+from ...core.loading.archives.tar_stream import (
+    BUFFER_BYTES,
+    DamagedTarError,
+    ForwardFile,
+    StrictTarInfo,
+    damage_translated,
+    decompressed,
+    expect_end,
+    members_of,
+)
+from ...core.storage.disk import free_bytes_at, full, translated
+from ...core.storage.place import Anywhere, local_place, place_of, written_at
+from ...core.storage.scratch import Scratch
+from ...core.storage.sequential import ReadAhead
+from ...errors import NotCommittedError, NotFoundError, OccupiedError, UnsafeArchiveError
+
+# Ten times the files of the largest checkpoint in the tests, which has 100,000.
+MAX_MEMBERS: Final = 1_000_000
+_MAX_NAME_BYTES: Final = 4096
+# The only member of an archive that SkyRL writes with persist=False.
+_MARKER: Final = "MARKER"
+
+
+def extract(
+    source: Anywhere,
+    folder: Anywhere,
+    *,
+    max_bytes: int | None = None,
+    max_file_bytes: int | None = None,
+    max_members: int = MAX_MEMBERS,
+) -> Path:
+    """Extract a tar (plain, gzip or zstd, whatever its name) into `folder`, which must be new or empty. Returns the
+    folder.
+
+        async_ckpt.files.extract("s3://bucket/x.tar.gz", "out/x", max_bytes=10**10)
+
+    The folder appears as a whole or not at all. `max_bytes` limits all files together, and `max_file_bytes` each of
+    them. Without these, the limit is the free space on the disk.
+
+    Raises UnsafeArchiveError if a member could do harm or a limit is exceeded, CorruptCheckpointError if the archive is
+    truncated, damaged, or followed by another one, NotCommittedError if it is only a marker, StorageFullError,
+    FileExistsError if the folder is not empty, FileNotFoundError if `source` does not exist, and ValueError if `folder`
+    is not local.
+    """
+    target = local_place(written_at(folder), "extract to a local folder, and copy it with files.upload_directory")
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise OccupiedError(f"{target} already exists and is not an empty folder; give a new one")
+    place = target.resolve()
+    with Scratch(place.parent, place.name) as scratch:
+        limits = _Limits(max_bytes, max_file_bytes, max_members)
+        _extract(source, scratch.folder, limits)
+        with translated(target):
+            if place.is_dir():  # its owner has chosen the permissions
+                scratch.folder.chmod(stat.S_IMODE(place.stat().st_mode))
+            os.replace(scratch.folder, place)
+    return target
+
+
+@contextlib.contextmanager
+def unpack(
+    source: Anywhere,
+    *,
+    scratch: str | os.PathLike[str] | None = None,
+    max_bytes: int | None = None,
+    max_file_bytes: int | None = None,
+    max_members: int = MAX_MEMBERS,
+) -> Iterator[Path]:
+    """Extract a tar into a folder that is removed at the end of the `with` block, however it ends.
+
+        with async_ckpt.unpack("s3://bucket/x.tar") as folder:
+            state = torch.load(folder / "model.pt")
+
+    The folder is created in `scratch`, by default the system's temp folder. Everything else is as for
+    `async_ckpt.files.extract`.
+    """
+    parent = local_place(tempfile.gettempdir() if scratch is None else scratch)
+    with Scratch(parent, "unpacked") as own:
+        limits = _Limits(max_bytes, max_file_bytes, max_members)
+        _extract(source, own.folder, limits)
+        yield own.folder
+
+
+@dataclass(slots=True)
+class _Limits:
+    """The limits of one extraction, and the amounts so far."""
+
+    max_bytes: int | None
+    max_file_bytes: int | None
+    max_members: int
+    num_bytes: int = 0
+    num_members: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_file_bytes", "max_members"):
+            limit = getattr(self, name)
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0):
+                raise ValueError(f"{name} must be a number, at least 0, such as 10**9, or None; got {limit!r:.100}")
+
+    def take(self, member: tarfile.TarInfo, num_members: int, path: str) -> None:
+        """Count a member, and the folders that it needs. Raises UnsafeArchiveError if a limit is exceeded."""
+        self.num_members += num_members
+        self.num_bytes += member.size
+        for name, limit, amount in (
+            ("max_members", self.max_members, self.num_members),
+            ("max_file_bytes", self.max_file_bytes, member.size),
+            ("max_bytes", self.max_bytes, self.num_bytes),
+        ):
+            if limit is not None and amount > limit:
+                raise UnsafeArchiveError(
+                    f"{path}: the member {member.name[:200]!r} exceeds {name}={limit:,}; raise the limit if the "
+                    "archive is right",
+                    path=path,
+                    member=member.name[:200],
+                )
+
+
+def _extract(source: Anywhere, folder: Path, limits: _Limits) -> None:
+    opened = opened_as_file(source)
+    if opened is None:
+        raise NotFoundError(f"{place_of(source).shown}: there is no such archive")
+    reader, path = opened
+    with ReadAhead(reader) as raw, damage_translated(path, "it cannot be extracted"):
+        content = ForwardFile(decompressed(raw, path))
+        with tarfile.open(fileobj=cast(Any, content), mode="r:", tarinfo=StrictTarInfo) as tar:
+            _extract_members(tar, content, folder, limits, path)
+        expect_end(content, path)
+    if os.listdir(folder) == [_MARKER] and not (folder / _MARKER).is_dir():
+        with open(folder / _MARKER, "rb") as file:
+            text = file.read(300).decode(errors="replace").strip()
+        raise NotCommittedError(
+            f"{path} is only a marker, without weights: it was saved with persist=False ({text}); save it "
+            "with persist=True",
+            path=path,
+            step=None,
+        )
+
+
+def _extract_members(tar: tarfile.TarFile, content: ForwardFile, folder: Path, limits: _Limits, path: str) -> None:
+    tar.copybufsize = BUFFER_BYTES  # type: ignore[attr-defined]  # by default it copies 16 KiB at a time
+    for member in members_of(tar, content):
+        with translated(folder / member.name, needed_bytes=member.size, passing=(gzip.BadGzipFile,)):
+            num_folders = _check_member(member, folder, path)
+            limits.take(member, 1 + num_folders, path)
+            _expect_room(member, folder)
+            tar.extract(member, folder, filter="data")
+
+
+def _check_member(member: tarfile.TarInfo, folder: Path, path: str) -> int:
+    """The number of missing folders on the way to a member. Raises UnsafeArchiveError if the member could do harm."""
+
+    def refuse(why: str) -> NoReturn:
+        name = member.name[:200]
+        raise UnsafeArchiveError(
+            f"{path}: the member {name!r} {why}; extract only archives from people you trust", path=path, member=name
+        )
+
+    parts = _parts(member.name)
+    if len(os.fsencode(member.name)) > _MAX_NAME_BYTES:
+        refuse("has a name that is too long")
+    if member.name.startswith("/") or os.path.isabs(member.name):
+        refuse("has an absolute name")
+    if ".." in parts or (os.sep != "/" and any(os.sep in part for part in parts)):
+        refuse("leads out of the folder")
+    types = _existing_types(folder, parts)
+    if any(kind != stat.S_IFDIR for kind in types[: len(parts) - 1]):
+        refuse("is behind a link, or inside a file")
+    if len(types) == len(parts) and not (member.isdir() and set(types) <= {stat.S_IFDIR}):
+        refuse("would overwrite what is already there")
+    if member.issym():
+        if not stays_inside("/".join(parts), member.linkname):
+            refuse(f"links to {member.linkname[:200]!r}, out of the folder")
+    elif member.islnk():
+        target = _parts(member.linkname)
+        target_types = _existing_types(folder, target)
+        if (
+            member.linkname.startswith("/")
+            or ".." in target
+            or len(target_types) < len(target)
+            or target_types[-1:] != [stat.S_IFREG]
+        ):
+            refuse(f"links to {member.linkname[:200]!r}, which is not an earlier file")
+    elif not (member.isreg() or member.isdir()):
+        refuse("is a device, a pipe, or something else that is not a file")
+    return max(0, len(parts) - 1 - len(types))
+
+
+def _parts(name: str) -> list[str]:
+    return [part for part in name.split("/") if part not in ("", ".")]
+
+
+def _existing_types(folder: Path, parts: Sequence[str]) -> list[int]:
+    """The file types along a path, up to the first part that is missing or not a folder; no link is followed."""
+    types: list[int] = []
+    path = str(folder)
+    for part in parts:
+        path = os.path.join(path, part)
+        try:
+            types.append(stat.S_IFMT(os.lstat(path).st_mode))
+        except FileNotFoundError:
+            break
+        if types[-1] != stat.S_IFDIR:
+            break
+    return types
+
+
+def _expect_room(member: tarfile.TarInfo, folder: Path) -> None:
+    """Raises StorageFullError if the disk has no room for a member, whose map of holes must be consistent."""
+    runs: Any = member.sparse
+    needed, end = member.size, 0
+    if runs is not None:
+        needed = 0
+        for offset, length in runs:
+            if length and (length < 0 or not end <= offset <= member.size - length):
+                raise DamagedTarError("its map of holes is not valid")
+            needed, end = needed + length, max(end, offset + length)
+    free = free_bytes_at(folder) if needed > BUFFER_BYTES else None
+    if free is not None and needed > free:
+        raise full(folder, needed, free)

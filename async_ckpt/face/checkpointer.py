@@ -1,0 +1,473 @@
+"""`AsyncCheckpointer`: the managed run that users hold.
+
+In: states and steps. Out: handles, and states back. Knows nothing of: bytes, threads.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from ..core.host.loop import get_loop
+from ..core.host.operations import observed
+from ..core.loading.run_reader import RunReader
+from ..core.ranks.agreement import tell_of_failure
+from ..core.ranks.meeting import Meeting
+from ..core.ranks.peers import Differing, Ranks
+from ..core.runs.naming import Naming, naming_of
+from ..core.runs.record import plain_record
+from ..core.runs.roots import Roots, open_roots
+from ..core.runs.run import Run
+from ..core.saving.admission import Admission, OnOverlap
+from ..core.saving.drain import Writers
+from ..core.saving.handle import SaveHandle
+from ..core.saving.ledger import Ledger
+from ..core.saving.lineage import Lineage
+from ..core.saving.planner import pool_for
+from ..core.saving.policy import Due, SavePolicy
+from ..core.saving.request import StepRequest
+from ..core.saving.saver import Saver
+from ..core.saving.signals import Notice
+from ..core.saving.story import CommitRule
+from ..core.spans import wall_time
+from ..core.spec import Keep, flag, keep_of, whole_count, whole_step
+from ..core.staging.guard import INHERITED, unwrapped
+from ..core.state.names import Select
+from ..core.storage.pace import Pace
+from ..core.storage.place import Anywhere, local_place
+from ..core.trace import TraceFile
+from ..errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ..core.host.pool import SegmentPool
+    from ..core.loading.load import Verify
+
+
+class AsyncCheckpointer(RunReader):
+    """The checkpoints of one training run, below a folder, a URL, or several of them.
+
+        with AsyncCheckpointer("runs/a", keep=3, guard=optimizer) as ckpt:
+            start = ckpt.restore({"model": model, "optimizer": optimizer})  # the step, or None
+            for step in range(0 if start is None else start + 1, 1000):
+                train(step)
+                if step % 100 == 99:
+                    ckpt.save({"model": model, "optimizer": optimizer}, step)
+
+    Args:
+        root: the run's folder, which the first save creates; a URL such as "s3://bucket/run"; a `Place`; or a list of
+            these. With a list, every save goes to all of them in one pass, and a step exists if one of them has it.
+        keep: how many of the newest steps to keep, or `Keep(last=…, every=…, best=…, seconds=…)`. None keeps all.
+            `Place(…, keep=…)` gives one of several roots a retention of its own.
+        due: the rules of `should_save`: `Due(every=…, seconds=…, deadline=…, signals=True)`. With signals, the
+            checkpointer must be constructed on the main thread.
+        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
+            overlaps the next forward and backward, and `step()` waits for the rest of it.
+        host_bytes: the hard limit of host memory for snapshots, at least 16 MiB. By default it is what the state needs,
+            up to half of the free memory. If it is less than the state needs, `save` waits for the disk.
+        segment_bytes: the unit of copying and writing, a multiple of 4 MiB. 32 MiB unless `host_bytes` is small.
+        on_overlap: what `save` does while `max_in_flight` saves are under way: "wait", which is reported as stall, or
+            "skip".
+        max_in_flight: how many saves may be under way at once. Each needs its own host memory.
+        on_rollback: "retire" removes newer commits from the run when a lower step is saved. By default such a save
+            raises StepBehindError.
+        naming: the names that other programs expect: "skyrl", "verl", "open-instruct", "deepspeed", or
+            `Naming(step_format=…, tracker=…)`. By default steps are called "step_{:08d}", and the file `latest` names
+            the newest.
+        strict: at the next `save`, before it starts, raise the error of an earlier save that was not retrieved yet.
+        exit_timeout: how many seconds the interpreter waits for saves when it exits. None waits as long as they take.
+        progress: draw a bar for each save on stderr, or in the notebook. Needs tqdm.
+        commit: with several roots, "all" makes a save wait for all of them, and fail if one fails. With "any" it is
+            committed at the root where it is durable first; roots that lag or fail are caught up later. With several
+            ranks, a root that they do not share is then a cache of each node.
+        max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments, also when
+            a root is caught up. The limit applies to each process separately.
+        trace: a file that records what each thread did, and when; open it in https://ui.perfetto.dev. It is replaced
+            when the checkpointer is constructed, and complete after each save. Give each process its own.
+        ranks: (rank, world size), for processes that have no process group of torch.distributed, such as Ray actors.
+            (0, 1) stands for a process that saves alone, whatever group it is in. By default the ranks are those of the
+            default process group, and every one of them calls `save` and `restore`.
+        run_id: with `ranks`, a text that is the same on all ranks, and new at every start of them.
+        differing: plain values and small tensors should be the same on all ranks. Values that differ are kept for each
+            rank, with a warning; with "fail", such a save fails.
+        check_replicas: at every save, compare the replicas of tensors on several ranks. By default, only the first save
+            of each structure does so.
+        mesh: the DeviceMesh that the meshes of all tensors are parts of, such as (data parallel, tensor parallel).
+            Tensors with copies on several of its parts, such as norms under FSDP and tensor parallelism, are then
+            written once.
+
+    The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
+    called from any thread. Opening, listing and reading change nothing on storage.
+    """
+
+    def __init__(
+        self,
+        root: Anywhere | Sequence[Anywhere],
+        *,
+        keep: int | Keep | None = None,
+        due: Due | None = None,
+        guard: Any = None,
+        host_bytes: int | None = None,
+        segment_bytes: int | None = None,
+        on_overlap: OnOverlap = "wait",
+        max_in_flight: int = 1,
+        on_rollback: Literal["retire"] | None = None,
+        naming: Naming | str | None = None,
+        strict: bool = False,
+        exit_timeout: float | None = None,
+        progress: bool = False,
+        commit: CommitRule = "all",
+        max_bandwidth: float | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        ranks: tuple[int, int] | None = None,
+        run_id: str | None = None,
+        differing: Differing = "keep",
+        check_replicas: bool = False,
+        mesh: Any = None,
+    ) -> None:
+        if on_rollback not in (None, "retire"):
+            raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
+        if commit not in ("all", "any"):
+            raise ValueError(f'commit must be "all" or "any", got {commit!r}')
+        if due is not None and not isinstance(due, Due):
+            raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
+        due = due or Due()
+        notice = self._notice = Notice(due.signals)
+        self._is_preempted = False
+        self._policy = SavePolicy(due, preempted=lambda: notice.is_given)
+        self._roots = open_roots(root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time)
+        self.roots, self.root = self._roots.names, self._roots.names[0]
+        self._guard = unwrapped(guard)  # raises errors now rather than at the first save
+        self._ranks = Ranks(
+            Meeting(ranks, run_id, self._needing_group(on_overlap, commit)),
+            whole_count("max_in_flight", max_in_flight),
+            differing=differing,
+            check_replicas=check_replicas,
+            mesh=mesh,
+            skips=on_overlap == "skip",
+        )
+        writers = Writers(max_bandwidth)
+        self._saver = Saver(
+            pool_for(segment_bytes, host_bytes),
+            admission=Admission(max_in_flight, on_overlap),
+            ledger=Ledger(exit_timeout, strict=strict, progress=progress, roots=self.roots),
+            writers=writers,
+            trace_file=None if trace is None else TraceFile(local_place(trace)),
+            keep_warm=True,
+            ranks=self._ranks,
+        )
+        self._lineage = Lineage(
+            self._roots,
+            self._saver.ledger,
+            self._saver.admission,
+            rule=commit,
+            retire=on_rollback == "retire",
+            catch_up=_catch_up,
+            pace_of=writers.pace_of,
+            ranks=self._ranks,
+        )
+        self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
+
+    def _needing_group(self, on_overlap: OnOverlap, commit: CommitRule) -> dict[str, bool]:
+        """The arguments for which several ranks need a process group, and True for those that were given."""
+        return {
+            'on_overlap="skip"': on_overlap == "skip",
+            "due= with rules of time or signals": not self._policy.is_arithmetic,
+            'commit="any" with several roots': commit == "any" and len(self.roots) > 1,
+        }
+
+    # --- saving -----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        state: Any,
+        step: int,
+        *,
+        overwrite: bool = False,
+        guard: Any = INHERITED,
+        record: Mapping[str, Any] | None = None,
+        rolling: bool = False,
+        ttl_seconds: float | None = None,
+        select: Select = None,
+        unchanged: Collection[str] = (),
+        per_rank: Collection[str] = (),
+        driver: Mapping[str, Any] | None = None,
+    ) -> SaveHandle:
+        """Begin to save `state` as `step`. Returns a handle as soon as training may go on.
+
+            handle = ckpt.save({"model": model, "optimizer": optimizer}, step=100, record={"loss": 0.5})
+
+        Args:
+            state: any nesting of dicts, lists, tuples, tensors, plain values and objects with `state_dict()`; or a
+                snapshot.
+            step: the number of the step, from 0 on.
+            overwrite: replace a step that is committed already. It stays loadable until the new one is committed.
+            guard: overrides the checkpointer's `guard` for this save.
+            record: a small mapping of plain JSON data that is committed with the step and written to its line of
+                `checkpoints.jsonl`. A float that is not finite becomes None there.
+            rolling: delete this step once a newer one is committed, regardless of `keep=`.
+            ttl_seconds: delete this step at the first save after this many seconds, regardless of `keep=`. The rules of
+                `keep=` ignore rolling steps and those with a `ttl_seconds`.
+            select: save only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
+                `restore(strict=False)` then leaves the rest alone.
+            unchanged: names of groups (entries at the top level) that have not changed since this checkpointer saved or
+                restored them, such as a frozen reference policy. They are not written again: the manifest refers to the
+                archive that has them, which is kept as long as it is needed. A group that was never saved is written.
+            per_rank: names of entries at the top level that each rank has separately, such as the position of its data
+                loader. `RngState` always is. Each rank gets its own back.
+            driver: more entries of the state, which one process holds for all ranks (data loader, actors), at most
+                64 MiB. With several ranks, those that rank 0 is given are saved. They are written to a separate archive
+                and are part of every load.
+
+        Raises UnsupportedStateError, StepExistsError, StepBehindError, ClosedError, NotUnchangedError (a group in
+        `unchanged` has other memory now, or its version counter says that it was written to; writes through `.data` or
+        numpy are not noticed), PeerFailedError if it waits in vain for other ranks, ValueError or KeyError for names
+        that the state does not have, and ValueError or TypeError for arguments that are not valid, such as a `step`
+        that is no step. All other errors are raised by the handle. Stores are not accessed on this thread: the handle
+        tells if a step already exists there.
+        """
+        try:
+            step = whole_step(step, "; the order is save(state, step)")
+        except ValueError as error:
+            self._ranks.called_in_vain(error)
+            raise
+        request = StepRequest(
+            state,
+            step,
+            self._lineage,
+            self._ranks,
+            guard=self._guard if guard is INHERITED else guard,
+            is_own_guard=guard is not INHERITED,
+            select=select,
+        )
+        try:  # the other ranks learn of an error on this one
+            request.check(
+                overwrite=overwrite,
+                record=plain_record(record, rolling=rolling, ttl_seconds=ttl_seconds),
+                unchanged=unchanged,
+                per_rank=per_rank,
+                driver=driver,
+            )
+            handle = self._saver.save(request)
+        except BaseException as error:
+            if request.joint is not None:
+                tell_of_failure(self._ranks, request.joint, self._roots.runs, error, get_loop())
+            raise
+        self._policy.follow(step, handle)
+        return handle
+
+    def should_save(self, step: int) -> bool:
+        """Return True if a save of `step` is due by one of the rules of `due=`. Call it once at every step.
+
+            if ckpt.should_save(step):
+                ckpt.save(state, step)
+
+        A deadline makes one save due, at the last step after which another step, a save and the margin would no longer
+        fit. Steps and saves are assumed to take as long as the longest of the last 100 steps and 5 saves (one minute
+        before the first save). When that save has ended, another is due only if it still fits. If no save fits any
+        more, one is attempted anyway. A signal makes one save due at the next step, and another only if that failed.
+
+        The step that was saved last, or restored, is not due. Called again for the same step, it returns the same
+        answer. With several ranks and rules of time or signals, rank 0 answers for all of them: call it on every rank,
+        at every step. `Due(every=…)` alone depends only on the step, and needs no communication. Raises ValueError if
+        there is no rule, or if `step` is not a step.
+        """
+        number = whole_step(step)
+        if self._policy.is_arithmetic:
+            return self._policy.should_save(number)
+        answers = self._ranks.answers_of_rank_0(
+            "should_save()", number, lambda: (self._policy.should_save(number), self._notice.is_given)
+        )
+        is_due, self._is_preempted = answers
+        return is_due
+
+    @property
+    def preempted(self) -> bool:
+        """True if one of the signals of `Due(signals=…)` has arrived, so that the process should save and exit.
+
+            if ckpt.should_save(step):
+                ckpt.save(state, step)
+                if ckpt.preempted:  # asked here, so that nothing is left unsaved
+                    break
+
+        Always False without `signals`. With several ranks, all of them return what rank 0 knew at the last
+        `should_save`.
+        """
+        return self._notice.is_given if self._ranks.is_alone else self._is_preempted
+
+    def prewarm(self, state: Any, *, per_rank: Collection[str] = ()) -> None:
+        """Plan the archive, and allocate and page-lock host memory, before the first save.
+
+            ckpt.prewarm({"model": model, "optimizer": optimizer})
+
+        With several ranks, call it on all of them: they exchange the structures of their states, so that the first save
+        need not wait for that. Give the `per_rank` of that save. Raises PeerFailedError if a rank does not call it.
+        """
+        with self._ranks.meeting_ahead(per_rank) as meet:
+            self._saver.prewarm(state, meet)
+
+    def release(self) -> None:
+        """Free the host memory that no save is using. The next save takes it again.
+
+        ckpt.release()
+        """
+        self._saver.pool.release()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for every save begun so far, including retention, and raise the first error not retrieved yet.
+
+        ckpt.wait(timeout=600)  # seconds; TimeoutError when it has passed
+        """
+        self._saver.wait(timeout)
+
+    def catch_up(self) -> dict[str, list[int]]:
+        """Copy to each root the steps that only other roots have, on this thread. Returns the copied steps by root.
+
+            ckpt.catch_up()  # {"runs/a": [], "s3://bucket/run": [100, 200]}
+
+        The step of a save that has not ended yet is left out, even if its handle has failed already: call `wait` first.
+        Raises StorageUnavailableError if a root is still unavailable, after the others have been caught up.
+        """
+        return self._lineage.catch_up()
+
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Numbers for a logger, with the same keys on every call. NaN stands for what is not known yet.
+
+        wandb.log(ckpt.metrics("ckpt/"))
+        """
+        return self._saver.metrics(prefix)
+
+    def close(self) -> None:
+        """Wait for every save, and raise the first error not retrieved yet. May be called again.
+
+            ckpt.close()  # leaving the `with` block does it
+
+        Ctrl-C gives up the saves that are still under way. Signal handlers are restored.
+        """
+        try:
+            self._saver.close()
+        finally:
+            self._notice.close()
+            if self._saver.belongs_here:
+                self._roots.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        try:
+            self.close()
+        except CheckpointError as failed:
+            if error is None:
+                raise
+            error.add_note(f"async_ckpt: a save failed too: {type(failed).__name__}: {failed}")
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: Any,
+        step: int | None = None,
+        *,
+        select: Select = None,
+        strict: bool = True,
+        trust: bool = False,
+        verify: Verify = True,
+        types: Iterable[type] = (),
+        from_ranks: Mapping[str, int] | None = None,
+        fallback: bool = False,
+        broadcast: Any = None,
+    ) -> int | None:
+        """Fill live objects in place from a step, by default the newest. Returns the step, or None if there is none.
+
+            start = ckpt.restore({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()})
+
+        Waits for the saves of this checkpointer that are under way, so that it sees their steps, and warns of one that
+        fails. Afterwards the memory for the first save is allocated in the background, as by `prewarm`.
+
+        Everything is compared first: one error lists what is missing, unexpected, or of another shape or dtype, before
+        anything is written. A module is matched by its own names first, then by those of the plain model, so it does
+        not matter whether it is wrapped (DDP, DataParallel, FSDP1, `torch.compile`), now or when it was saved.
+
+        Args:
+            state: the objects to fill, in the structure that was saved.
+            step: which step. With None, a corrupt step is skipped with a warning, for the next older one.
+            select: restore only this part, as for `save`.
+            strict: whether names that only one side has are an error. A different shape always is.
+            trust: as for `async_ckpt.load`.
+            verify: compare the digest of every block. "first" does so before anything is written, and reads twice.
+            types: as for `async_ckpt.load`.
+            from_ranks: for a step saved by a world of another size, the rank whose value to take where each rank had
+                its own, by name, such as {"rng": 0}. In a world of the same size, each rank gets its own.
+            fallback: with several ranks and without `step`, whether a step that is corrupt for one of them is skipped
+                by all of them. By default that rank raises CorruptCheckpointError.
+            broadcast: a process group of ranks that hold the same tensors, such as `mesh.get_group("replicate")`, or
+                `dist.group.WORLD` under DDP. Each rank reads a part of them, and broadcasts it to the others. All ranks
+                of the group call this.
+
+        With several ranks and without `step`, all ranks call this, and take the step that rank 0 names.
+
+        Raises StateMismatchError before anything is written, CorruptCheckpointError, ValueError for a `step` that is no
+        step, and NotCommittedError for one that is not committed, and if the newest step has another `naming` than this
+        checkpointer's.
+        """
+        # Imported here, as in `load`: reading is a large part of the library, and a training may start without it.
+        from ..core.loading.restore import RestoreOptions
+        from ..core.loading.run_restore import RunRestore
+
+        step = None if step is None else whole_step(step)
+        call = RunRestore(
+            self._roots,
+            state,
+            RestoreOptions(
+                select, flag("strict", strict), flag("trust", trust), verify, types, goes_back=self._policy.has_step
+            ),
+            ranks=self._ranks,
+            pool=self._saver.pool,
+            see_own_saves=partial(self._see_own_saves, "restore()", overwrites=True),
+            from_ranks=from_ranks,
+            fallback=fallback,
+        )
+        with observed("restore", self.roots) as operation:
+            restored = call.restore(step, broadcast)
+            seconds = operation.seconds
+            operation.end(restored)
+        captured = self._saver.warm(state, call.state_dicts.of)
+        if restored is None:
+            for note in self._roots.foreign_notes():
+                warnings.warn(f"nothing was restored: {note}", RuntimeWarning, stacklevel=2)
+            return None
+        newest = self._roots.latest()
+        self._lineage.restored(restored, behind=newest is not None and restored < newest, seconds=seconds)
+        if captured is not None and (groups := call.restored_groups()):
+            self._lineage.groups.restored(captured, groups, restored, self._roots.holding(restored))
+        self._policy.restored(restored)
+        return restored
+
+    # --- parts ------------------------------------------------------------------------------------------------
+
+    def _see_own_saves(
+        self, reader: str, *, overwrites: bool = False, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        if self._saver.belongs_here:  # in a forked child, the saves belong to the parent
+            self._saver.ledger.see_decided(reader, meanwhile, overwrites=overwrites)
+
+    def _spare_memory(self) -> SegmentPool:
+        return self._saver.pool
+
+    def __repr__(self) -> str:
+        under_way = [save.handle for save in self._saver.ledger.saves() if not save.handle.done()]
+        facts = [self._roots.known(), *(f"saving step {save.step}: {save.progress}" for save in under_way)]
+        if self._saver.is_closed:
+            facts.append("closed")
+        return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(facts)}>"
+
+
+def _catch_up(
+    roots: Roots, run: Run, *, skip: Collection[int], check: Callable[[], None], pace: Pace | None
+) -> list[int]:
+    from ..core.loading.catch_up import catch_up  # only a run at several roots needs it
+
+    return catch_up(roots, run, skip=skip, check=check, pace=pace)

@@ -1,0 +1,243 @@
+"""`save` and `load` for one archive at any path, or one folder of several ranks, without a managed run.
+
+In: a state and a path, or a path. Out: a handle, or the state. Knows nothing of: training, retention.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..core.host.loop import get_loop
+from ..core.loading.archives.find import from_path
+from ..core.loading.archives.step_archives import Readers, selected_by
+from ..core.loading.load import LoadOptions, check_verify, state_of
+from ..core.loading.verify import verify_path
+from ..core.ranks.agreement import tell_of_failure
+from ..core.ranks.one_off import OneOffFolder
+from ..core.ranks.world import World, warn_of_ranks, world_of_group
+from ..core.report import VerifyReport
+from ..core.saving import default
+from ..core.saving.handle import SaveHandle
+from ..core.saving.request import FileRequest, FolderRequest
+from ..core.saving.targets import Compression, FileTarget
+from ..core.spans import monotonic
+from ..core.spec import flag, whole_bytes
+from ..core.staging.guard import unwrapped
+from ..core.staging.held_snapshot import HeldSnapshot, begin
+from ..core.state.names import Select
+from ..core.state.state_dict_cache import StateDictCache
+from ..core.storage.compressed import refuse_archive_name
+from ..core.storage.place import Anywhere, storage_at, written_at
+
+
+def save(
+    obj: Any,
+    path: Anywhere,
+    *,
+    guard: Any = None,
+    select: Select = None,
+    compression: Compression = None,
+) -> SaveHandle:
+    """Save `obj` as one tar at `path`, with the arguments of `torch.save`. Returns a handle at once.
+
+        handle = async_ckpt.save({"model": model, "epoch": 3}, "out/x.tar")
+        report = handle.result()  # waits until the file is durable
+
+    The file appears as a whole, or replaces an existing one, when it is durable. Until then nothing is visible. One
+    save is under way at a time: the next call waits for it, and its report counts the wait as stall. Host memory is
+    kept for the next save; `release` gives it back.
+
+    If the state has DTensors, every rank calls this alike, with the same path. Then `path` is a folder: each rank
+    writes an archive in it, and rank 0 commits them together by a manifest, as an AsyncCheckpointer does for a step.
+    `load` reads it on any number of ranks. Any other state is saved by one rank: a rank other than 0 is warned that
+    every rank may be writing to the same path.
+
+    Args:
+        obj: any nesting of dicts, lists, tuples, tensors, plain values and objects with `state_dict()`; or a snapshot.
+        path: a path, a URL such as "s3://bucket/x.tar", or a Place.
+        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
+            overlaps the next forward and backward, and `step()` waits for the rest of it.
+        select: save only this part: a name, a glob over dotted paths such as "*.lora_*", or several of them.
+        compression: "zstd", or `Zstd(level=…, threads=…)`. A path that ends in ".zst" is always compressed. The
+            report's `num_bytes` is the size before compression, and its destination's `num_bytes` the size after it.
+            Not for a state with DTensors.
+
+    Raises UnsupportedStateError for a state that cannot be stored, KeyError if `select` matches nothing, ValueError,
+    IsADirectoryError or NotADirectoryError for a path that cannot be written to, and PeerFailedError if another rank
+    has failed, or does not call. All other errors are raised by the handle.
+    """
+    place, state_dicts = written_at(path), StateDictCache()
+    world = world_of_group()
+    is_spread = world.has_group and state_dicts.is_spread(obj)
+    if is_spread and not world.is_one:
+        refuse_archive_name(place.shown)
+        return _save_on_ranks(world, OneOffFolder(*place.object()), obj, guard, select, compression, state_dicts)
+    target = FileTarget.at(place, compression)
+    warn_of_ranks(stacklevel=2)
+    request = FileRequest(obj, target, guard=guard, select=select, state_dict_of=state_dicts.of)
+    saver = default.ranks_saver(world)[1] if is_spread else default.one_off_saver()
+    return saver.save(request)
+
+
+def _save_on_ranks(
+    world: World,
+    folder: OneOffFolder,
+    obj: Any,
+    guard: Any,
+    select: Select,
+    compression: Compression,
+    state_dicts: StateDictCache,
+) -> SaveHandle:
+    ranks, saver = default.ranks_saver(world)
+    request = FolderRequest(obj, folder, ranks, guard=guard, select=select, state_dict_of=state_dicts.of)
+    try:
+        if compression is not None:
+            raise ValueError("compression= is for one file, and several ranks write a folder; leave it out")
+        return saver.save(request)
+    except BaseException as error:  # the other ranks learn of it
+        tell_of_failure(ranks, request.joint, [folder], error, get_loop())
+        raise
+
+
+def snapshot(state: Any, *, guard: Any = None, host_bytes: int | None = None) -> HeldSnapshot:
+    """Copy a state to host memory and keep it, so that a checkpoint and an export, for example, are of the same
+    instant.
+
+        with async_ckpt.snapshot({"model": model, "optimizer": optimizer}, guard=optimizer) as snap:
+            handle = ckpt.save(snap, step=100)
+            async_ckpt.export_hf(snap["model"], "out/hf")
+            wrapped(snap["model"], "out/model.pt")
+
+    Returns as soon as training may go on, as `save` does. The state is copied from the device once. Each of these
+    calls reads it in the background, as it was at that instant, and keeps what it reads until it is done, even after
+    the block. They fail if the snapshot was torn. A state may have DTensors: then every rank takes a snapshot of its
+    shards, without a word to the others, and every rank makes the calls that read it.
+
+    Args:
+        state: as for `save`. Storages are copied whole, so a view of a large one takes as much memory.
+        guard: the optimizer (or several) that alone changes its parameters and state, in `step()`: as for `save`.
+        host_bytes: the most memory that this snapshot may take, together with all others that are open or still being
+            read; by default half of the free memory.
+
+    A guard is for the snapshot: `guard=` beside it, or beside a state that contains it, is an error. The time for which
+    this call and its guard held the caller is `snap.stall_seconds`; it is not part of the reports of its readers.
+
+    Raises UnsupportedStateError as `save` does, MemoryError if there is not enough memory, ValueError if `host_bytes`
+    is not a size, TypeError for two classes of the same name, and ClosedError if the interpreter is exiting. A
+    snapshot that is not closed is given back when it is no longer referenced.
+    """
+    held = HeldSnapshot(
+        state,
+        optimizers=unwrapped(guard),
+        max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
+        memory=default.held_memory(),
+        crew=get_loop().copiers,
+        clock=monotonic,
+    )
+    try:
+        begin(held)
+    except BaseException:
+        held.close()
+        raise
+    return held
+
+
+def release() -> None:
+    """Free the host memory that one-off saves, wrapped functions and snapshots keep for the next one.
+
+    async_ckpt.release()
+    """
+    default.release()
+
+
+def load(
+    path: Anywhere,
+    map_location: str | torch.device | None = None,
+    select: Select = None,
+    trust: bool = False,
+    verify: bool = True,
+    mmap: bool = False,
+    types: Iterable[type] = (),
+    from_ranks: Mapping[str, int] | None = None,
+) -> Any:
+    """Read the state saved at `path`: an archive, the folder of a committed step, or a run (its newest step).
+
+        state = async_ckpt.load("out/x.tar")
+        weights = async_ckpt.load("runs/a", select="model", map_location="cuda")["model"]
+
+    It also reads safetensors files, and folders of Hugging Face models, of torch.distributed.checkpoint, and of
+    extracted archives.
+
+    Args:
+        path: a path, a URL or a Place.
+        map_location: the device of the tensors; None means the CPU, regardless of where they were saved from.
+        select: read only this part: a name ("model"), a glob over dotted paths ("model.*.bias"), or several of them.
+        trust: unpickle values that are not plain data. Use it only for files whose writer you trust: a pickle can run
+            any code.
+        verify: compare the digest of every block that is read. Safetensors files have no digests: only their headers
+            are checked. In the folder of an extracted archive, blocks that hold a tar header are not compared. In that
+            of torch.distributed.checkpoint, each entry is compared with its CRC-32, if torch has written one.
+        mmap: return tensors that are views of the mapped file, private to this process. With `verify=False` only what
+            is used is read. A tensor that is not aligned to its item size is copied. An extracted archive cannot be
+            mapped.
+        types: classes of namedtuples, dataclasses and enums to rebuild. Others are returned as tuples, dicts and
+            values.
+        from_ranks: for a step saved by several ranks, the rank whose value to take where each rank has its own, by
+            name, such as {"rng": 0}. Otherwise such a value is returned as a mapping from rank to value.
+
+    A step that several ranks have saved is returned with full tensors.
+
+    Raises NotCommittedError, CorruptCheckpointError, FormatVersionError, UntrustedObjectError, ForeignFileError for a
+    file that another program has to read, StorageUnavailableError, and KeyError if `select`, or one of several patterns
+    in it, or a name in `from_ranks`, matches nothing. Raises ValueError for the archive of one rank that has only a
+    part of what is selected, and TypeError for invalid arguments.
+    """
+    check_verify(verify)
+    build = partial(
+        state_of, options=LoadOptions(map_location, select, flag("trust", trust), flag("mmap", mmap), types)
+    )
+    return from_path(path, build, verify=verify, readers=Readers(None, from_ranks, wants=selected_by(select)))
+
+
+def verify(path: Anywhere, *, base: str | os.PathLike[str] | None = None) -> VerifyReport:
+    """Read every byte of an archive, a committed step, a whole run or published versions, and compare it with its
+    digest.
+
+        print(async_ckpt.verify("runs/a"))
+        # runs/a: 3 steps, 100 to 300, are sound, 41.20 GB read in 9.81 s at 4.20 GB/s
+
+    Nothing is unpickled and no tensors are created, so this is safe for any file. It takes about 128 MiB of memory,
+    however large the archive is. Archives are read as a whole, compressed ones too, and so are the archives that a step
+    borrows groups from. In a run, every committed step is read; an archive that several steps share is read once. A
+    folder of torch.distributed.checkpoint is compared with the checksums that torch.save writes, and a file of another
+    program with what its format has, which a note in the report says: a zip, as of torch.save, with the CRC-32 of each
+    record, gzip and zstd with their checksums, a tar with those of its headers, safetensors with the file's size.
+    Versions are applied
+    one after the other to a temporary folder, which takes as many bytes as the model, or twice as many. A run or a
+    checkpoint at the root of a Publisher is read with the versions.
+
+    Args:
+        path: an archive, the folder of a committed step or of torch.distributed.checkpoint, the root of a run or of a
+            Publisher; a path, a URL or a Place.
+        base: for versions, a folder of Hugging Face with the model that the first delta is against, if that was not
+            published there.
+
+    Raises CorruptCheckpointError for damage: it names the file, and the tensors in the damaged blocks (`tensors`). A
+    run is read to its end first, and one error names every damaged step or version (`damaged_steps`, `sound_steps`).
+    Raises NotCommittedError if there is no checkpoint, ForeignFileError for a file of another program that has nothing
+    to be compared with, FormatVersionError for a checkpoint of a newer version, ValueError for a folder of
+    torch.distributed.checkpoint without checksums or a `base` without versions, and StorageUnavailableError, also if
+    the archive is replaced while it is read.
+    """
+    from ..weights.publishing.version_checks import has_versions, verify_root
+
+    if has_versions(storage_at(path).names("")):
+        return verify_root(path, base=base)
+    if base is not None:
+        raise ValueError("base= is for published versions, and there are none at this path; leave it out")
+    return verify_path(path)

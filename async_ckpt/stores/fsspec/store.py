@@ -1,0 +1,364 @@
+"""The storage on filesystems of fsspec: S3 through s3fs, and any other filesystem.
+
+In: segments at offsets, options of fsspec (for S3 also of obstore). Out: objects that appear whole or not at all.
+Knows nothing of: what is in the objects.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from ...core.host.deadlines import OBJECT_SECONDS
+from ...core.storage import store_facts
+from ...core.storage.bulk import delete, existing
+from ...core.storage.interface import Reader, Storage
+from ...core.storage.url import scheme_of, shown, split_bucket, starred, unusable_name
+from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
+from ..proven.known import ClientFacts, identity_of, known_of, known_to
+from ..proven.place_proof import prove
+from ..proven.whole_copy import NO_RANGES, NoRangesError, WholeCopy
+from .bucket import Bucket
+from .file_tree import FileTree
+from .info import Moment, ReplacedError
+from .refusals import advice_on, chain, secrets_in
+from .setup import ONE_AT_A_TIME, OncePerProcess, class_and_maker, maker_of, protocol_of, turn
+from .sinks import AppendingSink, MultipartSink, Translate
+
+_log = logging.getLogger("async_ckpt")
+
+
+class FsspecStorage(Storage):
+    """A folder or bucket prefix of a filesystem of fsspec, which is made at its first use. From any thread.
+
+    With `fs`, that filesystem is used as it is set up: `url` is a path on it, and only the deadline of `options`
+    counts.
+    """
+
+    remote = True
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, fs: Any = None) -> None:
+        options = dict(options or {})
+        if fs is None:
+            scheme = scheme_of(url)
+            if scheme is None:
+                raise ValueError(
+                    f"{shown(url)!r} is not a URL such as memory://run or sftp://host/run; pass a chain of "
+                    "filesystems, or a path on one, as Place(path, fs=…)"
+                )
+            if scheme in ("s3", "s3a"):
+                split_bucket(url)  # raises ValueError
+            kind, make = class_and_maker(scheme, url, options)
+        else:
+            if getattr(fs, "asynchronous", False):
+                raise ValueError("fs= must be made with asynchronous=False: it is called from threads")
+            kind, make, scheme = type(fs), maker_of(fs), protocol_of(fs)
+        root = (kind if fs is None else fs)._strip_protocol(url).rstrip("/")
+        self._url = shown(url if scheme_of(url) else f"{scheme}://{root}")
+        self._secrets = secrets_in(url, options, getattr(fs, "storage_options", {}))
+        bucket = root.lstrip("/").partition("/")[0]
+        identity = identity_of(kind, bucket, kind._get_kwargs_from_urls(url), options)
+        self._known = known_of(identity) if fs is None else known_to(fs)
+        filesystem = self._filesystem = OncePerProcess(make, one_at_a_time=scheme in ONE_AT_A_TIME)
+        self._place: Bucket | FileTree
+        self._deletes_many = True  # until it refuses
+        if hasattr(kind, "call_s3"):
+            if not root or root.startswith("/"):
+                raise ValueError(f"{shown(url)} names no bucket; write s3://bucket/prefix")
+            self._place = Bucket(filesystem, root, float(options.get("deadline_seconds") or OBJECT_SECONDS))
+        else:
+            self._place = FileTree(filesystem, root, scheme, self._url, self._known)
+        self.in_order = self._place.in_order
+        self._warnings: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<FsspecStorage {self._url}>"
+
+    def locate(self, path: str) -> str:
+        path = path.partition("?")[0]  # a query may be a signature
+        return f"{self._url}{'' if self._url.endswith('/') else '/'}{path}" if path else self._url
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
+        return self._place.part_segments(num_bytes, segment_bytes)
+
+    def create(
+        self,
+        path: str,
+        *,
+        num_bytes: int,
+        segment_bytes: int,
+        max_segments: int | None = None,  # noqa: ARG002
+        exact: bool = True,  # noqa: ARG002
+    ) -> MultipartSink | AppendingSink:
+        name, translate = self._place.name(path), partial(self._translate_errors, path, num_bytes=num_bytes)
+        if isinstance(self._place, Bucket):
+            return MultipartSink(self._place, name, num_bytes, segment_bytes, self.locate(path), translate)
+        return AppendingSink(self._place, name, num_bytes, self.locate(path), translate)
+
+    def prove(self, *, for_run: bool = False) -> None:
+        if not self._place.alone:
+            prove(self, self._known, for_run=for_run)
+
+    def open(self, path: str) -> FsspecReader:
+        with self._translate_errors(path, passing=(FileNotFoundError, IsADirectoryError)):
+            return FsspecReader(
+                self._place,
+                self._place.name(path),
+                self._known,
+                self._url,
+                self.locate(path),
+                partial(self._translate_errors, path),
+            )
+
+    def read(self, path: str) -> tuple[bytes, str]:
+        with self._translate_errors(path, passing=(FileNotFoundError,)):
+            return self._place.read(self._place.name(path))
+
+    def put_new(self, path: str, data: bytes) -> None:
+        name = self._place.name(path)
+        with self._translate_errors(path, passing=(FileExistsError,)):
+            if self._place.creates_exclusively():
+                self._place.put(name, data, create=True)
+                return
+            self._warn_once("create-only puts, so two writers could commit the same step")
+            with turn(self._url):
+                if self.exists(path):
+                    raise FileExistsError(f"{self.locate(path)} exists already")
+                self._place.put(name, data)
+
+    def replace(self, path: str, data: bytes, *, version: str | None = None) -> None:
+        name = self._place.name(path)
+        with self._translate_errors(path, passing=(FileExistsError,)):
+            if version is None:
+                self._place.put(name, data)
+                return
+            try:
+                if self._place.replace(name, data, version):
+                    return
+            except FileExistsError:
+                # With this content, the first try has written it, and the response was lost.
+                if not self._has_content(name, data):
+                    raise
+                return
+            self._warn_once("puts that replace one version only, so two writers could overwrite each other")
+            with turn(self._url):
+                try:
+                    current = self._place.read(name)[1]
+                except FileNotFoundError:
+                    current = None
+                if current != version:
+                    raise FileExistsError(f"{self.locate(path)} was replaced by another writer")
+                self._place.put(name, data)
+
+    def _has_content(self, name: str, data: bytes) -> bool:
+        try:
+            return self._place.read(name)[0] == data
+        except FileNotFoundError:
+            return False
+
+    def move(self, path: str, to: str) -> None:
+        with self._translate_errors(path, passing=(FileNotFoundError,)):
+            self._place.move(self._place.name(path), self._place.name(to))
+
+    def delete(self, path: str) -> None:
+        with self._translate_errors(path):
+            self._place.delete(self._place.name(path))
+
+    def delete_many(self, paths: Sequence[str]) -> None:
+        if paths and self._deletes_many:
+            try:
+                with self._translate_errors(paths[0]):
+                    self._deletes_many = self._place.delete_many([self._place.name(path) for path in paths])
+            except StorageUnavailableError:
+                self._deletes_many = False
+        if not self._deletes_many:
+            delete(self, paths)
+
+    def delete_all(self, path: str) -> None:
+        with self._translate_errors(path):
+            files, folders = self._place.tree(self._place.name(path))
+        self.delete_many([path + file for file in files])
+        for folder in reversed(folders):  # folders without files are still there
+            self.remove_if_empty(path + folder)
+
+    def remove_if_empty(self, folder: str) -> bool:
+        with suppress(StorageUnavailableError), self._translate_errors(folder):
+            return bool(folder) and self._place.remove_if_empty(self._place.name(folder))
+        return False
+
+    def names(self, folder: str) -> list[str]:
+        with self._translate_errors(folder):
+            return sorted(self._place.names(self._place.name(folder)))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        with self._translate_errors(folder):
+            sizes = self._place.sizes(self._place.name(folder))
+        for path in sizes:
+            if any(part in ("", ".", "..") for part in path.split("/")):
+                raise unusable_name(self.locate(folder), f"{path!r:.200} has an empty part, or one that is . or ..")
+        return dict(sorted(sizes.items()))
+
+    def exists(self, path: str) -> bool:
+        with self._translate_errors(path):
+            try:
+                self._place.info(self._place.name(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            except IsADirectoryError:
+                return True
+            return True
+
+    def existing(self, paths: Sequence[str]) -> list[str]:
+        return existing(self, paths)
+
+    def sweep(
+        self,
+        folder: str,
+        names: list[str],
+        *,
+        delete: bool = False,
+        decided: bool = False,
+        of_ranks: bool = False,  # noqa: ARG002
+    ) -> list[str]:
+        if not decided or not names:
+            return []
+        paths = {name: f"{folder}/{name}" if folder else name for name in names}
+        try:
+            with self._translate_errors(folder):
+                now = self._place.now().timestamp()
+                dead = [
+                    name
+                    for name in names
+                    if now - self._modified_seconds(paths[name], now) > store_facts.ORPHAN_SECONDS
+                ]
+        except StorageUnavailableError as error:  # without the store's clock there is no proof
+            _log.debug("nothing was swept: %s", error)
+            return []
+        if delete:
+            for name in dead:
+                self.delete(paths[name])
+        return dead
+
+    def _modified_seconds(self, path: str, otherwise: float) -> float:
+        try:
+            return self._place.modified(self._place.name(path)).timestamp()
+        except FileNotFoundError:  # another process has swept it
+            return otherwise
+
+    def sweep_uploads(self) -> list[str]:
+        if not isinstance(self._place, Bucket):
+            return []
+        try:
+            with self._translate_errors(""):
+                bucket, prefix = self._place.split(self._place.name(""))
+                before = self._place.now().timestamp() - store_facts.ORPHAN_SECONDS
+                return self._place.abort_uploads(bucket, prefix and f"{prefix}/", before)
+        except StorageUnavailableError as error:
+            self._warn_once(
+                "way to find unfinished uploads, so give the bucket a lifecycle rule that aborts them "
+                f"(AbortIncompleteMultipartUpload): {error}"
+            )
+            return []
+
+    def _warn_once(self, lack: str) -> None:
+        if lack not in self._warnings and not self._place.alone:
+            self._warnings.add(lack)
+            _log.warning("%s has no %s", self._url, lack)
+
+    @contextmanager
+    def _translate_errors(
+        self, path: str, *, num_bytes: int = 0, passing: tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
+        """Translate errors of the block, which makes all foreign calls. Errors in `passing` pass, without secrets."""
+        try:
+            with self._filesystem.turn():
+                yield
+        except Exception as error:
+            if isinstance(error, CheckpointError):
+                raise
+            secrets = (*self._secrets, *filter(None, [path.partition("?")[2]]))
+            shown_path, reason = self.locate(path), _reason_of(error, secrets)
+            clean = all(_scrub(secrets, str(e)) == str(e) for e in chain(error))
+            if isinstance(error, passing):
+                if clean:
+                    raise
+                raise next(kind for kind in passing if isinstance(error, kind))(reason) from None
+            cause = error if clean else OSError(f"{type(error).__name__}: {reason}")
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFullError(
+                    f"{shown_path}: {num_bytes:,} bytes needed, fewer are free; {store_facts.ROOM}",
+                    path=shown_path,
+                    needed_bytes=num_bytes,
+                    free_bytes=None,
+                ) from cause
+            raise StorageUnavailableError(f"{shown_path}: {reason}; {advice_on(error)}", path=shown_path) from cause
+
+
+def _reason_of(error: BaseException, secrets: Sequence[str]) -> str:
+    text = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    return _scrub(secrets, text).strip().rstrip(".")[:300]
+
+
+def _scrub(secrets: Sequence[str], text: str) -> str:
+    return starred(text, secrets)
+
+
+def abort_stale_uploads(
+    bucket: str, prefix: str, *, older_than: Moment, options: Mapping[str, Any] | None, exact: bool = False
+) -> list[str]:
+    """Abort the unfinished uploads to keys that begin with `prefix` (`exact`: to this key), begun before `older_than`.
+
+    Returns their keys.
+    """
+    storage = FsspecStorage(f"s3://{bucket}", options)
+    with storage._translate_errors(prefix):
+        assert isinstance(storage._place, Bucket)
+        return storage._place.abort_uploads(bucket, prefix, older_than.timestamp(), exact=exact)
+
+
+class FsspecReader(Reader):
+    """One object, read by ranges; reads fail once it is replaced."""
+
+    def __init__(
+        self, place: Bucket | FileTree, name: str, known: ClientFacts, root: str, shown_as: str, translate: Translate
+    ) -> None:
+        self._place = place
+        self._name = name
+        self._known, self._root = known, root
+        self._shown_as = shown_as
+        self._translate = translate
+        self._info = place.info(name)
+        self.num_bytes = self._info.num_bytes
+        self._whole = WholeCopy(
+            self.num_bytes, shown_as, lambda file: place.fetch_whole(name, self._info.version, file)
+        )
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        available = target[: max(0, self.num_bytes - offset)]
+        try:
+            if available:
+                with self._translate(passing=(ReplacedError, FileNotFoundError)):
+                    self._fetch(offset, available)
+        except (ReplacedError, FileNotFoundError) as error:
+            raise StorageUnavailableError(
+                f"{self._shown_as} was replaced or deleted while it was being read; load it again", path=self._shown_as
+            ) from error
+        if len(available) < len(target):
+            raise EOFError(f"{self._shown_as} ends at byte {self.num_bytes}")
+
+    def _fetch(self, offset: int, target: memoryview) -> None:
+        if not self._known.ignores_ranges:
+            try:
+                self._place.fetch(self._name, offset, target, self._info.version)
+                return
+            except NoRangesError:
+                self._known.say(self._root, NO_RANGES)
+                self._known.ignores_ranges = True
+        self._whole.read_into(offset, target)
+
+    def close(self) -> None:
+        self._whole.close()

@@ -1,0 +1,57 @@
+"""Facts about the clients of places and their servers, as this process has found them out.
+
+In: facts, each once. Out: the same facts, and a line in the log for each. Knows nothing of: requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from typing import Any, Final
+
+from ...core.host.process import OnceInProcess
+
+_log: Final = logging.getLogger("async_ckpt")
+
+
+class ClientFacts:
+    """The facts about one client of one place. All storages of that place share it. From any thread.
+
+    The fields are only ever set to one other value, so it does no harm if two threads find out the same.
+    """
+
+    def __init__(self, identity: str) -> None:
+        self.identity = identity
+        self.serves_runs = self.serves_files = False  # what was proved
+        self.ignores_ranges = False  # a part of an object cannot be read
+        self._said: set[str] = set()
+
+    def say(self, shown: str, fact: str) -> None:
+        """Log a fact about the place, if it was not logged before."""
+        if fact not in self._said:
+            self._said.add(fact)
+            _log.warning("%s: %s", shown, fact)
+
+    def __repr__(self) -> str:
+        return f"<ClientFacts runs={self.serves_runs} files={self.serves_files} ignores_ranges={self.ignores_ranges}>"
+
+
+# By the identity of a client.
+known_of = OnceInProcess(ClientFacts)
+
+
+_of_objects: weakref.WeakKeyDictionary[Any, ClientFacts] = weakref.WeakKeyDictionary()
+
+
+def known_to(client: Any) -> ClientFacts:
+    """The facts about a client that a user has made."""
+    try:
+        return _of_objects.setdefault(client, ClientFacts(""))
+    except TypeError:  # of a class without weak references, or without a hash
+        return ClientFacts("")
+
+
+def identity_of(*parts: object) -> str:
+    """A text that is the same for clients of one class, place and options, and shows none of these."""
+    return hashlib.blake2b(repr(parts).encode(errors="replace"), digest_size=16).hexdigest()

@@ -1,0 +1,103 @@
+"""The proof that a place can be saved to: a tiny object is written, replaced, listed, read in part, and deleted.
+
+In: a storage. Out: nothing, or an error that names what the place cannot do. Knows nothing of: clients.
+
+A store may acknowledge every byte of a checkpoint that nobody can read back. So the first save of a process finds that
+out before it is acknowledged. The storage itself works around what can be worked around, here as later.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from typing import Final
+
+from ...core.spans import TIMEKEEPER, Timekeeper
+from ...core.storage.interface import Storage
+from ...core.storage.store_facts import PROBE
+from ...errors import StorageUnavailableError
+from .known import ClientFacts
+
+_OLD: Final = b"0123456789 written by async_ckpt to see what can be done here"
+_NEW: Final = b"This replaces what was written before, and is deleted at once."
+_PART: Final = (5, 23)
+# A listing that is behind is given so many tries, about three seconds in all.
+_LISTING_WAITS: Final = (0.1, 0.2, 0.4, 0.8, 1.6)
+
+
+def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: Timekeeper = TIMEKEEPER) -> None:
+    """Prove, once in a process, that a place can be saved to.
+
+    A place for single objects must let a part of one be read. A place for a run must also let a small object be
+    replaced, and list it at once. If the probe may not be deleted, that is logged, and the place is good.
+    Raises StorageUnavailableError otherwise, also while the place is away.
+    """
+    if known.serves_runs or (known.serves_files and not for_run):
+        return
+    name = f"{PROBE}{secrets.token_hex(8)}"
+    try:
+        if for_run:
+            storage.put_new(name, _OLD)
+        storage.replace(name, _NEW)
+        _prove_reads(storage, name, replaced=for_run)
+        if for_run:
+            _prove_listing(storage, name, timer)
+    except BaseException:
+        with suppress(StorageUnavailableError):
+            storage.delete(name)
+        raise
+    try:
+        storage.delete(name)
+    except StorageUnavailableError as error:
+        known.say(
+            storage.locate(""),
+            f"{name} of {len(_NEW)} bytes stays there, since these credentials may not delete ({error}); nor will old "
+            "steps and leftovers of killed processes be deleted",
+        )
+    known.serves_files = True
+    known.serves_runs = for_run or known.serves_runs
+
+
+def _prove_reads(storage: Storage, name: str, *, replaced: bool) -> None:
+    """Read a part of the probe. Raises StorageUnavailableError if other bytes come."""
+    begin, end = _PART
+    part = bytearray(end - begin)
+    try:
+        with storage.open(name) as reader:
+            num_bytes = reader.num_bytes
+            reader.read_into(begin, memoryview(part))
+    except (FileNotFoundError, EOFError) as error:
+        raise _useless(storage, "an object that was written just now cannot be read") from error
+    if replaced and (num_bytes != len(_NEW) or part == _OLD[begin:end]):
+        raise _useless(storage, "an object that was replaced still has its old content")
+    if part != _NEW[begin:end]:
+        raise _useless(storage, "when a part of an object is read, other bytes come")
+
+
+def _prove_listing(storage: Storage, name: str, timer: Timekeeper) -> None:
+    """List the probe. Raises StorageUnavailableError if it is not shown in time."""
+    for seconds in _LISTING_WAITS:
+        if name in storage.names(""):
+            return
+        timer.sleep(seconds)
+    # Some servers hide names that begin with a dot, which are only those of probes and temp files.
+    shown = name.removeprefix(".")
+    storage.replace(shown, _NEW)
+    try:
+        is_listed = shown in storage.names("")
+    finally:
+        with suppress(StorageUnavailableError):
+            storage.delete(shown)
+    if not is_listed:
+        raise _useless(
+            storage, "an object that was written seconds ago is not listed, so committed steps would be overlooked"
+        )
+
+
+def _useless(storage: Storage, reason: str) -> StorageUnavailableError:
+    shown = storage.locate("")
+    return StorageUnavailableError(
+        f"{shown}: {reason}; save to another place, or use another client: Place(url, engine=…), or Place(path, fs=…) "
+        "with its caches turned off",
+        path=shown,
+    )

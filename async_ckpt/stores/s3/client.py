@@ -1,0 +1,356 @@
+"""Requests to a bucket through obstore: repeated while the store is away, refused in plain words.
+
+In: keys, and requests about them. Out: responses, and errors of this library. Knows nothing of: segments.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
+from posixpath import basename, commonpath, dirname
+from typing import IO, Any, Final, TypeVar
+
+from ...core import spans
+from ...core.host.deadlines import ABORT_SECONDS, REQUEST_SECONDS
+from ...core.host.threads import run_together
+from ...core.host.watched_calls import StuckError, WatchedCall
+from ...core.spans import TIMEKEEPER, Timekeeper
+from ...core.spec import KIB
+from ...core.storage import retry, store_facts
+from ...errors import StorageUnavailableError
+from ..proven.known import known_of
+from . import refusals, runtime
+from .connections import Connections
+from .segments import GivenUpError
+from .settings import BucketSettings, Kind
+
+T = TypeVar("T")
+
+# A read comes in pieces of about this size: larger ones are copied together first, which doubles the cost.
+_READ_BYTES: Final = 256 * KIB
+# Small objects that are read at a time: their sizes do not count, the latency of the requests does.
+_MANY_READERS: Final = 128
+# The number of keys that a page of a listing has at most, in S3.
+_PAGE_KEYS: Final = 1000
+# A page that tells of fewer objects is no better than a request for each; and pages come one after the other.
+_LEAST_TOLD: Final = 4
+_MOST_PAGES: Final = 32
+
+
+class Client:
+    """One bucket, or all below a prefix in it. An ObjectStorage creates and owns it; its sinks and readers share it.
+
+    Making one sends no request. From any thread. `options` are those of BucketSettings.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, timer: Timekeeper = TIMEKEEPER) -> None:
+        self.timer = timer
+        self.settings = BucketSettings(url, options)
+        runtime.require(self.settings.url)
+        self._connections = Connections(self.settings)
+        self.known = known_of(self.settings.identity)
+        self._deletes_many = True  # until the store refuses it
+        self._has_answered = False  # so the bucket is there, and a 404 is about the key
+
+    def locate(self, path: str) -> str:
+        return self.settings.locate(path)
+
+    def key(self, path: str) -> str:
+        """The key of an object, or of a folder without the slash behind it."""
+        return self.settings.key(path)
+
+    def delete(self, path: str) -> None:
+        import obstore
+
+        with suppress(FileNotFoundError):
+            self.ask(path, lambda store: obstore.delete(store, self.key(path)))
+
+    def delete_many(self, paths: Sequence[str]) -> bool:
+        """Delete objects, up to a thousand by one request. False if the store may not support it; some may be gone."""
+        import obstore
+
+        if not self._deletes_many:
+            return False
+        keys = [self.key(path) for path in paths]
+        try:
+            self.persist(lambda: self.ask_once(paths[0], lambda store: obstore.delete(store, keys), kind="many"))
+        except (FileNotFoundError, StorageUnavailableError):
+            self._deletes_many = False
+        return self._deletes_many
+
+    def ask(self, path: str, request: Callable[[Any], T]) -> T:
+        """Make a small request, and repeat it while the store is away."""
+        return self.persist(lambda: self.ask_once(path, request))
+
+    def ask_once(
+        self,
+        path: str,
+        request: Callable[[Any], T],
+        *,
+        kind: Kind = "small",
+        num_bytes: int = 0,
+        call: WatchedCall | None = None,
+    ) -> T:
+        """Make one request. The only place that translates obstore's errors.
+
+        The translated error is raised outside of the `except` block, since the text of obstore's may hold keys.
+        `call` watches the request. Requests that lend memory, or consist of several requests, bring their own.
+        """
+        runtime.start(self.locate(path))
+        store, call = self._connections.store(kind), call or self.watch(kind)
+        refusal: Exception
+        try:
+            result = call.run(lambda: request(store))
+        except GivenUpError:
+            raise
+        except StuckError as error:
+            refusal = StorageUnavailableError(
+                f"{self.locate(path)}: a request has not ended for {call.stuck_seconds:.0f} s, long after its own "
+                "timeout: obstore's threads are stuck, or its credential provider is; start this process again",
+                path=self.locate(path),
+            )
+            refusal.__cause__ = error
+        except Exception as error:
+            refusal = refusals.translate(error, path, self.settings, num_bytes)
+        else:
+            self._has_answered = True
+            return result
+        if getattr(refusal, "code", "") in refusals.EXPIRED_CODES:
+            self._connections.renew(store)
+        raise refusal
+
+    def ask_watched(
+        self,
+        path: str,
+        request: Callable[[Any, WatchedCall], T],
+        *,
+        kind: Kind = "small",
+        stuck_seconds: float | None = None,
+    ) -> T:
+        """Like `ask`, for a request that reports its progress to its WatchedCall, or lends memory."""
+
+        def attempt() -> T:
+            call = WatchedCall(stuck_seconds or self.settings.stuck_seconds(kind))
+            return self.ask_once(path, lambda store: request(store, call), kind=kind, call=call)
+
+        return self.persist(attempt)
+
+    def watch(self, kind: Kind) -> WatchedCall:
+        """A watched call for a request of this kind."""
+        return WatchedCall(self.settings.stuck_seconds(kind))
+
+    def head(self, path: str) -> Any:
+        """Size, e-tag and time of an object."""
+        import obstore
+
+        key = self.key(path)
+
+        def ask(store: Any) -> Any:
+            try:
+                return obstore.head(store, key)
+            except Exception as error:
+                # The response to a HEAD has no body and so no reason; the response to a listing has.
+                missing = isinstance(error, FileNotFoundError)
+                if not (missing and self._has_answered):
+                    try:
+                        obstore.list_with_delimiter(store, key)
+                        self._has_answered = True
+                    except Exception as reason:
+                        if not missing or refusals.ErrorResponse.of(reason).status == 404:
+                            raise
+                raise
+
+        return self.ask(path, ask)
+
+    def find(self, paths: Sequence[str]) -> tuple[set[str], list[str]]:
+        """Look for these objects by pages of a listing, as long as a page tells of more than a few requests would.
+
+        Returns the paths of those that exist, and the paths of which nothing is known. That a page does not show an
+        object proves little: servers differ in the order of keys, and in where a page begins. See `_left_out`.
+        """
+        path_of = {self.key(path): path for path in paths}
+        missing, there = {*path_of}, set[str]()
+        if len(missing) < 2 or self.settings.scheme != "s3":  # others list from the beginning
+            return there, [*path_of.values()]
+        first, final = min(missing), max(missing)
+        folder = commonpath(map(dirname, missing))
+        # Not after the folder of the first key, if it can be helped: SeaweedFS would leave out all that is in it.
+        after = dirname(first) if basename(first[:-1]) in ("", ".", "..") else first[:-1]
+        while len(missing) > 1:
+            try:
+                page = self._page(path_of[first], folder, after)
+            except StorageUnavailableError as error:
+                if getattr(error, "status", None) in refusals.UNSUPPORTED_STATUSES:
+                    break
+                raise
+            found = {key for key in missing if page.get(key)}  # an empty object may mark a folder of this name
+            told = found | _left_out(page, missing)
+            missing -= told
+            there |= {path_of[key] for key in found}
+            last = next(reversed(page), "")
+            is_through = len(page) < _PAGE_KEYS or last >= final or last == after
+            if is_through or len(told) < _LEAST_TOLD or len(missing) > _MOST_PAGES * len(told):
+                break
+            after = last
+        return there, [path_of[key] for key in sorted(missing)]
+
+    def _page(self, path: str, folder: str, after: str) -> dict[str, int]:
+        """The next keys in a folder, and the sizes of their objects, as far as one request for this path lists them."""
+        import obstore
+
+        def list_one(store: Any, _: WatchedCall) -> dict[str, int]:
+            pages = obstore.list(store, folder or None, offset=after, chunk_size=_PAGE_KEYS)
+            return {meta["path"]: meta["size"] for page in islice(pages, 1) for meta in page}
+
+        return self.ask_watched(path, list_one)
+
+    def get_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str] | None]:
+        """The contents and versions of small objects: None for a missing one; an error leaves some out.
+
+        Each thread makes its requests within one watched call: to watch each of them costs three times as much.
+        """
+        import obstore
+
+        contents: dict[str, tuple[bytes, str] | None] = {}
+        waiting = deque(paths)
+
+        def get_some(store: Any, call: WatchedCall) -> None:
+            while waiting:
+                try:
+                    path = waiting.popleft()
+                except IndexError:  # another thread has taken the last one
+                    return
+                try:
+                    result = obstore.get(store, self.key(path))
+                    contents[path] = bytes(result.bytes()), version_of(result.meta)
+                except FileNotFoundError:
+                    if not self._has_answered:  # perhaps it is the bucket that is missing
+                        raise
+                    contents[path] = None
+                call.moved()
+
+        def work() -> None:
+            call = self.watch("small")
+            try:
+                self.ask_once(paths[0], lambda store: get_some(store, call), call=call)
+            except (FileNotFoundError, StorageUnavailableError):
+                waiting.clear()  # whoever reads the others repeats this error, or waits for the store
+
+        run_together("read", [work] * min(_MANY_READERS, len(paths)), max_threads=_MANY_READERS)
+        return contents.copy()  # a thread that was stuck may still add to it
+
+    def fetch(self, path: str, offset: int, target: memoryview, etag: str | None) -> bool:
+        """Fill `target`. False, or FileExistsError, if the object was replaced."""
+        import obstore
+
+        options: Any = {"range": (offset, offset + len(target))} | ({"if_match": etag} if etag else {})
+
+        def get(store: Any, call: WatchedCall) -> bool:
+            result = obstore.get(store, self.key(path), options=options)
+            at = 0
+            for chunk in result.stream(min_chunk_size=_READ_BYTES):
+                with call.lent():
+                    target[at : at + len(chunk)] = memoryview(chunk)
+                at += len(chunk)
+            return at == len(target) and (not etag or result.meta["e_tag"] == etag)
+
+        return self.ask_watched(path, get, kind="part")
+
+    def fetch_whole(self, path: str, etag: str | None, file: IO[bytes]) -> None:
+        """Write an object to a file. Raises FileExistsError if it was replaced."""
+        import obstore
+
+        def get(store: Any, call: WatchedCall) -> None:
+            result = obstore.get(store, self.key(path))
+            if etag and result.meta["e_tag"] != etag:
+                raise obstore.exceptions.PreconditionError("replaced")
+            file.seek(0)
+            file.truncate()
+            for chunk in result.stream(min_chunk_size=_READ_BYTES):
+                with call.ours():
+                    file.write(memoryview(chunk))
+
+        self.ask_watched(path, get, kind="whole")
+
+    def list(self, folder: str) -> Any:
+        import obstore
+
+        # Takes as many requests as there are pages, and obstore reports only the end.
+        return self.ask_watched(
+            folder,
+            lambda store, _: obstore.list_with_delimiter(store, self.key(folder) or None),
+            stuck_seconds=self.settings.stuck_seconds("many"),
+        )
+
+    def put(self, path: str, data: bytes) -> str:
+        return self.persist(lambda: self.put_once(path, data))
+
+    def put_once(self, path: str, data: bytes, mode: Any = "overwrite") -> str:
+        """Put an object, perhaps on a condition, by one request. Returns its version.
+
+        Raises FileExistsError if another writer was first.
+        """
+        import obstore
+
+        key = self.key(path)
+        try:
+            return version_of(
+                self.ask_once(path, lambda store: obstore.put(store, key, data, mode=mode, use_multipart=False))
+            )
+        except FileNotFoundError:  # whatever a put needs that is not there, it is not the object
+            shown = self.locate(path)
+            raise StorageUnavailableError(f"{shown}: {store_facts.NO_BUCKET}", path=shown) from None
+
+    def persist(self, call: Callable[[], T]) -> T:
+        seconds = min(self.settings.deadline_seconds, REQUEST_SECONDS)
+        return retry.persist(call, deadline_seconds=seconds, timer=self.timer)
+
+    def now(self) -> Any:
+        """The time of the store's clock, from an object written just now."""
+        with self.probe() as path:
+            return self.head(path)["last_modified"]
+
+    @contextmanager
+    def probe(self) -> Iterator[str]:
+        """A small object that exists within the block."""
+        path = f"{store_facts.PROBE}{secrets.token_hex(8)}"
+        self.put(path, b"probe")
+        try:
+            yield path
+        finally:
+            with suppress(StorageUnavailableError):
+                self.delete(path)
+
+    def abort_uploads(self, path: str) -> None:
+        """Abort uploads of an object that failed attempts may have left open, since a response or an abort was lost."""
+        if self.settings.scheme == "s3":
+            # If this fails, the sweep or a lifecycle rule aborts them.
+            with suppress(ImportError, StorageUnavailableError):
+                from ..fsspec.store import abort_stale_uploads
+
+                limit = spans.from_now(store_facts.ORPHAN_SECONDS)
+                options = {**self.settings.options, "deadline_seconds": ABORT_SECONDS}
+                abort_stale_uploads(self.settings.bucket, self.key(path), older_than=limit, options=options, exact=True)
+
+
+def _left_out(page: Mapping[str, int], keys: Iterable[str]) -> set[str]:
+    """The keys, among these, that do not exist: the page shows a later key of the same folder.
+
+    All servers but those of directory buckets list what is in one folder together and in order, whatever the order of
+    folders; that of characters beyond ASCII differs.
+    """
+    last_in: dict[str, str] = {}
+    for key in page:
+        folder = dirname(key)
+        if last_in.get(folder, "") > key:
+            return set()
+        last_in[folder] = key
+    return {key for key in keys if key.isascii() and key not in page and last_in.get(dirname(key), "") > key}
+
+
+def version_of(meta: Any) -> str:
+    """The version of an object: its e-tag, and its generation if the store has these."""
+    return " ".join(filter(None, (meta["e_tag"], meta["version"])))

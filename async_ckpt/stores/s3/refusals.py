@@ -1,0 +1,135 @@
+"""Translation of obstore's errors.
+
+In: an error of obstore's. Out: an error of this library, with a reason and advice. Knows nothing of: requests.
+
+obstore has status and code only in the text of its errors. No other module parses that text.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ...core.storage.store_facts import AWAY, CLOCK, KEYS, LOG_IN, NO_BUCKET, NO_KEYS, REGION, RIGHTS, ROOM
+from ...errors import StorageFullError, StorageUnavailableError
+from .settings import BucketSettings
+
+# Advice, by the store's error code, or else by HTTP status.
+ADVICE: Final = {
+    "NoSuchBucket": NO_BUCKET,
+    "ContainerNotFound": NO_BUCKET,
+    "PermanentRedirect": REGION,
+    "AuthorizationHeaderMalformed": REGION,
+    "IllegalLocationConstraintException": REGION,
+    "ExpiredToken": LOG_IN,
+    "ExpiredTokenException": LOG_IN,
+    "TokenRefreshRequired": LOG_IN,
+    "RequestTimeTooSkewed": CLOCK,
+    "RequestExpired": CLOCK,
+    "InvalidAccessKeyId": KEYS,
+    "SignatureDoesNotMatch": KEYS,
+    "301": REGION,
+    "400": "check the name and the options, which the store rejects",
+    "401": KEYS,
+    "403": RIGHTS,
+    "507": ROOM,
+    "NoRange": "use another server or client, which can read a part of an object",
+}
+EXPIRED_CODES: Final = frozenset({code for code, advice in ADVICE.items() if advice is LOG_IN})
+# Not a code of the store: it answered a request for a part of an object with something else.
+NO_RANGE: Final = "NoRange"
+UNSUPPORTED_STATUSES: Final = frozenset({400, 405, 501})  # for an unknown condition
+TRANSIENT_STATUSES: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+TRANSIENT_CODES: Final = frozenset({"SlowDown", "InternalError", "RequestTimeout", "ServiceUnavailable", "ServerBusy"})
+# Two writers at once, neither of which has won yet; or an upload that is gone, since it was aborted, or its completion
+# succeeded and the response was lost. All of these are repeated.
+CONFLICT_CODES: Final = frozenset({"ConditionalRequestConflict", "OperationAborted", "NoSuchUpload"})
+INSUFFICIENT_STORAGE: Final = 507
+
+
+@dataclass(frozen=True)
+class ErrorResponse:
+    """The response of a store, as far as the text of obstore's error has it."""
+
+    status: int | None
+    code: str
+    reason: str
+    region: str
+    is_unanswered: bool
+    lacks_keys: bool  # so that no request was sent
+
+    @classmethod
+    def of(cls, error: Exception) -> ErrorResponse:
+        text = str(error)
+
+        def find(pattern: str) -> str:
+            match = re.search(pattern, text, re.DOTALL)
+            return match[1] if match else ""
+
+        status, code = find(r"status(?: code)?: (\d{3})"), find(r"<Code>(\w+)<")
+        message = find(r"<Message>(.*?)<")
+        if "redirect without LOCATION" in text:
+            status = "301"
+        if re.search(r"non-partial response|^Requested \S+, got |Content-Range", text, re.MULTILINE):
+            code = NO_RANGE
+        kind, detail = find(r"HttpError \{\s*kind: (\w+)"), find(r'(?:message|error): "([^"]*)"')
+        builder, certificate = "builder error" in text, find(r"invalid peer certificate: (\w+)")
+        provider = find(r"External \w+ credential provider: (?:\w+: )?([^\n]*)")
+        lacks_keys = bool(provider) or "169.254.169.254" in text  # an address that only serves keys
+        first = re.sub(r"\S+://\S+", "the store", text.partition("\n")[0])
+        if status:
+            answer = " ".join(filter(None, (status, code)))
+            reason = f"the store answered {answer}" + (f": {message}" if message else "")
+        elif certificate:
+            reason = f"its certificate is not trusted ({certificate})"
+        elif kind and not builder:
+            reason = f"no answer ({detail or kind})"
+        else:
+            reason = provider or first
+        return cls(
+            status=int(status) if status else None,
+            code=code,
+            reason=reason[:500],
+            region=find(r"<Region>([\w-]+)<"),
+            is_unanswered=bool(kind) and not (status or builder or certificate or lacks_keys),
+            lacks_keys=lacks_keys,
+        )
+
+
+def translate(error: Exception, path: str, settings: BucketSettings, num_bytes: int = 0) -> Exception:
+    """The error of this library for one of obstore's. `num_bytes` is the size of the object that was to be written."""
+    shown, name, response = settings.locate(path), type(error).__name__, ErrorResponse.of(error)
+    advice = ADVICE.get(response.code) or ADVICE.get(str(response.status), AWAY)
+    if response.status == 404 and name == "GenericError":
+        advice = NO_BUCKET  # of a listing
+    if advice is not NO_BUCKET and response.code not in CONFLICT_CODES:
+        if isinstance(error, FileNotFoundError):
+            return FileNotFoundError(errno.ENOENT, "there is no such object", shown)
+        if name in ("AlreadyExistsError", "PreconditionError"):
+            return FileExistsError(errno.EEXIST, "another writer was first", shown)
+    if name == "NotSupportedError":
+        response = replace(response, status=501)
+    is_transient = (
+        response.status in TRANSIENT_STATUSES
+        or response.code in TRANSIENT_CODES | CONFLICT_CODES
+        or response.is_unanswered
+    )
+    if response.code in EXPIRED_CODES:
+        is_transient = settings.renews_keys
+    if response.region:
+        advice = f"{advice}; it is in {response.region}"
+    if response.lacks_keys:
+        advice = NO_KEYS.get(settings.scheme, NO_KEYS["az"])
+    reason = settings.scrub(response.reason)
+    message = f"{shown}: {reason}; {advice}"
+    refusal: StorageUnavailableError
+    if response.status == INSUFFICIENT_STORAGE:
+        refusal = StorageFullError(message, path=shown, needed_bytes=num_bytes, free_bytes=None)
+    else:
+        refusal = StorageUnavailableError(
+            message, path=shown, status=response.status, code=response.code, transient=is_transient
+        )
+    refusal.__cause__ = type(error)(reason)  # without the text, which may echo our headers
+    return refusal

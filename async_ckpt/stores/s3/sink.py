@@ -1,0 +1,293 @@
+"""One object on its way up to a store, and one on its way back.
+
+In: segments, which are the parts of a multipart upload without a copy. Out: an object that appears whole or not at all.
+Knows nothing of: what is in the objects.
+
+This file builds on how obstore was observed to behave: a put from an iterator asks for the next buffer on the calling
+thread, holds no more than the parts in flight and the one being gathered, and drops a buffer when its part has been
+acknowledged; a weak reference tells. If the iterator raises, or a part fails for good, obstore aborts the upload.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...core.host.deadlines import DROP_SECONDS
+from ...core.host.threads import Running, running_future, start_thread
+from ...core.host.watched_calls import StuckError, WatchedCall
+from ...core.storage import retry, store_facts
+from ...core.storage.interface import Reader
+from ...errors import StorageUnavailableError
+from ..proven.whole_copy import NO_RANGES, WholeCopy
+from .client import Client
+from .plan import UploadPlan
+from .refusals import NO_RANGE
+from .segments import GivenUpError, Phase, SegmentQueue
+
+if TYPE_CHECKING:
+    from ...core.storage.interface import MemoryLoan
+
+
+_log = logging.getLogger("async_ckpt")
+
+
+class ObjectSink:
+    """One object on its way up. ObjectStorage creates it for one delivery, which owns it.
+
+    The first segment starts a thread that sends the segments in file order, as they come, and sends the object again
+    if an attempt fails. The thread ends by its deadlines; `finish` and `abort` wait for it.
+    """
+
+    def __init__(self, client: Client, path: str, num_bytes: int, plan: UploadPlan) -> None:
+        self.num_bytes = num_bytes
+        self.num_retries = 0
+        self.failed: Future[None] = running_future()
+        self._client, self._path, self._plan = client, path, plan
+        self._segments = SegmentQueue(num_bytes, plan.segment_bytes, client.timer)
+        self._target = _UploadTarget(client, path)
+        self._thread: Running | None = None  # under the queue's lock
+        self._error: BaseException | None = None  # of the last attempt, once the thread has ended
+
+    @property
+    def retryable(self) -> bool:
+        return self._segments.retryable
+
+    # --- from any thread --------------------------------------------------------------------------------------
+
+    def write(self, offset: int, data: memoryview, lease: MemoryLoan) -> None:
+        lease.retain()
+        with self._segments.changed:  # so that `abort` finds the thread
+            is_taken = self._segments.put(offset, data, lease)
+            if is_taken and self._thread is None:
+                self._thread = start_thread("upload", self._run)
+        if not is_taken:
+            lease.release()
+            raise self._failure()
+
+    def relieve(self) -> bool:
+        return self._segments.relieve()
+
+    def finish(self, num_bytes: int | None = None) -> None:
+        self.num_bytes = self.num_bytes if num_bytes is None else num_bytes
+        segments = self._segments
+        if not segments.complete(num_bytes):
+            self.abort()
+            raise StorageUnavailableError(
+                f"{self._shown}: {segments.num_arrived} segments arrived of {segments.num_segments}", path=self._shown
+            )
+        if self._thread is not None:
+            self._thread.join()
+        with segments.changed:
+            if self._thread is None:  # there was nothing to send
+                segments.life.go(Phase.SENT)
+            is_finished = segments.life.go(Phase.FINISHED)
+        if not is_finished:
+            raise self._failure()
+
+    def give_up(self) -> None:
+        self._segments.end(Phase.GIVEN_UP)
+
+    def abort(self) -> None:
+        if self._segments.life.now is Phase.FINISHED:
+            return
+        self.give_up()
+        if self._thread is not None:
+            self._thread.join()
+        self._target.delete()
+
+    def close(self) -> None:
+        """There is nothing left to close: the thread has ended, and all segments are released."""
+
+    def _failure(self) -> BaseException:
+        if self._error is None or isinstance(self._error, GivenUpError):
+            return StorageUnavailableError(f"{self._shown}: the upload was given up", path=self._shown)
+        return self._error
+
+    @property
+    def _shown(self) -> str:
+        return self._client.locate(self._path)
+
+    def __repr__(self) -> str:
+        segments = self._segments
+        state = f"{segments.next}/{segments.num_segments} segments sent"
+        if segments.life.now is Phase.FINISHED:
+            state = "finished"
+        return f"<ObjectSink {self._shown} {state}>"
+
+    # --- on the thread of the upload --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            retry.persist(
+                self._attempt,
+                deadline_seconds=self._client.settings.deadline_seconds,
+                since=lambda: self._segments.moved_at,
+                on_retry=self._count_retry,
+                timer=self._client.timer,
+                sleep=self._segments.pause,
+            )
+        except BaseException as failure:
+            error = self._error = failure
+        self._segments.end(Phase.SENT if error is None else Phase.FAILED)
+        if error is not None:
+            self.failed.set_exception(self._failure())
+        # The cause tells why an attempt failed whose object could not be sent again.
+        reasons = () if error is None else (error, error.__cause__ or error)
+        broke_off = any(retry.is_transient(reason) or isinstance(reason, StuckError) for reason in reasons)
+        if self._plan.is_multipart and (self.num_retries or broke_off):
+            self._client.abort_uploads(self._path)
+        self._segments.wait_until_released(DROP_SECONDS)
+
+    def _attempt(self) -> None:
+        if self._segments.is_given_up:
+            raise GivenUpError
+        try:
+            if self._plan.is_multipart and not self.num_retries:
+                start_thread("look", self._look_before)
+            call = self._client.watch("part")
+            result = self._client.ask_once(
+                self._path, partial(self._send, call), kind="part", num_bytes=self.num_bytes, call=call
+            )
+            self._target.verify(result["e_tag"], self.num_bytes, is_multipart=self._plan.is_multipart)
+        except FileNotFoundError:
+            raise StorageUnavailableError(f"{self._shown}: {store_facts.NO_BUCKET}", path=self._shown) from None
+        except StorageUnavailableError as error:
+            retryable = self._segments.restart()
+            if retry.is_transient(error) and not retryable:
+                raise StorageUnavailableError(
+                    f"{error}; it cannot be sent again as a whole: memory was needed elsewhere", path=self._shown
+                ) from error
+            raise
+
+    def _send(self, call: WatchedCall, store: Any) -> Any:
+        """Runs on the thread of the call, as does the iterator that obstore is given."""
+        import obstore
+
+        key, is_multipart, body = self._client.key(self._path), self._plan.is_multipart, self._body(call)
+        if not is_multipart:
+            self._segments.wait_until(call, self._is_written)
+        return obstore.put(
+            store,
+            key,
+            body if is_multipart else self._segments.take(call, 0),
+            use_multipart=is_multipart,
+            chunk_size=self._plan.part_bytes,
+            max_concurrency=self._plan.parts_in_flight(self.num_retries),
+        )
+
+    def _body(self, call: WatchedCall) -> Iterator[memoryview]:
+        number = 0
+        while self._segments.is_there(call, number):
+            yield self._segments.take(call, number)
+            number += 1
+        # obstore completes the object when this ends.
+        self._segments.wait_until(call, lambda: self._is_written() and self._target.has_looked)
+
+    def _is_written(self) -> bool:
+        return self._segments.life.now is Phase.WRITTEN
+
+    def _look_before(self) -> None:
+        """Runs on a thread of its own, while the first parts are on their way."""
+        try:
+            self._target.look()
+        finally:
+            with self._segments.changed:
+                self._segments.changed.notify_all()
+
+    def _count_retry(self, error: BaseException) -> None:
+        self.num_retries += 1
+        _log.warning("sent again: %s", error)
+
+
+class _UploadTarget:
+    """The object under the name that an ObjectSink writes to: the one that was there before, and the new one."""
+
+    def __init__(self, client: Client, path: str) -> None:
+        self._client, self._path = client, path
+        self.has_looked = False
+        self._etag_before: str | None = None
+        self._etag: str | None = None  # of the new object, once the store has acknowledged it
+
+    def look(self) -> None:
+        """See which object is there before the new one."""
+        try:
+            with suppress(FileNotFoundError, StorageUnavailableError):
+                self._etag_before = self._client.head(self._path)["e_tag"]
+        finally:
+            self.has_looked = True
+
+    def verify(self, etag: str | None, num_bytes: int, *, is_multipart: bool) -> None:
+        """Raise StorageUnavailableError unless the object that the store has acknowledged is there.
+
+        Some servers report another e-tag than in the acknowledgement, but never that of the object before.
+        """
+        self._etag = etag
+        try:
+            head = self._client.head(self._path)
+        except FileNotFoundError:
+            head = {"size": "nothing", "e_tag": None}
+        is_ours = head["e_tag"] == etag or (is_multipart and head["e_tag"] != self._etag_before)
+        if head["size"] != num_bytes or not is_ours:
+            shown = self._client.locate(self._path)
+            raise StorageUnavailableError(
+                f"{shown}: the store acknowledged {num_bytes:,} bytes and lost them: {head['size']} with e-tag "
+                f"{head['e_tag']} is there; find out what the store does with its objects",
+                path=shown,
+                transient=True,
+            )
+        self._etag = head["e_tag"]
+
+    def delete(self) -> None:
+        """Delete the new object if it is there after all; the one before is gone already. Idempotent."""
+        etag, self._etag = self._etag, None
+        if etag is not None:
+            with suppress(StorageUnavailableError, FileNotFoundError):
+                if self._client.head(self._path)["e_tag"] == etag:
+                    self._client.delete(self._path)
+
+
+class ObjectReader(Reader):
+    """One object as it was when it was opened."""
+
+    def __init__(self, client: Client, path: str) -> None:
+        self._client, self._path = client, path
+        meta = client.head(path)
+        self.num_bytes: int = meta["size"]
+        self._etag: str | None = meta["e_tag"]
+        self._whole = WholeCopy(self.num_bytes, client.locate(path), partial(client.fetch_whole, path, self._etag))
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        shown = self._client.locate(self._path)
+        if offset + len(target) > self.num_bytes:
+            raise EOFError(f"{shown} ends at byte {self.num_bytes:,}")
+        if not target:
+            return
+        try:
+            is_same = self._fetch(offset, target)
+        except FileExistsError:
+            is_same = False
+        if not is_same:
+            raise StorageUnavailableError(f"{shown} was replaced while it was being read; load it again", path=shown)
+
+    def _fetch(self, offset: int, target: memoryview) -> bool:
+        """Fill `target`. False, or FileExistsError, if the object was replaced."""
+        known = self._client.known
+        if not known.ignores_ranges:
+            try:
+                return self._client.fetch(self._path, offset, target, self._etag)
+            except StorageUnavailableError as error:
+                if getattr(error, "code", "") != NO_RANGE:
+                    raise
+            known.say(self._client.settings.url, NO_RANGES)
+            known.ignores_ranges = True
+        self._whole.read_into(offset, target)
+        return True
+
+    def close(self) -> None:
+        self._whole.close()

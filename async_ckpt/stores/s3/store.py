@@ -1,0 +1,323 @@
+"""S3, Google Cloud Storage and Azure, through obstore.
+
+In: segments, which are the parts of a multipart upload without a copy. Out: objects that appear whole or not at all.
+Knows nothing of: what is in the objects. It never creates buckets.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+from ...core import spans
+from ...core.host.watched_calls import WatchedCall
+from ...core.spans import TIMEKEEPER, Timekeeper
+from ...core.storage import store_facts
+from ...core.storage.bulk import delete, existing
+from ...core.storage.conditions import Conditions, Form
+from ...core.storage.interface import Storage
+from ...core.storage.url import unusable_name
+from ...errors import StorageUnavailableError
+from ..proven.place_proof import prove
+from . import refusals
+from .client import Client, version_of
+from .plan import plan_upload
+from .sink import ObjectReader, ObjectSink
+
+# Fewer objects are read, or deleted, one by one, which all servers support.
+_LEAST_MANY: Final = 8
+
+_log = logging.getLogger("async_ckpt")
+
+
+class ObjectStorage(Storage):
+    """A bucket, or all below a prefix in it. Making one sends no request. From any thread.
+
+    `options` are obstore's, with or without `aws_` before them, or fsspec's; besides `client_options`,
+    `retry_config` (for one part's requests), `credential_provider`, `profile` and `deadline_seconds`.
+    """
+
+    remote = True
+    in_order = True
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, timer: Timekeeper = TIMEKEEPER) -> None:
+        self._client = Client(url, options, timer)
+        self.url = self._client.settings.url
+        self._lock = threading.Lock()
+        self._warnings: set[str] = set()  # given already; under _lock
+        # Servers that speak S3, but are not S3 itself, are tested once for whether they obey conditions.
+        self._conditional: bool | None = True if self._client.settings.obeys_conditions else None
+        self._conditions = Conditions()
+
+    def __repr__(self) -> str:
+        return f"<ObjectStorage {self.url}>"
+
+    def locate(self, path: str) -> str:
+        return self._client.locate(path)
+
+    # --- archives ---------------------------------------------------------------------------------------------
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
+        return store_facts.part_segments(num_bytes, segment_bytes)
+
+    def create(
+        self,
+        path: str,
+        *,
+        num_bytes: int,
+        segment_bytes: int,
+        max_segments: int | None = None,
+        exact: bool = True,  # noqa: ARG002
+    ) -> ObjectSink:
+        self._client.key(path)
+        plan = plan_upload(num_bytes, segment_bytes, max_segments=max_segments)
+        return ObjectSink(self._client, path, num_bytes, plan)
+
+    def prove(self, *, for_run: bool = False) -> None:
+        prove(self, self._client.known, for_run=for_run, timer=self._client.timer)
+
+    def open(self, path: str) -> ObjectReader:
+        return ObjectReader(self._client, path)
+
+    # --- small objects ----------------------------------------------------------------------------------------
+
+    def read(self, path: str) -> tuple[bytes, str]:
+        import obstore
+
+        def get(store: Any) -> tuple[bytes, str]:
+            result = obstore.get(store, self._client.key(path))
+            return bytes(result.bytes()), version_of(result.meta)
+
+        return self._client.ask(path, get)
+
+    def read_many(self, paths: Sequence[str]) -> dict[str, tuple[bytes, str] | None]:
+        try:
+            there, unknown = self._client.find(paths)
+        except StorageUnavailableError:
+            return {}  # whoever reads them repeats this error, or waits for the store
+        asked = [path for path in paths if path in there or path in {*unknown}]
+        contents = dict.fromkeys({*paths} - {*asked})
+        return contents | self._client.get_many(asked) if len(asked) >= _LEAST_MANY else contents
+
+    def put_new(self, path: str, data: bytes) -> None:
+        self._client.key(path)
+        if self._has_conditions():
+            self._put_if(path, data, "create")
+            return
+        if self.exists(path):
+            raise FileExistsError(f"{self.locate(path)} exists already")
+        self._client.put(path, data)
+
+    def replace(self, path: str, data: bytes, *, version: str | None = None) -> str | None:
+        if version is not None:
+            new_version = self._put_over(path, data, version) if self._has_conditions() else None
+            if new_version is not None:
+                return new_version
+            if not self._is_there(path, version):
+                raise FileExistsError(f"{self.locate(path)} was replaced by another writer")
+        return self._client.put(path, data)
+
+    def move(self, path: str, to: str) -> None:
+        import obstore
+
+        self._client.ask(path, lambda store: obstore.copy(store, self._client.key(path), self._client.key(to)))
+        self.delete(path)
+
+    def delete(self, path: str) -> None:
+        self._client.delete(path)
+
+    def delete_many(self, paths: Sequence[str]) -> None:
+        if len(paths) < _LEAST_MANY or not self._client.delete_many(paths):
+            delete(self, paths)
+
+    def delete_all(self, path: str) -> None:
+        self.delete_many([*(f"{path}/{below}" for below in self.sizes(path)), path])
+
+    def remove_if_empty(self, folder: str) -> bool:  # noqa: ARG002
+        return False  # there are no folders
+
+    def names(self, folder: str) -> list[str]:
+        listing = self._client.list(folder)
+        paths = {*listing["common_prefixes"], *(meta["path"] for meta in listing["objects"])}
+        paths.discard(self._client.key(folder))  # an empty object by which consoles mark a folder
+        return sorted({path.rpartition("/")[2] for path in paths} - {""})
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        import obstore
+        from obstore.exceptions import InvalidPathError
+
+        key = self._client.key(folder)
+
+        def list_all(store: Any, call: WatchedCall) -> dict[str, int]:
+            sizes_by_key: dict[str, int] = {}
+            for page in obstore.list(store, key or None):
+                call.moved()
+                if page and all(meta["path"] in sizes_by_key for meta in page):
+                    raise store_facts.endless_listing(self.locate(folder))
+                sizes_by_key.update((meta["path"], meta["size"]) for meta in page if meta["path"] != key)
+            return sizes_by_key
+
+        try:
+            sizes_by_key = self._client.ask_watched(folder, list_all)
+        except StorageUnavailableError as error:
+            if not isinstance(error.__cause__, InvalidPathError):
+                raise
+            raise unusable_name(self.locate(folder), str(error.__cause__)) from error
+        below = f"{folder}/" if folder else ""
+        sizes = {path.removeprefix(f"{key}/"): size for path, size in sizes_by_key.items()}
+        # An empty object may mark a folder by a slash, which obstore hides: then the listed name does not exist.
+        empty = [f"{below}{path}" for path, size in sizes.items() if not size]
+        placeholders = {*empty} - {*existing(self, empty)}
+        return {path: size for path, size in sorted(sizes.items()) if f"{below}{path}" not in placeholders}
+
+    def exists(self, path: str) -> bool:
+        try:
+            self._client.head(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def existing(self, paths: Sequence[str]) -> list[str]:
+        there, unknown = self._client.find(paths)
+        there.update(existing(self, unknown))
+        return [path for path in paths if path in there]
+
+    # --- leftovers of dead writers ----------------------------------------------------------------------------
+
+    def sweep(
+        self,
+        folder: str,
+        names: list[str],
+        *,
+        delete: bool = False,
+        decided: bool = False,
+        of_ranks: bool = False,  # noqa: ARG002
+    ) -> list[str]:
+        if not decided or not names:
+            return []
+        limit = spans.before(self._client.now(), store_facts.ORPHAN_SECONDS)
+        written = {
+            meta["path"].rpartition("/")[2]: meta["last_modified"] for meta in self._client.list(folder)["objects"]
+        }
+        dead = [name for name in names if name in written and written[name] < limit]
+        for name in dead if delete else ():
+            self.delete(f"{folder}/{name}" if folder else name)
+        return dead
+
+    def sweep_uploads(self) -> list[str]:
+        """Abort stale uploads through s3fs, since obstore does not list uploads."""
+        if self._client.settings.scheme != "s3":
+            return []  # Azure deletes unfinished uploads by itself, Google by a lifecycle rule
+        try:
+            from ..fsspec.store import abort_stale_uploads
+
+            limit = spans.before(self._client.now(), store_facts.ORPHAN_SECONDS)
+            prefix = self._client.settings.prefix and f"{self._client.settings.prefix}/"
+            return abort_stale_uploads(
+                self._client.settings.bucket, prefix, older_than=limit, options=self._client.settings.options
+            )
+        except (ImportError, StorageUnavailableError, NotImplementedError) as error:
+            _log.warning(
+                "%s: unfinished uploads of killed processes cannot be swept (%s); set a lifecycle rule on the bucket "
+                "that aborts incomplete multipart uploads",
+                self.url,
+                self._client.settings.scrub(str(error)),
+            )
+            return []
+
+    # --- conditions -------------------------------------------------------------------------------------------
+
+    def _put_if(self, path: str, data: bytes, mode: Any) -> str:
+        """Put on a condition. Returns the version. Raises FileExistsError, unless an earlier try has succeeded."""
+        unsure = False  # an earlier try had no response, and may have succeeded
+
+        def put() -> str:
+            nonlocal unsure
+            try:
+                return self._client.put_once(path, data, mode)
+            except FileExistsError:
+                with suppress(FileNotFoundError):
+                    content, version = self.read(path) if unsure else (None, "")
+                    if content == data:
+                        return version
+                raise
+            except StorageUnavailableError:
+                unsure = True
+                raise
+
+        return self._client.persist(put)
+
+    def _put_over(self, path: str, data: bytes, version: str) -> str | None:
+        """Replace this version only. Returns the new version, or None if the store refuses every such put."""
+        new_version = self._conditions.replace(
+            lambda form: self._put_if(path, data, _matching(version, form)),
+            is_there=partial(self._is_there, path, version),
+            accepts=self._accepts,
+        )
+        if new_version is None:
+            self._warn_once(
+                "the store refuses every put that is to replace one version only, so two writers could overwrite each "
+                "other; let only one write"
+            )
+        return new_version
+
+    def _is_there(self, path: str, version: str) -> bool:
+        try:
+            return version_of(self._client.head(path)) == version
+        except FileNotFoundError:
+            return False
+
+    def _accepts(self, form: Form) -> bool:
+        """Whether the store accepts a conditional put with this form of e-tag, tested on a probe."""
+        with self._client.probe() as path:
+            try:
+                self._put_if(path, b"accepted", _matching(version_of(self._client.head(path)), form))
+            except FileExistsError:
+                return False
+        return True
+
+    def _has_conditions(self) -> bool:
+        """Whether the store obeys the conditions of a put. Tested at the first call."""
+        if self._conditional is None:
+            self._conditional = self._try_conditions()
+            if not self._conditional:
+                self._warn_once(
+                    "the store has no conditional puts, so two writers that commit one step in the same moment are not "
+                    "told apart; let only one write"
+                )
+        return self._conditional
+
+    def _warn_once(self, warning: str) -> None:
+        with self._lock:
+            is_new = warning not in self._warnings
+            self._warnings.add(warning)
+        if is_new:
+            _log.warning("%s: %s", self.url, warning)
+
+    def _try_conditions(self) -> bool:
+        """Make two puts on a probe that must be refused. Returns whether both are."""
+        never = {"e_tag": '"00000000000000000000000000000000"'}
+        if self._client.settings.scheme == "gs":
+            never["version"] = "1"
+        modes: tuple[Any, ...] = ("create", never)
+        with self._client.probe() as path:
+            for mode in modes:
+                try:
+                    self._client.persist(partial(self._client.put_once, path, b"", mode))
+                except FileExistsError:
+                    continue
+                except StorageUnavailableError as error:
+                    if getattr(error, "status", None) not in refusals.UNSUPPORTED_STATUSES:
+                        raise
+                return False
+        return True
+
+
+def _matching(version: str, form: Form) -> Any:
+    """The mode of a put that replaces this version only."""
+    etag, _, generation = version.partition(" ")
+    return {"e_tag": form(etag)} | ({"version": generation} if generation else {})

@@ -1,0 +1,439 @@
+"""The speed of a disk or a store, and of saves and restores beside it.
+
+In: a root. Out: a table of seconds, bandwidths and ratios, and advice. Knows nothing of: arguments.
+
+What the place gives is measured with as little code as it takes: whole segments from warm memory, past the page cache
+where the file system can. In each round all candidates take turns, so that what else the machine does meets them all;
+a ratio is the median of the ratios of the rounds. Everything is written to a folder of its own below the root, and
+deleted at the end, also after Ctrl-C and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import secrets
+import shutil
+import signal
+import statistics
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ... import AsyncCheckpointer
+from ...core.host.limits import free_memory_bytes
+from ...core.host.threads import run_together
+from ...core.report import sized
+from ...core.spans import monotonic
+from ...core.spec import MIB
+from ...core.storage.bulk import Parcel, copy
+from ...core.storage.disk import free_bytes_at
+from ...core.storage.place import Place, local_place
+from ...errors import StorageFullError
+from .options import place_below
+from .screen import USAGE, Answer, print_json, print_table, print_text, progress, shown_seconds
+
+_PIECE_BYTES: Final = 8 * MIB
+_NUM_THREADS: Final = 8
+_NUM_SMALL: Final = 20
+_NUM_ROUNDS: Final = 3
+# No new round begins after this.
+_SECONDS: Final = 40.0
+_PREFIX: Final = "async-ckpt-bench."
+_ENDING: Final = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:(k|M|G|T)(i?)B?|B|)")
+# The state, its snapshot, and what is read back.
+_STATES_IN_MEMORY: Final = 3
+# One for each round, since a deletion would slow down what comes after it; beside them the raw file and torch's.
+_STATES_ON_DISK: Final = _NUM_ROUNDS + 2
+# Of what the place gives, and of a second.
+_SLOW_SHARE: Final = 0.7
+_LONG_STALL: Final = 0.05
+_LONG_SAVE: Final = 2.0
+
+
+@dataclass(slots=True)
+class Measured:
+    """One row of the table: a time for each round, of so many bytes, and the row that its ratios refer to."""
+
+    name: str
+    num_bytes: int = 0
+    beside: Measured | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def ratio(self) -> float | None:
+        """The bandwidth as a share of that of the other row: 1 is as fast."""
+        if self.beside is None:
+            return None
+        return statistics.median(b / a for a, b in zip(self.seconds, self.beside.seconds, strict=True))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "seconds": self.median,
+            "bandwidth": self.num_bytes / self.median if self.num_bytes else None,
+            "beside": self.beside.name if self.beside else None,
+            "ratio": self.ratio,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """A root, and the state that is saved there: its size, in bytes, and the number of its tensors."""
+
+    root: Place
+    num_bytes: int
+    num_tensors: int
+
+
+def show(request: BenchRequest, *, as_json: bool) -> None:
+    """Measure, and print the table or the document.
+
+    Raises:
+        Answer: the state does not fit into memory, or its numbers make no sense.
+        StorageFullError: it does not fit onto the disk.
+    """
+    _refuse(request)
+    with _own_folder(request.root) as root:
+        rows = _measured(request, root)
+    advice = advice_for(rows, is_local=request.root.is_local)
+    if as_json:
+        document = {
+            "place": request.root.shown,
+            "num_bytes": request.num_bytes,
+            "num_tensors": request.num_tensors,
+            "num_rounds": len(rows[0].seconds),
+            "rows": [row.as_json() for row in rows],
+            "advice": advice,
+        }
+        print_json("bench", document)
+        return
+    print_table(
+        ("what", "time", "bandwidth", "ratio"),
+        (
+            (
+                row.name,
+                shown_seconds(row.median),
+                f"{sized(row.num_bytes / row.median)}/s" if row.num_bytes else "",
+                "" if row.beside is None else f"{row.ratio:.2f} of {_plain(row.beside)}",
+            )
+            for row in rows
+        ),
+        right=("time", "bandwidth"),
+    )
+    print_text(
+        f"{sized(request.num_bytes)} in {request.num_tensors:,} tensors at {request.root.shown}, medians of "
+        f"{len(rows[0].seconds)} rounds. {advice}",
+    )
+
+
+def size_of(text: str) -> int:
+    """A number of bytes: "1GB", "512MiB", "4096".
+
+    Raises:
+        Answer: it is none.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise Answer(f"give the size as 1GB, 512MiB or 4096, not {text!r}", USAGE)
+    power = " kMGT".index(match[2] or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def _refuse(request: BenchRequest) -> None:
+    if request.num_tensors < 1 or request.num_bytes < 4 * request.num_tensors:
+        raise Answer("--size and --tensors must give each tensor a number of four bytes at least", USAGE)
+    free = free_memory_bytes()
+    if request.num_bytes * _STATES_IN_MEMORY > free:
+        raise Answer(
+            f"a state of {sized(request.num_bytes)} takes {sized(request.num_bytes * _STATES_IN_MEMORY)} of memory "
+            f"here, and {sized(free)} are free; pass a smaller --size",
+            USAGE,
+        )
+
+
+@contextmanager
+def _own_folder(root: Place) -> Iterator[Place]:
+    """A new folder below a root, and nothing of it afterwards."""
+    name = f"{_PREFIX}{secrets.token_hex(4)}"
+    inner = place_below(root, name)
+    was_there = not root.is_local or local_place(root).exists()
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, _interrupt) for number in (_ENDING if is_main else ())}
+    try:
+        yield inner
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if inner.is_local:
+            shutil.rmtree(local_place(inner), ignore_errors=True)
+            if not was_there:
+                with suppress(OSError):  # somebody else has put something there
+                    local_place(root).rmdir()
+        else:
+            root.storage().delete_all(name)
+
+
+def _interrupt(number: int, _: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _measured(request: BenchRequest, root: Place) -> list[Measured]:
+    candidates = _Candidates(request, root)
+    begin = monotonic()
+    with progress("bench", _NUM_ROUNDS * len(candidates.all)) as advance, candidates:
+        for _ in range(_NUM_ROUNDS):
+            for candidate in candidates.all:
+                candidate()
+                advance(1)
+            if monotonic() - begin > _SECONDS:
+                break
+    return [row for row in candidates.rows if row.seconds]
+
+
+class _Candidates:
+    """The candidates, which take turns in a round, and the rows that they fill. `_measured` uses it as a context."""
+
+    def __init__(self, request: BenchRequest, root: Place) -> None:
+        self._storage, self._root, self._num_bytes = root.storage(), root, request.num_bytes
+        self._folder = local_place(root) if root.is_local else None
+        if self._folder is not None:
+            self._folder.mkdir(parents=True)
+            free = free_bytes_at(self._folder)
+            needed = _STATES_ON_DISK * request.num_bytes
+            if free is not None and free < needed:
+                raise StorageFullError(
+                    f"{root.shown}: {sized(needed)} are needed there, {sized(free)} are free; pass a smaller --size",
+                    path=root.shown,
+                )
+        self._state = _state(request)
+        # Written once: the pages of new memory are scattered, and reads into them past the page cache twice as slow.
+        self._pieces = [_random_piece() for _ in range(_NUM_THREADS)]
+        self._step = 0
+        kind = "O_DIRECT" if self._folder is not None else "multipart"
+        raw_write, raw_read = (Measured(f"raw {word}, {kind}", request.num_bytes) for word in ("write", "read"))
+        self._save = Measured("save until durable", request.num_bytes, raw_write)
+        self._stall = Measured("training held up")
+        self._restore = Measured("restore, in place", request.num_bytes, raw_read)
+        torch_save = Measured("torch.save and fsync", request.num_bytes, raw_write)
+        small = Measured("fsync of 4 kB" if self._folder is not None else "conditional put of 4 kB")
+        listing = Measured("listing")
+        self.rows = [raw_write, self._save, self._stall, raw_read, self._restore, torch_save, small, listing]
+        write, read = (
+            (self._write_file, self._read_file) if self._folder is not None else (self._write_object, self._read_object)
+        )
+        self.all: list[Callable[[], None]] = [
+            self._forget_raw,
+            partial(_time, raw_write, write),
+            self._save_once,
+            partial(_time, raw_read, read),
+            self._restore_once,
+            partial(_time_small, small, self._put_small),
+            partial(_time_small, listing, lambda _: self._storage.names("")),
+        ]
+        if self._folder is not None:
+            self.all.append(partial(_time, torch_save, self._torch_save))
+
+    def __enter__(self) -> None:
+        self._checkpointer = AsyncCheckpointer(place_below(self._root, "run"))
+        self._checkpointer.prewarm(self._state)
+
+    def __exit__(self, *_: object) -> None:
+        self._checkpointer.close()
+
+    # --- what the place gives -------------------------------------------------------------------------------------
+
+    @property
+    def _raw_path(self) -> Path:
+        assert self._folder is not None
+        return self._folder / "raw"
+
+    def _forget_raw(self) -> None:
+        if self._folder is not None:
+            for path in self._folder.glob("raw*"):
+                path.unlink()
+
+    def _write_file(self) -> None:
+        """A new file, as the archive of a save is one."""
+        fd = _open_direct(self._raw_path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        try:
+            with suppress(OSError):
+                os.posix_fallocate(fd, 0, self._num_bytes)
+            _in_pieces(self._num_bytes, lambda at, thread: os.pwrite(fd, self._pieces[thread], at))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _read_file(self) -> None:
+        fd = _open_direct(self._raw_path, os.O_RDONLY)
+        try:
+            _drop_cache(self._raw_path)
+            _in_pieces(self._num_bytes, lambda at, thread: os.preadv(fd, [self._pieces[thread]], at))
+        finally:
+            os.close(fd)
+
+    def _write_object(self) -> None:
+        copy([Parcel(partial(_Memory, self._pieces[0], self._num_bytes), "raw", self._num_bytes)], self._storage)
+
+    def _read_object(self) -> None:
+        pieces = [memoryview(piece) for piece in self._pieces]
+        with self._storage.open("raw") as reader:
+
+            def read(at: int, thread: int) -> None:
+                reader.read_into(at, pieces[thread][: self._num_bytes - at])
+
+            _in_pieces(self._num_bytes, read)
+
+    def _put_small(self, number: int) -> None:
+        data = os.urandom(4096)
+        if self._folder is None:
+            self._storage.put_new(f"small.{secrets.token_hex(4)}", data)
+            return
+        with open(self._folder / f"small.{number}", "wb") as file:
+            file.write(data)
+            os.fsync(file.fileno())
+
+    # --- what is reached beside it --------------------------------------------------------------------------------
+
+    def _save_once(self) -> None:
+        self._step += 1
+        for tensor in self._state.values():
+            tensor.view(-1)[0] = self._step
+        report = self._checkpointer.save(self._state, self._step).result()
+        self._save.seconds.append(report.total_seconds)
+        self._stall.seconds.append(report.stall_seconds)
+
+    def _restore_once(self) -> None:
+        if self._folder is not None:
+            for archive in self._folder.glob("run/*/*.tar"):
+                _drop_cache(archive)
+        begin = monotonic()
+        step = self._checkpointer.restore(self._state)
+        self._restore.seconds.append(monotonic() - begin)
+        assert step == self._step
+
+    def _torch_save(self) -> None:
+        with open(self._raw_path.with_suffix(".pt"), "wb") as file:
+            torch.save(self._state, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _state(request: BenchRequest) -> dict[str, torch.Tensor]:
+    """Tensors of float32 of one size each; random, since some disks compress."""
+    length = request.num_bytes // request.num_tensors // 4
+    noise = torch.rand(min(length, 1 << 20))
+    return {
+        f"layer.{number}": noise.repeat(-(-length // len(noise)))[:length].add_(number)
+        for number in range(request.num_tensors)
+    }
+
+
+def _random_piece() -> mmap.mmap:
+    piece = mmap.mmap(-1, _PIECE_BYTES)
+    piece.write(os.urandom(_PIECE_BYTES))
+    return piece
+
+
+def _time(row: Measured, action: Callable[[], None]) -> None:
+    begin = monotonic()
+    action()
+    row.seconds.append(monotonic() - begin)
+
+
+def _time_small(row: Measured, action: Callable[[int], object]) -> None:
+    times = []
+    for number in range(_NUM_SMALL):
+        begin = monotonic()
+        action(number)
+        times.append(monotonic() - begin)
+    row.seconds.append(statistics.median(times))
+
+
+def _in_pieces(num_bytes: int, move: Callable[[int, int], object]) -> None:
+    """Call `move` for each piece, by its offset and the number of the thread."""
+
+    def run(thread: int) -> None:
+        for at in range(thread * _PIECE_BYTES, num_bytes, _NUM_THREADS * _PIECE_BYTES):
+            move(at, thread)
+
+    run_together("bench", [partial(run, thread) for thread in range(_NUM_THREADS)], max_threads=_NUM_THREADS)
+
+
+def _open_direct(path: Path, flags: int) -> int:
+    """A file past the page cache, if the file system can do that."""
+    with suppress(OSError):
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
+    return os.open(path, flags, 0o644)
+
+
+def _drop_cache(path: Path) -> None:
+    if hasattr(os, "posix_fadvise"):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+class _Memory:
+    """A reader whose bytes are those of one piece, again and again. One for each object that is written."""
+
+    def __init__(self, piece: mmap.mmap, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._piece = memoryview(piece)
+
+    def read_into(self, offset: int, target: memoryview) -> None:  # noqa: ARG002
+        for at in range(0, len(target), _PIECE_BYTES):
+            piece = target[at : at + _PIECE_BYTES]
+            piece[:] = self._piece[: len(piece)]
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> _Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _plain(row: Measured) -> str:
+    return row.name.partition(",")[0]
+
+
+def advice_for(rows: Sequence[Measured], *, is_local: bool) -> str:
+    """The option that would help most, in a sentence."""
+    by_name = {_plain(row): row for row in rows}
+    save, stall, write = by_name["save until durable"], by_name["training held up"], by_name["raw write"]
+    if not is_local and save.median > _LONG_SAVE:
+        return (
+            'Saves wait for the network: AsyncCheckpointer([a local folder, this root], commit="any") is durable at '
+            "the speed of the disk, and uploads behind it."
+        )
+    if stall.median > _LONG_STALL:
+        return (
+            "The copy holds the training up: with AsyncCheckpointer(guard=optimizer) it overlaps the next forward and "
+            "backward."
+        )
+    if save.ratio is not None and save.ratio < _SLOW_SHARE:
+        return (
+            "Saves are slower than the place: with many small tensors, unchanged= leaves out those that do not change; "
+            "async-ckpt doctor shows whether the processors or the memory are limited."
+        )
+    if save.median > _LONG_SAVE:
+        slow = sized(write.num_bytes / write.median)
+        return f"The place itself gives {slow}/s: with unchanged=, only what has changed is written."
+    return "Nothing stands out; the defaults suit this place."

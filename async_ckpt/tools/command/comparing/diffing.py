@@ -1,0 +1,345 @@
+"""The differences of two checkpoints, name by name.
+
+In: two places with checkpoints of any format. Out: rows of plain values, and their table. Knows nothing of: arguments.
+Both are read piece by piece. Nothing is unpickled unless that was allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, NamedTuple
+
+import torch
+import typer
+
+from ....core.state.names import dotted, printable, shown
+from ....core.state.tree import StoredLeaf
+from ....core.storage.place import Place
+from ....errors import CheckpointError, UntrustedObjectError
+from ..screen import NO, USAGE, Answer, counted, escaped, print_json, print_table, print_text
+from ..states.named_items import (
+    Container,
+    Items,
+    NamedItem,
+    Path,
+    PathForm,
+    Unread,
+    kind_of_tensor,
+    node_of,
+    shown_value,
+    side_by_side,
+    typed,
+)
+from ..states.sources import with_items
+from .equality import Equality, equality
+from .tensor_differences import TensorDifference
+
+# The order of the rows, beside the largest difference.
+_ORDER: Final = ("only in A", "only in B", "kind", "shape", "dtype", "value", "within tolerance", "not compared")
+_NOT_COMPARED: Final = "not compared"
+_SHOWN_LENGTH: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceRow:
+    """A name that differs. `what` is "only in A", "only in B", "kind", "shape", "dtype", "value", "within tolerance" or
+    "not compared", for objects that cannot be compared: they were not unpickled, or do not tell what they consist of.
+
+    Of tensors of one shape: the largest absolute difference, the largest relative to B, and the share of items whose
+    bits differ. NaN in one of two items is an infinite difference.
+    """
+
+    name: str
+    what: str
+    a: str
+    b: str
+    max_abs: float | None = None
+    max_rel: float | None = None
+    share: float | None = None
+
+    @property
+    def counts(self) -> bool:
+        return self.what not in ("within tolerance", _NOT_COMPARED)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class DiffResult(NamedTuple):
+    """The names that differ, the number of all names, and of those that are equal in every bit."""
+
+    rows: list[DifferenceRow]
+    num_names: int
+    num_equal: int
+
+
+def show(a: Place, b: Place, *, select: Sequence[str], rtol: float, atol: float, trust: bool, as_json: bool) -> None:
+    """Print the names that differ, the largest difference first, or their document.
+
+    Raises:
+        typer.Exit: something differs by more than the tolerances, or cannot be compared.
+        Answer: a file has objects, and `trust` was not given.
+    """
+    options: dict[str, Any] = {"select": list(select) or None, "trust": trust}
+
+    def compare(ours: Items) -> DiffResult | CheckpointError:
+        try:
+            return with_items(b, lambda theirs: differences(ours, theirs, rtol=rtol, atol=atol), **options)
+        except CheckpointError as error:
+            return error  # it is no fault of A, which would be looked for anew
+
+    try:
+        compared = with_items(a, compare, **options)
+        if isinstance(compared, CheckpointError):
+            raise compared
+    except UntrustedObjectError as error:
+        raise Answer(str(error), USAGE) from error  # they were not compared
+    rows, num_names, num_equal = compared
+    num_different = sum(row.counts for row in rows)
+    num_unknown = sum(row.what == _NOT_COMPARED for row in rows)
+    if as_json:
+        document = {"a": a.shown, "b": b.shown, "num_names": num_names, "num_equal": num_equal}
+        print_json("differences", {**document, "differences": [row.as_json() for row in rows]})
+    else:
+        _print(rows)
+        unknown = f", {num_unknown:,} not compared" if num_unknown else ""
+        print_text(
+            f"{counted(num_names, 'name')}: {num_equal:,} equal in every bit, {num_different:,} different{unknown}",
+            "dim",
+        )
+    if num_different or num_unknown:
+        raise typer.Exit(NO if num_different else USAGE)
+
+
+def _print(rows: Sequence[DifferenceRow]) -> None:
+    if not rows:
+        return
+    print_table(
+        ("name", "what", "A", "B", "max abs", "max rel", "items"),
+        (
+            (
+                escaped(row.name),
+                row.what,
+                escaped(row.a),
+                escaped(row.b),
+                "" if row.max_abs is None else f"{row.max_abs:.3g}",
+                "" if row.max_rel is None else f"{row.max_rel:.3g}",
+                "" if row.share is None else f"{row.share:.2%}",
+            )
+            for row in rows
+        ),
+        right=("max abs", "max rel", "items"),
+    )
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+def differences(ours: Items, theirs: Items, *, rtol: float = 0.0, atol: float = 0.0) -> DiffResult:
+    """The names that differ, the largest difference first; the number of names, and of those that are equal."""
+    naming = max(ours.naming, theirs.naming)
+    pairs = [*_pairs(ours.leaves, theirs.leaves, naming)]
+    if not (ours.keeps_empty and theirs.keeps_empty):
+        pairs = [(a, b) for a, b in pairs if (a and b) or (a or b).kind != "empty"]  # type: ignore[union-attr]
+    names = _Names([one.path for items in (ours, theirs) for one in items.leaves])
+    compared = (_compared(a, b, names, rtol=rtol, atol=atol) for a, b in pairs)
+    rows = [row for row in compared if row is not None]
+    num_names, num_equal = len(pairs), len(pairs) - len(rows)
+    if naming is PathForm.EXACT:
+        around = [row for row in _containers_compared(ours.containers, theirs.containers, names) if row is not None]
+        rows, num_names = rows + around, num_names + len(around)
+    rows.sort(key=lambda row: (_ORDER.index(row.what), -(row.max_abs or 0.0), row.name))
+    return DiffResult(rows, num_names, num_equal)
+
+
+_Pair = tuple[NamedItem | None, NamedItem | None]
+
+
+def _pairs(ours: Iterable[NamedItem], theirs: Iterable[NamedItem], naming: PathForm) -> Iterator[_Pair]:
+    """The items of one name, in the order of A; None for one that the other checkpoint lacks.
+
+    First those of the very same path. Then, as one of the formats keeps no more of a path than `naming` says, those
+    whose paths are the same in that format, unless several are.
+    """
+    a, b = ({typed(item.path): item for item in items} for items in (ours, theirs))
+    partner = {path: path for path in a if path in b}
+    if naming is not PathForm.EXACT:
+        loose = _loose(naming)
+        alone_a, alone_b = (_alone(loose, (p for p in one if p not in partner), one) for one in (a, b))
+        partner |= {path: alone_b[name] for name, path in alone_a.items() if name in alone_b}
+    for path, item in a.items():
+        yield item, b.pop(partner[path]) if path in partner else None
+    yield from ((None, item) for item in b.values())
+
+
+def _loose(naming: PathForm) -> Callable[[Path], Hashable]:
+    return dotted if naming is PathForm.FLAT else lambda path: tuple(map(str, path))
+
+
+def _alone(
+    loose: Callable[[Path], Hashable], paths: Iterable[Path], items: Mapping[Path, NamedItem]
+) -> dict[Hashable, Path]:
+    """The paths by their loose names, without those that have one in common."""
+    named = [(loose(items[path].path), path) for path in paths]
+    counts = Counter(name for name, _ in named)
+    return {name: path for name, path in named if counts[name] == 1}
+
+
+class _Names:
+    """The names of paths for people: dotted, unless two paths would look the same."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        typed_of: dict[str, Path] = {}
+        self._ambiguous = {
+            name for path in paths if typed_of.setdefault(name := dotted(path), key := typed(path)) != key
+        }
+
+    def of(self, path: Path) -> str:
+        if dotted(path) not in self._ambiguous:
+            return shown(path)
+        return printable(".".join(shown_value(key) for key in path)) or "the state"
+
+
+# --- containers ---------------------------------------------------------------------------------------------------
+
+
+def _containers_compared(
+    ours: Iterable[Container], theirs: Iterable[Container], names: _Names
+) -> Iterator[DifferenceRow | None]:
+    """The differences of containers that both have, beside those of their items."""
+    others = {typed(one.path): one for one in theirs}
+    for a in ours:
+        b = others.get(typed(a.path))
+        if b is None:
+            continue
+        row = DifferenceRow(names.of(a.path), "", a.of[-_SHOWN_LENGTH:], b.of[-_SHOWN_LENGTH:])
+        yield replace(row, what="kind") if a.of != b.of else _with_equality(row, equality(a.beside, b.beside))
+
+
+# --- items --------------------------------------------------------------------------------------------------------
+
+
+def _compared(
+    a: NamedItem | None, b: NamedItem | None, names: _Names, *, rtol: float, atol: float
+) -> DifferenceRow | None:
+    """The difference of two items; None if they are equal in every bit."""
+    if a is None or b is None:
+        one = a or b
+        assert one is not None
+        what = "only in A" if b is None else "only in B"
+        return DifferenceRow(names.of(one.path), what, _about(a), _about(b))
+    row = DifferenceRow(names.of(a.path), "", _about(a), _about(b))
+    if a.kind != b.kind:  # an array may have been pickled
+        return replace(row, what=_NOT_COMPARED if Unread in (type(a.value), type(b.value)) else "kind")
+    if a.dtype is None or b.dtype is None:
+        return _with_equality(row, _equality_of_values(a, b))
+    if a.chunks is None or b.chunks is None:
+        return _with_equality(row, equality(a.value, b.value)) if a.chunks is b.chunks else replace(row, what="kind")
+    if a.kind == "array" and a.facts != b.facts:
+        return replace(row, what="shape" if _dtype_in(a) == _dtype_in(b) else "dtype")
+    if a.shape != b.shape:
+        return replace(row, what="shape")
+    try:
+        difference = _measured(a.chunks(), b.chunks(), TensorDifference(math.prod(a.shape), rtol, atol))
+        return _with_difference(row, a, b, difference)
+    except CheckpointError:
+        raise
+    except (RuntimeError, TypeError):  # torch cannot do that with items of this dtype
+        return replace(row, what=_NOT_COMPARED)
+
+
+def _with_difference(
+    row: DifferenceRow, a: NamedItem, b: NamedItem, difference: TensorDifference
+) -> DifferenceRow | None:
+    """The row of two tensors or arrays of one shape, whose items have been compared."""
+    facts = Equality.EQUAL if None in (a.facts, b.facts) else equality(a.facts, b.facts)
+    if a.kind == "array" and a.facts is not None:  # its bytes may be those between fields
+        return _with_equality(row, equality(_array(a), _array(b))) if difference.num_different else None
+    share = difference.num_different / max(1, difference.num_items)
+    measured = replace(row, share=share)
+    if difference.is_measured:
+        measured = replace(measured, max_abs=difference.max_abs, max_rel=difference.max_rel)
+    if facts is Equality.DIFFERENT:
+        return replace(measured, what="kind")
+    if a.dtype != b.dtype:
+        return replace(measured, what="dtype")
+    if difference.num_different:
+        is_value = difference.is_beyond or not (difference.rtol or difference.atol)
+        return replace(measured, what="value" if is_value else "within tolerance")
+    return _with_equality(row, facts)
+
+
+def _measured(
+    ours: Iterator[torch.Tensor], theirs: Iterator[torch.Tensor], difference: TensorDifference
+) -> TensorDifference:
+    for left, right in side_by_side(ours, theirs):
+        difference.add(left, right)
+    return difference
+
+
+def _dtype_in(item: NamedItem) -> Any:
+    """The dtype of an array, as numpy describes it."""
+    return item.dtype if item.facts is None else json.loads(item.facts)[0]
+
+
+def _array(item: NamedItem) -> Any:
+    """An array that is stored as bytes. Raises ValueError if its bytes do not fit."""
+    assert item.chunks is not None
+    descr, shape = json.loads(item.facts)
+    pieces = [piece.clone() for piece in item.chunks()]
+    data = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+    return StoredLeaf("ndarray", 0, descr, shape).as_array(data)
+
+
+def _equality_of_values(a: NamedItem, b: NamedItem) -> Equality:
+    if isinstance(a.value, Unread) or isinstance(b.value, Unread):
+        return Equality.EQUAL if a.value == b.value else Equality.UNKNOWN
+    if a.kind == "value":
+        node = node_of(a.value)
+        if node is not None:
+            return Equality.EQUAL if node == node_of(b.value) else Equality.DIFFERENT
+    return equality(a.value, b.value)
+
+
+def _with_equality(row: DifferenceRow, found: Equality) -> DifferenceRow | None:
+    if found is Equality.EQUAL:
+        return None
+    return replace(row, what="value" if found is Equality.DIFFERENT else _NOT_COMPARED)
+
+
+def _about(item: NamedItem | None) -> str:
+    """An item in few words."""
+    if item is None:
+        return ""
+    if item.kind in ("empty", "code"):
+        return item.kind
+    if item.dtype is None:
+        return shown_value(item.value)[:_SHOWN_LENGTH]
+    if item.facts is not None and item.kind == "array":
+        descr, shape = json.loads(item.facts)
+        return f"array of {descr!s:.30} {_shown_shape(shape)}"
+    words = [str(item.dtype).removeprefix("torch."), _shown_shape(item.shape), *_extras(item)]
+    return " ".join((["array of"] if item.kind == "array" else ["bytes"] if item.kind == "bytes" else []) + words)
+
+
+def _shown_shape(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _extras(item: NamedItem) -> Iterator[str]:
+    """Further facts about a tensor in a file of torch."""
+    if item.kind != "tensor" or item.facts is None:
+        return
+    kind, requires_grad, attributes = item.facts
+    if item.chunks is None:
+        yield kind_of_tensor(item.value)
+    if kind is not torch.Tensor:
+        yield kind.__qualname__
+    if requires_grad and kind is not torch.nn.Parameter:
+        yield "requires_grad"
+    if attributes:
+        yield f"with {', '.join(attributes)}"

@@ -1,0 +1,366 @@
+"""A checkpoint in another format.
+
+In: a place with a checkpoint of any format, and a destination. Out: the same tensors and values there, as far as the
+format can hold them. Knows nothing of: arguments.
+
+Safetensors files are written piece by piece. A state for the other formats consists of views of files, which the kernel
+reads as they are needed. A destination appears whole, when it is durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ... import AsyncCheckpointer
+from ...core.fields import is_unicode
+from ...core.format.safetensors import RESERVED_NAME, held_as
+from ...core.report import sized
+from ...core.runs.naming import NAMINGS, STEP_FORMAT, Naming, parse_step_name
+from ...core.saving.planner import pool_for
+from ...core.saving.request import FileRequest
+from ...core.saving.saver import Saver
+from ...core.saving.targets import FileTarget
+from ...core.state.dtypes import dtype_name
+from ...core.state.names import printable
+from ...core.storage.compressed import refuse_archive_name
+from ...core.storage.disk import make_folder
+from ...core.storage.place import Place
+from ...core.storage.scratch import Scratch, publish, sync_all
+from ...core.storage.sequential import Appender
+from ...core.storage.url import local_path, parent_and_name
+from ...errors import CheckpointError
+from ...face.around.hf_weights import Weights
+from ...face.around.shards import INDEX, MAX_SHARD_BYTES, Shard, index_of, shards_of, view_of
+from ...face.around.torch_file import write_by_torch
+from .screen import USAGE, Answer, escaped, print_json, print_text, progress
+from .selection import usual_tracker
+from .states.named_items import Items, NamedItem, kind_of_tensor, shown_name, shown_value
+from .states.sources import with_items, with_state
+
+FORMATS: Final = ("archive", "step", "safetensors", "hf", "torch", "dcp")
+_BY_SUFFIX: Final = {
+    ".tar": "archive",
+    ".tar.zst": "archive",
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".ckpt": "torch",
+}
+# The names that mean a step without --as: "llama-3" may be any folder.
+_STEP_FORMATS: Final = {STEP_FORMAT, *(naming.step_format for naming in NAMINGS.values())}
+_SHOWN_NAMES: Final = 5
+# The memory of a save. It waits for memory rather than take more.
+_HOST_BYTES: Final = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionRequest:
+    """The wishes of a user: names to take, the beginning that names lose, and what may be done."""
+
+    source: Place
+    target: Place
+    select: tuple[str, ...] = ()
+    strip: str = ""
+    trust: bool = False
+    overwrite: bool = False
+    from_ranks: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"select": list(self.select) or None, "trust": self.trust, "from_ranks": self.rank_of_names}
+
+    @property
+    def rank_of_names(self) -> dict[str, int] | None:
+        """The ranks whose values are taken, by name."""
+        pairs = [text.rpartition("=") for text in self.from_ranks]
+        if not all(name and rank.isdecimal() for name, _, rank in pairs):
+            raise Answer("--from-rank takes a name and a rank, such as rng=0", USAGE)
+        return {name: int(rank) for name, _, rank in pairs} or None
+
+
+def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) -> None:
+    """Convert a checkpoint, and print what was written, or its document.
+
+    Raises:
+        Answer: the format is not known, cannot hold the checkpoint, or the destination is there.
+        UntrustedObjectError: something would have to be unpickled, and that was not allowed.
+        CorruptCheckpointError: the source is damaged. Nothing is left at the destination.
+    """
+    name = format_name or _format_of(request.target)
+    if name not in FORMATS:
+        raise Answer(f"--as takes {', '.join(FORMATS)}, not {name!r}", USAGE)
+    if name not in ("archive", "step", "safetensors") and not request.target.is_local:
+        raise Answer(
+            f"{request.target.shown}: {name} is written to a local path; convert to a folder, and upload that", USAGE
+        )
+    if name != "archive":
+        refuse_archive_name(request.target.shown)
+    num_bytes = _WRITERS[name](request)
+    if as_json:
+        print_json(
+            "conversion",
+            {"source": request.source.shown, "target": request.target.shown, "format": name, "num_bytes": num_bytes},
+        )
+    else:
+        print_text(f"{escaped(request.target.shown)}: {name}, {sized(num_bytes)}")
+
+
+def _format_of(target: Place) -> str:
+    name = target.text.rstrip("/").rpartition("/")[2]
+    suffix = next((suffix for suffix in _BY_SUFFIX if name.lower().endswith(suffix)), None)
+    if suffix is not None:
+        return _BY_SUFFIX[suffix]
+    step_name = parse_step_name(name)
+    if step_name is not None and step_name.step_format in _STEP_FORMATS:
+        return "step"
+    if "." not in name:
+        return "hf"
+    raise Answer(
+        f"{target.shown}: the name does not say which format is meant; pass --as {', '.join(FORMATS)}, or a name that "
+        f"ends in {', '.join(_BY_SUFFIX)}; a name without a suffix is a folder of safetensors files, as hf",
+        USAGE,
+    )
+
+
+# --- safetensors --------------------------------------------------------------------------------------------------
+
+
+def _write_safetensors(request: ConversionRequest) -> int:
+    _refuse_existing(request)
+    storage, name = request.target.object()
+
+    def write(items: Items) -> int:
+        shard = _shards(request, items, max_bytes=1 << 62)[0]
+        with progress("convert", shard.num_bytes) as advance:
+            return _append(
+                Appender(storage, name, limit_bytes=shard.num_bytes), shard, _by_name(request, items), advance
+            )
+
+    return with_items(request.source, write, **request.options)
+
+
+def _write_hf(request: ConversionRequest) -> int:
+    def write(items: Items) -> int:
+        shards, by_name = _shards(request, items, max_bytes=MAX_SHARD_BYTES), _by_name(request, items)
+        with _LocalTarget(request) as written, progress("convert", sum(s.num_bytes for s in shards)) as advance:
+            written.mkdir()
+            for shard in shards:
+                with (written / shard.name).open("wb") as file:
+                    file.write(shard.head)
+                    for name in shard.tensors:
+                        for chunk in _chunks(by_name[name]):
+                            file.write(view_of(chunk))
+                            advance(chunk.nbytes)
+            if len(shards) > 1:
+                (written / INDEX).write_bytes(index_of(shards))
+            return sum(path.stat().st_size for path in written.iterdir())
+
+    return with_items(request.source, write, **request.options)
+
+
+def _append(out: Appender, shard: Shard, by_name: Mapping[str, NamedItem], advance: Callable[[int], None]) -> int:
+    try:
+        out.append(memoryview(shard.head))
+        for name in shard.tensors:
+            for chunk in _chunks(by_name[name]):
+                out.append(view_of(chunk))
+                advance(chunk.nbytes)
+        out.finish()
+    except BaseException:
+        out.abort()
+        raise
+    out.sink.close()
+    return out.num_bytes
+
+
+def _chunks(item: NamedItem) -> Iterator[torch.Tensor]:
+    assert item.chunks is not None
+    return (chunk.view(torch.uint8) for chunk in item.chunks())
+
+
+def _by_name(request: ConversionRequest, items: Items) -> dict[str, NamedItem]:
+    """The items by their names in a flat file, which has no containers. Raises Answer for two of one name."""
+    by_name: dict[str, NamedItem] = {}
+    for item in items.leaves:
+        name = item.name.removeprefix(request.strip)
+        if item.kind != "empty" and by_name.setdefault(name, item) is not item:
+            without = f" without {request.strip!r}" if request.strip else ""
+            raise Answer(
+                f"safetensors has flat names, and two are {printable(name)!r}{without}; nothing was written. Choose "
+                "one of them with --select, or convert to an archive"
+            )
+    return by_name
+
+
+def _shards(request: ConversionRequest, items: Items, *, max_bytes: int) -> list[Shard]:
+    """The plan of the files. Raises Answer for what safetensors cannot hold."""
+    refused = [
+        f"{shown_name(item)} ({why})" for item in items.leaves if (why := _why_not(item, request.strip)) is not None
+    ]
+    if refused:
+        more = f" and {len(refused) - _SHOWN_NAMES} more" if len(refused) > _SHOWN_NAMES else ""
+        raise Answer(
+            f"safetensors cannot hold {', '.join(refused[:_SHOWN_NAMES])}{more}; nothing was written. Choose the "
+            "weights with --select, such as 'model.*', or convert to an archive"
+        )
+    by_name = _by_name(request, items)
+    tensors = {name: torch.empty(item.shape, dtype=item.dtype, device="meta") for name, item in by_name.items()}
+    return shards_of(Weights("model", tensors, {}, {}, lambda copy: copy), max_bytes)
+
+
+def _why_not(item: NamedItem, strip: str) -> str | None:
+    """The reason why safetensors cannot hold an item, or None."""
+    name = item.name.removeprefix(strip)
+    if item.kind == "empty":
+        return None
+    if item.kind == "code":
+        return "code of TorchScript, which would be lost"
+    if item.kind == "bytes" or item.dtype is None or (item.kind == "array" and item.facts is not None):
+        return "bytes" if item.kind == "bytes" else "an array" if item.kind == "array" else shown_value(item.value)[:40]
+    if item.chunks is None:
+        return f"a {kind_of_tensor(item.value)} tensor"
+    if held_as(dtype_name(item.dtype), item.shape) is None:
+        return f"dtype {dtype_name(item.dtype)}"
+    return "a name that it does not take" if name == RESERVED_NAME or not is_unicode(name) else None
+
+
+# --- states -------------------------------------------------------------------------------------------------------
+
+
+def _write_archive(request: ConversionRequest) -> int:
+    _refuse_existing(request)
+    saver = Saver(pool_for(host_bytes=_HOST_BYTES))
+    target = FileTarget.at(request.target)
+
+    def write(state: Any) -> int:
+        return saver.save(FileRequest(state, target)).result().num_bytes
+
+    return _with_state(request, write)
+
+
+def _write_step(request: ConversionRequest) -> int:
+    parent, name = parent_and_name(request.target.url, fs=request.target.fs)
+    step_name = parse_step_name(name)
+    if step_name is None:
+        raise Answer(f"{request.target.shown}: a step has a number in its name, such as step_00000100", USAGE)
+    naming = Naming(step_name.step_format, usual_tracker(step_name.step_format))
+    root = replace(request.target, url=parent)
+
+    def write(state: Any) -> int:
+        with AsyncCheckpointer(root, naming=naming, host_bytes=_HOST_BYTES) as ckpt:
+            report = ckpt.save(state, step_name.step, overwrite=request.overwrite).result()
+        return report.num_bytes
+
+    return _with_state(request, write)
+
+
+def _write_torch(request: ConversionRequest) -> int:
+    def write(state: Any) -> int:
+        with _LocalTarget(request) as written, _refused_by("torch.save"):
+            write_by_torch(state, written)
+            return written.stat().st_size
+
+    return _with_state(request, write)
+
+
+def _write_dcp(request: ConversionRequest) -> int:
+    import torch.distributed.checkpoint as torch_dcp
+
+    def write(state: Any) -> int:
+        if not isinstance(state, dict):
+            raise Answer("torch.distributed.checkpoint saves a dict; this checkpoint is none")
+        with _LocalTarget(request) as written, _refused_by("torch.distributed.checkpoint"):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                writer = torch_dcp.FileSystemWriter(written)  # type: ignore[attr-defined]
+                # Torch 2.6 has no such argument: there a process without a group is alone anyway.
+                arguments = inspect.signature(torch_dcp.save).parameters  # type: ignore[attr-defined]
+                alone = {"no_dist": True} if "no_dist" in arguments else {}
+                torch_dcp.save(state, storage_writer=writer, **alone)  # type: ignore[attr-defined]
+            return sum(path.stat().st_size for path in written.iterdir())
+
+    return _with_state(request, write)
+
+
+@contextlib.contextmanager
+def _refused_by(writer: str) -> Iterator[None]:
+    """Raises Answer where a writer of torch cannot hold the state: it raises whatever comes to pass inside."""
+    try:
+        yield
+    except (CheckpointError, OSError):
+        raise
+    except (Exception, CheckpointException) as error:
+        failures = getattr(error, "failures", None)  # of each rank, with its stack
+        why = next(iter(failures.values()))[0] if failures else error
+        if isinstance(why, OSError):
+            raise why from error
+        raise Answer(
+            f"{writer} cannot hold it: {type(why).__name__}: {f'{why!s:.200}'.partition(chr(10))[0]}; nothing was "
+            "written"
+        ) from error
+
+
+def _with_state(request: ConversionRequest, write: Callable[[Any], int]) -> int:
+    def converted(state: Any) -> int:
+        return write(_stripped(state, request.strip))
+
+    scratch = local_path(request.target.text).parent if request.target.is_local else Path.cwd()
+    make_folder(scratch)
+    return with_state(request.source, converted, scratch=scratch, **request.options)
+
+
+def _stripped(state: Any, prefix: str) -> Any:
+    """The state below the dotted name that ends in `prefix`."""
+    for key in filter(None, prefix.rstrip(".").split(".")):
+        if not isinstance(state, dict) or key not in state or len(state) > 1:
+            raise Answer(f"--strip {prefix!r}: not all names begin with it; choose them with --select", USAGE)
+        state = state[key]
+    return state
+
+
+# --- destinations -------------------------------------------------------------------------------------------------
+
+
+class _LocalTarget:
+    """A local file or folder that is written beside its place, and appears there at the end of the `with` block."""
+
+    def __init__(self, request: ConversionRequest) -> None:
+        _refuse_existing(request)
+        self._target = local_path(request.target.text)
+        self._scratch = Scratch(self._target.parent, self._target.name)
+
+    def __enter__(self) -> Path:
+        return self._scratch.folder / self._target.name
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        with self._scratch:
+            if error is None:
+                written = self._scratch.folder / self._target.name
+                sync_all(written)
+                publish(written, self._target)
+
+
+def _refuse_existing(request: ConversionRequest) -> None:
+    storage, name = request.target.object()
+    if not request.overwrite and (storage.exists(name) or storage.names(name)):
+        raise Answer(f"{request.target.shown} is there; pass --overwrite to replace it, or give another name")
+
+
+_WRITERS: Final[dict[str, Callable[[ConversionRequest], int]]] = {
+    "archive": _write_archive,
+    "step": _write_step,
+    "safetensors": _write_safetensors,
+    "hf": _write_hf,
+    "torch": _write_torch,
+    "dcp": _write_dcp,
+}

@@ -1,0 +1,203 @@
+"""Copies of steps to another root.
+
+In: a place with a run, and the root that the steps go to. Out: the same commits there, and a table of them.
+Knows nothing of: arguments.
+
+The steps are copied one after the other, the oldest first; of each, all archives at once. Each is committed when its
+bytes have been compared with their digests and are durable, so the root is a run at every instant. A copy that was
+ended goes on where it was: steps that are there, and archives that are, are not copied again. A step that is damaged at
+its source is left out. The tracker comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import typer
+
+from ...core.loading.archives.find import CommittedStep
+from ...core.loading.catch_up import copy_step
+from ...core.loading.verify import Verification
+from ...core.report import sized
+from ...core.runs.run import Run
+from ...core.runs.starts import refuse_if_alive
+from ...core.spans import monotonic
+from ...core.storage.compressed import refuse_archive_name
+from ...core.storage.place import Place
+from ...errors import CorruptCheckpointError, FormatVersionError, NotCommittedError, StepExistsError
+from .screen import NO, USAGE, Answer, escaped, in_table, print_json, print_table, print_text, progress
+from .selection import ChosenRun, best_step, open_run, runs_at, steps_in
+
+_COPIED: Final = "copied"
+_THERE: Final = "was there"
+_LENDER: Final = "copied, lends"
+_MENDED: Final = "mended"
+_GONE: Final = "deleted meanwhile"
+_DAMAGED: Final = "damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRow:
+    """The outcome for one step: "copied", "copied, lends" if it was not asked for, "was there", "mended" if it was
+    there and damaged, "deleted meanwhile"; "damaged" if it is not sound at its source, and was not copied, with the
+    error.
+    """
+
+    step: int
+    num_bytes: int
+    outcome: str
+    error: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def show(
+    source: Place,
+    target: Place,
+    *,
+    ranges: Sequence[str],
+    latest: bool,
+    best: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Copy steps, and print a table of them, or a document.
+
+    Raises:
+        Answer: there is nothing to copy, or the steps are named in two ways.
+        StepExistsError: a step is there in another version, and `overwrite` was not given.
+        typer.Exit: a step is damaged at its source. All others are copied.
+    """
+    if bool(ranges) + latest + (best is not None) > 1:
+        raise Answer("name the steps in one way: --steps, --latest or --best", USAGE)
+    refuse_archive_name(target.shown)
+    chosen = [(one, _steps(one, ranges, latest=latest, best=best)) for one in runs_at(source)]
+    begin = monotonic()
+    rows = [
+        row
+        for one, steps in chosen
+        for row in copy_steps(one, target, steps, overwrite=overwrite, is_whole=not (ranges or latest or best))
+    ]
+    seconds = monotonic() - begin
+    num_bytes = sum(row.num_bytes for row in rows if row.outcome in (_COPIED, _LENDER, _MENDED))
+    if as_json:
+        document = {"source": source.shown, "target": target.shown, "steps": [row.as_json() for row in rows]}
+        print_json("copies", {**document, "num_bytes": num_bytes, "seconds": seconds})
+    else:
+        _print(rows, target, num_bytes, seconds)
+    if any(row.error for row in rows):
+        raise typer.Exit(NO)
+
+
+def _print(rows: Sequence[CopyRow], target: Place, num_bytes: int, seconds: float) -> None:
+    print_table(
+        ("step", "size", "outcome"),
+        ((str(row.step), in_table(row.num_bytes) if row.num_bytes else "", row.outcome) for row in rows),
+        right=("step", "size"),
+    )
+    for row in rows:
+        if row.error:
+            print_text(escaped(f"step {row.step} was not copied: {row.error}"))
+    speed = f", {sized(num_bytes / seconds)}/s" if num_bytes and seconds else ""
+    print_text(f"{sized(num_bytes)} copied to {escaped(target.shown)} in {seconds:.1f} s{speed}", "dim")
+
+
+def _steps(one: ChosenRun, ranges: Sequence[str], *, latest: bool, best: str | None) -> list[int]:
+    run = one.run
+    if one.step is not None:
+        if ranges or latest or best:
+            raise Answer("the source is the folder of one step; name the root of its run to choose others", USAGE)
+        return [one.step]
+    if best is not None:
+        return [best_step(run, best)]
+    if ranges:
+        return steps_in(run, ranges)
+    steps = run.steps()
+    if not steps:
+        raise Answer(f"{run.storage.locate('')}: nothing is committed there", NO)
+    return steps[-1:] if latest else steps
+
+
+def copy_steps(
+    source: ChosenRun, target: Place, steps: Sequence[int], *, overwrite: bool, is_whole: bool
+) -> list[CopyRow]:
+    """Copy steps with those that lend to them, then the tracker. With `is_whole`, no step must be missing at the end.
+
+    With `overwrite`, steps that are there in another version are replaced, and those that are there are read, and
+    copied again where they are damaged.
+
+    Raises:
+        RunTakenError: a living process writes to the target, or has begun to, before a step was committed there.
+        StepExistsError: as `show` does; nothing has been copied then.
+    """
+    to = open_run(target.storage(), source.naming)
+    _refuse_same(source.run, to)
+    to.steps()
+    refuse_if_alive(to.storage, to.root.starts)
+    plans = {step: _planned(source.run, to, step, overwrite=overwrite) for step in steps}
+    rows = {step: CopyRow(step, _num_bytes(to, step), _THERE) for step, plan in plans.items() if plan == _THERE}
+    with progress("copy", sum(_num_bytes(source.run, step) for step in steps if step not in rows)) as advance:
+        for step, plan in plans.items():
+            if step not in rows:  # as what lends to one before it
+                mends = plan == _MENDED
+                copied = _copied(source.run, to, step, advance, mends=mends, is_whole=is_whole)
+                rows |= {
+                    row.step: row if row.step in plans or mends else replace(row, outcome=_LENDER) for row in copied
+                }
+    to.announce()
+    if is_whole and not to.root.starts:  # nobody has saved there
+        to.events.copy_from(source.run.events)
+    to.sweeper.sweep()  # what an earlier copy that was killed has left
+    return [rows[step] for step in sorted(rows)]
+
+
+def _planned(source: Run, to: Run, step: int, *, overwrite: bool) -> str:
+    own, other = source.committed(step), to.committed(step)
+    if own is not None and other is not None and other.attempt == own.attempt:
+        return _THERE if not overwrite or _is_sound(to, step) else _MENDED
+    if own is not None and other is not None and not overwrite:
+        raise StepExistsError(
+            f"step {step} is committed in {to.storage.locate('')} in another version; pass --overwrite to replace "
+            "it, or copy to another root",
+            step=step,
+        )
+    return _COPIED
+
+
+def _copied(
+    source: Run, to: Run, step: int, advance: Callable[[int], None], *, mends: bool, is_whole: bool
+) -> list[CopyRow]:
+    """The rows of a step and of those that lend to it, after they were copied."""
+    try:
+        copied = copy_step(source, to, step, on_bytes=advance, mends=mends)
+    except NotCommittedError:
+        if not is_whole:  # it was named; of a whole run, retention was faster
+            raise
+        return [CopyRow(step, 0, _GONE)]
+    except StepExistsError:  # by a copy beside this one
+        copied = []
+    except (CorruptCheckpointError, FormatVersionError) as error:
+        return [CopyRow(step, 0, _DAMAGED, str(error))]
+    outcome = _MENDED if mends else _COPIED
+    return [CopyRow(one, _num_bytes(to, one), outcome) for one in copied] or [CopyRow(step, 0, _THERE)]
+
+
+def _num_bytes(run: Run, step: int) -> int:
+    manifest = run.committed(step)
+    return manifest.num_bytes if manifest is not None else 0
+
+
+def _is_sound(run: Run, step: int) -> bool:
+    try:
+        Verification().compare_step(CommittedStep.of(run, step))
+    except CorruptCheckpointError:
+        return False
+    return True
+
+
+def _refuse_same(source: Run, target: Run) -> None:
+    if source.storage.locate("").rstrip("/") == target.storage.locate("").rstrip("/"):
+        raise Answer(f"{source.storage.locate('')} is both source and target", USAGE)

@@ -1,0 +1,243 @@
+"""The names in a checkpoint, with their shapes, places and statistics.
+
+In: a place. Out: rows of plain values, and their table; plain values alone as JSON, a single tensor as torch prints it.
+Knows nothing of: arguments. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from typing import Final
+
+import torch
+
+from ...core.loading.archives.contents import Contents, Part
+from ...core.loading.archives.find import from_path
+from ...core.loading.inspected import NameRow, entry_sizes, places_of, rows_of, walked
+from ...core.report import sized
+from ...core.state.names import shown
+from ...core.state.tree import StoredLeaf
+from ...core.storage.place import Place
+from .comparing.tensor_differences import ITEMS_AT_ONCE, numbers
+from .screen import Answer, as_json_text, counted, escaped, in_table, print_json, print_table, print_text, short
+from .states.sources import TensorReader
+
+# As torch prints: larger tensors are summed up by the items at the ends of each dimension.
+_PRINTED_ITEMS: Final = 1000
+_EDGE_ITEMS: Final = 3
+_SHOWN_TOTALS: Final = 8
+# The statistics of a tensor, with the headings of their columns.
+_STATISTICS: Final = {
+    "min": "min", "max": "max", "mean": "mean", "std": "std", "norm": "norm", "num_nan": "NaN", "num_inf": "Inf",
+}  # fmt: skip
+
+
+def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -> None:
+    """Print the table of the names in a checkpoint, or its document.
+
+    Raises:
+        Answer: none of the names matches.
+    """
+    rows, items = from_path(place, lambda parts: _looked_at(parts, patterns, stats=stats, places=as_json), verify=True)
+    if patterns and not rows:
+        raise Answer(f"{place.shown}: none of its names is {', '.join(patterns)}")
+    if as_json:
+        print_json("names", {"place": place.shown, "names": [row.as_json() for row in rows]})
+        return
+    if patterns and all(row.kind == "value" for row in rows):
+        print_text(_values_as_json(rows, patterns))
+        return
+    files = FilesOfRows.of(rows)
+    headings = [*_STATISTICS.values()] if stats else ["value or place"]
+    if not rows:
+        print_text("0 names: it is empty", "dim")
+        return
+    print_table(
+        ("name", "type", "shape", "size", *headings),
+        ((*_columns(row), *(_statistics_in(row) if stats else [_value_or_place(row, files)])) for row in rows),
+        right=("size", *_STATISTICS.values()),
+    )
+    if items is not None:
+        print_text(items)
+        for one in rows[0].places:
+            print_text(escaped(f"{one.file}: {one.num_bytes:,} bytes from {one.offset:,}"), "dim")
+    else:
+        print_text(_totals(rows, files), "dim")
+
+
+def _values_as_json(rows: Sequence[NameRow], patterns: Sequence[str]) -> str:
+    """A plain value as it is; several by their names, each in one line."""
+    if [row.name for row in rows] == [*patterns]:
+        return as_json_text(rows[0].value)
+    lines = (f" {as_json_text(row.name)}: {as_json_text(row.value)}" for row in rows)
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _columns(row: NameRow) -> tuple[str, ...]:
+    return (
+        escaped(row.name),
+        _type_of(row),
+        "" if row.shape is None else "x".join(map(str, row.shape)) or "scalar",
+        in_table(row.num_bytes) if row.dtype else "",
+    )
+
+
+def _type_of(row: NameRow) -> str:
+    if row.kind == "array":
+        return f"array of {row.dtype}"
+    return row.dtype if row.kind == "tensor" and row.dtype else row.kind
+
+
+@dataclass(frozen=True, slots=True)
+class FilesOfRows:
+    """The files of some rows: the folder that all of them lie in, and the one that has the most rows."""
+
+    folder: str
+    main: str | None
+    has_others: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[NameRow]) -> FilesOfRows:
+        files = Counter(one.file for row in rows for one in row.places)
+        if not files:
+            return cls("", None, has_others=False)
+        parents = zip(*(file.split("/")[:-1] for file in files), strict=False)
+        common = (same[0] for same in takewhile(lambda names: len({*names}) == 1, parents))
+        return cls("".join(f"{name}/" for name in common), max(files, key=files.__getitem__), len(files) > 1)
+
+    def shown(self, file: str) -> str:
+        return escaped(file.removeprefix(self.folder))
+
+
+def _value_or_place(row: NameRow, files: FilesOfRows) -> str:
+    """A plain value in short; of a tensor, its offset, and the file if that is not the main one, or its ranks."""
+    if row.kind == "value":
+        return short(row.value)
+    if row.alias_of is not None:
+        return f"same as {escaped(row.alias_of)}"
+    if row.ranks:
+        return f"of rank{'s' if len(row.ranks) > 1 else ''} {_ranks(row)}"
+    if len(row.places) == 1:
+        (one,) = row.places
+        return f"at {one.offset:,}" + ("" if one.file == files.main else f" in {files.shown(one.file)}")
+    return counted(len(row.places), "part") if row.places else ""
+
+
+def _totals(rows: Sequence[NameRow], files: FilesOfRows) -> str:
+    """The number of names and bytes, and the bytes of the largest top-level entries."""
+    totals = entry_sizes(rows)
+    largest = sorted(totals, key=lambda top: -totals[top])
+    parts = [f"{escaped(top)} {sized(totals[top])}" for top in largest[:_SHOWN_TOTALS]]
+    if len(largest) > _SHOWN_TOTALS:
+        parts.append(f"{len(largest) - _SHOWN_TOTALS:,} more")
+    inside = f" in {files.shown(files.main)}" if files.main else ""
+    inside += " where no other file is named" if files.has_others else ""
+    by_entry = f": {', '.join(parts)}" if parts else ""
+    return f"{counted(len(rows), 'name')}, {sized(sum(totals.values()))}{inside}{by_entry}"
+
+
+def _statistics_in(row: NameRow) -> Iterator[str]:
+    return ("" if row.stats is None else f"{row.stats[key]:.5g}" for key in _STATISTICS)
+
+
+def _ranks(row: NameRow) -> str:
+    """The ranks that have written parts of a tensor, such as "0-3, 7"."""
+    ranks = {*row.ranks}
+    begins = [rank for rank in row.ranks if rank - 1 not in ranks]
+    ends = [rank for rank in row.ranks if rank + 1 not in ranks]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
+
+
+def _looked_at(
+    parts: Sequence[Part], patterns: Sequence[str], *, stats: bool, places: bool
+) -> tuple[list[NameRow], str | None]:
+    """The rows, and the items of the tensor as torch prints them if it is the only one that was asked for."""
+    rows = rows_of(parts, patterns, measured_by=_statistics_of if stats else None, places=places)
+    if not patterns or len(rows) != 1 or rows[0].kind not in ("tensor", "array"):
+        return rows, None
+    for part in parts:
+        tree, _ = part.archive.tree(groups=part.groups)
+        for path, leaf in walked(tree, ()):
+            if shown(path) == rows[0].name and isinstance(leaf, StoredLeaf):
+                number = part.archive.primary(leaf.number)
+                return [replace(rows[0], places=places_of(part.archive, number))], printed(part.archive, number)
+    return rows, None
+
+
+def printed(archive: Contents, number: int) -> str:
+    """A tensor as torch prints it. Of a large one, only the items that are shown are kept: three at each end."""
+    shape = tuple(archive.index.tensors[number].shape)
+    kept_sizes = [min(size, 2 * _EDGE_ITEMS + 1) for size in shape] if math.prod(shape) > _PRINTED_ITEMS else [*shape]
+    indices = torch.zeros((), dtype=torch.int64)
+    for size, kept_size in zip(shape, kept_sizes, strict=True):
+        ends = torch.arange(kept_size)
+        if kept_size < size:
+            ends[-_EDGE_ITEMS:] += size - kept_size
+        indices = indices.unsqueeze(-1) * size + ends
+    flat = indices.reshape(-1)  # ascending: where the kept items are in the tensor
+    dtype, begin = archive.dtype(number), 0
+    kept = torch.empty(len(flat), dtype.itemsize, dtype=torch.uint8)  # bytes, since few operations know every dtype
+    for items in TensorReader(archive, [number]).chunks(number):
+        inside = slice(*torch.searchsorted(flat, torch.tensor([begin, begin + len(items)])).tolist())
+        kept[inside] = items.view(torch.uint8).view(-1, dtype.itemsize)[flat[inside] - begin]
+        begin += len(items)
+    return _text_of(kept.view(-1).view(dtype).view(kept_sizes), is_summary=kept_sizes != [*shape])
+
+
+def _text_of(items: torch.Tensor, *, is_summary: bool) -> str:
+    torch.set_printoptions(threshold=0 if is_summary else _PRINTED_ITEMS, edgeitems=_EDGE_ITEMS)
+    try:
+        return str(items)
+    except (RuntimeError, TypeError):  # torch cannot print a few dtypes
+        rows = items.reshape(-1).view(torch.uint8).view(*items.shape, items.dtype.itemsize)
+        return f"as bytes, since torch cannot print {items.dtype}: {rows}"
+    finally:
+        torch.set_printoptions(profile="default")
+
+
+def _statistics_of(archive: Contents, numbers: Sequence[int]) -> Callable[[int], dict[str, float] | None]:
+    return partial(statistics, TensorReader(archive, numbers))
+
+
+def statistics(reader: TensorReader, number: int) -> dict[str, float] | None:
+    """Least, greatest, mean, standard deviation and 2-norm of the finite items, and how many are NaN or infinite.
+
+    None for a dtype whose items are no numbers for torch. Computed in pieces, whose deviations are put together (Chan,
+    Golub, LeVeque 1979).
+    """
+    count, mean, squares, norm2, num_nan, num_inf = 0, 0.0, 0.0, 0.0, 0, 0
+    least, greatest = math.inf, -math.inf
+    for items in _pieces(reader, number):
+        if items is None:
+            return None
+        num_nan += int(items.isnan().sum())
+        num_inf += int(items.isinf().sum())
+        finite = items[items.isfinite()]
+        if n := finite.numel():
+            least, greatest = min(least, float(finite.min())), max(greatest, float(finite.max()))
+            piece_mean = float(finite.mean())
+            squares += float(((finite - piece_mean) ** 2).sum()) + (piece_mean - mean) ** 2 * count * n / (count + n)
+            mean += (piece_mean - mean) * n / (count + n)
+            norm2 += float((finite**2).sum())
+            count += n
+    return {
+        "min": least if count else math.nan,
+        "max": greatest if count else math.nan,
+        "mean": mean if count else math.nan,
+        "std": math.sqrt(squares / count) if count else math.nan,
+        "norm": math.sqrt(norm2),
+        "num_nan": num_nan,
+        "num_inf": num_inf,
+    }
+
+
+def _pieces(reader: TensorReader, number: int) -> Iterator[torch.Tensor | None]:
+    """The items of a tensor as float64, piece by piece; of complex ones the absolute values."""
+    for items in (piece for chunk in reader.chunks(number) for piece in chunk.split(ITEMS_AT_ONCE)):
+        found = numbers(items)
+        yield found.abs() if found is not None and found.is_complex() else found

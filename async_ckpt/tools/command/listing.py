@@ -1,0 +1,477 @@
+"""The steps of a run, the runs in a folder, and the versions of a publication, as rows.
+
+In: a place. Out: rows of plain values, and their table. Knows nothing of: arguments.
+
+A manifest that cannot be read is a row like others; nothing is changed on storage.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ...core.events.log import EventLog
+from ...core.events.shapes import Event, bandwidth_of
+from ...core.host.threads import run_together
+from ...core.report import sized
+from ...core.runs.foreign_entries import possible_steps, step_formats
+from ...core.runs.manifest import NAME as MANIFEST
+from ...core.runs.manifest import Manifest, is_retired_name
+from ...core.runs.naming import NAMINGS, TRACKERS, Naming
+from ...core.runs.receipts import broken_folders
+from ...core.runs.record import number
+from ...core.runs.root import formats_at
+from ...core.runs.run import Run
+from ...core.runs.sweep import is_library_name
+from ...core.spans import Clock, wall_time
+from ...core.storage.interface import Storage
+from ...core.storage.place import Place
+from ...errors import CheckpointError
+from .options import place_below
+from .screen import USAGE, Answer, age, escaped, in_table, print_json, print_table, print_text, short, shown_seconds
+
+if TYPE_CHECKING:
+    from ...weights.publishing.versions import Versions
+
+_VERSION: Final = re.compile(r"weight_v\d{6,18}|rank_\d{5}_of_\d{5}")
+_BEST: Final = re.compile(r"(?P<metric>.+?)(:(?P<mode>min|max))?(:(?P<count>\d+))?")
+_READERS: Final = 32
+_LOOKED_INTO: Final = 8
+# The entries of records that have a column: those that most steps have.
+_MOST_METRICS: Final = 12
+_USUAL_FORMATS: Final = sorted({naming.step_format for naming in (Naming(), *NAMINGS.values())})
+# The same without the form of the number, as StepName has it.
+USUAL_NAMINGS: Final = {one.partition("{")[0] + "{}" for one in _USUAL_FORMATS}
+
+
+@dataclass(slots=True)
+class StepRow:
+    """One step of a run. `marks` are facts about it in words.
+
+    `seconds` are those from the call of `save` until the step was committed, `stall_seconds` those that it held the
+    training up, both by the history; None if that does not say. `created` is the time of the commit, or of a failure.
+    """
+
+    step: int
+    folder: str
+    created: float | None = None
+    num_bytes: int | None = None
+    num_ranks: int | None = None
+    seconds: float | None = None
+    bandwidth: float | None = None
+    stall_seconds: float | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+    marks: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "record": dict(self.record)}
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """One run in a folder of runs."""
+
+    name: str
+    num_steps: int
+    latest: int | None
+    created: float | None
+    num_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """One version of a publication: an anchor, or a delta against `base`, and on how many ranks it is complete.
+
+    Of a publication by ranks, it is a delta if it is one on any rank, and `base` is the oldest of their bases.
+    """
+
+    version: int
+    kind: str
+    base: int | None
+    num_bytes: int
+    marks: list[str]
+    num_ranks: int = 1
+    num_complete: int = 1
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json: bool) -> None:
+    """Print the table of what is at a place, or its document. `check` and `best` are for the steps of a run.
+
+    Raises:
+        Answer: there is nothing to list.
+    """
+    names = place.storage().names("")
+    kind = kind_of(place, names)
+    if kind == "nothing" and with_all and (rows := steps_of(place.storage(), names, clock=wall_time, with_all=True)):
+        _print_steps(place, rows, as_json=as_json)
+    elif kind == "publication":
+        _print_versions(place, versions_of(place), as_json=as_json)
+        if not as_json and kind_of(place, beside_versions(names)) == "run":
+            _print_steps(place, steps_of(place.storage(), names, clock=wall_time), as_json=False)
+    elif kind == "runs":
+        _print_runs(place, runs_in(place, clock=wall_time), as_json=as_json)
+    elif kind == "run":
+        rows = steps_of(place.storage(), names, clock=wall_time, with_all=with_all, check=check)
+        if best is not None:
+            _mark_best(rows, best)
+        _print_steps(place, rows, as_json=as_json)
+    elif kind == "step":
+        raise Answer(
+            f"{place.shown} is the folder of one step; look into it with async-ckpt inspect, or list its run", USAGE
+        )
+    else:
+        raise nothing_at(place)
+
+
+def nothing_at(place: Place) -> Answer:
+    """The answer for a place without a run, a step or a publication: what is there, and the command for it."""
+    from ...core.loading.archives.find import nothing_committed, opened_as_file  # they need torch
+
+    opened = opened_as_file(place)
+    if opened is not None:
+        opened[0].close()
+        return Answer(f"{place.shown} is a file, not a run; look into it with async-ckpt inspect", USAGE)
+    return Answer(str(nothing_committed(place.storage())))
+
+
+def kind_of(place: Place, names: list[str] | None = None) -> str:
+    """The kind of a place by the names there: "step", "publication", "run", "runs" or "nothing"."""
+    storage = place.storage()
+    names = storage.names("") if names is None else names
+    if MANIFEST in names:
+        return "step"
+    if any(map(_VERSION.fullmatch, names)):
+        return "publication"
+    if _has_steps(storage, names):
+        return "run"
+    if any(_is_run(place, name) for name in names):
+        return "runs"
+    return "nothing"
+
+
+def beside_versions(names: Collection[str]) -> list[str]:
+    """The names at a place that are not those of versions, or of ranks that publish them."""
+    return [name for name in names if not _VERSION.fullmatch(name)]
+
+
+def steps_of(
+    storage: Storage, names: list[str], *, clock: Clock, with_all: bool = False, check: bool = False
+) -> list[StepRow]:
+    """The steps of a run with these names, ascending. Of several namings, the steps of each.
+
+    `with_all` adds the folders of its own naming that are not committed, and the saves that have failed by its history.
+    With `check`, steps of which an archive is missing, or has another size, are marked.
+    """
+    events = EventLog(storage, clock).read()
+    saves = {(one["step"], one["attempt"]): one for one in events if one["kind"] == "save"}
+    rows: list[StepRow] = []
+    # Until something is committed, a naming is not known.
+    for step_format in step_formats(storage, names) or (_USUAL_FORMATS if with_all else ()):
+        run = Run(storage, clock=clock, step_format=step_format, tracker=None)
+        rows += _rows(run, names, saves, with_all=with_all, check=check)
+    _mark_newest(rows, storage, names)
+    if with_all:
+        _add_failures(rows, events)
+    return sorted(rows, key=lambda row: (row.step, row.folder))
+
+
+def runs_in(place: Place, *, clock: Clock) -> list[RunRow]:
+    """The runs in the folders of this one."""
+    rows: dict[str, RunRow] = {}
+
+    def look(name: str) -> None:
+        inner = place_below(place, name).storage()
+        names = inner.names("")
+        if _has_steps(inner, names):
+            steps = [row for row in steps_of(inner, names, clock=clock) if row.num_bytes is not None]
+            newest = max(steps, key=lambda row: row.step, default=None)
+            rows[name] = RunRow(
+                name,
+                len(steps),
+                newest.step if newest else None,
+                newest.created if newest else None,
+                sum(row.num_bytes or 0 for row in steps),
+            )
+
+    run_together("look", [partial(look, name) for name in place.storage().names("")], max_threads=_READERS)
+    return [rows[name] for name in sorted(rows)]
+
+
+def versions_of(place: Place) -> list[VersionRow]:
+    """The versions of a publication, ascending; of each world of ranks those that a rank has begun."""
+    from ...weights.publishing.of_ranks.rank_versions import RankVersions, worlds_in
+    from ...weights.publishing.versions import Versions  # they need torch
+
+    ranks = RankVersions(place)
+    names = ranks.storage.names("")
+    rows = [*_versions_at(Versions(ranks.storage)).values()]
+    whole = ranks.sizes(names)
+    for size, begun in worlds_in(names).items():
+        by_rank: list[dict[int, VersionRow]] = []
+
+        def look(versions: Versions, to: list[dict[int, VersionRow]] = by_rank) -> None:
+            to.append(_versions_at(versions))
+
+        run_together("look", [partial(look, ranks.of_rank(rank, size)) for rank in begun], max_threads=_READERS)
+        for version in sorted({version for versions in by_rank for version in versions}):
+            of_ranks = [versions[version] for versions in by_rank if version in versions]
+            rows.append(_of_ranks(of_ranks, size, is_whole=whole.get(version) == size))
+    return sorted(rows, key=lambda row: (row.version, row.num_ranks))
+
+
+def _versions_at(versions: Versions) -> dict[int, VersionRow]:
+    from ...weights.delta import folder_of
+
+    rows: dict[int, VersionRow] = {}
+    for version in versions.numbers():
+        try:
+            base = versions.read(version).base
+        except CheckpointError as error:
+            rows[version] = VersionRow(version, "damaged", None, 0, [str(error)], num_complete=0)
+            continue
+        num_bytes = sum(versions.storage.sizes(folder_of(version)).values())
+        is_complete = versions.is_complete(version)
+        marks = [] if is_complete else [f"version {base} is missing"]
+        kind = "anchor" if base is None else "delta"
+        rows[version] = VersionRow(version, kind, base, num_bytes, marks, num_complete=int(is_complete))
+    return rows
+
+
+def _of_ranks(rows: Sequence[VersionRow], num_ranks: int, *, is_whole: bool) -> VersionRow:
+    """One row for the slices of a version that ranks have published."""
+    kinds = {row.kind for row in rows}
+    marks = [*dict.fromkeys(mark for row in rows for mark in row.marks)]
+    if len(rows) == num_ranks and not is_whole:
+        marks.append("of two starts")
+    return VersionRow(
+        rows[0].version,
+        next(kind for kind in ("damaged", "delta", "anchor") if kind in kinds),
+        min((row.base for row in rows if row.base is not None), default=None),
+        sum(row.num_bytes for row in rows),
+        marks,
+        num_ranks,
+        sum(row.num_complete for row in rows),
+    )
+
+
+def _rows(
+    run: Run, names: list[str], saves: Mapping[tuple[int, str], Event], *, with_all: bool, check: bool
+) -> Iterator[StepRow]:
+    """The rows of one naming. `saves` are the events of saves by their steps and attempts."""
+    commits = run.view(names)
+    broken = broken_steps(run, commits) if check else {}
+    borrowed_from = {one.step for made in commits.values() if made for one in made.elsewhere if one.step != made.step}
+    for step, manifest in commits.items():
+        row = StepRow(step, run.folder(step))
+        if manifest is None:
+            is_newer = step in run.root.newer_format
+            row.marks.append(f"its manifest is {'of a newer async_ckpt' if is_newer else 'damaged'}")
+        else:
+            _fill(row, manifest, saves.get((step, manifest.attempt)))
+        if step in borrowed_from:
+            row.marks.append("lends")
+        if step in broken:
+            row.marks.append(f"broken: {broken[step]}")
+        yield row
+    if with_all:
+        for name in names:
+            step = run.root.step_of(name)
+            if step >= 0 and step not in commits and (mark := _uncommitted(run.storage, name)):
+                yield StepRow(step, name, marks=[mark])
+
+
+def _uncommitted(storage: Storage, folder: str) -> str | None:
+    """The kind of what has the name of a step and is not committed; None for a file."""
+    inside = storage.names(folder)
+    if any(map(is_retired_name, inside)) or MANIFEST in inside:
+        return "retired"
+    if not inside:
+        with suppress(FileNotFoundError, IsADirectoryError):
+            storage.open(folder).close()
+            return None
+        return "not committed"
+    return "not committed" if all(map(is_library_name, inside)) else "of another program"
+
+
+def _add_failures(rows: list[StepRow], events: Sequence[Event]) -> None:
+    """Add the saves that have failed, and cleaned up, or say so of what they have left."""
+    left = {row.step: row for row in rows if row.marks == ["not committed"]}
+    for one in events:
+        if one["kind"] == "failed" and one["step"] is not None:
+            mark = f"failed: {one['error']}: {one['message']}"
+            row = left.get(one["step"])
+            if row is None:
+                rows.append(StepRow(one["step"], "", created=one["time"], marks=[mark]))
+            else:
+                row.created, row.marks = one["time"], ["not committed", mark]
+
+
+def broken_at(storage: Storage, most: int) -> dict[int, str]:
+    """The damage of the newest steps of a run, at most so many of each naming."""
+    found: dict[int, str] = {}
+    for step_format in formats_at(storage):
+        run = Run(storage, clock=wall_time, step_format=step_format, tracker=None)
+        found |= broken_steps(run, run.root.look_up(run.steps()[-most:]))
+    return found
+
+
+def broken_steps(run: Run, commits: Mapping[int, Manifest | None]) -> dict[int, str]:
+    """The damage of steps, as far as the names and sizes of the objects that they need tell."""
+    manifests = {run.folder(step): manifest for step, manifest in commits.items() if manifest is not None}
+    found = broken_folders(run.storage, manifests)
+    return {step: found[folder] for step in commits if (folder := run.folder(step)) in found}
+
+
+def _mark_best(rows: Sequence[StepRow], text: str) -> None:
+    metric, mode, count = parse_best(text)
+    values = [(value, row.step, row) for row in rows if (value := number(row.record.get(metric))) is not None]
+    if not values:
+        raise Answer(f"no record of these steps has the metric {metric!r}")
+    values.sort(key=lambda one: (one[0] if mode == "max" else -one[0], one[1]))
+    for _, _, row in values[-count:]:
+        row.marks.append("best")
+
+
+def parse_best(text: str) -> tuple[str, Literal["min", "max"], int]:
+    """A metric, which end of it is best, and how many: "loss", "loss:min", "accuracy:max:3".
+
+    Raises:
+        Answer: it is none.
+    """
+    match = _BEST.fullmatch(text)
+    if match is None or int(match["count"] or 1) < 1:
+        raise Answer(f"give the metric as loss, loss:min or accuracy:max:3, not {text!r}", USAGE)
+    return match["metric"], "max" if match["mode"] == "max" else "min", int(match["count"] or 1)
+
+
+def _fill(row: StepRow, manifest: Manifest, save: Event | None) -> None:
+    """Fill a row. Its times are those of the event of the save: the manifest is from before the end of the commit."""
+    row.created, row.num_bytes, row.num_ranks = manifest.created, manifest.num_bytes, manifest.world_size
+    row.record = manifest.record
+    if save is not None:
+        row.seconds, row.bandwidth, row.stall_seconds = save["total_seconds"], bandwidth_of(save), save["stall_seconds"]
+    if manifest.record.get("rolling"):
+        row.marks.append("rolling")
+    if manifest.record.get("ttl_seconds") is not None:
+        row.marks.append("expires")
+    lenders = sorted({one.step for one in manifest.elsewhere if one.step != manifest.step})
+    if lenders:
+        row.marks.append(f"borrows from {', '.join(map(str, lenders))}")
+
+
+def _mark_newest(rows: Sequence[StepRow], storage: Storage, names: Collection[str]) -> None:
+    committed = [row for row in rows if row.num_bytes is not None]
+    if committed:
+        max(committed, key=lambda row: row.step).marks.insert(0, "latest")
+    for name in TRACKERS:
+        if name in names:
+            with suppress(CheckpointError, OSError):
+                text = storage.read(name)[0].decode(errors="replace").strip()
+                for row in committed:
+                    if text in (row.folder, str(row.step)):
+                        row.marks.append(name if name != "latest" else "tracker")
+
+
+def _has_steps(storage: Storage, names: Sequence[str]) -> bool:
+    newest: list[str] = []  # of the usual namings, since there may be thousands of other names
+    for naming in USUAL_NAMINGS:
+        prefix = naming.removesuffix("{}")
+        of_naming = names[bisect_left(names, prefix) : bisect_left(names, f"{prefix}:")]  # a colon follows the digits
+        newest += of_naming[-_LOOKED_INTO:]
+    if storage.existing([f"{name}/{MANIFEST}" for name in newest]):
+        return True
+    return bool(storage.existing([f"{name}/{MANIFEST}" for _, name in possible_steps(names)]))
+
+
+def _is_run(place: Place, name: str) -> bool:
+    storage = place_below(place, name).storage()
+    return _has_steps(storage, storage.names(""))
+
+
+def _print_versions(place: Place, rows: Sequence[VersionRow], *, as_json: bool) -> None:
+    if as_json:
+        print_json("versions", {"place": place.shown, "versions": [row.as_json() for row in rows]})
+        return
+    print_table(
+        ("version", "kind", "base", "size", "ranks", "marks"),
+        (
+            (
+                str(row.version),
+                row.kind,
+                "" if row.base is None else str(row.base),
+                in_table(row.num_bytes),
+                f"{row.num_complete} of {row.num_ranks}" if row.num_ranks > 1 else "",
+                ", ".join(row.marks),
+            )
+            for row in rows
+        ),
+        right=("version", "base", "size", "ranks"),
+    )
+
+
+def _print_runs(place: Place, rows: Sequence[RunRow], *, as_json: bool) -> None:
+    if as_json:
+        print_json("runs", {"place": place.shown, "runs": [row.as_json() for row in rows]})
+        return
+    now = wall_time()
+    print_table(
+        ("run", "steps", "latest", "age", "size"),
+        (
+            (
+                escaped(row.name),
+                str(row.num_steps),
+                "" if row.latest is None else str(row.latest),
+                "" if row.created is None else age(row.created, now),
+                in_table(row.num_bytes),
+            )
+            for row in rows
+        ),
+        right=("steps", "latest", "age", "size"),
+    )
+
+
+def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> None:
+    if as_json:
+        print_json("steps", {"place": place.shown, "steps": [row.as_json() for row in rows]})
+        return
+    now = wall_time()
+    counts = Counter(
+        key
+        for row in rows
+        for key, value in row.record.items()
+        if isinstance(value, int | float | str) and key not in ("rolling", "ttl_seconds")
+    )
+    metrics = sorted(heapq.nsmallest(_MOST_METRICS, counts, key=lambda key: (-counts[key], key)))
+    print_table(
+        ("step", "age", "size", "ranks", "durable in", "bandwidth", "stall", *map(escaped, metrics), "marks"),
+        (
+            (
+                str(row.step),
+                "" if row.created is None else age(row.created, now),
+                "" if row.num_bytes is None else in_table(row.num_bytes),
+                str(row.num_ranks) if row.num_ranks else "",
+                "" if row.seconds is None else shown_seconds(row.seconds),
+                "" if row.bandwidth is None else f"{sized(row.bandwidth)}/s",
+                "" if row.stall_seconds is None else shown_seconds(row.stall_seconds),
+                *(short(row.record[key]) if key in row.record else "" for key in metrics),
+                ", ".join(row.marks),
+            )
+            for row in rows
+        ),
+        right=("step", "age", "size", "ranks", "durable in", "bandwidth", "stall", *map(escaped, metrics)),
+    )
+    if len(counts) > len(metrics):
+        print_text(f"{len(counts) - len(metrics):,} more entries of records are shown by --json", "dim")

@@ -1,0 +1,271 @@
+"""The present status of a run, by what is on storage: the newest step, the next one under way, the last saves.
+
+In: the place of a run, look after look. Out: one frozen status for each look, in plain values. Knows nothing of: how it
+is shown.
+
+The newest step is asked of its manifest. The last saves, and the trend, are from the history, which is no truth; where
+there is none, from the manifests of the last steps. A look that nothing has changed for makes three requests, and
+one that sees a step under way one more. Nothing is changed on storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any, Final
+
+from ....core.events.log import EventLog
+from ....core.events.shapes import Event, bandwidth_of
+from ....core.host.threads import run_together
+from ....core.loading.run_history import event_of
+from ....core.report import sized
+from ....core.runs.manifest import NAME as MANIFEST
+from ....core.runs.manifest import Manifest, is_retired_name, parse, parse_intent
+from ....core.runs.naming import parse_step_name
+from ....core.runs.receipts import broken_folders
+from ....core.runs.starts import split_starts
+from ....core.spans import Clock
+from ....core.storage.place import Place
+from ....errors import CheckpointError
+from ..listing import USUAL_NAMINGS
+
+# The saves in the table, and those that the trend is of.
+_SHOWN: Final = 10
+_IN_TREND: Final = 40
+# The folders of each naming that are looked into for a manifest: those of the newest steps.
+_LOOKED_INTO: Final = 3
+_NAMES_PER_REQUEST: Final = 1000
+# The age of the newest step that is worth a warning, in usual intervals, and at least in seconds.
+_LATE: Final = 3
+_LATE_SECONDS: Final = 60.0
+# So many saves for which there is room are worth a warning.
+_FEW: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A step that is being written: the bytes that are on storage, and their number at the end if that is known.
+
+    `bytes_per_second` is between this look and the one before; None at the first.
+    """
+
+    step: int
+    num_bytes: int
+    total_bytes: int | None
+    bytes_per_second: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """One look at a run. `age_seconds` is the age of the newest step, `saves` the last ones, the newest first.
+
+    `stalls` and `bandwidths` are of the last committed saves, the oldest first, in seconds and in bytes per second.
+    `usual_seconds` is the median time between two of them.
+    """
+
+    place: str
+    time: float
+    step: int | None = None
+    created: float | None = None
+    age_seconds: float | None = None
+    usual_seconds: float | None = None
+    free_bytes: int | None = None
+    under_way: UnderWay | None = None
+    saves: tuple[Event, ...] = ()
+    stalls: tuple[float, ...] = ()
+    bandwidths: tuple[float, ...] = ()
+    warnings: tuple[str, ...] = ()
+    num_requests: int = field(default=0, compare=False)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class RunWatch:
+    """The looks at one run. `watch` creates it, and uses it on one thread."""
+
+    def __init__(self, place: Place, clock: Clock) -> None:
+        self._place, self._storage, self._clock = place, place.storage(), clock
+        self._log = EventLog(self._storage, clock)
+        self._naming: str | None = None  # the rest of a folder's name, without the step; None: not known
+        self._before: list[Event] | None = None  # the events that were put away last; None: not read
+        self._num_newest = 0  # of the events that are not put away
+        self._manifests: dict[str, Manifest | None] = {}  # of step folders; None for a damaged one
+        self._last: tuple[float, UnderWay] | None = None  # when a step was seen under way
+        self._checked: tuple[Manifest, str | None] | None = None  # the newest commit, and what it lacks
+        self._num_requests = 0
+
+    def look(self) -> RunStatus:
+        """Look at the storage once. Raises StorageUnavailableError."""
+        self._num_requests = 0
+        names = self._names("")
+        folders = self._folders(names)
+        newest, under_way = self._newest(folders)
+        events = self._events(folders)
+        now = self._clock()
+        saves = [one for one in events if one["kind"] in ("save", "failed")]
+        committed = [one for one in saves if one["kind"] == "save"]
+        free = self._storage.free_bytes()
+        status = RunStatus(
+            self._place.shown,
+            now,
+            None if newest is None else newest.step,
+            None if newest is None else newest.created,
+            None if newest is None else max(0.0, now - newest.created),
+            _usual_seconds(committed),
+            free,
+            under_way,
+            tuple(reversed(saves[-_SHOWN:])),
+            tuple(one["stall_seconds"] for one in committed[-_IN_TREND:] if one["stall_seconds"] is not None),
+            tuple(filter(None, map(bandwidth_of, committed[-_IN_TREND:]))),
+            num_requests=self._num_requests,
+        )
+        damaged = sorted(name for name in folders.values() if name in self._manifests and not self._manifests[name])
+        broken = None if newest is None else self._lack_of(newest, folders[newest.step])
+        return _with_warnings(status, saves, damaged, broken)
+
+    def _lack_of(self, newest: Manifest, folder: str) -> str | None:
+        """The damage of the newest step, in words. A store is asked once for each step."""
+        if self._checked is None or self._checked[0] != newest or not self._storage.remote:
+            self._num_requests += 2 + len({folder, *(lent.folder for lent in newest.elsewhere)})
+            self._checked = newest, broken_folders(self._storage, {folder: newest}).get(folder)
+        return self._checked[1]
+
+    def _folders(self, names: Sequence[str]) -> dict[int, str]:
+        """The folders of the run's steps, by step. Until one is committed, those of all usual namings."""
+        others, _ = split_starts(sorted(names))
+        found = [(one, name) for name in others if parse_intent(name) is None and (one := parse_step_name(name))]
+        if self._naming is None:
+            newest: dict[str, list[str]] = {}
+            for one, name in sorted(found, reverse=True):
+                newest.setdefault(one.rest, []).append(name)
+            namings = {f"{name}/{MANIFEST}": rest for rest, last in newest.items() for name in last[:_LOOKED_INTO]}
+            self._num_requests += len(namings)
+            self._naming = next((namings[path] for path in self._storage.existing([*namings])), None)
+        namings_here = USUAL_NAMINGS if self._naming is None else {self._naming}
+        return {one.step: name for one, name in found if one.rest in namings_here}
+
+    def _newest(self, folders: dict[int, str]) -> tuple[Manifest | None, UnderWay | None]:
+        """The manifest of the newest committed step, and the step above it that is being written."""
+        under_way: UnderWay | None = None
+        for step in sorted(folders, reverse=True):
+            folder = folders[step]
+            if self._manifests.pop(folder, None) is not None:
+                self._read(folder)  # again: it may have been retired or replaced
+            if folder not in self._manifests:
+                inside = self._sizes(folder)
+                if MANIFEST in inside:
+                    self._read(folder)
+                elif under_way is None and not any(map(is_retired_name, inside)):
+                    under_way = self._seen_under_way(step, folder, sum(inside.values()))
+            if (manifest := self._manifests.get(folder)) is not None:
+                return manifest, under_way
+        return None, under_way
+
+    def _seen_under_way(self, step: int, folder: str, num_whole: int) -> UnderWay | None:
+        """The step, unless its folder has nothing that a living process writes or has written."""
+        written, total = self._storage.under_way(folder)
+        if not (num_whole or total):
+            return None
+        now, num_bytes, rate = self._clock(), num_whole + written, None
+        if self._last is not None and self._last[1].step == step and now > self._last[0]:
+            rate = max(0.0, (num_bytes - self._last[1].num_bytes) / (now - self._last[0]))
+        seen = UnderWay(step, num_bytes, num_whole + total if total else None, rate)
+        self._last = now, seen
+        return seen
+
+    def _events(self, folders: dict[int, str]) -> list[Event]:
+        """The last events of the history; without one, those that follow from the manifests of the last steps."""
+        self._num_requests += 1
+        newest = self._log.read_newest()
+        if self._before is None or len(newest) < self._num_newest:  # some were put away since
+            self._num_requests += 2
+            self._before = self._log.read_before()
+        self._num_newest = len(newest)
+        events = [*self._before, *newest]
+        if any(one["kind"] == "save" for one in events):
+            return events
+        last = [folders[step] for step in sorted(folders)[-_SHOWN:]]
+        missing = [folder for folder in last if folder not in self._manifests]
+        self._num_requests += len(missing)
+        run_together("read", [partial(self._parse, folder) for folder in missing], max_threads=_SHOWN)
+        made = (self._manifests.get(folder) for folder in last)
+        return [*(event_of(manifest) for manifest in made if manifest is not None), *events]
+
+    def _names(self, folder: str) -> list[str]:
+        names = self._storage.names(folder)
+        self._num_requests += 1 + len(names) // _NAMES_PER_REQUEST
+        return names
+
+    def _sizes(self, folder: str) -> dict[str, int]:
+        self._num_requests += 1
+        return self._storage.sizes(folder)
+
+    def _read(self, folder: str) -> None:
+        """Read the manifest in a folder, if there is one."""
+        self._num_requests += 1
+        self._parse(folder)
+
+    def _parse(self, folder: str) -> None:
+        """The same without counting the request: several threads may do it, each for a folder of its own."""
+        path = f"{folder}/{MANIFEST}"
+        try:
+            self._manifests[folder] = parse(self._storage.read(path)[0], path=self._storage.locate(path))
+        except FileNotFoundError:
+            pass
+        except CheckpointError:
+            self._manifests[folder] = None
+
+
+def _usual_seconds(committed: Sequence[Event]) -> float | None:
+    """The median time between two saves, by those for which the clock went on."""
+    times = [one["time"] for one in committed[-_IN_TREND:]]
+    between = [later - earlier for earlier, later in pairwise(times) if later > earlier]
+    return median(between) if between else None
+
+
+def _with_warnings(status: RunStatus, saves: Sequence[Event], damaged: Sequence[str], broken: str | None) -> RunStatus:
+    found = (*_late(status), *_failures(saves), *_space(status, saves), *_damage(damaged))
+    if broken is not None:
+        found = (f"step {status.step} is broken: {broken}; look into it with async-ckpt verify", *found)
+    return replace(status, warnings=found)
+
+
+def _late(status: RunStatus) -> Iterator[str]:
+    usual, age = status.usual_seconds, status.age_seconds
+    if status.step is None:
+        yield "nothing is committed yet"
+    elif usual is not None and age is not None and age > max(_LATE * usual, _LATE_SECONDS):
+        yield f"step {status.step} is {age:,.0f} s old; a save was usual every {usual:,.1f} s"
+    if status.created is not None and status.created > status.time + 1:
+        ahead = status.created - status.time
+        yield f"step {status.step} was committed {ahead:,.0f} s from now, by the clock of its writer"
+
+
+def _failures(saves: Sequence[Event]) -> Iterator[str]:
+    failed = [one for one in saves[-_SHOWN:] if one["kind"] == "failed"]
+    if failed:
+        last = failed[-1]
+        count = "a save has failed" if len(failed) == 1 else f"{len(failed)} saves have failed"
+        of_last = f"of the last {len(saves[-_SHOWN:])}: " if len(saves) > 1 else ""
+        yield f"{count} {of_last}step {last['step']}: {last['error']}: {last['message']}".strip()
+
+
+def _space(status: RunStatus, saves: Sequence[Event]) -> Iterator[str]:
+    """A warning if what the last saves have taken leaves room for few more."""
+    free = [one["free_bytes"] for one in saves[-_SHOWN:] if one.get("free_bytes") is not None]
+    left = status.free_bytes if status.free_bytes is not None else free[-1] if free else None
+    if left is None or len(free) < 2 or free[-1] >= free[0]:
+        return
+    per_save = (free[0] - free[-1]) / (len(free) - 1)
+    if left < _FEW * per_save:
+        yield f"{sized(left)} are free, and each save takes {sized(per_save)}: room for {left / per_save:.0f} more"
+
+
+def _damage(damaged: Sequence[str]) -> Iterator[str]:
+    if damaged:
+        shown = ", ".join(damaged[:3]) + (f" and {len(damaged) - 3} more" if len(damaged) > 3 else "")
+        yield f"the manifest of {shown} cannot be read; look into it with async-ckpt verify"

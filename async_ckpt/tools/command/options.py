@@ -1,0 +1,123 @@
+"""The options that words of the command share: a place with what its store needs, and `--json`.
+
+In: a word that takes a `place`. Out: the same word, for typer, with the options that describe one. Knows nothing of:
+what a word does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any, Final, get_args, get_origin
+
+import typer
+
+from ...core.storage.place import Place
+from ...core.storage.url import scheme_of
+from .screen import USAGE, Answer
+
+# How long a store may not answer: somebody waits at the terminal.
+_DEADLINE_SECONDS: Final = 30.0
+
+# A parameter of this type is an argument that says where; `with_place` makes it one.
+Where = Annotated[Place, typer.Argument(metavar="PLACE", help="A path or URL.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else.")]
+
+# The options of a store: their types, defaults and flags.
+_OPTIONS: Final[dict[str, tuple[type, Any, str]]] = {
+    "endpoint": (str, None, "The endpoint of the store, if it is not the provider's own."),
+    "region": (str, None, "The region of the store."),
+    "profile": (str, None, "The profile in ~/.aws whose credentials are used."),
+    "anonymous": (bool, False, "Ask the store without credentials."),
+    "deadline": (float, _DEADLINE_SECONDS, "How long a store may take to answer a request."),
+}
+_METAVARS: Final = {"endpoint": "URL", "region": "NAME", "profile": "NAME", "deadline": "SECONDS"}
+# The types of parameters that are places, and those of their texts on the command line.
+_TEXTS: Final[dict[Any, Any]] = {Place: str, Place | None: str | None, list[Place]: list[str]}
+_KEYWORD: Final = inspect.Parameter.KEYWORD_ONLY
+
+
+def with_place(word: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameters of a word that are a `Place` by an argument each, and add the options of their store."""
+    signature = inspect.signature(word, eval_str=True)
+    parameters = [_as_argument(one) for one in signature.parameters.values()]
+    places = [name for name, one in signature.parameters.items() if _is_place(one)]
+    own = {place: _store_options(place if number else "") for number, place in enumerate(places)}
+    parameters += [option for options in own.values() for option in options]
+
+    @functools.wraps(word)
+    def called(**given: Any) -> None:
+        options: dict[str, Any] = {}
+        for place, parameters in own.items():
+            chosen = {one.name.rpartition("_")[2]: given.pop(one.name) for one in parameters}
+            options |= {name: value for name, value in chosen.items() if value is not None}
+            if given[place] is not None:
+                given[place] = _opened(given[place], options, is_only=len(places) == 1)
+        word(**given)
+
+    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {one.name: one.annotation for one in parameters}
+    return called
+
+
+def _opened(where: str | list[str], options: dict[str, Any], *, is_only: bool) -> Place | list[Place]:
+    """The place at a path or URL, or those at several. Beside a URL, a path does without the options."""
+    several = where if isinstance(where, list) else [where]
+    are_for_all = is_only and all(map(_is_local, several))  # a path refuses them
+    opened = [place_of(one, **(options if are_for_all or not _is_local(one) else {})) for one in several]
+    return opened if isinstance(where, list) else opened[0]
+
+
+def place_of(where: str, *, anonymous: bool = False, deadline: float = _DEADLINE_SECONDS, **given: str | None) -> Place:
+    """The place at a path or URL, with the options of its store that are given."""
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if anonymous:
+        options["skip_signature"] = True
+    if not _is_local(where):
+        options["deadline_seconds"] = deadline
+    elif options:
+        raise Answer(f"{where}: --endpoint, --region, --profile and --anonymous are for URLs; leave them out", USAGE)
+    return Place(where, options=options or None)
+
+
+def place_like(place: Place, where: str) -> Place:
+    """Another place, at the store of this one if it is at a store."""
+    return Place(where) if _is_local(where) else Place(where, options=place.options)
+
+
+def place_below(place: Place, name: str) -> Place:
+    """A place inside another one."""
+    return replace(place, url=f"{place.text.rstrip('/')}/{name}")
+
+
+def _is_local(where: str) -> bool:
+    return scheme_of(where) in (None, "file")
+
+
+def _store_options(place: str) -> list[inspect.Parameter]:
+    """The options of a store. Those of a second place begin with its name, and are as for the first unless given."""
+    options = []
+    for name, (kind, default, text) in _OPTIONS.items():
+        full, annotation = name, kind if default is not None else kind | None
+        if place:
+            full, default, annotation = f"{place}_{name}", None, kind | None
+            text = f"The same for {place.upper()}, if it differs."
+        flag = f"--{full.replace('_', '-')}"
+        option = typer.Option(flag, help=text, metavar=None if kind is bool else _METAVARS[name])
+        parameter = inspect.Parameter(full, _KEYWORD, default=default, annotation=Annotated[annotation, option])
+        options.append(parameter)
+    return options
+
+
+def _is_place(parameter: inspect.Parameter) -> bool:
+    return get_origin(parameter.annotation) is Annotated and get_args(parameter.annotation)[0] in _TEXTS
+
+
+def _as_argument(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The parameter as typer needs it: all are given by name, and a place is described by a text."""
+    if not _is_place(parameter):
+        return parameter.replace(kind=_KEYWORD)
+    kind, argument = get_args(parameter.annotation)
+    return parameter.replace(kind=_KEYWORD, annotation=Annotated[_TEXTS[kind], argument])

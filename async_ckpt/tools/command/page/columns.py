@@ -1,0 +1,276 @@
+"""The events of a run as columns of one length, which is what pictures are drawn from.
+
+In: the events of a history. Out: columns with a title, a unit, and a value for each event. Knows nothing of: pictures.
+
+Values are numbers that JavaScript can count with, texts, and None. A time is in whole milliseconds. Numbers that were
+measured have four digits, and those of records five, which is more than a picture shows, and halves the page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias
+
+from ....core.events.shapes import bandwidth_of
+from ..screen import counted
+
+Unit: TypeAlias = Literal["text", "number", "count", "step", "time", "seconds", "bytes", "rate"]
+Value: TypeAlias = float | int | str | None
+
+# Entries of records that are shown: those that most saves have.
+MAX_ENTRIES: Final = 12
+# Groups with a column of their own: the largest. The others are added up.
+MAX_GROUPS: Final = 7
+OTHER_GROUPS: Final = "all others"
+_TEXT_CHARACTERS: Final = 120
+_MEASURED_DIGITS: Final = 4
+_ENTRY_DIGITS: Final = 5
+# Integers beyond it are no longer exact in JavaScript.
+_MOST: Final = 2**53
+# A later time is of no clock: the year 2100.
+_LATEST: Final = 4.1e9
+_MEASURED: Final[Mapping[str, tuple[str, Unit]]] = {
+    "stall_seconds": ("stall", "seconds"),
+    "call_seconds": ("call", "seconds"),
+    "stage_seconds": ("staging", "seconds"),
+    "write_seconds": ("writing", "seconds"),
+    "commit_seconds": ("commit", "seconds"),
+    "total_seconds": ("from call to commit", "seconds"),
+    "num_bytes": ("size", "bytes"),
+    "free_bytes": ("free", "bytes"),
+    "retries": ("retries", "count"),
+    "world_size": ("ranks", "count"),
+    "slowest_rank": ("slowest rank", "count"),
+    "slowest_rank_seconds": ("its archive durable after", "seconds"),
+    "median_rank_seconds": ("that of the median rank after", "seconds"),
+    "most_stalled_rank": ("most stalled rank", "count"),
+    "most_stalled_rank_seconds": ("its stall", "seconds"),
+    "median_rank_stall_seconds": ("stall of the median rank", "seconds"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A value for each event of a run; None where an event has none."""
+
+    title: str
+    unit: Unit
+    values: Sequence[Value]
+
+
+@dataclass(frozen=True, slots=True)
+class RunColumns:
+    """The events of one run as columns by their names. `groups` and `entries` name those of groups and of records.
+
+    `saves` are the numbers of the rows that are committed saves, in the order in which they happened. `broken` are the
+    steps that are kept and cannot be loaded, as far as was looked, with what they lack.
+    """
+
+    name: str
+    events: Sequence[Mapping[str, Any]]
+    columns: Mapping[str, Column]
+    groups: Sequence[str]
+    entries: Sequence[str]
+    saves: Sequence[int]
+    broken: Mapping[int, str] = field(default_factory=dict)
+
+    def rows_of(self, *kinds: str) -> tuple[int, ...]:
+        """The numbers of the rows that are events of these kinds."""
+        return tuple(row for row, event in enumerate(self.events) if event["kind"] in kinds)
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of saves that were skipped, of which an event may count several."""
+        return sum(self.events[row]["count"] for row in self.rows_of("skipped"))
+
+    def known(self, name: str) -> list[tuple[int, Any]]:
+        """The rows of saves that have a value in a column, with their values."""
+        values = self.columns[name].values
+        return [(row, values[row]) for row in self.saves if values[row] is not None]
+
+
+def columns_of(name: str, events: Sequence[Mapping[str, Any]], broken: Mapping[int, str] | None = None) -> RunColumns:
+    """The columns of a run's events."""
+    broken = broken or {}
+    columns = {
+        "kind": Column("what", "text", [_KINDS.get(one["kind"], one["kind"]) for one in events]),
+        "step": Column("step", "step", [_counted(one["step"]) for one in events]),
+        "time": Column("when", "time", [_time(one["time"]) for one in events]),
+        "about": Column("details", "text", [_shortened(about(one)) for one in events]),
+        "fate": Column("now", "text", [_fate(one, broken) for one in events]),
+        "borrowed": Column("borrowed", "text", [_borrowed(one) for one in events]),
+        "unchanged": Column("unchanged", "text", [_shortened(", ".join(one.get("unchanged", ()))) for one in events]),
+        "bandwidth": Column(
+            "bandwidth", "rate", [_rounded(bandwidth_of(one) if one["kind"] == "save" else None) for one in events]
+        ),
+        "archived": Column("archives written after", "seconds", [_rounded(_written_after(one)) for one in events]),
+        "stored": Column("on storage", "bytes", stored_bytes(events)),
+        "written": Column("written so far", "bytes", _running(one.get("num_bytes") or 0 for one in events)),
+    }
+    for key, (title, unit) in _MEASURED.items():
+        columns[key] = Column(title, unit, [_rounded(one.get(key)) for one in events])
+    groups, entries = _group_columns(events), _entry_columns(events)
+    saves = [row for row, one in enumerate(events) if one["kind"] == "save"]
+    return RunColumns(name, events, columns | groups | entries, [*groups], [*entries], saves, broken)
+
+
+def about(event: Mapping[str, Any]) -> str:
+    """The details of an event that is not a committed save, in words."""
+    match event["kind"]:
+        case "failed":
+            return f"{event['error']}: {event['message']}"
+        case "skipped":
+            first = event["first_step"]
+            since = "" if first in (None, event["step"]) else f", from step {first:,}"
+            return f"{counted(event['count'], 'save')} skipped{since}, since an earlier one was under way"
+        case "restore":
+            return "a newer step was committed" if event["behind"] else "from the newest step"
+        case "rollback":
+            return f"retired {_listed(event['retired'])}"
+        case "retention":
+            return f"deleted {_listed(event['deleted'])}"
+    return ""
+
+
+def stored_bytes(events: Sequence[Mapping[str, Any]]) -> list[Value]:
+    """The bytes of the steps that were committed after each event, as far as the events tell.
+
+    A step whose deletion is not among the events counts until the last one.
+    """
+    live: dict[int, int] = {}
+    total, totals = 0, []
+    for one in events:
+        gone = one.get("deleted", ()) if one["kind"] == "retention" else one.get("retired", ())
+        if one["kind"] == "save":
+            gone = [one["step"]]
+        total -= sum(live.pop(step, 0) for step in gone)
+        if one["kind"] == "save":
+            live[one["step"]] = one["num_bytes"] or 0
+            total += live[one["step"]]
+        totals.append(total)
+    if totals:
+        totals[-1] = sum(one["num_bytes"] or 0 for one in events if one["kind"] == "save" and one["kept"])
+    return [*totals]
+
+
+_KINDS: Final[Mapping[str, str]] = {
+    "save": "saved",
+    "failed": "save failed",
+    "skipped": "save skipped",
+    "restore": "restored",
+    "rollback": "rolled back",
+    "retention": "deleted",
+}
+
+
+def _written_after(event: Mapping[str, Any]) -> float | None:
+    """The seconds from the call of a save until all of its bytes were on storage, and the commit began."""
+    total, commit = event.get("total_seconds"), event.get("commit_seconds")
+    return None if total is None or commit is None else max(0.0, total - commit)
+
+
+def _group_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
+    """The bytes of each group that a save wrote; the smaller ones together."""
+    largest: dict[str, int] = {}
+    for one in events:
+        for group, num_bytes in one.get("groups", {}).items():
+            largest[group] = max(largest.get(group, 0), num_bytes)
+    own = sorted(largest, key=lambda group: -largest[group])[:MAX_GROUPS]
+    columns = {
+        f"group {number}": Column(_shortened(group), "bytes", [_group(one, group) for one in events])
+        for number, group in enumerate(own)
+    }
+    if len(largest) > len(own):
+        rest = [
+            sum(size for group, size in one["groups"].items() if group not in own) if one.get("groups") else None
+            for one in events
+        ]
+        columns[f"group {len(own)}"] = Column(OTHER_GROUPS, "bytes", rest)
+    return columns
+
+
+def _group(event: Mapping[str, Any], group: str) -> Value:
+    groups = event.get("groups")
+    return groups.get(group, 0) if groups else None
+
+
+def _entry_columns(events: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
+    """The entries of the records: numbers first, then those that most saves have."""
+    counts: Counter[str] = Counter()
+    numeric: Counter[str] = Counter()
+    for one in events:
+        for key, value in one.get("record", {}).items():
+            counts[key] += 1
+            numeric[key] += _rounded(value) is not None
+    keys = sorted(counts, key=lambda key: (-bool(numeric[key]), -counts[key]))[:MAX_ENTRIES]
+    columns = {}
+    for number, key in enumerate(keys):
+        values = [one.get("record", {}).get(key) for one in events]
+        if numeric[key]:
+            columns[f"entry {number}"] = Column(
+                _shortened(key), "number", [_rounded(value, _ENTRY_DIGITS) for value in values]
+            )
+        else:
+            columns[f"entry {number}"] = Column(_shortened(key), "text", [*map(_as_text, values)])
+    return columns
+
+
+def _fate(event: Mapping[str, Any], broken: Mapping[int, str]) -> str | None:
+    if event["kind"] != "save":
+        return None
+    if event["kept"] and event["step"] in broken:
+        return _shortened(f"broken: {broken[event['step']]}")
+    return "kept" if event["kept"] else "gone"
+
+
+def _borrowed(event: Mapping[str, Any]) -> str:
+    return _shortened(", ".join(f"{group} of step {step:,}" for group, step in event.get("borrowed", {}).items()))
+
+
+def _listed(steps: Sequence[int]) -> str:
+    """Steps in few words, such as "steps 1, 2 and 98 more"."""
+    shown = ", ".join(f"{step:,}" for step in steps[:8])
+    more = f" and {len(steps) - 8:,} more" if len(steps) > 8 else ""
+    return f"{'step' if len(steps) == 1 else 'steps'} {shown}{more}"
+
+
+def _running(values: Iterable[int]) -> list[Value]:
+    total, totals = 0, []
+    for value in values:
+        total += value
+        totals.append(total)
+    return [*totals]
+
+
+def _time(value: float) -> Value:
+    return round(value * 1e3) if 0 < value < _LATEST else None
+
+
+def _counted(value: int | None) -> Value:
+    return None if value is None or abs(value) > _MOST else value
+
+
+def _rounded(value: Any, digits: int = _MEASURED_DIGITS) -> float | int | None:
+    """A number in so many digits; None for anything else. Integers stay as they are."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if isinstance(value, int):
+        return value if abs(value) <= _MOST else None
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.{digits}g}")
+    return int(short) if short.is_integer() and abs(short) < _MOST else short
+
+
+def _as_text(value: Any) -> str | None:
+    if value is None:
+        return None
+    return _shortened(value if isinstance(value, str) else json.dumps(value))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _TEXT_CHARACTERS else f"{text[:_TEXT_CHARACTERS]}…"

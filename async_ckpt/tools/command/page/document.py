@@ -1,0 +1,192 @@
+"""The text of the page: one HTML file that asks for nothing beside itself.
+
+In: runs as columns, and pictures. Out: HTML, as bytes. Knows nothing of: storage, uPlot's calls.
+
+The summary, the sentences and the failures are HTML that any browser shows. The values of the pictures are compressed
+JSON, which `page.js` draws and puts into tables. No text of a run is markup here, and the policy of the page lets a
+browser run just the two scripts whose digests it names, and load nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+from ....core.spans import shown_time
+from .columns import RunColumns, Value
+from .pictures import Best, Picture, comparison_of, pictures_of
+from .summary import facts_of, losses_of, title_of
+
+_ASSETS: Final = Path(__file__).parent / "assets"
+# The newest failures, which stand in the page itself; all of them are in the table of the first picture.
+_LOSSES: Final = 20
+
+
+def page_of(runs: Sequence[RunColumns], now: float, best: Sequence[Best] = ()) -> bytes:
+    """The page of these runs at a time in seconds since the epoch."""
+    several = len(runs) > 1
+    compared = comparison_of(runs) if several else []
+    pictures: list[tuple[int | None, Picture]] = [(None, one) for one in compared]
+    body = [_comparison(runs, compared, now)] if several else []
+    for number, run in enumerate(runs):
+        own = pictures_of(run, best)
+        body.append(_run(run, number, own, now, first=len(pictures), several=several))
+        pictures += [(number, one) for one in own]
+    return _document(title_of(runs), now, body, _packed(runs, pictures)).encode(errors="replace")
+
+
+def _document(title: str, now: float, body: Iterable[str], data: str) -> str:
+    scripts = [_asset("uPlot.iife.min.js"), _asset("page.js")]
+    digests = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {digests}"
+    licence = escape(_asset("uPlot.LICENSE.txt"), quote=False)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)}: checkpoints</title>
+<style>{_asset("uPlot.min.css")}
+{_asset("page.css")}</style>
+</head>
+<body>
+<header>
+<h1>{escape(title)}</h1>
+<p>The checkpoints of a training, as they were at {escape(shown_time(now))}.</p>
+</header>
+<main>
+<noscript><p>The pictures and their tables need JavaScript. The facts and sentences do without.</p></noscript>
+{"".join(body)}</main>
+<footer>
+<details><summary>Made by async-ckpt page, with uPlot</summary><pre>{licence}</pre></details>
+</footer>
+<script type="text/plain" id="data">{data}</script>
+<script>{scripts[0]}</script>
+<script>{scripts[1]}</script>
+</body>
+</html>
+"""
+
+
+def _comparison(runs: Sequence[RunColumns], pictures: Sequence[Picture], now: float) -> str:
+    facts = [facts_of(run, now) for run in runs]
+    head = "".join(f"<th scope=col>{escape(name)}</th>" for name in facts[0])
+    rows = "".join(
+        f'<tr><th scope=row><a href="#run{number}">{escape(run.name)}</a></th>'
+        + "".join(f"<td>{escape(value)}</td>" for value in of_run.values())
+        + "</tr>\n"
+        for number, (run, of_run) in enumerate(zip(runs, facts, strict=True))
+    )
+    figures = "".join(_figure(number, picture, 3) for number, picture in enumerate(pictures))
+    return f"""<section>
+<h2>Side by side</h2>
+<div class="scroll" tabindex=0 role=region aria-label="The runs side by side">
+<table class="runs"><thead><tr><th scope=col>run</th>{head}</tr></thead>
+<tbody>
+{rows}</tbody></table></div>
+{figures}</section>
+"""
+
+
+def _run(run: RunColumns, number: int, pictures: Sequence[Picture], now: float, *, first: int, several: bool) -> str:
+    facts = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>\n" for name, value in facts_of(run, now).items()
+    )
+    heading = f"<h2>{escape(run.name)}</h2>\n" if several else ""
+    figures = "".join(_figure(first + at, picture, 3 if several else 2) for at, picture in enumerate(pictures))
+    return f"""<section class="run" id="run{number}">
+{heading}<dl class="facts">
+{facts}</dl>
+{_losses(run, 3 if several else 2)}<div class="range" data-run="{number}"></div>
+{figures}</section>
+"""
+
+
+def _losses(run: RunColumns, level: int) -> str:
+    losses = losses_of(run)
+    if not losses:
+        return ""
+    rows = "".join(
+        f"<tr><td>{escape(one.step)}</td><td>{escape(one.when)}</td><td class=long>{escape(one.about)}</td></tr>\n"
+        for one in losses[:_LOSSES]
+    )
+    more = f"<p>The newest {_LOSSES} of {len(losses):,}.</p>\n" if len(losses) > _LOSSES else ""
+    return f"""<section class="losses">
+<h{level}>Saves that failed or were skipped</h{level}>
+{more}<div class="scroll" tabindex=0 role=region aria-label="Saves that failed or were skipped">
+<table><thead><tr><th scope=col>step</th><th scope=col>when</th><th scope=col>details</th></tr></thead>
+<tbody>
+{rows}</tbody></table></div>
+</section>
+"""
+
+
+def _figure(number: int, picture: Picture, level: int) -> str:
+    """The place of a picture. `number` is its place among all pictures of the page."""
+    return f"""<figure id="picture{number}" data-picture="{escape(picture.name)}">
+<figcaption><h{level}>{escape(picture.title)}</h{level}>
+<p>{escape(picture.says)}</p></figcaption>
+<div class="chart"></div>
+<details class="rows"><summary>Table</summary></details>
+</figure>
+"""
+
+
+def _packed(runs: Sequence[RunColumns], pictures: Iterable[tuple[int | None, Picture]]) -> str:
+    """The values of the pictures: JSON, compressed, in the characters of base64."""
+    content = {
+        "runs": [{"name": run.name, "saves": run.saves, "columns": _columns(run)} for run in runs],
+        "pictures": [_without_none({"run": number, **asdict(picture)}) for number, picture in pictures],
+    }
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def _columns(run: RunColumns) -> dict[str, dict[str, Any]]:
+    """The columns that say something. One without a value is left out, and whole numbers are differences."""
+    return {
+        name: {"title": column.title, "unit": column.unit, **_values(column.values)}
+        for name, column in run.columns.items()
+        if any(value not in (None, "") for value in column.values)
+    }
+
+
+def _values(values: Sequence[Value]) -> dict[str, Sequence[Value]]:
+    """The values of a column. Differences of whole numbers, each from the one before, are shorter once compressed."""
+    differences: list[Value] = []
+    before = 0
+    for value in values:
+        if value is None:
+            differences.append(None)
+        elif isinstance(value, int):
+            differences.append(value - before)
+            before = value
+        else:
+            return {"values": values}
+    return {"differences": differences}
+
+
+def _without_none(value: Any) -> Any:
+    """A value without the fields that are None, which JavaScript takes as undefined."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [*map(_without_none, value)]
+    return value
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8").strip()

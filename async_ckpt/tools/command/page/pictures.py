@@ -1,0 +1,439 @@
+"""The pictures of a run, and those that compare several: what each shows, and a sentence that says what to see.
+
+In: columns. Out: pictures, as values that name columns. Knows nothing of: HTML, how lines are drawn.
+
+A picture whose values nobody knows is left out. Each has a table of the same rows behind it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from ....core.report import sized
+from ..screen import counted, shown_seconds
+from .columns import RunColumns
+
+# Each meaning has one colour on the whole page; `page.css` says which.
+Colour: TypeAlias = Literal[
+    "stall",
+    "stage",
+    "write",
+    "commit",
+    "best",
+    "kept",
+    "failed",
+    "skipped",
+    "restored",
+    "deleted",
+    "plain",
+    "reference",
+]
+Look: TypeAlias = Literal["line", "dashes", "area", "hollow", "dot", "ring", "cross", "triangle", "diamond", "span"]
+
+# Records that have a picture: those that most saves have.
+MAX_RECORDS: Final = 6
+_SAVED: Final = ("step", "time", "fate")
+
+
+class Best(NamedTuple):
+    """The steps to mark by an entry of the records: its name, which end of it is best, and how many."""
+
+    metric: str
+    mode: Literal["min", "max"]
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A line or marks: the values of a column, on these rows only; or one value, `level`, everywhere.
+
+    `number` tells series of one meaning apart, such as the groups of a state or the runs that are compared. `run` is
+    the number of the run that the column is of, where a picture compares several.
+    """
+
+    label: str
+    column: str
+    look: Look
+    colour: Colour | None = None
+    rows: Sequence[int] | None = None
+    level: float | None = None
+    number: int | None = None
+    run: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLane:
+    """One group over the steps: spans of saves that have borrowed it from one step, or written it (`lender` None)."""
+
+    name: str
+    spans: Sequence[tuple[int, int, int | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture. `table` names the columns of the table behind it, which also describe the save under the cursor.
+
+    One by steps is of the committed saves, of which the last counts where a step was saved again; one by time is of all
+    events. In a `stacked` one, each series lies on those before it.
+    """
+
+    name: str
+    title: str
+    says: str
+    x: Literal["step", "time"]
+    series: Sequence[Series]
+    table: Sequence[str]
+    stacked: bool = False
+    lanes: Sequence[GroupLane] | None = None
+
+
+def pictures_of(run: RunColumns, best: Sequence[Best] = ()) -> list[Picture]:
+    """The pictures of one run, from its saves to what they cost, and what is left of them."""
+    makers = (_timeline, _phases, _stall, _bandwidth, _sizes, _borrowing)
+    found = [made for make in makers if (made := make(run)) is not None]
+    found += _records(run, best)
+    found += [made for make in (_storage, _free, _ranks, _rank_stalls) if (made := make(run)) is not None]
+    return found
+
+
+def comparison_of(runs: Sequence[RunColumns]) -> list[Picture]:
+    """The pictures that have a line for each of several runs."""
+    return [*_compared(runs)]
+
+
+# --- saves --------------------------------------------------------------------------------------------------------
+
+
+def _timeline(run: RunColumns) -> Picture | None:
+    rows = {kind: run.rows_of(kind) for kind in ("save", "failed", "skipped", "restore", "rollback", "retention")}
+    marks: list[tuple[str, str, Look, Colour]] = [
+        ("committed", "save", "dot", "commit"),
+        ("failed", "failed", "cross", "failed"),
+        ("skipped", "skipped", "triangle", "skipped"),
+        ("restored", "restore", "ring", "restored"),
+        ("rolled back", "rollback", "diamond", "deleted"),
+    ]
+    spans: list[tuple[str, Colour]] = [("call", "stall"), ("stage", "stage"), ("write", "write"), ("commit", "commit")]
+    is_measured = bool(run.known("total_seconds"))
+    series = [
+        *(Series(label, "step", "span", colour, rows["save"]) for label, colour in spans if is_measured),
+        *(Series(label, "step", look, colour, rows[kind]) for label, kind, look, colour in marks if rows[kind]),
+    ]
+    if not any(rows.values()):
+        return None
+    lost = [
+        f"{number:,} {word}"
+        for number, word in ((len(rows["failed"]), "failed"), (run.num_skipped, "skipped"))
+        if number
+    ]
+    others = f"; {' and '.join(lost)} beside them" if lost else "; none failed"
+    zoomed = " Zoom in to see the call, staging, writing and commit of each." if is_measured else ""
+    return Picture(
+        "timeline",
+        "Saves over time",
+        f"{counted(len(rows['save']), 'save')} committed{others}.{zoomed} Where the steps go down, the training went "
+        "back; where nothing is for long, it stood still.",
+        "time",
+        series,
+        ("step", "kind", "time", "total_seconds", "num_bytes", "about"),
+    )
+
+
+def _phases(run: RunColumns) -> Picture | None:
+    totals = run.known("total_seconds")
+    if not totals:
+        return None
+    row, slowest = max(totals, key=lambda one: one[1])
+    series = [
+        Series("committed", "total_seconds", "area", "commit"),
+        Series("archives written", "archived", "area", "write"),
+        Series("staged", "stage_seconds", "line", "stage"),
+        Series("call returned", "call_seconds", "area", "stall"),
+    ]
+    return Picture(
+        "phases",
+        "From the call to the commit",
+        f"Half of the saves were committed within {_seconds(totals)} of the call; the slowest took "
+        f"{shown_seconds(slowest)}, at {_step(run, row)}.",
+        "step",
+        [one for one in series if run.known(one.column)],
+        (
+            *("step", "time", "num_bytes", "call_seconds", "stage_seconds", "write_seconds", "commit_seconds"),
+            *("total_seconds", "bandwidth", "retries", "fate"),
+        ),
+    )
+
+
+def _stall(run: RunColumns) -> Picture | None:
+    stalls = run.known("stall_seconds")
+    if not stalls:
+        return None
+    row, longest = max(stalls, key=lambda one: one[1])
+    middle = median(value for _, value in stalls)
+    return Picture(
+        "stall",
+        "Stall",
+        f"A save held the training up for {shown_seconds(middle)} at the median, and for {shown_seconds(longest)} at "
+        f"the most, at {_step(run, row)}. Together: {shown_seconds(sum(value for _, value in stalls))}.",
+        "step",
+        [
+            Series("stall", "stall_seconds", "line", "stall"),
+            Series("median", "stall_seconds", "dashes", "reference", level=middle),
+        ],
+        ("step", "time", "stall_seconds", "call_seconds", "fate"),
+    )
+
+
+def _bandwidth(run: RunColumns) -> Picture | None:
+    rates = run.known("bandwidth")
+    if not rates:
+        return None
+    row, best = max(rates, key=lambda one: one[1])
+    return Picture(
+        "bandwidth",
+        "Bandwidth",
+        f"Bytes per second from the call until the commit: {_rate(median(value for _, value in rates))} at the median. "
+        f"The dashes are the best of this run, {_rate(best)}, at {_step(run, row)}; saves far below them have waited.",
+        "step",
+        [
+            Series("bandwidth", "bandwidth", "line", "write"),
+            Series("best of this run", "bandwidth", "dashes", "reference", level=best),
+        ],
+        ("step", "time", "bandwidth", "num_bytes", "total_seconds", "retries"),
+    )
+
+
+def _sizes(run: RunColumns) -> Picture | None:
+    sizes = run.known("num_bytes")
+    if not any(value for _, value in sizes):
+        return None
+    row, newest = sizes[-1]
+    columns = [f"group {number}" for number in range(len(run.groups))]
+    parts = [
+        f"{run.columns[column].title} {sized(_float(value))}"
+        for column in columns
+        if (value := run.columns[column].values[row])
+    ]
+    # The groups of an event are those of rank 0, and its size is that of all ranks.
+    num_ranks = run.events[row]["world_size"] or 1
+    of_groups = ", ".join(parts[:4]) + (f" and {len(parts) - 4:,} more" if len(parts) > 4 else "")
+    of_groups = of_groups and (f", and of that rank 0: {of_groups}" if num_ranks > 1 else f": {of_groups}")
+    has_ranks = any((run.events[saved]["world_size"] or 1) > 1 for saved in run.saves)
+    stacked = [
+        Series(run.columns[column].title, column, "area", number=number) for number, column in enumerate(columns)
+    ]
+    return Picture(
+        "sizes",
+        "Size by entry of the state" + (", as rank 0 wrote them" if has_ranks else ""),
+        f"The last save wrote {sized(newest)}{f' on {num_ranks:,} ranks' if num_ranks > 1 else ''}{of_groups}. A "
+        "borrowed group is not written again.",
+        "step",
+        stacked or [Series("size", "num_bytes", "area", "write")],
+        ("step", "time", "num_bytes", *columns, "borrowed", "unchanged"),
+        stacked=bool(stacked),
+    )
+
+
+def _borrowing(run: RunColumns) -> Picture | None:
+    borrowers = [row for row in run.saves if run.events[row]["borrowed"]]
+    if not borrowers:
+        return None
+    newest = run.events[borrowers[-1]]
+    loans = ", ".join(f"{group} of step {step:,}" for group, step in [*newest["borrowed"].items()][:4])
+    return Picture(
+        "borrowing",
+        "Borrowed groups",
+        f"{len(borrowers):,} of {counted(len(run.saves), 'save')} did not write a group that had not changed. Step "
+        f"{newest['step']:,} borrows {loans}. A full bar is a group that was written, a hollow one is borrowed.",
+        "step",
+        [Series("written", "step", "area", "write"), Series("borrowed", "step", "hollow", "write")],
+        ("step", "time", "borrowed", "unchanged", "num_bytes"),
+        lanes=lanes_of([run.events[row] for row in run.saves]),
+    )
+
+
+def lanes_of(saves: Sequence[Mapping[str, Any]]) -> list[GroupLane]:
+    """The groups of these saves that were borrowed at least once, with the spans in which that did not change."""
+    names = dict.fromkeys(group for save in saves for group in save["borrowed"])
+    lanes = []
+    for name in names:
+        spans: list[tuple[int, int, int | None]] = []
+        for save in sorted(saves, key=lambda one: one["step"]):
+            if name not in save["borrowed"] and name not in save["groups"]:
+                continue
+            lender = save["borrowed"].get(name)
+            if spans and spans[-1][2] == lender:
+                spans[-1] = (spans[-1][0], save["step"], lender)
+            else:
+                spans.append((save["step"], save["step"], lender))
+        lanes.append(GroupLane(name, spans))
+    return lanes
+
+
+# --- records ------------------------------------------------------------------------------------------------------
+
+
+def _records(run: RunColumns, best: Sequence[Best]) -> Iterator[Picture]:
+    by_title = {one.metric: one for one in best}
+    drawn = [name for name in run.entries if run.columns[name].unit == "number"]
+    chosen = [name for name in drawn if run.columns[name].title in by_title]
+    for name in [*chosen, *(one for one in drawn if one not in chosen)][:MAX_RECORDS]:
+        yield _record(run, name, by_title.get(run.columns[name].title))
+
+
+def _record(run: RunColumns, name: str, best: Best | None) -> Picture:
+    title, values = run.columns[name].title, run.known(name)
+    ordered = sorted(
+        values, key=lambda one: (one[1], -run.events[one[0]]["step"]), reverse=best is not None and best.mode == "max"
+    )
+    marked = ordered[: best.num_steps if best else 1]
+    word = "best" if best else "lowest"
+    row, value = marked[0]
+    kept = [row for row, _ in values if run.events[row]["kept"]]
+    also = "" if best else f", highest {ordered[-1][1]:.5g}"
+    series = [Series(title, name, "line", "plain")]
+    if len(kept) < len(values):
+        series.append(Series("kept", name, "dot", "kept", kept))
+    series.append(Series(word, name, "ring", "best", [row for row, _ in marked]))
+    return Picture(
+        f"record {name}",
+        f"Record: {title}",
+        f"{word.capitalize()} {value:.5g} at {_step(run, row)}{also}; {values[-1][1]:.5g} in the last save. "
+        f"{len(kept):,} of {counted(len(values), 'step')} are kept.",
+        "step",
+        series,
+        ("step", "time", name, *(other for other in run.entries if other != name), "fate"),
+    )
+
+
+# --- what is left of them -----------------------------------------------------------------------------------------
+
+
+def _storage(run: RunColumns) -> Picture | None:
+    written = run.columns["written"].values
+    if not run.saves or not written[-1]:
+        return None
+    kept = [row for row in run.saves if run.events[row]["kept"]]
+    stored = run.columns["stored"].values[-1]
+    return Picture(
+        "storage",
+        "Space, and what retention saves",
+        f"{len(kept):,} of {counted(len(run.saves), 'save')} are kept, {sized(_float(stored))} of the "
+        f"{sized(_float(written[-1]))} that were written. The area is what the run takes, the dashes what it would "
+        "take if nothing were deleted.",
+        "time",
+        [
+            Series("written so far", "written", "dashes", "reference"),
+            Series("on storage", "stored", "area", "kept"),
+        ],
+        ("step", "kind", "time", "num_bytes", "stored", "written", "about"),
+    )
+
+
+def _free(run: RunColumns) -> Picture | None:
+    free = run.known("free_bytes")
+    if not free:
+        return None
+    row, least = min(free, key=lambda one: one[1])
+    return Picture(
+        "free",
+        "Free space",
+        f"{sized(free[-1][1])} were free after the last save; the least was {sized(least)}, at {_step(run, row)}.",
+        "time",
+        [Series("free", "free_bytes", "area", "kept")],
+        ("step", "time", "free_bytes", "num_bytes"),
+    )
+
+
+def _ranks(run: RunColumns) -> Picture | None:
+    names = ("slowest_rank", "slowest_rank_seconds", "median_rank_seconds")
+    if not run.known("slowest_rank_seconds"):
+        return None
+    middles = dict(run.known("median_rank_seconds"))
+    gaps = [slow - middles[row] for row, slow in run.known("slowest_rank_seconds") if row in middles]
+    often = Counter(rank for _, rank in run.known("slowest_rank")).most_common(1)
+    who = f" Rank {often[0][0]} was the slowest most often, in {counted(often[0][1], 'save')}." if often else ""
+    after = shown_seconds(median(gaps)) if gaps else ""
+    late = f"The slowest rank's archive was durable {after} after the median rank's, at the median." if gaps else ""
+    return Picture(
+        "ranks",
+        "Spread of the ranks",
+        f"{late}{who}",
+        "step",
+        [
+            Series("slowest rank", "slowest_rank_seconds", "line", "plain"),
+            Series("median rank", "median_rank_seconds", "line", "reference"),
+        ],
+        ("step", "time", "world_size", *names),
+    )
+
+
+def _rank_stalls(run: RunColumns) -> Picture | None:
+    stalls = run.known("most_stalled_rank_seconds")
+    if not stalls:
+        return None
+    row, longest = max(stalls, key=lambda one: one[1])
+    rank = run.columns["most_stalled_rank"].values[row]
+    return Picture(
+        "rank stalls",
+        "Stall of the ranks",
+        f"Training waits for its slowest rank: the longest stall was {shown_seconds(longest)}, of rank {rank} at "
+        f"{_step(run, row)}.",
+        "step",
+        [
+            Series("most stalled rank", "most_stalled_rank_seconds", "line", "stall"),
+            Series("median rank", "median_rank_stall_seconds", "line", "reference"),
+        ],
+        ("step", "time", "world_size", "most_stalled_rank", "most_stalled_rank_seconds", "median_rank_stall_seconds"),
+    )
+
+
+# --- several runs -------------------------------------------------------------------------------------------------
+
+
+def _compared(runs: Sequence[RunColumns]) -> Iterator[Picture]:
+    for name, title, says in (
+        ("stall_seconds", "Stall", "How long each save held the training up. Lower is better."),
+        ("bandwidth", "Bandwidth", "Bytes per second from the call until the commit. Higher is better."),
+        ("num_bytes", "Size", "The bytes that each save wrote."),
+    ):
+        series = [_line(run, number, name) for number, run in enumerate(runs) if run.known(name)]
+        if series:
+            yield Picture(f"compared {name}", title, says, "step", series, ())
+    titles = Counter(run.columns[name].title for run in runs for name in run.entries if _is_number(run, name))
+    for title, _ in titles.most_common(MAX_RECORDS):
+        series = [
+            _line(run, number, name)
+            for number, run in enumerate(runs)
+            for name in run.entries
+            if _is_number(run, name) and run.columns[name].title == title
+        ]
+        yield Picture(f"compared record {title}", f"Record: {title}", "The same entry of all runs.", "step", series, ())
+
+
+def _is_number(run: RunColumns, name: str) -> bool:
+    return run.columns[name].unit == "number"
+
+
+def _line(run: RunColumns, number: int, column: str) -> Series:
+    return Series(run.name, column, "line", number=number, run=number)
+
+
+def _step(run: RunColumns, row: int) -> str:
+    return f"step {run.events[row]['step']:,}"
+
+
+def _seconds(values: Sequence[tuple[int, float]]) -> str:
+    return shown_seconds(median(value for _, value in values))
+
+
+def _rate(value: float) -> str:
+    return f"{sized(value)}/s"
+
+
+def _float(value: Any) -> float:
+    return float(value or 0)

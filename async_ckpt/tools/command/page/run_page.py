@@ -1,0 +1,66 @@
+"""The word `page`: the histories of runs, as one HTML file.
+
+In: places of runs, and of a file. Out: the file, whole or not at all. Knows nothing of: HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Final
+
+from ....core.loading.run_history import history
+from ....core.spans import wall_time
+from ....core.storage.place import Place
+from ....errors import NotCommittedError
+from ..listing import broken_at, kind_of, parse_best, runs_in
+from ..options import place_below
+from ..screen import Answer, counted, escaped, print_json, print_text
+from .columns import RunColumns, columns_of
+from .document import page_of
+from .pictures import Best
+
+# The newest steps of a run that are looked at for what they lack.
+_LOOKED_AT: Final = 1000
+
+
+def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwrite: bool, as_json: bool) -> None:
+    """Write the page of these runs, and print what was written, or its document.
+
+    Raises:
+        Answer: there is no run, or the file is there.
+        NotCommittedError: a place has no history.
+    """
+    storage, name = target.object()
+    if not overwrite and storage.exists(name):
+        raise Answer(f"{target.shown} is there; pass --overwrite to replace it, or give another name with -o")
+    chosen = [Best(*parse_best(text)) for text in best]
+    runs = [run for place in places for run in _runs_at(place)]
+    for one in chosen:
+        if not any(run.columns[entry].title == one.metric for run in runs for entry in run.entries):
+            raise Answer(f"no record of these runs has the metric {one.metric!r}")
+    page = page_of(runs, wall_time(), chosen)
+    storage.replace(name, page)
+    if as_json:
+        told = [{"name": run.name, "num_events": len(run.events), "num_saves": len(run.saves)} for run in runs]
+        print_json("page", {"target": target.shown, "num_bytes": len(page), "runs": told})
+    else:
+        num_saves = counted(sum(len(run.saves) for run in runs), "save")
+        print_text(f"{escaped(target.shown)}: {num_saves} of {counted(len(runs), 'run')}")
+
+
+def _runs_at(place: Place) -> Iterator[RunColumns]:
+    """The run at a place, or the runs in a folder of runs."""
+    try:
+        yield columns_of(_name(place), history(place), broken_at(place.storage(), _LOOKED_AT))
+    except NotCommittedError:
+        if kind_of(place) != "runs":
+            raise
+        for row in runs_in(place, clock=wall_time):
+            yield from _runs_at(place_below(place, row.name))
+
+
+def _name(place: Place) -> str:
+    """The name of a run on the page: the last two parts of its path."""
+    parts = PurePosixPath(place.shown).parts
+    return "/".join(parts[-2:]).lstrip("/") or place.shown

@@ -1,0 +1,76 @@
+"""The facts of a run that stand at the top of its page.
+
+In: columns, and the present time. Out: words with their values, as texts. Knows nothing of: pictures, HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from ....core.report import sized
+from ....core.spans import shown_time
+from ..screen import age, counted, shown_seconds
+from .columns import RunColumns
+
+_SHOWN: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A save that failed, or saves that were skipped."""
+
+    when: str
+    step: str
+    about: str
+
+
+def facts_of(run: RunColumns, now: float) -> dict[str, str]:
+    """The facts by their names, with the same names for each run."""
+    saves = [run.events[row] for row in run.saves]
+    durable = [save for save in saves if save["kept"]]
+    newest = max(durable, key=lambda save: save["step"], default=None)
+    stalls = [value for _, value in run.known("stall_seconds")]
+    return {
+        "last durable step": "none" if newest is None else f"{newest['step']:,}",
+        "its age": "" if newest is None else age(newest["time"], now),
+        "saves": f"{len(saves):,}",
+        "kept": f"{len(durable):,}",
+        "broken": _steps(sorted(run.broken)),
+        "on storage": sized(sum(save["num_bytes"] or 0 for save in durable)),
+        "median stall": _median(run, "stall_seconds", shown_seconds),
+        "all stalls": shown_seconds(sum(stalls)) if stalls else "unknown",
+        "median bandwidth": _median(run, "bandwidth", lambda rate: f"{sized(rate)}/s"),
+        "failed": f"{len(run.rows_of('failed')):,}",
+        "skipped": f"{run.num_skipped:,}",
+    }
+
+
+def _steps(steps: Sequence[int]) -> str:
+    """Steps in few words, such as "3: steps 1, 2 and 5"."""
+    if not steps:
+        return "none"
+    more = f" and {len(steps) - _SHOWN:,} more" if len(steps) > _SHOWN else ""
+    return f"{len(steps):,}: {'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps[:_SHOWN]))}{more}"
+
+
+def losses_of(run: RunColumns) -> list[Loss]:
+    """The saves that failed or were skipped, the newest first."""
+    abouts = run.columns["about"].values
+    return [_loss(run.events[row], str(abouts[row])) for row in reversed(run.rows_of("failed", "skipped"))]
+
+
+def _loss(one: Mapping[str, Any], about: str) -> Loss:
+    return Loss(shown_time(one["time"]), "" if one["step"] is None else f"{one['step']:,}", about)
+
+
+def title_of(runs: Sequence[RunColumns]) -> str:
+    """The title of the page: the run's name, or how many are compared."""
+    return runs[0].name if len(runs) == 1 else counted(len(runs), "run")
+
+
+def _median(run: RunColumns, column: str, shown: Any) -> str:
+    values = [value for _, value in run.known(column)]
+    return shown(median(values)) if values else "unknown"

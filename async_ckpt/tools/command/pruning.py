@@ -1,0 +1,204 @@
+"""The deletion of steps by the rules of retention, after somebody has seen which.
+
+In: a place with a run, and rules. Out: a run without the steps that they do not keep. Knows nothing of: arguments.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NamedTuple
+
+import typer
+
+from ...core.report import sized
+from ...core.runs.retention import Commits
+from ...core.runs.run import Run
+from ...core.runs.starts import Start, about_start, lives, refuse_if_alive
+from ...core.spans import shown_time
+from ...core.spec import Keep
+from ...core.storage.place import Place
+from .listing import broken_steps, parse_best
+from .screen import USAGE, Answer, counted, escaped, in_table, print_json, print_table, print_text
+from .selection import ChosenRun, refuse_newer, runs_at
+
+_RULES: Final = "last=3, every=1000, best=loss:min:2 or seconds=86400"
+
+
+@dataclass(frozen=True, slots=True)
+class PruneRow:
+    """A step and its fate. `num_bytes` is None for a step whose manifest is damaged."""
+
+    step: int
+    num_bytes: int | None
+    deleted: bool
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unattended: bool, as_json: bool) -> None:
+    """Show the steps that the rules keep and delete, ask, and delete.
+
+    `unattended` says that no process writes to the run, where that cannot be found out.
+
+    Raises:
+        Answer: a rule is not one, somebody said no, or a living process may have the run.
+        RunTakenError: a living process has the run.
+        FormatVersionError: a step was saved by a newer async_ckpt.
+    """
+    keep = parse_keep(rules)
+    if not (dry_run or yes or sys.stdin.isatty()):
+        raise Answer("nobody can be asked here: pass --yes to delete, or --dry-run to look", USAGE)
+    chosen = runs_at(place, keep=keep)
+    if chosen[0].step is not None:
+        raise Answer(f"{place.shown} is the folder of one step; name the root of its run", USAGE)
+    for one in chosen:
+        refuse_newer(one.run)
+    shown = [_Shown.of(one) for one in chosen]
+    rows = [row for each in shown for row in each.rows()]
+    going = [row for row in rows if row.deleted]
+    freed = sum(row.num_bytes or 0 for row in going)
+    broken = {step: text for one in chosen for step, text in broken_steps(one.run, one.run.view()).items()}
+    if not as_json:
+        print_table(
+            ("step", "size", "fate"),
+            (
+                (
+                    str(row.step),
+                    "damaged" if row.num_bytes is None else in_table(row.num_bytes),
+                    ("delete" if row.deleted else "keep")
+                    + (f", broken: {escaped(broken[row.step])}" if row.step in broken else ""),
+                )
+                for row in rows
+            ),
+            right=("step", "size"),
+        )
+        verb = "would go" if dry_run else "go"
+        print_text(f"{len(going)} of {counted(len(rows), 'step')} {verb}, {sized(freed)} of {escaped(place.shown)}")
+    if going and not dry_run:
+        for one in chosen:
+            refuse_writer(one.run, unattended=unattended)
+        if not (yes or typer.confirm("Delete them?", err=True)):
+            raise Answer("nothing was deleted")
+        gone = {step for each in shown for step in each.delete(unattended=unattended)}
+        rows = [PruneRow(row.step, row.num_bytes, row.step in gone) for row in rows]
+        if not as_json:
+            print_text(f"{counted(len(gone), 'step')} deleted{_of_the_others(going, gone)}")
+    if as_json:
+        freed = sum(row.num_bytes or 0 for row in rows if row.deleted)
+        print_json(
+            "pruning",
+            {
+                "place": place.shown,
+                "dry_run": dry_run,
+                "steps": [row.as_json() for row in rows],
+                "num_bytes": freed,
+                "broken": [*broken],
+            },
+        )
+
+
+def parse_keep(rules: Sequence[str]) -> Keep:
+    """The retention of rules such as "last=3".
+
+    Raises:
+        Answer: one is not a rule, or there is none.
+        ValueError: a rule has a value that it cannot have.
+    """
+    values: dict[str, Any] = {}
+    for rule in rules:
+        name, _, text = rule.partition("=")
+        if name in values:
+            raise Answer(f"--keep {name}=… is given twice; one rule of a kind is used", USAGE)
+        try:
+            if name in ("last", "every"):
+                values[name] = int(text)
+            elif name == "seconds":
+                values[name] = float(text)
+            elif name == "best" and text:
+                values[name] = parse_best(text)
+            else:
+                raise ValueError(name)
+        except ValueError as error:
+            raise Answer(f"--keep takes {_RULES}, not {rule!r}", USAGE) from error
+    if not values:
+        raise Answer(f"say which steps stay: --keep {_RULES}; the newest always does", USAGE)
+    return Keep(**values)
+
+
+def refuse_writer(run: Run, *, unattended: bool) -> None:
+    """Refuse to change a run that another process writes to, or may write to.
+
+    On a disk the lock on the newest start tells, and a process of this machine by its number. A store has no locks.
+
+    Raises:
+        RunTakenError: the newest start is locked by a living process.
+        Answer: its process is alive, or cannot be asked.
+    """
+    run.steps()
+    refuse_if_alive(run.storage, run.root.starts)
+    newest = max(run.root.starts, default=None)
+    if newest is None or unattended or not run.storage.remote:
+        return
+    about = about_start(run.storage, newest)
+    host, pid, since = about.get("host"), about.get("pid"), about.get("since")
+    writer = f"process {pid!r:.20} on {host!a:.100}" if pid and host else "a process that left no name"
+    when = f", which began at {shown_time(float(since))}" if isinstance(since, int | float) else ""
+    if host == socket.gethostname() and isinstance(pid, int) and lives(pid):
+        raise Answer(
+            f"{run.storage.locate('')}: {writer}{when}, saves there and is alive on this machine; end it first, or "
+            "pass --unattended if it saves elsewhere by now"
+        )
+    if host != socket.gethostname():
+        raise Answer(
+            f"{run.storage.locate('')}: {writer}{when}, saved there last. A store has no locks, so whether it is alive "
+            "cannot be seen from here; make sure that it has ended, and pass --unattended"
+        )
+
+
+class _Shown(NamedTuple):
+    """A run as it was shown to somebody: its commits, the steps that were to go, and its newest start."""
+
+    run: Run
+    commits: Commits
+    going: frozenset[int]
+    start: Start | None
+
+    @classmethod
+    def of(cls, one: ChosenRun) -> _Shown:
+        commits = one.run.view()
+        going = frozenset(one.run.steps_to_delete(commits, protected=one.run.protected()))
+        return cls(one.run, commits, going, max(one.run.root.starts, default=None))
+
+    def rows(self) -> list[PruneRow]:
+        return [
+            PruneRow(step, manifest.num_bytes if manifest else None, step in self.going)
+            for step, manifest in self.commits.items()
+        ]
+
+    def delete(self, *, unattended: bool) -> list[int]:
+        """Delete the steps that were to go, and still are as they were. No save begins there meanwhile.
+
+        Raises Answer and RunTakenError as `refuse_writer`, for a process that has begun to save there since.
+        """
+        run = self.run
+        run.steps()
+        is_as_shown = max(run.root.starts, default=None) == self.start
+        refuse_writer(run, unattended=unattended and is_as_shown)
+        with run.changing():
+            newest = run.latest()
+            only = Commits({step: self.commits[step] for step in self.going})
+            gone = [] if newest is None else run.retain(newest, replaced=None, in_flight=(), only=only)
+            run.events.write()
+        return gone
+
+
+def _of_the_others(going: Sequence[PruneRow], gone: Collection[int]) -> str:
+    """A note on the steps that were to go and stay."""
+    stay = [row.step for row in going if row.step not in gone]
+    if not stay:
+        return ""
+    return f"; the run has changed since it was shown, so {counted(len(stay), 'step')} stay, such as {stay[0]}"

@@ -1,0 +1,209 @@
+"""The repair of what can be made again from manifests and archives.
+
+In: a place with a run. Out: the damage, and a run without it. Knows nothing of: arguments, the bytes of tensors.
+
+The tracker and the journal are made from the manifests; a layout, from the indices of the archives; what dead writers
+have left is deleted. A retired step is committed again by a manifest that names the same archives, and no start: the
+rule that leaves out the steps of an overtaken process does not concern it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import typer
+
+from ...core.loading.rebuild import rebuild_layout
+from ...core.runs import journal, layouts
+from ...core.runs.manifest import NAME as MANIFEST
+from ...core.runs.manifest import Manifest, is_retired_name
+from ...core.runs.manifest import parse as parse_manifest
+from ...core.runs.naming import Tracker, tracker_of
+from ...core.runs.retention import Commits
+from ...core.runs.run import Run
+from ...core.storage.interface import Storage
+from ...core.storage.place import Place
+from ...errors import CheckpointError, NotCommittedError, StepExistsError
+from .listing import broken_steps
+from .pruning import refuse_writer
+from .screen import NO, USAGE, Answer, escaped, print_json, print_table, print_text
+from .selection import ChosenRun, refuse_newer, runs_at, usual_tracker
+
+_SHOWN_LEFTOVERS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Something that is not as the manifests say. Without `mend`, it is only reported."""
+
+    subject: str
+    text: str
+    mend: Callable[[], object] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"subject": self.subject, "text": self.text, "can_be_mended": self.mend is not None}
+
+
+def show(place: Place, *, unretire: int | None, apply: bool, unattended: bool, as_json: bool) -> None:
+    """Show the damage of a run, and with `apply` mend it.
+
+    Raises:
+        Answer: a living process may have the run, or the step cannot be put back.
+        RunTakenError: a living process has the run.
+        FormatVersionError: a step was saved by a newer async_ckpt.
+        typer.Exit: there is damage, and it was not mended.
+    """
+    chosen = runs_at(place)
+    if chosen[0].step is not None:
+        raise Answer(f"{place.shown} is the folder of one step; name the root of its run", USAGE)
+    damages = []
+    with ExitStack() as taken:
+        for one in chosen:
+            refuse_newer(one.run)
+            if apply:
+                refuse_writer(one.run, unattended=unattended)
+                taken.enter_context(one.run.changing())
+        for damage in damages_of(place, chosen, unretire):
+            damages.append(damage)
+            if apply and damage.mend is not None:
+                for one in chosen:
+                    one.run.check_taken()
+                damage.mend()
+    if as_json:
+        document = {"place": place.shown, "applied": apply, "damages": [one.as_json() for one in damages]}
+        print_json("repairs", document)
+    else:
+        if damages:
+            print_table(("what", "is"), ((escaped(one.subject), escaped(one.text)) for one in damages))
+        print_text(_summary(place, damages, apply=apply))
+    if any(not apply or one.mend is None for one in damages):
+        raise typer.Exit(NO)
+
+
+def _summary(place: Place, damages: list[Damage], *, apply: bool) -> str:
+    num_mendable = sum(one.mend is not None for one in damages)
+    if not damages:
+        return f"{escaped(place.shown)}: nothing to mend"
+    if apply:
+        return f"{num_mendable} of {len(damages)} mended"
+    return f"{num_mendable} of {len(damages)} can be mended, by --apply; nothing was changed"
+
+
+def damages_of(
+    place: Place, chosen: list[ChosenRun], unretire: int | None = None, *, leftovers: bool = True
+) -> Iterator[Damage]:
+    """The damage of the runs at a root. Each is looked for after those before it were mended.
+
+    Without `leftovers`, what dead writers have left is not looked for: every folder would be listed.
+    """
+    if unretire is not None:
+        yield _retired(chosen, unretire)
+    for one in chosen:
+        run, storage = one.run, one.run.storage
+        commits = run.view()
+        broken = broken_steps(run, commits)
+        for step, manifest in commits.items():
+            if step in broken:
+                yield Damage(f"step {step}", f"{broken[step]}; copy it again from where it is whole, or save it anew")
+            if manifest is None:
+                text = "does not match its digest; copy the step again from where it is whole, or save it anew"
+                yield Damage(f"{run.folder(step)}/{MANIFEST}", text)
+            elif manifest.ranks is not None and not _has_layout(storage, run.folder(step), manifest):
+                name = f"{run.folder(step)}/{manifest.ranks.layout.name}"
+                yield Damage(name, "is missing or damaged", partial(rebuild_layout, place, step))
+        if leftovers and (left := run.sweeper.sweep(delete=False)):
+            more = f" and {len(left) - _SHOWN_LEFTOVERS} more" if len(left) > _SHOWN_LEFTOVERS else ""
+            text = f"of writers that have ended: {', '.join(left[:_SHOWN_LEFTOVERS])}{more}"
+            yield Damage("leftovers", text, run.sweeper.sweep)
+    newest = max(chosen, key=lambda one: _newest_commit(one.run))
+    commits = newest.run.view()
+    if commits:
+        yield from _announced(newest, commits)
+
+
+def _newest_commit(run: Run) -> float:
+    return max((manifest.created for manifest in run.view().values() if manifest), default=0.0)
+
+
+def _has_layout(storage: Storage, folder: str, manifest: Manifest) -> bool:
+    return any(layouts.read(storage, folder, manifest.attempt, rebuilt=rebuilt) for rebuilt in (False, True))
+
+
+def _announced(one: ChosenRun, commits: Commits) -> Iterator[Damage]:
+    """The damage of tracker and journal, against the manifests."""
+    run, storage, newest = one.run, one.run.storage, max(commits)
+    tracker = tracker_of(one.naming.tracker or usual_tracker(one.naming.step_format), one.naming.step_format)
+    if tracker is not None:
+        text = _content(storage, tracker.name)
+        tracked = None if text is None else tracker.parse(text)
+        if tracked != newest:
+            is_says = "is missing" if text is None else f"says {text[:100].decode(errors='replace').strip()!r}"
+            is_of_other = tracked is not None and tracked > newest and bool(storage.names(run.folder(tracked)))
+            mend = None if is_of_other else partial(_track, storage, tracker, newest)
+            why = "; that folder was not committed by async_ckpt, and is left alone" if is_of_other else ""
+            yield Damage(tracker.name, f"{is_says}; the newest step is {newest}{why}", mend)
+    expected = journal.dump([(m.path_in(run.folder(step)), m) for step, m in commits.items() if m is not None])
+    there = _content(storage, journal.NAME)
+    if there != expected:
+        have, need = len((there or b"").splitlines()), len(expected.splitlines())
+        yield Damage(
+            journal.NAME,
+            "is missing" if there is None else f"differs from the manifests ({have} lines, {need} steps)",
+            partial(storage.replace, journal.NAME, expected),
+        )
+
+
+def _track(storage: Storage, tracker: Tracker, newest: int) -> None:
+    storage.replace(tracker.name, tracker.dump(newest))
+
+
+def _content(storage: Storage, name: str) -> bytes | None:
+    with suppress(FileNotFoundError):
+        return storage.read(name)[0]
+    return None
+
+
+def _retired(chosen: list[ChosenRun], step: int) -> Damage:
+    """A step that a rollback has retired, to be committed again.
+
+    Raises:
+        StepExistsError: the step is committed.
+        NotCommittedError: it is not there, or its archives are gone.
+    """
+    for one in chosen:
+        run, folder = one.run, one.run.folder(step)
+        names = run.storage.names(folder)
+        if MANIFEST in names and step in run.steps():
+            raise StepExistsError(f"step {step} is committed in {run.storage.locate('')}; nothing has to be put back")
+        found = [(name, manifest) for name in names if is_retired_name(name) if (manifest := _read(run, step, name))]
+        if not found:
+            continue
+        name, manifest = max(found, key=lambda pair: pair[1].created)
+        missing = {*manifest.own_names} - {*names}
+        if missing:
+            shown = run.storage.locate(folder)
+            raise NotCommittedError(
+                f"{shown}: step {step} cannot be put back, for {min(missing)} is gone; its retired manifest names it",
+                path=shown,
+                step=step,
+            )
+        return Damage(folder, f"step {step} was retired by a rollback", partial(_put_back, run, step, name, manifest))
+    shown = chosen[0].run.storage.locate("")
+    raise NotCommittedError(f"{shown}: no step {step} was retired there", path=shown, step=step)
+
+
+def _read(run: Run, step: int, name: str) -> Manifest | None:
+    path = f"{run.folder(step)}/{name}"
+    with suppress(CheckpointError, FileNotFoundError):
+        return parse_manifest(run.storage.read(path)[0], path=path)
+    return None
+
+
+def _put_back(run: Run, step: int, name: str, manifest: Manifest) -> None:
+    folder = run.folder(step)
+    run.storage.put_new(f"{folder}/{MANIFEST}", replace(manifest, start="", retires=()).dump())
+    run.storage.delete(f"{folder}/{name}")

@@ -1,0 +1,157 @@
+"""The runs at a root, and the steps of them that somebody names.
+
+In: a place, and texts from the command line. Out: runs as the library opens them, and steps. Knows nothing of: what is
+done with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from ...core.runs.foreign_entries import step_formats
+from ...core.runs.manifest import NAME as MANIFEST
+from ...core.runs.manifest import parse as parse_manifest
+from ...core.runs.naming import NAMINGS, STEP_FORMAT, TRACKER, TRACKERS, Naming, parse_step_name, words_for
+from ...core.runs.retention import best_of, describe_missing_metric
+from ...core.runs.run import Run
+from ...core.spans import wall_time
+from ...core.spec import Keep
+from ...core.storage.interface import Storage
+from ...core.storage.place import Place
+from ...core.storage.url import parent_and_name
+from ...errors import CheckpointError, FormatVersionError, NotCommittedError
+from .listing import beside_versions, kind_of, nothing_at, parse_best
+from .screen import USAGE, Answer
+
+_RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")
+
+
+class ChosenRun(NamedTuple):
+    """A run at a root, with its naming, and the step that the place was the folder of."""
+
+    run: Run
+    naming: Naming
+    step: int | None = None
+
+
+def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
+    """The runs at a place: mostly one, and several where namings are mixed. For the folder of a step, its run.
+
+    Raises:
+        Answer: there is none.
+    """
+    names = place.storage().names("")
+    kind, step_name = kind_of(place, names), None
+    if kind == "publication" and kind_of(place, beside_versions(names)) == "run":
+        kind = "run"
+    if kind == "step":
+        parent, name = parent_and_name(place.url, fs=place.fs)
+        place, step_name = replace(place, url=parent), parse_step_name(name)
+        if step_name is None:
+            raise Answer(f"{place.shown}: {name!r} is not the name of a step; name the root of its run", USAGE)
+    elif kind != "run":
+        there = {"runs": "several runs; name one of them", "publication": "a publication, and no run"}
+        raise Answer(f"{place.shown}: {there[kind]}", USAGE) if kind in there else nothing_at(place)
+    storage = place.storage()
+    names = storage.names("")
+    chosen = []
+    for step_format in step_formats(storage, names) if step_name is None else [step_name.step_format]:
+        naming = Naming(step_format, _tracker_in(storage, names, step_format))
+        run = open_run(storage, naming, keep)
+        if step_name is not None or run.steps():  # other files may have numbers in their names
+            chosen.append(ChosenRun(run, naming, step_name and step_name.step))
+    if not chosen:
+        raise Answer(f"{place.shown}: nothing is committed there")
+    return chosen
+
+
+def refuse_newer(run: Run) -> None:
+    """Refuse to change a run of which a step is of a later format: here, its manifest counts as damaged.
+
+    Raises FormatVersionError.
+    """
+    for step, manifest in run.view().items():
+        error = _unread_error(run, step) if manifest is None else None
+        if isinstance(error, FormatVersionError):
+            raise error
+
+
+def _unread_error(run: Run, step: int) -> CheckpointError | None:
+    """The reason why the manifest of a step cannot be read; None if it can be, or is gone by now."""
+    path = f"{run.folder(step)}/{MANIFEST}"
+    try:
+        parse_manifest(run.storage.read(path)[0], path=run.storage.locate(path))
+    except CheckpointError as error:
+        return error
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def open_run(storage: Storage, naming: Naming, keep: Keep | None = None) -> Run:
+    return Run(storage, clock=wall_time, step_format=naming.step_format, tracker=naming.tracker, keep=keep)
+
+
+def usual_tracker(step_format: str) -> tuple[str, str] | str | None:
+    """The tracker that a run of this naming has unless it was told otherwise; None if that is not known."""
+    if step_format == STEP_FORMAT:
+        return TRACKER
+    words = words_for(step_format.format(1))
+    trackers = {NAMINGS[word].tracker for word in words}
+    return trackers.pop() if len(trackers) == 1 else None
+
+
+def _tracker_in(storage: Storage, names: Sequence[str], step_format: str) -> tuple[str, str] | str | None:
+    """The tracker of a naming among the files in a root, with the text that it has."""
+    rest, usual = parse_step_name(step_format.format(1)), usual_tracker(step_format)
+    for name in TRACKERS:
+        if name in names:
+            text = storage.read(name)[0][:100].decode(errors="replace")
+            tracked = parse_step_name(text)
+            if tracked is None:  # damaged: it gets the usual text again
+                return usual if isinstance(usual, tuple) and usual[0] == name else name
+            if tracked.rest.strip() == "{}":
+                return name, text.replace(tracked.digits, "{}", 1)
+            if rest is not None and tracked.rest.strip() == rest.rest:
+                return name, text.replace(text.strip(), step_format, 1)
+    return None
+
+
+def steps_in(run: Run, ranges: Sequence[str]) -> list[int]:
+    """The committed steps in ranges such as "100", "100:500", ":500" and "100:", whose ends belong to them.
+
+    Raises:
+        Answer: a range is not one, or has no committed step.
+    """
+    committed = run.steps()
+    chosen: set[int] = set()
+    for text in ranges:
+        match = _RANGE.fullmatch(text)
+        if not text or match is None or (not match[2] and not match[1]):
+            raise Answer(f"--steps takes a step or a range such as 100:500, not {text!r}", USAGE)
+        first = int(match[1] or 0)
+        last = (int(match[3]) if match[3] else None) if match[2] else first
+        within = [step for step in committed if step >= first and (last is None or step <= last)]
+        if not within:
+            have = f"{committed[0]} to {committed[-1]} are" if committed else "nothing is"
+            raise Answer(f"{run.storage.locate('')}: no committed step in {text}; {have} committed")
+        chosen.update(within)
+    return sorted(chosen)
+
+
+def best_step(run: Run, text: str) -> int:
+    """The best step by a metric of the records.
+
+    Raises:
+        NotCommittedError: no record has the metric.
+    """
+    by, commits = parse_best(text), run.view()
+    best = best_of(list(commits), commits, by)
+    if not best:
+        shown = run.storage.locate("")
+        why = describe_missing_metric(by[0], commits)
+        raise NotCommittedError(f"{shown}: no record of a committed step has the metric {why}", path=shown, step=None)
+    return best[-1]

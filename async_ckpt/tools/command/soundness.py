@@ -1,0 +1,354 @@
+"""The soundness of what is at a place: bytes against digests, and what names it against manifests.
+
+In: a place. Out: a report, as text or a document. Knows nothing of: arguments.
+
+A run that is being written to goes on during the check. So trackers and journals are looked at before the bytes are
+read and after that, and only what was wrong both times is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import typer
+
+from ...core.loading.archives.find import opened_as_file, step_at
+from ...core.loading.verify import StepCheck, Verification, checks_of_run, notes_on, trackers_in
+from ...core.report import sized
+from ...core.runs.foreign_entries import OF_DCP
+from ...core.runs.naming import parse_step_name
+from ...core.spans import monotonic
+from ...core.storage.interface import Reader
+from ...core.storage.place import Place
+from ...errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    ForeignFileError,
+    FormatVersionError,
+    NotCommittedError,
+    StorageUnavailableError,
+)
+from ...weights.publishing.version_checks import check_versions
+from .listing import beside_versions, kind_of
+from .repair import damages_of
+from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress
+from .selection import ChosenRun, refuse_newer, runs_at
+
+_SHOWN_NAMES: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SoundnessFault:
+    """One thing that is not sound: what it costs, and the command that mends it; empty if it costs nothing, or none
+    does.
+    """
+
+    subject: str
+    text: str
+    cost: str = ""
+    mend: str = ""
+    tensors: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Soundness:
+    """The findings at a place: the sound steps or versions, the faults, and facts that are no faults."""
+
+    is_publication: bool = False
+    sound: list[int] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
+    faults: list[SoundnessFault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_archives: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def subject(self) -> str:
+        """The things that were checked, for people: "3 steps, 100 to 300"."""
+        numbers, word = sorted({*self.sound, *self.damaged}), "version" if self.is_publication else "step"
+        if not numbers:
+            return "one archive"
+        if len(numbers) == 1:
+            return f"{word} {numbers[0]}"
+        return f"{len(numbers)} {word}s, {numbers[0]} to {numbers[-1]}"
+
+
+def show(place: Place, *, base: Path | None, as_json: bool) -> None:
+    """Verify what is at a place, and print the report.
+
+    Raises:
+        typer.Exit: something is not sound, as the report says.
+        Answer: there is nothing to verify, or it is a file of another program, with no checksums.
+    """
+    every = soundness_of(place, base=base)
+    if as_json:
+        print_json("verification", _document(place, every))
+    else:
+        for found in every:
+            _print(place, found)
+    if any(found.faults for found in every):
+        raise typer.Exit(NO)
+
+
+def _print(place: Place, found: Soundness) -> None:
+    for fault in found.faults:
+        print_text(escaped(f"{fault.subject}: {fault.text}"))
+        for word, text in (("costs", fault.cost), ("mend", fault.mend)):
+            if text:
+                print_text(f"  {word}: {escaped(text)}")
+    for note in found.notes:
+        print_text(escaped(f"note: {note}"))
+    print_text(_summary(place, found))
+
+
+def _summary(place: Place, found: Soundness) -> str:
+    if not found.faults:
+        verdict = f"{found.subject}, sound"
+    elif not (found.sound or found.damaged):
+        verdict = f"{found.subject}, damaged"
+    elif not found.damaged:
+        verdict = f"{found.subject}, sound; but see above"
+    else:
+        verdict = f"{found.subject}, {len(found.damaged)} damaged"
+    seconds = found.seconds
+    speed = f" at {sized(found.num_bytes / seconds)}/s" if found.num_bytes and seconds else ""
+    return f"{escaped(place.shown)}: {verdict}; {sized(found.num_bytes)} read in {seconds:.2f} s{speed}"
+
+
+def _document(place: Place, every: Sequence[Soundness]) -> dict[str, Any]:
+    faults = [fault for found in every for fault in found.faults]
+    document: dict[str, Any] = {"place": place.shown, "sound": not faults}
+    for found in every:
+        document["versions" if found.is_publication else "steps"] = found.sound
+        is_beside = found.is_publication and len(every) > 1
+        document["damaged_versions" if is_beside else "damaged"] = found.damaged
+    document |= {
+        "faults": [fault.as_json() for fault in faults],
+        "num_archives": sum(found.num_archives for found in every),
+        "num_bytes": sum(found.num_bytes for found in every),
+        "notes": [note for found in every for note in found.notes],
+    }
+    if faults:
+        document |= {"error": faults[0].text, "tensors": list(faults[0].tensors)}
+    return document
+
+
+def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
+    """Verify an archive, the folder of a step or of torch.distributed.checkpoint, the steps of a run, or the versions
+    of a publication; and for a place with versions beside something else, both.
+
+    `base` is the folder of the base model of a publication.
+
+    Raises:
+        Answer: there are several runs.
+        NotCommittedError: there is nothing to verify.
+        ValueError: the file has no digests.
+    """
+    file = opened_as_file(place)
+    if file is not None:
+        return [_timed(partial(_of_file, *file))]
+    names = place.storage().names("")
+    others = beside_versions(names)
+    has_versions, kind = len(others) < len(names), kind_of(place, others)
+    every: list[Soundness] = []
+    if kind == "step":
+        every.append(_timed(partial(_of_step, place)))
+    elif OF_DCP in names:
+        every.append(_timed(partial(_of_dcp, place)))
+    elif kind == "run" or not has_versions:
+        if kind == "runs":
+            raise Answer(f"{place.shown}: several runs; name one of them", USAGE)
+        every.append(_timed(partial(_of_run, place)))
+    if has_versions:
+        try:
+            every.append(_timed(partial(_of_publication, place, base)))
+        except CheckpointError as error:
+            is_missing = isinstance(error, NotCommittedError)
+            if not (every and (is_missing or every[0].faults)):
+                raise
+            every[0].notes.append(str(error))  # what was found before is not lost
+    return every
+
+
+def _timed(find: Callable[[], Soundness]) -> Soundness:
+    begin = monotonic()
+    found = find()
+    found.seconds = monotonic() - begin
+    return found
+
+
+def _of_file(reader: Reader, path: str) -> Soundness:
+    """The soundness of an archive."""
+    with reader, progress("verify", reader.num_bytes) as advance:
+        verification = Verification(advance)
+        try:
+            notes = verification.compare_file(reader, path)
+        except ForeignFileError as error:
+            raise Answer(str(error), USAGE) from error
+        except CheckpointError as error:
+            return _with_totals(Soundness(faults=[_fault_of_file(path, error)]), verification)
+        return _with_totals(Soundness(notes=[*notes]), verification)
+
+
+def _of_dcp(place: Place) -> Soundness:
+    """The soundness of a folder of torch.distributed.checkpoint."""
+    storage = place.storage()
+    with progress("verify", sum(storage.sizes("").values())) as advance:
+        verification = Verification(advance)
+        try:
+            notes = verification.compare_dcp(storage)
+        except CorruptCheckpointError as error:
+            fault = _fault_of_file(storage.locate(""), error)
+            return _with_totals(Soundness(faults=[fault]), verification)
+    return _with_totals(Soundness(notes=[*notes]), verification)
+
+
+def _with_totals(found: Soundness, verification: Verification) -> Soundness:
+    found.num_archives, found.num_bytes = len(verification.errors), verification.num_bytes
+    return found
+
+
+def _fault_of_file(path: str, error: CheckpointError) -> SoundnessFault:
+    if isinstance(error, FormatVersionError):
+        return SoundnessFault(path, _without(path, error), "it cannot be read here", "pip install --upgrade async_ckpt")
+    tensors = getattr(error, "tensors", ())
+    return SoundnessFault(path, _without(path, error), _among(tensors), "fetch or save the file again", tensors)
+
+
+def _without(path: str, error: CheckpointError) -> str:
+    return str(error).removeprefix(f"{path}: ")
+
+
+# --- steps --------------------------------------------------------------------------------------------------------
+
+
+def _of_step(place: Place) -> Soundness:
+    step = step_at(place.storage(), place)
+    assert step is not None
+    error = None
+    try:
+        manifest = step.read()
+    except CheckpointError as unread:
+        name = parse_step_name(place.text.rstrip("/").rpartition("/")[2])
+        number, total, error = name.step if name else 0, 0, unread
+    else:
+        number, total = manifest.step, manifest.num_bytes
+    with progress("verify", total) as advance:
+        verification = Verification(advance)
+        if error is None:
+            try:
+                verification.compare_step(step)
+            except StorageUnavailableError:
+                raise
+            except CheckpointError as damage:
+                error = damage
+    found = Soundness()
+    _note_step(found, StepCheck(number, "", error), "ROOT")
+    return _with_totals(found, verification)
+
+
+def _of_run(place: Place) -> Soundness:
+    storage, found = place.storage(), Soundness()
+    chosen = runs_at(place)
+    trackers, before = trackers_in(storage), [*_faults_beside(place, chosen)]
+    with progress("verify", _num_bytes(chosen)) as advance:
+        verification = Verification(advance)
+        for check in checks_of_run(storage, verification):
+            _note_step(found, check, place.shown)
+    goes_back_to = max(found.sound, default=None)
+    if found.damaged and max(found.damaged) > max(found.sound, default=-1):
+        newest = "no step is sound" if goes_back_to is None else f"the newest sound step is {goes_back_to}"
+        found.notes.append(newest)
+    still = {*_faults_beside(place, runs_at(place))} if before else set()
+    found.faults += [fault for fault in before if fault in still]
+    reported = {fault.subject for fault in found.faults}
+    if found.sound or found.damaged:
+        steps = sorted({*found.sound, *found.damaged})
+        others = {name: text for name, text in trackers.items() if name not in reported}
+        found.notes += notes_on(others, steps)
+    return _with_totals(found, verification)
+
+
+def _num_bytes(chosen: Sequence[ChosenRun]) -> int:
+    """The bytes that the progress counts up to."""
+    views = (one.run.view().values() for one in chosen)
+    return sum(manifest.num_bytes for view in views for manifest in view if manifest is not None)
+
+
+def _faults_beside(place: Place, chosen: list[ChosenRun]) -> Iterator[SoundnessFault]:
+    """Trackers, journals and layouts that are not as the manifests say; nothing beside manifests of a later format."""
+    try:
+        for one in chosen:
+            refuse_newer(one.run)
+    except FormatVersionError:
+        return
+    for damage in damages_of(place, chosen, leftovers=False):
+        if damage.mend is not None:
+            yield SoundnessFault(damage.subject, damage.text, mend=f"async-ckpt repair {place.shown} --apply")
+
+
+def _note_step(found: Soundness, check: StepCheck, root: str) -> None:
+    if check.error is None:
+        found.sound.append(check.step)
+        return
+    found.damaged.append(check.step)
+    subject, path = f"step {check.step}", getattr(check.error, "path", "")
+    text = "; ".join([str(check.error), *getattr(check.error, "__notes__", ())])
+    if isinstance(check.error, FormatVersionError):
+        found.faults.append(SoundnessFault(subject, text, "it cannot be read here", "pip install --upgrade async_ckpt"))
+        return
+    tensors = getattr(check.error, "tensors", ())
+    cost = _among(tensors) + f" of step {check.step}"
+    lies_in = parse_step_name(path.rpartition("/")[0].rpartition("/")[2])
+    step = lies_in.step if lies_in else check.step
+    if step != check.step:
+        cost = f"{cost}, which borrows from step {step}" if tensors else f"perhaps what is borrowed from step {step}"
+    mend = f"async-ckpt cp OTHER_ROOT {root} --steps {step} --overwrite, where another root has the step"
+    found.faults.append(SoundnessFault(subject, text, cost, mend, tensors))
+
+
+def _among(tensors: Sequence[str]) -> str:
+    """Some names, and the number of the others; everything if none is known."""
+    if not tensors:
+        return "everything"
+    more = f" and {len(tensors) - _SHOWN_NAMES:,} more" if len(tensors) > _SHOWN_NAMES else ""
+    return ", ".join(tensors[:_SHOWN_NAMES]) + more
+
+
+# --- versions -----------------------------------------------------------------------------------------------------
+
+
+def _of_publication(place: Place, base: Path | None) -> Soundness:
+    with progress("verify", 1) as advance:
+        checked = check_versions(place, base=base, on_check=lambda check: advance(check.num_bytes))
+    checks = checked.checks
+    found = Soundness(is_publication=True, sound=[*checked.sound], damaged=[*checked.damaged], notes=[*checked.notes])
+    found.num_archives, found.num_bytes = len(checks), sum(check.num_bytes for check in checks)
+    anchors = {check.version for check in checks if check.kind == "anchor"}
+    for check in checks:
+        if check.error is not None:
+            subject = f"version {check.version}" + (f" in {check.folder}" if check.folder else "")
+            found.faults.append(
+                SoundnessFault(
+                    subject,
+                    str(check.error),
+                    f"version {check.version} cannot be pulled",
+                    _remedy(check.version, anchors, found.damaged),
+                )
+            )
+    return found
+
+
+def _remedy(version: int, anchors: set[int], damaged: Sequence[int]) -> str:
+    later = min((number for number in anchors if number > version and number not in damaged), default=None)
+    if later is not None:
+        return f"pull version {later}, which is an anchor, or a later one"
+    return "publish an anchor: a new Publisher's first version is one"

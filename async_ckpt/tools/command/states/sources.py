@@ -1,0 +1,261 @@
+"""Checkpoints of any format, as named items that are read piece by piece, or as a state.
+
+In: a place with an archive, a step, a run, weights in safetensors, a checkpoint of torch.distributed.checkpoint, or a
+file of torch.save. Out: items, or the state, of which no more than a few pieces are in memory at a time.
+Knows nothing of: what is done with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+
+from ....core.loading.archives.contents import Contents, Part
+from ....core.loading.archives.find import from_path, opened_as_file
+from ....core.loading.archives.foreign import MissingShard, OpenSafetensors
+from ....core.loading.archives.step_archives import Readers, selected_by
+from ....core.loading.load import LoadOptions, check_lent, check_select, state_of
+from ....core.loading.ranges import Range, read_ranges
+from ....core.spec import align_up
+from ....core.state.names import Select, Selector, dotted, selector
+from ....core.state.per_rank import PerRank
+from ....core.state.tree import StoredLeaf
+from ....core.storage.place import Place
+from ..screen import Answer
+from .named_items import CHUNK_BYTES, Items, ItemWalk, NamedItem, PathForm, Unread, described
+from .torch_files import TorchFile, torch_file
+
+T = TypeVar("T")
+
+# Tensors up to this size are read several at a time.
+_SMALL_BYTES: Final = 1 << 20
+# The memory of tensors that are read together.
+_TOGETHER_BYTES: Final = 16 << 20
+# Where the items of any dtype may begin.
+_ALIGNMENT_BYTES: Final = 16
+
+
+def with_items(
+    place: Place,
+    use: Callable[[Items], T],
+    *,
+    select: Select = None,
+    trust: bool = False,
+    from_ranks: Mapping[str, int] | None = None,
+) -> T:
+    """The result of `use` for the items of a checkpoint, in its order. Without `trust`, nothing is unpickled.
+
+    `from_ranks` are the ranks whose values to take, by name, where each rank has its own.
+
+    Raises:
+        UntrustedObjectError: a file of torch.save has more than weights, and `trust` was not given.
+        CorruptCheckpointError: something is damaged.
+        NotCommittedError: there is no checkpoint.
+        KeyError: `select` selects nothing.
+        ImportError: an object is of a package or class that is not there.
+    """
+    with _torch_file(place, trust=trust) as file:
+        if file is not None:
+            return use(_chosen(_items_of_torch(file), select, place))
+    readers = Readers(None, from_ranks, wants=selected_by(select))
+    return from_path(place, lambda parts: use(_items_of_parts(parts, select, trust)), verify=True, readers=readers)
+
+
+def with_state(
+    place: Place,
+    use: Callable[[Any], T],
+    *,
+    scratch: Path,
+    select: Select = None,
+    trust: bool = False,
+    from_ranks: Mapping[str, int] | None = None,
+) -> T:
+    """The result of `use` for a checkpoint as one state, as `load` returns it.
+
+    Tensors of a local file are views of it. Others are first written to files in the folder `scratch`, as large as
+    they are, and are views of these. Raises as `with_items` does, and UntrustedObjectError for objects in an archive.
+    """
+    with _torch_file(place, trust=trust, as_state=True) as of_torch:
+        if of_torch is not None:
+            if select is not None:
+                raise Answer(
+                    f"{place.shown}: --select takes names out of an archive or step, not out of a file of torch"
+                )
+            return use(of_torch.state)
+
+    def load(parts: Sequence[Part]) -> T:
+        options = LoadOptions(select=select, trust=trust)
+        if all(part.archive.is_local_file for part in parts):
+            return use(state_of(parts, options._replace(mmap=True)))
+        with tempfile.TemporaryFile(dir=scratch) as file:
+            memory = partial(_memory_in, file.fileno())
+            state = state_of(parts, options, memory=memory)
+            if name := _name_by_rank(state, ()):
+                raise Answer(f"{place.shown}: each rank has its own {name}; pass --from-rank {name}=0, or another rank")
+            return use(state)
+
+    return from_path(place, load, verify=True, readers=Readers(None, from_ranks, wants=selected_by(select)))
+
+
+def _name_by_rank(state: Any, path: tuple[Any, ...]) -> str | None:
+    """The first name of which each rank has its own value."""
+    if isinstance(state, PerRank):
+        return dotted(path)
+    if isinstance(state, dict):
+        names = (_name_by_rank(inner, (*path, key)) for key, inner in state.items())
+        return next(filter(None, names), None)
+    return None
+
+
+def _memory_in(fd: int, num_bytes: int) -> torch.Tensor:
+    """New bytes at the end of a file, mapped."""
+    begin = -(-os.fstat(fd).st_size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    os.ftruncate(fd, begin + num_bytes)
+    return torch.frombuffer(mmap.mmap(fd, num_bytes, offset=begin), dtype=torch.uint8)
+
+
+# --- files of torch.save ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _torch_file(place: Place, *, trust: bool, as_state: bool = False) -> Iterator[TorchFile | None]:
+    """The content of a file of torch; None for anything else."""
+    opened = opened_as_file(place)
+    if opened is None:
+        yield None
+        return
+    reader, path = opened
+    with reader, torch_file(reader, path, trust=trust, as_state=as_state) as file:
+        yield file
+
+
+def _items_of_torch(file: TorchFile) -> Items:
+    if file.program is not None:
+        return Items(file.program, ())
+    walk = ItemWalk()
+    walk.add(file.state)
+    return walk.items()
+
+
+def _chosen(items: Items, select: Select, place: Place) -> Items:
+    chosen: Selector | None = selector(select)
+    if chosen is None:
+        return items
+    leaves = [item for item in items.leaves if chosen(item.path)]
+    if not leaves:
+        raise KeyError(f"select={select!r} matches nothing in {place.shown}")
+    return items._replace(leaves=leaves, containers=[one for one in items.containers if chosen(one.path)])
+
+
+# --- archives and folders -----------------------------------------------------------------------------------------
+
+
+def _items_of_parts(parts: Sequence[Part], select: Select, trust: bool) -> Items:
+    check_lent(parts, select)
+    check_select(parts, select)
+    walks = [_walk_over(part, select, trust) for part in parts]
+    is_flat = any(isinstance(part.archive, OpenSafetensors | MissingShard) for part in parts)
+    keeps_empty = not is_flat and all(part.keeps_empty for part in parts)
+    return Items(
+        [item for walk in walks for item in walk.leaves],
+        [*{one.path: one for walk in walks for one in walk.containers}.values()],
+        PathForm.FLAT if is_flat else PathForm.EXACT if keeps_empty else PathForm.TEXT,
+        keeps_empty,
+    )
+
+
+def _walk_over(part: Part, select: Select, trust: bool) -> ItemWalk:
+    archive = part.archive
+    archive.learn_names()
+    try:
+        tree, stored = archive.tree(select=select, groups=part.groups, types=None)
+    except KeyError:  # what is selected is in another part
+        return ItemWalk()
+    numbers = [leaf.number for leaf in stored if leaf.kind != "object"]
+    archive.need((number, None) for number in numbers)
+    reader = TensorReader(archive, numbers)
+    objects = archive.objects(stored, trust=True) if trust else archive.object_digests(stored)
+
+    def add(walk: ItemWalk, leaf: StoredLeaf, path: tuple[Any, ...]) -> None:
+        if leaf.kind != "object":
+            walk.leaves.append(_stored_item(archive, reader, leaf, path))
+        elif trust:
+            walk.add(objects[leaf.number], path)
+        else:
+            walk.leaves.append(NamedItem(path, "object", value=Unread(objects[leaf.number])))
+
+    walk = ItemWalk(add)
+    walk.add(tree)
+    return walk
+
+
+def _stored_item(archive: Contents, reader: TensorReader, leaf: StoredLeaf, path: tuple[Any, ...]) -> NamedItem:
+    number = archive.primary(leaf.number)
+    tensor = archive.index.tensors[leaf.number]
+    kind = {"ndarray": "array"}.get(leaf.kind, leaf.kind)
+    facts = None if leaf.descr is None else described(leaf.descr, leaf.shape)
+    return NamedItem(
+        path, kind, archive.dtype(number), tuple(tensor.shape), partial(reader.chunks, number), facts=facts
+    )
+
+
+class TensorReader:
+    """The tensors of an archive with these numbers, read one after the other. Its caller creates it; from one thread.
+
+    Small ones that are asked for in the order of `numbers` are read with those that follow: each read compares whole
+    blocks of 4 MiB with their digests.
+    """
+
+    def __init__(self, archive: Contents, numbers: Sequence[int]) -> None:
+        self._archive = archive
+        self._numbers = [*dict.fromkeys(map(archive.primary, numbers))]
+        self._position = {number: position for position, number in enumerate(self._numbers)}
+        self._last = -1  # the position of the one that was asked for last
+        self._together: dict[int, torch.Tensor] = {}  # the bytes of small ones that were read by one call
+
+    def chunks(self, number: int) -> Iterator[torch.Tensor]:
+        """The items of a tensor, flat, in pieces of 32 MiB of one memory."""
+        dtype, total = self._archive.dtype(number), self._num_bytes(number)
+        is_next = self._position[number] == self._last + 1
+        self._last = self._position[number]
+        if number not in self._together and is_next and 0 < total <= _SMALL_BYTES:
+            self._read_together(number)
+        if number in self._together:
+            yield self._together[number].view(dtype)
+            return
+        step = CHUNK_BYTES // dtype.itemsize * dtype.itemsize
+        memory = torch.empty(min(step, total), dtype=torch.uint8)
+        for begin in range(0, total, step):
+            length = min(step, total - begin)
+            read_ranges([Range(self._archive, number, begin, length, 0)], memory)
+            yield memory[:length].view(dtype)
+
+    def _read_together(self, first: int) -> None:
+        """Read a small tensor, and the small ones that follow it, as many as have room."""
+        memory, end = torch.empty(_TOGETHER_BYTES, dtype=torch.uint8), 0
+        ranges: list[Range] = []
+        for number in itertools.islice(self._numbers, self._position[first], None):
+            total, begin = self._num_bytes(number), align_up(end, _ALIGNMENT_BYTES)
+            if not 0 < total <= _SMALL_BYTES:
+                continue
+            if begin + total > _TOGETHER_BYTES:
+                break
+            ranges.append(Range(self._archive, number, 0, total, begin))
+            end = begin + total
+        read_ranges(ranges, memory)
+        self._together = {one.number: memory[one.target : one.target + one.length] for one in ranges}
+
+    def _num_bytes(self, number: int) -> int:
+        return prod(self._archive.index.tensors[number].shape) * self._archive.dtype(number).itemsize

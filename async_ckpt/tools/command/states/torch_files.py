@@ -1,0 +1,136 @@
+"""Files of `torch.save`, old ones too, and TorchScript files.
+
+In: a reader. Out: the state in the file, or the items of a program. Knows nothing of: archives, folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ....core.format.foreign_files import NEEDED_BYTES, ForeignFile, foreign_file
+from ....core.pickles.saved_objects import missing_class
+from ....core.storage.interface import Reader
+from ....core.storage.local import LocalReader
+from ....errors import CheckpointError, CorruptCheckpointError, UntrustedObjectError
+from ..screen import Answer
+from .named_items import CHUNK_BYTES, ItemWalk, NamedItem
+
+_READ: Final = ("torch", "legacy torch", "torchscript")
+
+
+class TorchFile(NamedTuple):
+    """The content of a file of torch: a state, or the items of a TorchScript file."""
+
+    state: Any
+    program: list[NamedItem] | None = None
+
+
+@contextlib.contextmanager
+def torch_file(reader: Reader, path: str, *, trust: bool, as_state: bool = False) -> Iterator[TorchFile | None]:
+    """The content of a file, mapped if torch can do that; None if torch has not written it.
+
+    Raises UntrustedObjectError, CorruptCheckpointError, ImportError for an object whose class is not there, and, with
+    `as_state`, Answer for a TorchScript file, which is no state.
+    """
+    head = bytearray(min(NEEDED_BYTES, reader.num_bytes))
+    reader.read_into(0, memoryview(head))
+    kind = foreign_file(head, path=path)
+    if kind is None or kind.kind not in (*_READ, "zip", "pickle"):
+        yield None
+        return
+    with _as_local_file(reader, path) as local:
+        if kind.kind != "legacy torch":
+            kind = _kind_inside(local, path, head, kind)
+        if kind.kind not in _READ:
+            yield None
+            return
+        if kind.kind == "torchscript" and as_state:
+            raise Answer(
+                f"{path}: this is {kind.words}, which would be lost; extract its weights alone to safetensors, by "
+                "--trust and --select"
+            )
+        yield _loaded(local, path, kind, trust=trust)
+
+
+def _kind_inside(local: str, path: str, head: bytearray, kind: ForeignFile) -> ForeignFile:
+    """The kind of a zip by the names in it; that by its first bytes, if they cannot be read."""
+    try:
+        with zipfile.ZipFile(local) as file:
+            return foreign_file(head, path=path, members=file.namelist()) or kind
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError):
+        return kind
+
+
+@contextlib.contextmanager
+def _as_local_file(reader: Reader, path: str) -> Iterator[str]:
+    if isinstance(reader, LocalReader):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        memory = memoryview(bytearray(CHUNK_BYTES))
+        for begin in range(0, reader.num_bytes, CHUNK_BYTES):
+            piece = memory[: min(CHUNK_BYTES, reader.num_bytes - begin)]
+            reader.read_into(begin, piece)
+            file.write(piece)
+        file.flush()
+        yield file.name
+
+
+def _loaded(local: str, path: str, kind: ForeignFile, *, trust: bool) -> TorchFile:
+    is_script, is_zip = kind.kind == "torchscript", kind.kind != "legacy torch"
+    if is_script and not trust:
+        raise UntrustedObjectError(
+            f"{path} is {kind.words}, so that reading it may run that; pass --trust if you know where it comes from",
+            path=path,
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what torch deprecates, which is no news of this file
+            if is_script:
+                return TorchFile(None, _items_of_script(local))
+            # Weights only, unless --trust is given.
+            state = torch.load(local, map_location="cpu", weights_only=not trust, mmap=is_zip)  # nosec B614
+            return TorchFile(state)
+    except Exception as error:
+        if is_zip and not zipfile.is_zipfile(local):  # torch says it in words of its own for each place of the cut
+            raise CorruptCheckpointError(
+                f"{path}: {kind.words}, but its end is missing or damaged; fetch it again", path=path
+            ) from error
+        raise _refusal(path, error, trust=trust) from error
+
+
+def _refusal(path: str, error: Exception, *, trust: bool) -> Exception:
+    why = f"{error!s:.200}".partition("\n")[0] or type(error).__name__
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, pickle.UnpicklingError) and not trust:
+        return UntrustedObjectError(
+            f"{path} has more than weights, so that reading it runs code from the file; pass --trust if you know where "
+            f"it comes from ({why})",
+            path=path,
+        )
+    if trust and isinstance(error, ImportError | AttributeError):
+        return missing_class(path, error)
+    return CorruptCheckpointError(f"{path}: torch.load cannot read it ({why})", path=path)
+
+
+def _items_of_script(local: str) -> list[NamedItem]:
+    """The tensors of a TorchScript file, and the texts of its code and of its other attributes."""
+    module = torch.jit.load(local, map_location="cpu")
+    walk = ItemWalk()
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        walk.add(tensor, (name,))
+    with zipfile.ZipFile(local) as file:
+        for member in sorted(file.namelist()):
+            name = member.partition("/")[2]
+            if name in ("constants.pkl", "data.pkl") or (name.startswith("code/") and name.endswith(".py")):
+                walk.leaves.append(NamedItem((name,), "code", value=file.read(member)))
+    return walk.leaves

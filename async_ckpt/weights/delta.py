@@ -1,0 +1,415 @@
+"""Versions of published weights: the names of their folders, and the index of each.
+
+In: names, checksums. Out: the bytes of an index, and the index back from its bytes.
+Knows nothing of: tensors, storages.
+
+A version is a folder of Hugging Face, `weight_v000120`. An anchor holds all weights. A delta holds one zstd frame
+for each tensor that has changed since its base, as a tensor of bytes under the same name; the metadata of its file
+has the checksum of the tensor's new bytes. The index, `model.safetensors.index.json`, says whether the version is an
+anchor or a delta. It is written last, when the version is whole. The fields that only this library reads are under
+"async_ckpt".
+
+An index that this library writes contains a digest of itself there: the digest of all its bytes, with zeros in place
+of the digest. It is compared before any other field is believed.
+
+An "xor" frame is the new bytes xor the bytes of the base. An "overwrite" frame is a count, as many positions (all
+little-endian, 4 bytes each), and the new byte at each position.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.util import find_spec
+from json.encoder import encode_basestring_ascii
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+import xxhash
+
+from ..core.fields import is_unicode
+
+Encoding = Literal["xor", "overwrite"]
+
+INDEX: Final = "model.safetensors.index.json"
+ENCODINGS: Final = ("xor", "overwrite")
+COUNT_BYTES: Final = 4
+POSITION_BYTES: Final = 4
+MAX_OVERWRITTEN_BYTES: Final = 2**32
+MAX_VERSION: Final = 10**18 - 1
+OUR_CHECKSUMS: Final = "xxh3-128"
+# The checksums that deltas of other writers may have, and the number of digits of each.
+CHECKSUM_DIGITS: Final = {OUR_CHECKSUMS: 32, "adler32": 8, "blake3": 64}
+_DIGITS: Final = re.compile(r"[0-9a-f]+")
+_COMPRESSION: Final = "zstd"
+_OURS: Final = "async_ckpt"
+# An anchor has none of these fields, a delta has all.
+_OF_DELTAS: Final = ("base_version", "delta_encoding", "compression_format")
+_DIGEST: Final = "digest"
+_BLANK: Final = "0" * CHECKSUM_DIGITS[OUR_CHECKSUMS]
+# The fields that earlier releases wrote, without a digest: an index without one may have no others.
+_UNSEALED: Final = frozenset({"identity", "structure", "digests", "start", "slices", "checksums", "base_identity"})
+_NUMBER: Final = re.compile(r"[0-9]{1,18}")
+_ATTEMPT: Final = re.compile(r"files\.[0-9a-f]{8}")
+_FOLDER: Final = re.compile(r"weight_v(\d{6,18})")
+
+
+def folder_of(version: int) -> str:
+    return f"weight_v{version:06d}"
+
+
+def version_of(folder: str) -> int | None:
+    """The version in a folder of this name; None if it is not the folder of a version."""
+    match = _FOLDER.fullmatch(folder)
+    if match is None:
+        return None
+    version = int(match[1])
+    return version if folder_of(version) == folder else None
+
+
+def stays_inside(file: object) -> bool:
+    """Whether this is the path of a file below a folder, outside `.weight_sync`, where receivers keep their marker."""
+    if not isinstance(file, str) or not file or "\0" in file or "\\" in file or file[1:2] == ":":
+        return False
+    parts = file.split("/")
+    return is_unicode(file) and parts[0].lower() != ".weight_sync" and not {"", ".", ".."} & {*parts}
+
+
+def checksum(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+class Hash(Protocol):
+    """An incremental hash, as in `hashlib`."""
+
+    def update(self, data: bytes | memoryview, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+class _Adler32:
+    """zlib's Adler-32 as a `Hash`."""
+
+    def __init__(self) -> None:
+        self._sum = 1
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        self._sum = zlib.adler32(data, self._sum)
+
+    def hexdigest(self) -> str:
+        return f"{self._sum:08x}"
+
+
+def new_hash(checksum_format: str) -> Hash:
+    """A new hash of this format."""
+    if checksum_format == OUR_CHECKSUMS:
+        return xxhash.xxh3_128()
+    if checksum_format == "adler32":
+        return _Adler32()
+    blake3: Hash = import_module("blake3").blake3()
+    return blake3
+
+
+def is_checksum(value: object, checksum_format: str = OUR_CHECKSUMS) -> bool:
+    """Whether a value has the form of a checksum."""
+    digits = CHECKSUM_DIGITS[checksum_format]
+    return isinstance(value, str) and len(value) == digits and _DIGITS.fullmatch(value) is not None
+
+
+def identity_of(checksums: Mapping[str, str]) -> str:
+    """The digest of all weights, from the checksums of the tensors by name."""
+    return checksum("".join(f"{name}\0{checksums[name]}\0" for name in sorted(checksums)).encode())
+
+
+def structure_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
+    """The digest of names, dtypes and shapes: two versions with the same structure are of the same model."""
+    # The same text as json.dumps of all rows, without hundreds of thousands of lists.
+    suffixes: dict[tuple[str, tuple[int, ...]], str] = {}
+    rows = []
+    for name, dtype, shape in sorted(tensors):
+        suffix = suffixes.setdefault((dtype, shape), "") or json.dumps([dtype, *shape])[1:]
+        suffixes[dtype, shape] = suffix
+        rows.append(f"[{encode_basestring_ascii(name)}, {suffix}")
+    return checksum(f"[{', '.join(rows)}]".encode())
+
+
+class SliceOf(NamedTuple):
+    """The slice of a model's tensor that one tensor of a rank's version holds."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def parsed(cls, value: Any) -> SliceOf:
+        """The slice from its JSON. Raises ValueError if it is not one, or does not lie in its tensor."""
+        match value:
+            case [str(name), str(dtype), [*shape], [*offsets], [*sizes]]:
+                numbers = [*shape, *offsets, *sizes]
+            case _:
+                raise ValueError(f"{value!r:.200} is not a slice of a tensor")
+        fits = (
+            is_unicode(name)
+            and all(type(number) is int for number in numbers)
+            and len(shape) == len(offsets) == len(sizes)
+            and all(0 <= at <= at + n <= length for length, at, n in zip(shape, offsets, sizes, strict=True))
+        )
+        if not fits:
+            raise ValueError(f"{name!r:.200} has a slice that lies outside of it")
+        return cls(name, dtype, tuple(shape), tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaFields:
+    """The fields of an index that only a delta has: which weights it changes, and how its frames are read."""
+
+    base: int
+    encoding: Encoding
+    checksum_format: str = OUR_CHECKSUMS
+    base_identity: str = ""  # empty in the deltas of other writers
+
+
+@dataclass(frozen=True, slots=True)
+class RankSlices:
+    """The slices that one rank publishes, and the start of all ranks to which they belong. Empty for a whole model."""
+
+    start: str = ""
+    of_tensors: Mapping[str, SliceOf] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionIndex:
+    """The index of a version. Strings and mappings are empty where its writer left them out."""
+
+    version: int
+    files: Mapping[str, str]  # the file of each tensor, by name
+    delta: DeltaFields | None = None  # None for an anchor
+    identity: str = ""  # of all weights of this version
+    structure: str = ""
+    checksums: Mapping[str, str] = field(default_factory=dict)  # of all tensors of an anchor
+    digests: Mapping[str, str] = field(default_factory=dict)  # of other files, and of a delta's frames
+    heads: Mapping[str, str] = field(default_factory=dict)  # of the headers of an anchor's files
+    slices: RankSlices = RankSlices()
+    adapter: Mapping[str, str] = field(default_factory=dict)  # of an adapter: fields of its config, as JSON
+    attempt: str = ""  # the folder inside the version's that has the files; empty on a disk
+    is_sealed: bool = False  # it contains a digest of itself, as every Publisher's does
+    stamp: str = field(default="", compare=False)  # the storage's version of the file that this was read from
+
+    @property
+    def prefix(self) -> str:
+        """The part of the file names between the version's folder and the names in `files`."""
+        return f"{self.attempt}/" if self.attempt else ""
+
+    @property
+    def weight_map(self) -> dict[str, str]:
+        """The file of each tensor, relative to the version's folder, as other programs read it."""
+        return {name: self.prefix + file for name, file in self.files.items()}
+
+    @property
+    def is_anchor(self) -> bool:
+        return self.delta is None
+
+    @property
+    def base(self) -> int | None:
+        """The version that a delta is against; None for an anchor."""
+        return None if self.delta is None else self.delta.base
+
+    @property
+    def tensor_files(self) -> list[str]:
+        return sorted(set(self.files.values()))
+
+    def metadata(self) -> dict[str, Any]:
+        """The "metadata" of the index, with zeros for the digest that `seal` puts in."""
+        ours: dict[str, Any] = {_DIGEST: _BLANK, "identity": self.identity, "structure": self.structure}
+        ours["digests"] = dict(self.digests)
+        if self.attempt:
+            ours["attempt"] = self.attempt
+        if self.slices.start:
+            ours |= {"start": self.slices.start, "slices": dict(self.slices.of_tensors)}
+        if self.adapter:
+            ours["adapter"] = dict(self.adapter)
+        common: dict[str, Any] = {"version": f"{self.version:06d}", "checksum_format": OUR_CHECKSUMS}
+        if self.delta is None:
+            ours |= {"checksums": dict(self.checksums), "heads": dict(self.heads)}
+        else:
+            ours["base_identity"] = self.delta.base_identity
+            common["base_version"] = f"{self.delta.base:06d}"
+            common["delta_encoding"] = self.delta.encoding
+            common["compression_format"] = _COMPRESSION
+        return {**common, _OURS: ours}
+
+
+def dump_delta(index: VersionIndex) -> bytes:
+    """The bytes of a delta's index. An anchor's is a Hugging Face index with more metadata."""
+    table = {"metadata": index.metadata(), "weight_map": index.weight_map}
+    return seal((json.dumps(table, indent=2, sort_keys=True) + "\n").encode())
+
+
+def seal(data: bytes) -> bytes:
+    """The bytes of an index, with their digest in the place that `metadata` has left for it."""
+    place = f'"{_DIGEST}": "{_BLANK}"'.encode()
+    if data.count(place) != 1:
+        raise ValueError("an index must have one place for its digest")
+    return data.replace(place, place.replace(_BLANK.encode(), checksum(data).encode()))
+
+
+def _is_sealed(data: bytes, ours: Mapping[str, Any]) -> bool:
+    """Whether an index has a digest of itself. Raises ValueError if its bytes do not match."""
+    if _DIGEST not in ours:
+        return False
+    digest = ours[_DIGEST]
+    if not is_checksum(digest) or data.count(digest.encode()) != 1:
+        raise ValueError("its digest is not a checksum, or is there more than once")
+    if checksum(data.replace(digest.encode(), _BLANK.encode())) != digest:
+        raise ValueError("it does not match its own digest")
+    return True
+
+
+# --- parsing: every field is checked for its type ------------------------------------------------------------
+
+
+def parse(data: bytes, version: int) -> VersionIndex:
+    """The index of this version. Raises ValueError if a field is wrong or contradicts another one."""
+    table, metadata = _tables(data)
+    ours = _table(metadata.get(_OURS, {}), _OURS)
+    is_sealed = _is_sealed(data, ours)
+    files = _texts(table.get("weight_map"), "weight_map")
+    _refuse_outside(files.values())
+    number = number_of(metadata.get("version", version))
+    if number != version:
+        raise ValueError(f"it is the index of version {number}")
+    index = VersionIndex(version, files, _delta_fields(metadata, version), is_sealed=is_sealed)
+    return _ours(index, ours) if _OURS in metadata else index
+
+
+def weight_map_in(data: bytes) -> dict[str, str]:
+    """The file of each tensor, from the index of any Hugging Face folder. Raises ValueError, also for a delta's."""
+    table, metadata = _tables(data)
+    if any(key in metadata for key in _OF_DELTAS):
+        raise ValueError("it is the index of a delta")
+    files = _texts(table.get("weight_map"), "weight_map")
+    _refuse_outside(files.values())
+    return files
+
+
+def _tables(data: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The JSON of an index, and its metadata."""
+    try:
+        table = _table(json.loads(data), "it")
+        return table, _table(table.get("metadata") or {}, "metadata")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not the index of a version ({error!s:.200})") from error
+
+
+def _refuse_outside(files: Iterable[str]) -> None:
+    for file in {*files}:
+        if not stays_inside(file):
+            raise ValueError(f"{file!r:.300} is not the name of a file of its folder")
+
+
+def _delta_fields(metadata: Mapping[str, Any], version: int) -> DeltaFields | None:
+    """The fields of a delta; None for an anchor. Raises ValueError for a delta that cannot be applied."""
+    missing = [key for key in _OF_DELTAS if key not in metadata]
+    if len(missing) == len(_OF_DELTAS):
+        return None
+    if missing:
+        raise ValueError(f"its metadata is a delta's, but lacks {missing[0]}")
+    known = {
+        "delta_encoding": ENCODINGS,
+        "compression_format": (_COMPRESSION,),
+        "checksum_format": tuple(CHECKSUM_DIGITS),
+    }
+    for key, values in known.items():
+        if metadata.get(key) not in values:
+            raise ValueError(f"its {key} is {metadata.get(key)!r:.100}; only {', '.join(values)} can be applied")
+    checksum_format = metadata["checksum_format"]
+    if checksum_format == "blake3" and find_spec("blake3") is None:
+        raise ValueError("its checksum_format is 'blake3', which needs the package blake3; install it")
+    base = number_of(metadata["base_version"], "base_version")
+    if base >= version:
+        raise ValueError(f"it is a delta of version {version} against {base}, which is not before it")
+    return DeltaFields(base, metadata["delta_encoding"], checksum_format)
+
+
+def _ours(index: VersionIndex, ours: Mapping[str, Any]) -> VersionIndex:
+    """The index with the fields that only a Publisher writes."""
+    if not index.is_sealed and not ours.keys() <= _UNSEALED:
+        raise ValueError(f"it has no digest of itself, but has {min(ours.keys() - _UNSEALED)!a:.100}")
+    checksums = _checksums(ours.get("checksums", {}), "checksums")
+    digests = _checksums(ours.get("digests", {}), "digests")
+    _refuse_outside(digests)
+    attempt, start = ours.get("attempt", ""), ours.get("start", "")
+    if not isinstance(start, str) or not (attempt == "" or (isinstance(attempt, str) and is_attempt(attempt))):
+        raise ValueError(f"{attempt!r:.100} of {start!r:.100} is not an attempt")
+    wanted = ("identity", "structure") if index.is_anchor else ("identity", "structure", "base_identity")
+    for key in wanted:
+        if not is_checksum(ours.get(key)):
+            raise ValueError(f"its {key} is {ours.get(key)!r:.100}")
+    files = {name: _without(file, f"{attempt}/" if attempt else "") for name, file in index.files.items()}
+    if index.is_anchor and ("base_identity" in ours or checksums.keys() != files.keys()):
+        raise ValueError("its metadata is an anchor's, but lacks checksums of its tensors, or has a base")
+    if not index.is_anchor and not digests.keys() >= set(files.values()):
+        raise ValueError("it is a delta without the digests of its files")
+    slices = {name: SliceOf.parsed(entry) for name, entry in _table(ours.get("slices", {}), "slices").items()}
+    return replace(
+        index,
+        files=files,
+        delta=index.delta and replace(index.delta, base_identity=ours["base_identity"]),
+        identity=ours["identity"],
+        structure=ours["structure"],
+        checksums=checksums,
+        digests=digests,
+        heads=_checksums(ours.get("heads", {}), "heads"),
+        slices=RankSlices(start, slices),
+        adapter=_texts(ours.get("adapter", {}), "adapter"),
+        attempt=attempt,
+    )
+
+
+def _table(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {value!r:.100}, not an object")
+    return value
+
+
+def _texts(value: Any, name: str) -> dict[str, str]:
+    table = _table(value, name)
+    if not all(type(text) is str for text in table.values()):
+        raise ValueError(f"{name} has values that are not strings")
+    if not is_unicode("".join(table)):
+        raise ValueError(f"{name} has a name with half of a surrogate pair in it")
+    return table
+
+
+def _checksums(value: Any, name: str) -> dict[str, str]:
+    table = _texts(value, name)
+    text = "".join(table.values())
+    sizes = set(map(len, table.values()))
+    if not sizes <= {CHECKSUM_DIGITS[OUR_CHECKSUMS]} or (text and not _DIGITS.fullmatch(text)):
+        raise ValueError(f"{name} has values that are not checksums")
+    return table
+
+
+def number_of(value: Any, key: str = "version") -> int:
+    """The number of a version, written as an integer or as digits. Raises ValueError."""
+    if type(value) is int and 0 <= value <= MAX_VERSION:
+        return value
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        return int(value)
+    raise ValueError(f"its {key} is {value!r:.100}, not the number of a version")
+
+
+def _without(file: str, prefix: str) -> str:
+    if not file.startswith(prefix):
+        raise ValueError(f"{file!r:.300} is not a file of its attempt")
+    return file.removeprefix(prefix)
+
+
+def is_attempt(name: str) -> bool:
+    """Whether a folder of this name holds the files of one attempt at a version."""
+    return _ATTEMPT.fullmatch(name) is not None

@@ -1,0 +1,317 @@
+"""`follow`: keep a folder and an engine at the newest version of a root.
+
+In: a root with versions, a folder, an engine. Out: an engine that has the newest of them. Knows nothing of: HTTP.
+
+The engine is told when the folder has a version that it has not taken. Its yes counts if it then says that it has that
+version. After a no, or none in time, it may have anything: it is told again, later each time, and always of the newest.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ...core.host.waits import LIVENESS_SECONDS
+from ...core.spans import TIMEKEEPER
+from ...core.storage.place import Anywhere, local_place, place_of
+from ...errors import CheckpointError, StorageUnavailableError
+from ..publishing.subscriber import Subscriber
+from .health import Event, Health, Say
+from .rollout_engines import Engine, Loading, engine_of
+from .shared_folder import Held, Record, SharedFolder, Stop
+from .web import EngineError
+
+# The time between two questions which version the engine has: it may have been started again.
+_CHECK_SECONDS: Final = 10.0
+# The longest time between two attempts that fail.
+_MAX_RETRY_SECONDS: Final = 30.0
+PATIENCE_SECONDS: Final = 1800.0
+
+_log: Final = logging.getLogger("async_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When a sidecar looks at the root, how long that may be gone, and what ends it. Raises ValueError."""
+
+    poll_seconds: float
+    patience_seconds: float
+    stop: Stop
+
+    def __post_init__(self) -> None:
+        for name, value in (("poll_seconds", self.poll_seconds), ("patience_seconds", self.patience_seconds)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name} must be a number above 0, got {value!r:.100}")
+
+
+def follow(
+    root: Anywhere | Subscriber,
+    into: str | os.PathLike[str],
+    engine: Engine | Callable[[Path, int], object] | None = None,
+    *,
+    once: bool = False,
+    status: str | os.PathLike[str] | None = None,
+    poll_seconds: float = 1.0,
+    patience_seconds: float = PATIENCE_SECONDS,
+    stop: Stop | None = None,
+) -> int | None:
+    """Pull each new version into a folder and have an engine load it, until `stop()` is true.
+
+        from async_ckpt.following import SGLang
+
+        async_ckpt.follow("s3://bucket/weights", "/dev/shm/model", SGLang("http://127.0.0.1:30000"))
+
+    What the engine has taken is remembered in the folder: a sidecar that starts again tells it nothing twice. Several
+    sidecars of a host may share a folder, each for its own engine: nobody pulls while an engine loads. Events go to the
+    logger `async_ckpt`.
+
+    Args:
+        root: where the versions are, as for a `Subscriber`; or a `Subscriber`, which stays open.
+        into: a folder on this machine, as for `Subscriber.pull`.
+        engine: a `SGLang`, `VLLM`, `Post` or `Program` of `async_ckpt.following`, or a function that gets the folder
+            and the version, and returns when they are loaded. Without one, the folder is only kept up to date.
+        once: end when the engine has taken the newest version.
+        status: a JSON file that is written anew at each look at the root, and before a pull or a load: the version that
+            the engine has, its age, the newest one, what is being done, and errors.
+        poll_seconds: the time between two looks at the root.
+        patience_seconds: how long the root may have no version or be out of reach.
+        stop: a function that says whether to end. It is asked five times a second, between versions.
+
+    Returns the version that the engine has taken last.
+
+    Raises StorageUnavailableError when the root was gone for longer than `patience_seconds`; DestinationBusyError if
+    another sidecar has this folder and engine; ValueError if the folder and the root lie inside each other;
+    FileExistsError and NotADirectoryError for a folder that versions cannot be pulled into; OSError if the status
+    cannot be written at the beginning. All other errors are reported, and tried again.
+    """
+    timing = Timing(poll_seconds, patience_seconds, stop or (lambda: False))
+    file = None if status is None else local_place(status).absolute()
+    subscriber = root if isinstance(root, Subscriber) else Subscriber(root)
+    try:
+        return new_sidecar(subscriber, into, engine_of(engine), timing, file, _log_event).run(once=once)
+    finally:
+        if subscriber is not root:
+            subscriber.close()
+
+
+def new_sidecar(
+    subscriber: Subscriber, into: str | os.PathLike[str], engine: Engine, timing: Timing, status: Path | None, say: Say
+) -> Sidecar:
+    """A sidecar that says its events to `say`. Raises as `follow` does for its arguments."""
+    folder = SharedFolder(_apart_from(subscriber.root, local_place(into).absolute()), engine.name, engine.address)
+    facts = {"root": subscriber.root, "folder": str(folder.path), "engine": engine.name, "pid": os.getpid()}
+    return Sidecar(subscriber, folder, engine, Health(facts, status, say), timing)
+
+
+def _apart_from(root: str, folder: Path) -> Path:
+    """The folder. Raises ValueError if it lies inside the root, or the root inside it."""
+    if place_of(root).is_local:
+        real, of_root = Path(os.path.realpath(folder)), Path(os.path.realpath(local_place(root)))
+        if real.is_relative_to(of_root) or of_root.is_relative_to(real):
+            raise ValueError(f"{folder} and the root {of_root} lie inside each other; pull into a folder elsewhere")
+    return folder
+
+
+def _log_event(event: Event) -> None:
+    _log.log(logging.WARNING if event.is_bad else logging.INFO, "%s", event.line)
+
+
+class _Retries:
+    """When something that failed is due again: for another subject at once, for the same ever later."""
+
+    def __init__(self) -> None:
+        self._subject: Hashable = None
+        self._num_failures, self._at = 0, 0.0
+
+    def is_due(self, subject: Hashable) -> bool:
+        return subject != self._subject or TIMEKEEPER.now() >= self._at
+
+    def failed(self, subject: Hashable) -> None:
+        self._num_failures = self._num_failures + 1 if subject == self._subject else 1
+        self._subject = subject
+        self._at = TIMEKEEPER.now() + min(2.0 ** (self._num_failures - 1), _MAX_RETRY_SECONDS)
+
+    def succeeded(self) -> None:
+        self._subject, self._num_failures = None, 0
+
+
+class Sidecar:
+    """One sidecar, run by one thread."""
+
+    def __init__(
+        self, subscriber: Subscriber, folder: SharedFolder, engine: Engine, health: Health, timing: Timing
+    ) -> None:
+        self._subscriber, self._folder, self._engine = subscriber, folder, engine
+        self._health, self._timing = health, timing
+        self._seen_at = TIMEKEEPER.now()  # when the root had a version, or its beginning
+        self._pulled: tuple[int, str] | None = None  # the version of the root that the folder was brought to
+        self._held: Held | None = None  # the version that the folder was found to have after that
+        self._pulls, self._loads = _Retries(), _Retries()
+        self._next_check = self._seen_at
+
+    def run(self, *, once: bool) -> int | None:
+        """Follow until the end, and return the version that the engine has taken last. Raises as `follow` does."""
+        with self._folder.claimed():
+            told = self._folder.record.told
+            self._health.has(None if told is None else told.version)
+            while not self._timing.stop():
+                is_current = self._round()
+                self._health.beat()
+                if once and is_current:
+                    break
+                self._sleep(self._timing.poll_seconds)
+        self._health.ended()
+        told = self._folder.record.told
+        return None if told is None else told.version
+
+    def _round(self) -> bool:
+        """Look at the root, pull and tell as far as that is due. Whether the engine has the newest version then."""
+        newest = self._newest()
+        # An engine may still load for a sidecar that was killed. If it is told the same again, it answers after that.
+        is_loading = self._folder.record.loading is not None
+        wanted = None if is_loading or newest == self._pulled else newest
+        if wanted is not None and not self._found(wanted) and self._pulls.is_due(wanted):
+            self._pull(wanted)
+        if not is_loading:
+            self._check()
+        held = self._held
+        is_news = held not in (None, self._folder.record.told) and self._loads.is_due(held)
+        if is_loading or (is_news and self._answers(held)):
+            self._load()
+        return newest is not None and newest == self._pulled and self._held == self._folder.record.told
+
+    def _newest(self) -> tuple[int, str] | None:
+        """The newest version of the root; None if it has none. Raises StorageUnavailableError after too long."""
+        newest, error = None, None
+        try:
+            newest = self._subscriber.newest()
+        except (CheckpointError, OSError) as failure:
+            error = failure
+            self._health.failed("root", error)
+        else:
+            self._health.works("root")
+        self._health.sees(newest and newest[0])
+        if newest is not None:
+            self._seen_at = TIMEKEEPER.now()
+        elif TIMEKEEPER.now() > self._seen_at + self._timing.patience_seconds:
+            reason = "there is no version" if error is None else f"{error}"
+            root = self._subscriber.root
+            raise StorageUnavailableError(
+                f"{root}: {reason}, for more than {self._timing.patience_seconds:g} s; "
+                "check the root, or begin again when it is there",
+                path=root,
+            ) from error
+        return newest
+
+    def _found(self, newest: tuple[int, str]) -> bool:
+        """Whether another sidecar has brought the folder to this version. Engines may be loading it."""
+        if not self._folder.has(*newest):
+            return False
+        self._pulled, self._held = newest, Held(*newest)
+        return True
+
+    def _pull(self, wanted: tuple[int, str]) -> None:
+        """Bring the folder to the newest version, when no engine loads from it."""
+        newest = None
+        try:
+            # Another sidecar may be pulling it, and its engine load it then.
+            with self._folder.pulling(lambda: self._timing.stop() or self._found(wanted)) as may:
+                newest = self._subscriber.newest() if may else None  # it may have taken long
+                if newest is None:
+                    return
+                with self._health.doing("pull", newest[0]):
+                    report = self._subscriber.pull(self._folder.path, newest[0])
+            self._pulled, self._held = newest, self._folder.held()
+        except (CheckpointError, OSError, MemoryError) as error:
+            self._health.failed("pull", error)
+            self._pulls.failed(newest)
+        else:
+            self._health.works("pull")
+            self._health.pulled(report)
+            self._pulls.succeeded()
+        finally:
+            self._seen_at = TIMEKEEPER.now()
+
+    def _load(self) -> None:
+        """Have the engine load what is in the folder, and note that it has."""
+        with self._folder.loading(self._timing.stop) as lock:
+            if lock is None:
+                return
+            held = self._folder.held()
+            if held is None:  # a pull was killed
+                self._pulled = self._held = None
+                self._note(Record())
+                return
+            self._held, begin = held, TIMEKEEPER.now()
+            try:
+                self._folder.note_loading(held, self._engine.answer_seconds)
+                with self._health.doing("load", held.version):
+                    self._tell(Loading(self._folder.path, held.version, lock), begin + self._engine.answer_seconds)
+            except (EngineError, CheckpointError, OSError) as error:
+                self._note(Record())
+                self._fail(held, error)
+            else:
+                self._note(Record(held))
+                self._health.works("engine")
+                self._health.told(held.version, TIMEKEEPER.now() - begin)
+                self._loads.succeeded()
+                self._next_check = TIMEKEEPER.now() + _CHECK_SECONDS
+        self._seen_at = TIMEKEEPER.now()
+
+    def _answers(self, subject: Held | None) -> bool:
+        """Whether the engine answers, which is found out before the folder is locked for it."""
+        try:
+            self._engine.version()
+        except EngineError as error:
+            self._fail(subject, error)
+            return False
+        return True
+
+    def _tell(self, loading: Loading, deadline: float) -> None:
+        """Have the engine load a version. Raises EngineError if it does not, or then says that it has another one."""
+        self._engine.take(loading, deadline)
+        said = self._engine.version()
+        if said not in (None, str(loading.version)):
+            raise EngineError(
+                f"{self._engine.name} answered that it has loaded version {loading.version}, but says that it has "
+                f"{said!r:.100}"
+            )
+
+    def _fail(self, held: Held | None, error: Exception) -> None:
+        self._health.has(None)
+        self._health.failed("engine", error)
+        self._loads.failed(held)
+
+    def _note(self, record: Record) -> None:
+        """Record what the engine has. If that fails, this process knows it, and the next one tells the engine again."""
+        try:
+            self._folder.note(record)
+            self._health.works("record")
+        except (CheckpointError, OSError) as error:
+            self._health.failed("record", error)
+
+    def _check(self) -> None:
+        """Ask the engine now and then whether it still has what it has taken."""
+        told = self._folder.record.told
+        if told is None or TIMEKEEPER.now() < self._next_check:
+            return
+        self._next_check = TIMEKEEPER.now() + _CHECK_SECONDS
+        try:
+            said = self._engine.version()
+        except EngineError as error:
+            self._health.failed("engine", error)
+            return
+        self._health.works("engine")
+        if said not in (None, str(told.version)):
+            self._health.lost(told.version, said)
+            self._note(Record())
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = TIMEKEEPER.now() + seconds
+        while (left := deadline - TIMEKEEPER.now()) > 0 and not self._timing.stop():
+            threading.Event().wait(min(left, LIVENESS_SECONDS))

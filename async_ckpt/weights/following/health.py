@@ -1,0 +1,159 @@
+"""How a sidecar is doing: lines about it, and a status file for probes.
+
+In: what it has pulled, told, and failed to do. Out: events; a JSON file that is written anew at each look at the root,
+and before a pull or a load, which may take long. Knows nothing of: folders, engines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ...core.report import PullReport
+from ...core.spans import TIMEKEEPER, wall_time
+
+# The time between two health lines, and before an error is told again that has not changed.
+_LINE_SECONDS: Final = 60.0
+
+
+class Event(NamedTuple):
+    """Something that a sidecar says: its kind, a line for people, and its facts for programs.
+
+    `is_bad` marks errors.
+    """
+
+    kind: str
+    line: str
+    facts: Mapping[str, Any]
+    is_bad: bool = False
+
+
+Say = Callable[[Event], None]
+
+
+class Health:
+    """The health of one sidecar. `facts` describe it, and are in each status.
+
+    Raises OSError if `file` cannot be written.
+    """
+
+    def __init__(self, facts: Mapping[str, Any], file: Path | None, say: Say) -> None:
+        self._facts, self._file, self._say = facts, file, say
+        self._newest: int | None = None
+        self._version: int | None = None  # the version that the engine has taken
+        self._told_at: float | None = None
+        self._errors: dict[str, str] = {}  # by the part that fails
+        self._said: dict[str, float] = {}  # when each of these errors was said last
+        self._last_error: dict[str, Any] | None = None
+        self._doing: dict[str, Any] | None = None
+        self._next_line = TIMEKEEPER.now() + _LINE_SECONDS
+        if file is not None:
+            self._write(file)
+
+    def has(self, version: int | None) -> None:
+        """The engine has this version, as far as is known, since a time that is not known."""
+        if version != self._version:
+            self._version, self._told_at = version, None
+
+    def sees(self, newest: int | None) -> None:
+        self._newest = newest
+
+    def pulled(self, report: PullReport) -> None:
+        if report.num_versions:
+            facts = {
+                name: getattr(report, name) for name in ("base", "num_versions", "num_bytes", "seconds", "from_memory")
+            }
+            facts["weight_version"] = report.version  # `version` is that of the document
+            self._say(Event("pulled", f"pulled {report}", facts))
+
+    def told(self, version: int, seconds: float) -> None:
+        self._version, self._told_at = version, wall_time()
+        engine = self._facts["engine"]
+        if engine:
+            line = f"version {version} loaded by {engine} in {seconds:.2f} s"
+            self._say(Event("told", line, {"weight_version": version, "seconds": seconds}))
+
+    def lost(self, version: int, said: str) -> None:
+        """The engine has another version than it was told."""
+        self._version = self._told_at = None
+        line = f"{self._facts['engine']} has version {said!r:.100}, not {version}: it is told again"
+        self._say(Event("lost", line, {"weight_version": version, "said": said}))
+
+    def failed(self, part: str, error: BaseException) -> None:
+        """Note an error of a part, and say it if it is new, or has not been said for a while."""
+        text, now = f"{error}" or type(error).__name__, TIMEKEEPER.now()
+        self._last_error = {"part": part, "error": text, "at": wall_time()}
+        if self._errors.get(part) == text and now < self._said[part] + _LINE_SECONDS:
+            return
+        self._errors[part], self._said[part] = text, now
+        self._say(Event("failed", text, {"part": part, "error": text}, is_bad=True))
+
+    def works(self, part: str) -> None:
+        self._errors.pop(part, None)
+
+    @contextmanager
+    def doing(self, part: str, version: int) -> Iterator[None]:
+        """A block in which the status says that this is done. The file is not written again before its end."""
+        self._doing = {"part": part, "weight_version": version, "since": wall_time()}
+        self._write_status()
+        try:
+            yield
+        finally:
+            self._doing = None
+
+    def beat(self) -> None:
+        """Write the status file, and now and then a health line."""
+        self._write_status()
+        if TIMEKEEPER.now() >= self._next_line:
+            self._next_line = TIMEKEEPER.now() + _LINE_SECONDS
+            self._say(Event("health", self._line(), self._status()))
+
+    def ended(self) -> None:
+        self.beat()
+        self._say(Event("ended", f"ended; {self._line()}", self._status()))
+
+    def _line(self) -> str:
+        status = self._status()
+        version, age = status["weight_version"], status["age_seconds"]
+        line = "no version loaded" if version is None else f"version {version}"
+        line += "" if age is None else f" for {age:.0f} s"
+        line += f", newest {self._newest}" if self._newest is not None else ", no version at the root"
+        return f"{line}; {status['error'] or 'no error'}"
+
+    def _status(self) -> dict[str, Any]:
+        now = wall_time()
+        age = None if self._told_at is None else max(0.0, now - self._told_at)
+        return {
+            **self._facts,
+            "weight_version": self._version,
+            "age_seconds": age,
+            "newest": self._newest,
+            "doing": self._doing,
+            "error": "; ".join(self._errors.values()) or None,
+            "last_error": self._last_error,
+            "written_at": now,
+        }
+
+    def _write_status(self) -> None:
+        if self._file is None:
+            return
+        try:
+            self._write(self._file)
+            self.works("status")
+        except OSError as error:
+            self.failed("status", error)
+
+    def _write(self, file: Path) -> None:
+        """Replace the status file as a whole. Raises OSError."""
+        temp = file.with_name(f".{file.name}.{os.urandom(4).hex()}.tmp")
+        try:
+            with open(temp, "x") as new:  # which follows no link that another user has put there
+                new.write(json.dumps(self._status()) + "\n")
+            os.replace(temp, file)
+        except BaseException:
+            temp.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,299 @@
+"""How each kind of engine is told to load a version, and asked which one it has.
+
+In: a folder with a version. Out: an engine that has loaded it, or EngineError. Knows nothing of: roots, pulls, locks.
+
+The requests are those of SGLang 0.5.23 and vLLM 0.33.0. Both say which version they have, so their yes is not the last
+word: see `Sidecar`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar, Final, NamedTuple, Protocol
+
+from ...core.spans import TIMEKEEPER
+from ...face.around.hf_weights import ADAPTER_CONFIG
+from .web import EngineError, HttpClient, refusal
+
+# The time for an answer that takes an engine no work.
+_PROBE_SECONDS: Final = 5.0
+_DEV_MODE: Final = "start vLLM with VLLM_SERVER_DEV_MODE=1"
+# The time that an engine has by default to load a version.
+ANSWER_SECONDS: Final = 600.0
+
+
+class Loading(NamedTuple):
+    """A version that an engine is to load: its folder, its number, and the descriptor of the lock on the folder."""
+
+    folder: Path
+    version: int
+    lock: int
+
+
+class Engine(Protocol):
+    """An engine, as a sidecar needs it.
+
+    `name` tells it apart from other engines of the folder. `answer_seconds` is the time that it has to load a version.
+    `address` is its host and port, if it is a server: where nobody listens any more, nobody loads.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def answer_seconds(self) -> float: ...
+
+    @property
+    def address(self) -> tuple[str, int] | None: ...
+
+    def take(self, loading: Loading, deadline: float) -> None:
+        """Have it load a version, and return when it has. Raises EngineError."""
+
+    def version(self) -> str | None:
+        """The version that it says it has; None if it has no way to say. Raises EngineError if it does not answer."""
+
+
+class _FolderServer(ABC):
+    """A server that loads the weights of a whole model from a folder when it is told to."""
+
+    _kind: ClassVar[str]
+    # How it loads an adapter, which it keeps beside the weights of its model.
+    _adapters: ClassVar[str]
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        abort_requests: bool = False,
+        answer_seconds: float = ANSWER_SECONDS,
+        key: str | None = None,
+    ) -> None:
+        self._client = HttpClient(url, key=key)
+        self._abort_requests = abort_requests
+        self.answer_seconds = _seconds(answer_seconds)
+        self.name, self.address = f"{self._kind} {self._client.url}", self._client.address
+
+    def take(self, loading: Loading, deadline: float) -> None:
+        if (loading.folder / ADAPTER_CONFIG).exists():  # the server would look for the weights of a model there
+            raise EngineError(
+                f"{loading.folder} has an adapter, and {self._kind} is told of whole models only; run the sidecar with "
+                f"--exec, and a program that asks for {self._adapters}"
+            )
+        self._load(loading, deadline)
+
+    @abstractmethod
+    def _load(self, loading: Loading, deadline: float) -> None:
+        """Have it load a version of a whole model, and return when it has. Raises EngineError."""
+
+    @abstractmethod
+    def version(self) -> str | None: ...
+
+
+class SGLang(_FolderServer):
+    """A server of SGLang, told by `/update_weights_from_disk`. It waits for requests under way, or aborts them.
+
+    Args:
+        url: of the server, such as "http://127.0.0.1:30000".
+        abort_requests: abort requests under way rather than wait for them.
+        answer_seconds: the time that it has for all of that.
+        key: its `--admin-api-key`, or its `--api-key`.
+
+    Raises ValueError for a URL that is none.
+    """
+
+    _kind = "sglang"
+    _adapters = "/unload_lora_adapter and /load_lora_adapter"
+
+    def _load(self, loading: Loading, deadline: float) -> None:
+        body = {
+            "model_path": str(loading.folder),
+            "load_format": "auto",  # the server's own may be "dummy"
+            "weight_version": str(loading.version),
+            "flush_cache": True,
+            "abort_all_requests": self._abort_requests,
+        }
+        reply = self._client.post("/update_weights_from_disk", body, deadline=deadline)
+        if not reply.is_fine or reply.fields().get("success") is not True:
+            raise refusal(f"{self._client.url}/update_weights_from_disk", reply)
+
+    def version(self) -> str | None:
+        return _version_in(self._client, "/model_info", "use a SGLang that has it, such as 0.5.23")
+
+
+class VLLM(_FolderServer):
+    """A server of vLLM that was started with `VLLM_SERVER_DEV_MODE=1`.
+
+    It is paused, loads the folder by `reload_weights`, is given the number of the version, and resumes. If it cannot
+    load the version, it stays paused, since its weights may be a mixture, until it has loaded one.
+
+    Args:
+        url: of the server, such as "http://127.0.0.1:8000".
+        abort_requests: abort requests under way rather than wait for them. New ones get a 503 in both cases.
+        answer_seconds: the time that it has for all of that.
+        key: its `--api-key`.
+
+    Raises ValueError for a URL that is none.
+    """
+
+    _kind = "vllm"
+    _adapters = "/v1/load_lora_adapter with load_inplace"
+
+    def _load(self, loading: Loading, deadline: float) -> None:
+        self._post(f"/pause?mode={'abort' if self._abort_requests else 'wait'}", None, deadline)
+        rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(loading.folder)}}
+        self._post("/collective_rpc", rpc, deadline, "it stays paused until it has loaded a version")
+        self._post("/update_weight_version", {"new_version": str(loading.version)}, deadline)
+        self._post("/resume", None, deadline)
+
+    def _post(self, path: str, body: Mapping[str, object] | None, deadline: float, advice: str = "") -> None:
+        reply = self._client.post(path, body, deadline=deadline)
+        if not reply.is_fine:
+            raise refusal(f"{self._client.url}{path}", reply, _DEV_MODE if reply.status == 404 else advice)
+
+    def version(self) -> str | None:
+        return _version_in(self._client, "/weight_info", _DEV_MODE)
+
+
+class Post:
+    """Any server that takes a POST of `{"version": 120, "folder": "/local/model"}`, and answers 2xx when it has it.
+
+    Raises ValueError for a URL that is none.
+    """
+
+    def __init__(self, url: str, *, answer_seconds: float = ANSWER_SECONDS, key: str | None = None) -> None:
+        self._client = HttpClient(url, key=key)
+        self.answer_seconds = _seconds(answer_seconds)
+        self.name, self.address = f"post {self._client.url}", self._client.address
+
+    def take(self, loading: Loading, deadline: float) -> None:
+        body = {"version": loading.version, "folder": str(loading.folder)}
+        reply = self._client.post("", body, deadline=deadline)
+        if not reply.is_fine:
+            raise refusal(self._client.url, reply)
+
+    def version(self) -> str | None:
+        return None
+
+
+class Program:
+    """A program that is run for each version, and has an engine load it before it ends with status 0.
+
+    It gets `ASYNC_CKPT_VERSION` and `ASYNC_CKPT_FOLDER` in its environment; what it prints goes to stderr. If it is
+    still at work after `answer_seconds`, it is killed, with the processes of its group.
+
+    Args:
+        command: the program and its arguments: a list, or a text that is split as a shell does. No shell runs it.
+        answer_seconds: the time that it has.
+
+    Raises ValueError if there is no such program.
+    """
+
+    address = None
+
+    def __init__(self, command: str | Sequence[str], *, answer_seconds: float = ANSWER_SECONDS) -> None:
+        self._words = shlex.split(command) if isinstance(command, str) else [*map(str, command)]
+        if not self._words or shutil.which(self._words[0]) is None:
+            raise ValueError(f"{(self._words or [''])[0]!r:.200} is not a program here; give its path, or install it")
+        self.answer_seconds = _seconds(answer_seconds)
+        self.name = f"exec {shlex.join(self._words)}"
+
+    def take(self, loading: Loading, deadline: float) -> None:
+        facts = {"ASYNC_CKPT_VERSION": str(loading.version), "ASYNC_CKPT_FOLDER": str(loading.folder)}
+        # If this process is killed, the folder stays locked until the program ends.
+        shared = (loading.lock,) if os.name == "posix" else ()
+        try:
+            child = subprocess.Popen(  # the words of --exec, without a shell  # nosec B603
+                self._words,
+                env={**os.environ, **facts},
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                start_new_session=True,
+                pass_fds=shared,
+            )
+        except OSError as error:
+            raise EngineError(f"{self._words[0]} cannot be run: {error.strerror or error}") from error
+        try:
+            status = child.wait(max(0.0, deadline - TIMEKEEPER.now()))
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"{self._words[0]} was killed, since it was at work for too long") from None
+        finally:
+            if child.poll() is None:
+                _kill(child)
+        if status:
+            ended = f"with status {status}" if status > 0 else f"by signal {-status}"
+            raise EngineError(f"{self._words[0]} ended {ended}")
+
+    def version(self) -> str | None:
+        return None
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """Kill a program and its group, and wait for its end."""
+    with suppress(ProcessLookupError):
+        if os.name == "posix":
+            os.killpg(child.pid, signal.SIGKILL)
+        else:
+            child.kill()
+    child.wait()
+
+
+class Function:
+    """A function of the user, called with the folder and the version. Any exception of it is a no."""
+
+    address = None
+
+    def __init__(self, function: Callable[[Path, int], object], name: str | None = None) -> None:
+        self._function = function
+        self.answer_seconds = ANSWER_SECONDS
+        self.name = (
+            f"function {getattr(function, '__qualname__', type(function).__qualname__)}" if name is None else name
+        )
+
+    def take(self, loading: Loading, deadline: float) -> None:  # noqa: ARG002 - a call cannot be ended
+        try:
+            self._function(loading.folder, loading.version)
+        except Exception as error:
+            raise EngineError(f"{self.name} raised {type(error).__name__}: {error}") from error
+
+    def version(self) -> str | None:
+        return None
+
+
+def engine_of(engine: Engine | Callable[[Path, int], object] | None) -> Engine:
+    """The engine that a user means; None stands for one that looks at the folder by itself. Raises TypeError."""
+    if engine is None:
+        return Function(_nothing, "")
+    if hasattr(engine, "take"):
+        return engine  # type: ignore[return-value]
+    if callable(engine):
+        return Function(engine)
+    raise TypeError(f"engine must be an engine or a function of a folder and a version, got {engine!r:.100}")
+
+
+def _nothing(folder: Path, version: int) -> None:
+    """Tell nobody."""
+
+
+def _version_in(client: HttpClient, path: str, advice: str) -> str:
+    """The version that a server says it has. Raises EngineError if it says none."""
+    reply = client.get(path, deadline=TIMEKEEPER.now() + _PROBE_SECONDS)
+    if not reply.is_fine:
+        raise refusal(f"{client.url}{path}", reply, advice if reply.status == 404 else "")
+    version = reply.fields().get("weight_version")
+    if not isinstance(version, str):
+        raise EngineError(f"{client.url}{path} names no weight_version, so nobody knows what it has loaded; {advice}")
+    return version
+
+
+def _seconds(value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"answer_seconds must be a number above 0, got {value!r:.100}")
+    return float(value)

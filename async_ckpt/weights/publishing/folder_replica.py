@@ -1,0 +1,430 @@
+"""Weights in a folder that engines load, and to which versions are applied.
+
+In: the indices of versions, and a storage with their files. Out: a folder of Hugging Face with the newest of them.
+Knows nothing of: which versions exist.
+
+A delta is applied in place, by memory maps. The files of an anchor are written to a folder inside, on the same disk,
+and renamed into place once all of them are complete and compared. Only files that the notes list as put there by
+versions are touched, and never the bytes of a file that has another hard or symbolic link.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ...core.format import safetensors
+from ...core.host.waits import ENDS_THE_CALL, Wait
+from ...core.staging.device import dense_blocks
+from ...core.state.dtypes import dtype_name
+from ...core.storage.confined import ConfinedFolder, read_at, write_at
+from ...core.storage.disk import close_quietly, free_bytes_at, full, preallocate, refuse_dangling, translated
+from ...errors import NotAFolderError, OccupiedError, StorageUnavailableError
+from ...face.around.export import is_left_out
+from ...face.around.hf_weights import ADAPTER_CONFIG, ADAPTER_FILE, Weights
+from ...face.around.shards import MAX_SHARD_BYTES, Shard, index_of, shards_of, view_of
+from ..delta import INDEX, checksum, identity_of, new_hash, structure_of
+from .difference import checksum_of
+from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, InstalledFiles, Notes
+from .of_ranks.pieces import PiecedTensor
+from .replica import DamagedReplicaError, other_model
+from .source import Anchor, TensorPart, VersionSource, WeightsState
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_POLL_SECONDS: Final = 0.05
+# Present in the root of an empty disk.
+_OF_DISKS: Final = frozenset({"lost+found"})
+# Files that are loaded instead of a model's.
+_DECOYS: Final = frozenset({SINGLE, INDEX, ADAPTER_CONFIG})
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_log: Final = logging.getLogger("async_ckpt")
+
+
+class FolderReplica:
+    """A folder of Hugging Face on this machine that versions are applied to. Its notes say which version it holds.
+
+    A `Subscriber` makes one for each pull; one caller at a time uses it, inside `locked`, which keeps other
+    processes away.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder = Path(os.path.realpath(folder))  # it may be a link, or where a disk is mounted
+        self._files = ConfinedFolder(folder)
+        self._notes = Notes(self._files)
+        self.state: WeightsState | None = None
+        self._installed = InstalledFiles({}, (), "")  # the files that versions have put there
+        with translated(folder):
+            # In this order: another process that pulls here may make the folder at this moment.
+            exists, is_folder = os.path.lexists(folder), folder.is_dir()
+            names = {*os.listdir(folder)} - _OF_DISKS if is_folder else set()
+        if exists and not is_folder:
+            refuse_dangling(folder)
+            raise NotAFolderError(f"{folder} is a file; give a folder to pull into")
+        if names and FOLDER not in names:
+            raise OccupiedError(f"{folder} has files that no version put there; give a folder that is new or empty")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        with translated(self.folder):
+            os.makedirs(self.folder, exist_ok=True)
+        fd = self._files.open(LOCK, os.O_CREAT | os.O_RDWR, make=True)
+        try:
+            wait = Wait("", ENDS_THE_CALL)
+            while not self._try_lock(fd):
+                wait.goes_on(lambda: f"another pull into {self.folder}")
+                threading.Event().wait(_POLL_SECONDS)
+            with suppress(StorageUnavailableError):  # leftovers that could not be removed the last time
+                self._clear()
+            self._installed = self._installed_files()
+            self.state = self._known_state()
+            yield
+        finally:
+            close_quietly(fd)
+
+    def _try_lock(self, fd: int) -> bool:
+        try:
+            with translated(self.folder, passing=(BlockingIOError,)):
+                if fcntl is not None:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _known_state(self) -> WeightsState | None:
+        """The state that the marker describes; None if there is no marker, or the files do not match it."""
+        marker = self._notes.marker()
+        try:
+            if marker is None:
+                return None
+            if marker.state is None:
+                return self._state_of_another(marker.version)
+            if not self._has_all_files():
+                return None
+            if marker.boot == boot_id() != "" and marker.stamps == self._stamps():
+                return marker.state
+            if self._checksums() != marker.state.checksums:
+                return None
+        except (DamagedReplicaError, StorageUnavailableError):
+            return None
+        self.note(marker.state)
+        return marker.state
+
+    def _state_of_another(self, version: int) -> WeightsState | None:
+        """The state of weights that another receiver has marked as this version."""
+        checksums, structure = self._checksums(), self._structure()
+        if not structure:
+            return None
+        return WeightsState(version, identity_of(checksums), structure, checksums, is_marked=True)
+
+    def _checksums(self) -> dict[str, str]:
+        with self._bytes(None) as parts:
+            return {name: checksum(data) for name, data in parts.items()}
+
+    def _has_all_files(self) -> bool:
+        """Whether all files still exist, and those with weights have their size. The user may have changed a config."""
+        installed = self._installed
+        return bool(installed.sizes) and all(
+            self._files.size(name) == size if name in installed.weights else self._files.stat(name) is not None
+            for name, size in installed.sizes.items()
+        )
+
+    def _installed_files(self) -> InstalledFiles:
+        """The files that versions have put there; or, if another receiver has filled the folder, its weights."""
+        marker, files = self._notes.marker(), self._notes.files()
+        if files.weights and (marker is None or marker.state is not None):
+            return files
+        foreign = self._notes.foreign_files()
+        return InstalledFiles({**files.sizes, **foreign.sizes}, foreign.weights, "")
+
+    def _structure(self) -> str:
+        """The structure of the weights here, or before a pull that was killed; empty if it cannot be read."""
+        if self._installed.structure:
+            return self._installed.structure
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        try:
+            for file in self._installed.weights:
+                fd = self._files.open(file, os.O_RDONLY)
+                try:
+                    table, _ = _header(fd)
+                finally:
+                    close_quietly(fd)
+                kinds = [safetensors.loaded_as(code, shape) for code, shape in table.kinds]
+                tensors |= {name: (kinds[row[0]][0], tuple(kinds[row[0]][1])) for name, row in table.rows.items()}
+        except (OSError, ValueError, StorageUnavailableError):
+            return ""
+        return structure_of((name, *kind) for name, kind in tensors.items()) if tensors else ""
+
+    def seed(self, anchor: Anchor) -> int:
+        self._refuse_other_model(anchor)
+        with self._cleared(anchor.num_bytes):
+            num_bytes = self._copy_others(anchor.source)
+            self._take_over(anchor.source.index.tensor_files, self._copy_weights(anchor))
+        return num_bytes + anchor.num_bytes
+
+    def _refuse_other_model(self, anchor: Anchor) -> None:
+        """Raises StateMismatchError for another model. If this one is unknown, a Publisher's version is accepted."""
+        state = self.state
+        if state is not None and state.structure != anchor.structure:
+            raise other_model(anchor.source.path, anchor.tensors.keys() - state.checksums.keys())
+        if state is None and not anchor.source.index.is_sealed and self._structure() not in ("", anchor.structure):
+            raise other_model(anchor.source.path, ())
+
+    def become(
+        self,
+        tensors: Mapping[str, PiecedTensor],
+        version: int,
+        identity: str,
+        other_files: Mapping[str, bytes],
+    ) -> None:
+        """Replace the weights and files by these, which are an adapter's if its config is among them."""
+        structure = structure_of((n, dtype_name(t.dtype), t.shape) for n, t in tensors.items())
+        if self.state is not None and self.state.structure != structure:
+            raise other_model(f"version {version}", tensors.keys() - self.state.checksums.keys())
+        stem = "adapter_model" if ADAPTER_CONFIG in other_files else "model"
+        empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+        shards = shards_of(Weights(stem, empty, {}, {}, dict), MAX_SHARD_BYTES)
+        checksums: dict[str, str] = {}
+
+        def pieces(shard: Shard) -> Iterator[memoryview]:
+            """The bytes of a file, of which one tensor at a time is in memory."""
+            yield memoryview(shard.head)
+            for name in shard.tensors:
+                whole = tensors[name].whole()
+                checksums[name] = checksum_of(whole)
+                yield from (view_of(block) for _, block in dense_blocks(whole, 0, whole.nbytes))
+
+        with self._cleared(sum(shard.num_bytes for shard in shards)):
+            for name, data in other_files.items():
+                self._files.put(f"{NEW}/{name}", [data])
+            for shard in shards:
+                self._files.put(f"{NEW}/{shard.name}", pieces(shard))
+            if len(shards) > 1:
+                self._files.put(f"{NEW}/{INDEX}", [index_of(shards)])
+            state = WeightsState(version, identity, structure, checksums)
+            self._take_over([shard.name for shard in shards], state)
+
+    @contextmanager
+    def _cleared(self, num_bytes: int) -> Iterator[None]:
+        """Clear the folders for new and old files, before and after a version is written."""
+        free = free_bytes_at(self.folder)
+        if free is not None and free < num_bytes:
+            raise full(self.folder, num_bytes, free)
+        try:
+            self._clear()
+            yield
+        finally:
+            with suppress(StorageUnavailableError):
+                self._clear()
+
+    def _clear(self) -> None:
+        for inner in (NEW, OLD):
+            self._files.delete_all(inner)
+
+    def _take_over(self, weights: Collection[str], state: WeightsState) -> None:
+        """Move the new files into place, each atomically. After an error the files of the version before are back."""
+        old_state, old = self.state, self._installed
+        sizes = self._files.sizes(NEW)
+        self._refuse_decoys(sizes.keys() | old.sizes.keys())
+        new = InstalledFiles(sizes, tuple(weights), state.structure)
+        self.note(None)
+        self._notes.record_files(new._replace(sizes={**old.sizes, **sizes}))
+        set_aside: list[str] = []
+        moved: list[str] = []
+        try:
+            for name in sorted(old.sizes.keys() | sizes.keys()):
+                if self._files.stat(name) is not None:
+                    self._set_aside(name)
+                    set_aside.append(name)
+                if name in sizes:
+                    self._files.move(f"{NEW}/{name}", name)
+                    moved.append(name)
+                else:
+                    self._files.delete(name)
+            self._notes.record_files(new)
+            self._installed = new
+            self.note(state)
+        except BaseException:
+            for name in moved:
+                self._files.delete(name)
+            for name in set_aside:
+                self._files.move(f"{OLD}/{name}", name)
+            self._notes.record_files(old)
+            self._installed = old
+            self.note(old_state)
+            raise
+
+    def _set_aside(self, name: str) -> None:
+        """Keep a file until its replacement is in place. With hard links, it stays visible meanwhile."""
+        if not self._files.link(name, f"{OLD}/{name}"):
+            self._files.move(name, f"{OLD}/{name}")
+
+    def _refuse_decoys(self, ours: Collection[str]) -> None:
+        """Raise StorageUnavailableError for a user's file that loads instead of a version; warn of other weights."""
+        for name in _DECOYS - {*ours} if ADAPTER_FILE not in ours else ():
+            if self._files.stat(name) is not None:
+                raise StorageUnavailableError(
+                    f"{self.folder / name} was not put there by a version, and would be loaded instead of one; move "
+                    "it away",
+                    path=str(self.folder / name),
+                )
+        with translated(self.folder):
+            others = [n for n in os.listdir(self.folder) if n.endswith(".safetensors") and n not in ours]
+        if others:
+            _log.warning(
+                "%s has weights that no version put there, such as %s; engines that load every file would load these "
+                "too",
+                self.folder,
+                min(others),
+            )
+
+    def _copy_others(self, source: VersionSource) -> int:
+        """Copy config, tokenizer and the like, and write an index if there are several files of weights."""
+        num_bytes = 0
+        for name in source.other_files():
+            if source.index.is_sealed or not is_left_out(name):  # no weights, which deltas would not change
+                data = source.read(name)
+                self._files.put(f"{NEW}/{name}", [data])
+                num_bytes += len(data)
+        if source.index.tensor_files not in ([SINGLE], [ADAPTER_FILE]):
+            plain = {"metadata": {}, "weight_map": dict(source.index.files)}
+            self._files.put(f"{NEW}/{INDEX}", [(json.dumps(plain, indent=2, sort_keys=True) + "\n").encode()])
+        return num_bytes
+
+    def _copy_weights(self, anchor: Anchor) -> WeightsState:
+        begins: dict[str, int] = {}
+        for location in anchor.tensors.values():
+            begins[location.file] = min(location.begin, begins.get(location.file, location.begin))
+        files: dict[str, int] = {}
+        try:
+            for name in anchor.source.index.tensor_files:
+                inner = f"{NEW}/{name}"
+                with translated(self.folder / inner), anchor.source.open(name) as reader:
+                    fd = files[name] = self._files.open(inner, os.O_CREAT | os.O_EXCL | os.O_RDWR, make=True)
+                    preallocate(fd, reader.num_bytes, self.folder / inner)
+                    head = memoryview(bytearray(begins.get(name, reader.num_bytes)))
+                    anchor.source.fill(reader, name, 0, head)
+                    write_at(fd, head, 0)
+
+            def put(file: str, at: int, data: memoryview, parts: list[TensorPart]) -> None:  # noqa: ARG001
+                with translated(self.folder / NEW / file):
+                    write_at(files[file], data, at)
+
+            return anchor.read(put)
+        finally:
+            for name, fd in files.items():
+                with translated(self.folder / NEW / name):
+                    os.close(fd)
+
+    @contextmanager
+    def regions(self, names: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Raises DamagedReplicaError."""
+        empty = torch.empty(0, dtype=torch.uint8)
+        self._refuse_decoys(self._installed.sizes)
+        with self._bytes(names) as parts:
+            regions = {n: torch.frombuffer(p, dtype=torch.uint8) if p else empty for n, p in parts.items()}
+            try:
+                yield regions
+            finally:
+                regions.clear()
+
+    def checksums(self, names: Set[str], checksum_format: str) -> dict[str, str]:
+        """Raises DamagedReplicaError."""
+        checksums: dict[str, str] = {}
+        with self._bytes(None) as parts:
+            for name in parts.keys() & names:
+                digest = new_hash(checksum_format)
+                digest.update(parts[name])
+                checksums[name] = digest.hexdigest()
+        return checksums
+
+    @contextmanager
+    def _bytes(self, names: Collection[str] | None) -> Iterator[dict[str, memoryview]]:
+        """The bytes of these tensors, writable; with None, of all tensors, read-only. Raises DamagedReplicaError."""
+        parts: dict[str, memoryview] = {}
+        maps: list[mmap.mmap] = []
+        try:
+            for file in self._installed.weights:
+                try:
+                    with translated(self.folder / file, passing=(FileNotFoundError,)):
+                        file_parts = self._parts_of(file, names, maps)
+                except (FileNotFoundError, ValueError) as error:
+                    path = str(self.folder / file)
+                    raise DamagedReplicaError(f"{path} is damaged ({error})", path=path) from error
+                if file_parts.keys() & parts.keys():
+                    raise DamagedReplicaError(f"{self.folder}: two files have the same tensor", path=str(self.folder))
+                parts |= file_parts
+            yield parts
+        finally:
+            parts.clear()
+            for mapped in maps:
+                with suppress(BufferError):  # a traceback still refers to it, and closes it when it goes
+                    mapped.close()
+
+    def _parts_of(self, file: str, names: Collection[str] | None, maps: list[mmap.mmap]) -> dict[str, memoryview]:
+        """The bytes of tensors in a file, mapped to memory. Raises ValueError if it is not a safetensors file."""
+        is_read, is_own = names is None, False
+        while True:
+            fd = self._files.open(file, os.O_RDONLY if is_read else os.O_RDWR)
+            try:
+                table, at = _header(fd)
+                rows = {name: row for name, row in table.rows.items() if names is None or name in names}
+                if not rows:
+                    return {}
+                if is_read or is_own or os.fstat(fd).st_nlink == 1:
+                    maps.append(mmap.mmap(fd, 0, access=mmap.ACCESS_READ if is_read else mmap.ACCESS_WRITE))
+                    break
+            finally:
+                close_quietly(fd)
+            self._files.part(file, by=f"{NEW}/{file}")
+            is_own = True
+        whole = memoryview(maps[-1])
+        return {name: whole[at + begin : at + end] for name, (_, begin, end) in rows.items()}
+
+    def note(self, state: WeightsState | None) -> None:
+        self._notes.note(state, boot_id(), self._stamps())
+        self.state = state
+
+    def _stamps(self) -> dict[str, str]:
+        """A text for each file of weights that changes when the file is replaced or written."""
+        stamps = {}
+        for file in self._installed.weights:
+            status = self._files.stat(file)
+            if status is not None:
+                stamps[file] = f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
+        return stamps
+
+
+def _header(fd: int) -> tuple[safetensors.HeaderTable, int]:
+    """The header of a file, and where the data behind it begins. Raises ValueError if it is not a safetensors file."""
+    num_bytes = os.fstat(fd).st_size
+    if num_bytes < 8:
+        raise ValueError("it is cut off")
+    length = memoryview(bytearray(8))
+    read_at(fd, length, 0)
+    begin = 8 + int.from_bytes(length, "little")
+    if begin > min(num_bytes, 8 + safetensors.MAX_HEADER_BYTES):
+        raise ValueError("it is cut off, or not a safetensors file")
+    head = bytearray(begin)
+    read_at(fd, memoryview(head), 0)
+    return safetensors.parse_file_header(bytes(head), num_bytes), begin
+
+
+def boot_id() -> str:
+    """The id of the machine's current boot; empty if unknown. Files written since are there, synced or not."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""

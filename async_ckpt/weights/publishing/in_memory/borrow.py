@@ -1,0 +1,225 @@
+"""A version borrowed from the memory of its publisher, on the same host.
+
+In: the token of a publisher. Out: tensors in its memory, compared with their checksums.
+Knows nothing of: roots, the tensors' destination.
+
+If a model is spread over ranks, each rank lends its slices. A version is there when all ranks lend it. The ranks go on
+to the next version each at its own time, and meanwhile no version is there; readers wait a little until they agree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+
+from ....core.host.handover import received
+from ....core.host.shared_memory import ReadOnlyMaps, map_shared
+from ....core.host.threads import Crew
+from ....core.host.waits import growing_pauses
+from ....core.spans import TIMEKEEPER
+from ....core.state.dtypes import dtype_named
+from ....errors import CorruptCheckpointError
+from ....face.around.shards import view_of
+from ...delta import checksum
+from ...lent import LentVersion, loan_of_rank, parse_lent, table_bytes
+from ..difference import checksum_of
+from ..of_ranks.pieces import PiecedTensor, TensorPiece, sliced_tensors
+from ..of_ranks.rank_versions import identity_of_ranks
+from ..replica import PullResult
+
+# Ranks publish within moments of each other, unless one of them still writes the version before.
+AGREEMENT_SECONDS: Final = 5.0
+_FIRST_LOOK_SECONDS: Final = 0.002
+_LOOK_SECONDS: Final = 0.1
+_NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+_log: Final = logging.getLogger("async_ckpt")
+
+
+class BorrowedVersion:
+    """A version in memory of its publisher, which does not overwrite it as long as it is borrowed.
+
+    Made by `PublisherMemory.borrowed`, and used inside its block, by one thread. `tensors` must not be written to.
+    """
+
+    def __init__(self, identity: str, parts: Sequence[tuple[LentVersion, list[torch.Tensor]]]) -> None:
+        """`parts` are those of all ranks, each with the buffers that it tells of.
+
+        Raises ValueError if they do not make up whole tensors.
+        """
+        first, _ = parts[0]
+        self.number, self.identity, self.adapter = first.version, identity, first.adapter
+        self.files: Mapping[str, bytes] = first.files
+        sliced = sliced_tensors([lent.slices_of_tensors for lent, _ in parts])
+        self.kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in sliced.items()}
+        self.tensors = {
+            name: PiecedTensor(
+                dtype_named(tensor.dtype),
+                tensor.shape,
+                [
+                    TensorPiece(box, _values(*parts[rank], key).view(box.sizes), parts[rank][0].tensors[key].checksum)
+                    for rank, key, box in tensor.slices
+                ],
+            )
+            for name, tensor in sliced.items()
+        }
+
+    def read(self, crew: Crew) -> PullResult:
+        """Compare all bytes with their checksums. Raises CorruptCheckpointError."""
+        self.verify(crew)
+        num_bytes = sum(piece.values.nbytes for tensor in self.tensors.values() for piece in tensor.pieces)
+        return PullResult(None, 1, num_bytes)
+
+    def verify(self, crew: Crew) -> None:
+        """Compare all bytes with their checksums. Raises CorruptCheckpointError."""
+
+        def compare(name: str, piece: TensorPiece) -> None:
+            if checksum_of(piece.values) != piece.checksum:
+                raise CorruptCheckpointError(
+                    f"version {self.number}, in the memory of its publisher: the bytes of {name!a:.200} are not "
+                    "those that were published",
+                    path="",
+                    tensors=(name,),
+                )
+
+        pieces = [(name, piece) for name, tensor in self.tensors.items() for piece in tensor.pieces]
+        crew.run_all(partial(compare, *one) for one in sorted(pieces, key=lambda one: -one[1].values.nbytes))
+
+
+def _values(lent: LentVersion, buffers: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    """The values of one of a rank's tensors, where they lie."""
+    place = lent.tensors[name]
+    data = buffers[place.buffer][place.begin :] if place.num_bytes else _NOTHING
+    return data[: place.num_bytes].view(dtype_named(place.dtype))
+
+
+class PublisherMemory:
+    """The memory of a publisher, or of all its ranks, as one reader sees it.
+
+    Any thread may call `newest`; one at a time uses the rest.
+    """
+
+    def __init__(self) -> None:
+        self._maps: list[ReadOnlyMaps] = []  # of each rank
+        # The publisher and the version of the last time that all ranks had the same; replaced as a whole.
+        self._agreed: tuple[str, tuple[int, str]] | None = None
+
+    def newest(self, token: str, at_root: int | None) -> tuple[int, str] | None:
+        """The version that counts as the newest because it is lent, and the identity of its weights; None if none is.
+
+        `at_root` is the newest version at the root. While ranks go on to the next version, and the one that they have
+        lent last is not at the root yet, that one stays the newest.
+        """
+        with _loans(token) as loans:
+            agreed = _version_of(loans)
+        if agreed is not None or not loans:
+            self._agreed = None if agreed is None else (token, agreed)
+            return agreed
+        before = self._agreed
+        if before is None or before[0] != token or (at_root is not None and at_root >= before[1][0]):
+            return None
+        return before[1]
+
+    def lends(self, token: str, version: int, start: str) -> bool:
+        """Whether all ranks lend this version, as published in the start of this name."""
+        with _loans(token) as loans:
+            is_agreed = _version_of(loans) is not None
+            return is_agreed and (loans[0].notice.version, loans[0].notice.start) == (version, start)
+
+    @contextmanager
+    def borrowed(self, token: str, version: int | None = None) -> Iterator[BorrowedVersion | None]:
+        """The version that the publisher with this token lends, until the end of the block.
+
+        None if it lends none, or another than the wanted one, or what cannot be used.
+        """
+        deadline, pauses = TIMEKEEPER.now() + AGREEMENT_SECONDS, growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
+        while True:
+            with _loans(token) as loans:
+                newest = max((notice.version for notice, _ in loans), default=None)
+                is_coming = bool(loans) and _version_of(loans) is None and version in (None, newest)
+                if not is_coming or TIMEKEEPER.now() > deadline:
+                    yield self._found(loans, version)
+                    return
+            TIMEKEEPER.sleep(next(pauses))
+
+    def _found(self, loans: Sequence[_ReceivedLoan], version: int | None) -> BorrowedVersion | None:
+        agreed = _version_of(loans)
+        if not loans:
+            self.drop()
+        if agreed is None or version not in (None, agreed[0]):
+            return None
+        self._maps = [*self._maps, *(ReadOnlyMaps() for _ in loans[len(self._maps) :])][: len(loans)]
+        try:
+            parts = [_mapped(loan, maps) for loan, maps in zip(loans, self._maps, strict=True)]
+            return BorrowedVersion(agreed[1], parts)
+        except (OSError, ValueError, IndexError) as error:
+            _log.warning("version %d in the memory of its publisher cannot be used: %s", agreed[0], error)
+            return None
+
+    def drop(self) -> None:
+        """Unmap all."""
+        self._maps = []
+
+
+class _LoanNotice(NamedTuple):
+    """A version, as it is told with its memory."""
+
+    version: int
+    identity: str  # of the slices, if the model is spread over ranks
+    digest: str  # of the table
+    num_ranks: int  # over which the model is spread; 0 for a whole model
+    start: str  # of all ranks; empty for a whole model
+
+
+class _ReceivedLoan(NamedTuple):
+    notice: _LoanNotice
+    fds: list[int]
+
+
+@contextmanager
+def _loans(token: str) -> Iterator[list[_ReceivedLoan]]:
+    """The loans of a publisher, one from each of its ranks, until the end of the block.
+
+    Empty if one of them lends nothing.
+    """
+    with ExitStack() as stack:
+        loans: list[_ReceivedLoan] = []
+        while token and len(loans) < (loans[0].notice.num_ranks or 1 if loans else 1):
+            loan = stack.enter_context(received(loan_of_rank(token, len(loans))))
+            notice = None if loan is None else _parsed(loan[0])
+            if loan is None or notice is None:
+                loans = []
+                break
+            loans.append(_ReceivedLoan(notice, loan[1]))
+        yield loans
+
+
+def _version_of(loans: Sequence[_ReceivedLoan]) -> tuple[int, str] | None:
+    """The version that all of these are of, and the identity of its weights; None if they are of several, or none."""
+    if len({(notice.version, notice.num_ranks, notice.start) for notice, _ in loans}) != 1:
+        return None
+    first = loans[0].notice
+    if not first.num_ranks:
+        return first.version, first.identity
+    return first.version, identity_of_ranks(notice.identity for notice, _ in loans)
+
+
+def _mapped(loan: _ReceivedLoan, maps: ReadOnlyMaps) -> tuple[LentVersion, list[torch.Tensor]]:
+    """The table of a loan, and the buffers that it tells of. Raises OSError, ValueError, IndexError."""
+    table, buffers = map_shared(loan.fds[0]), maps.of(loan.fds[1:])
+    data = view_of(table)
+    if checksum(data[: table_bytes(data)]) != loan.notice.digest:
+        raise ValueError("its table is not the one that was published")
+    return parse_lent(data, [len(buffer) for buffer in buffers]), buffers
+
+
+def _parsed(message: bytes) -> _LoanNotice | None:
+    match message.decode(errors="replace").split(" "):
+        case [version, identity, digest, num_ranks, start] if version.isdecimal() and num_ranks.isdecimal():
+            return _LoanNotice(int(version), identity, digest, int(num_ranks), start)
+    return None

@@ -1,0 +1,191 @@
+"""The newest version of a publisher, lent to processes of this host and user out of the memory that it lies in.
+
+In: weights on the host. Out: a loan, by a name. Knows nothing of: roots, readers, other ranks.
+
+Weights in shared memory are lent where they are; others are copied there once. Whoever reads a version keeps it from
+being overwritten, and nobody waits for a reader: the next version is in other memory. As long as readers have two
+earlier versions, no third is lent, and readers take versions from the root. So a reader that is slow, stopped or stuck
+costs memory, and no more than that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+
+from ....core.backends import is_dense
+from ....core.host.handover import Giver, Handout
+from ....core.host.limits import num_cpus
+from ....core.host.loop import get_loop
+from ....core.host.memory import HostBuffer, shared_buffer_of
+from ....core.host.threads import Crew
+from ....core.saving.default import held_memory, host_memory
+from ....core.staging.device import dense_blocks
+from ....core.state.dtypes import dtype_name
+from ...delta import RankSlices, checksum, identity_of
+from ...lent import LentTensor, LentVersion, dump_lent
+from ..difference import checksum_of
+
+_ALIGNMENT: Final = 64
+_MAX_LOANS: Final = 2
+# Each has a descriptor, of which a message can have 253.
+_MAX_BUFFERS: Final = 64
+_MAX_THREADS: Final = 8
+
+_log: Final = logging.getLogger("async_ckpt")
+
+
+class OfferedWeights(NamedTuple):
+    """The weights of a version as it is lent; `files` are the small files beside them.
+
+    Of a model that is spread over ranks, `slices` are those of this rank, and `num_ranks` is how many lend it.
+    """
+
+    version: int
+    structure: str
+    tensors: Mapping[str, torch.Tensor]
+    files: Mapping[str, bytes]
+    adapter: Mapping[str, str]
+    slices: RankSlices = RankSlices()
+    num_ranks: int = 0
+
+
+class MemoryOffer:
+    """The version that a publisher lends. Made and owned by a `Publisher`.
+
+    Only the publication whose turn it is calls `offer`, on a helper thread. Until `close`, copies are made in shared
+    memory. A snapshot for which memory is short takes that of the version that is lent.
+    """
+
+    def __init__(self, max_bytes: int | None) -> None:
+        self._max_bytes = max_bytes
+        self._giver: Giver | None = None
+        self._has_warned = False
+        self._is_closed = False
+        for memory in (host_memory(), held_memory()):
+            memory.share(self.withdraw)
+
+    def offer(self, name: str, weights: OfferedWeights, check: Callable[[], None]) -> Mapping[str, str] | None:
+        """Lend these weights in place of the version before. Returns the checksums of all tensors.
+
+        Returns None, after a warning, if they cannot be lent; then no version is.
+        """
+        crew = Crew("offer", min(_MAX_THREADS, num_cpus()), background=True)
+        try:
+            if self._giver is None:
+                self._giver = Giver(name)
+            if self._giver.num_loans >= _MAX_LOANS:
+                raise OSError(
+                    f"{_MAX_LOANS} earlier versions are still being read; end processes that read them and do not go on"
+                )
+            tensors = self._in_shared_memory(weights.tensors, crew)
+            checksums = _checksums(tensors, crew, check)
+            self._giver.put(_loan(weights, tensors, checksums))
+        except (OSError, MemoryError, RuntimeError) as error:
+            check()
+            self.withdraw()
+            if not self._has_warned:
+                _log.warning(
+                    "version %d cannot be read from memory (%s); readers on this host take it from the root",
+                    weights.version,
+                    error,
+                )
+            self._has_warned = True
+            return None
+        except BaseException:
+            self.withdraw()
+            raise
+        finally:
+            crew.stop()
+        self._has_warned = False
+        return checksums
+
+    def _in_shared_memory(self, tensors: Mapping[str, torch.Tensor], crew: Crew) -> dict[str, torch.Tensor]:
+        """The tensors, all dense and in shared memory."""
+        homes = {name: _home(tensor) for name, tensor in tensors.items()}
+        used: Counter[HostBuffer] = Counter()
+        for name, home in homes.items():
+            if home is not None:
+                used[home] += tensors[name].nbytes
+        # A buffer is lent as a whole: if most of it is an optimizer's state, a copy of the weights takes less memory.
+        kept = {home for home, num_bytes in used.most_common(_MAX_BUFFERS) if 2 * num_bytes >= home.num_bytes}
+        others = [name for name, home in homes.items() if home not in kept and tensors[name].numel()]
+        return {**tensors, **(self._copied({name: tensors[name] for name in others}, crew) if others else {})}
+
+    def _copied(self, tensors: Mapping[str, torch.Tensor], crew: Crew) -> dict[str, torch.Tensor]:
+        begins, at = {}, 0
+        for name, tensor in tensors.items():
+            begins[name] = at
+            at += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        memory = held_memory().lend(at, crew=get_loop().copiers, max_bytes=self._max_bytes, shared=True)
+        if shared_buffer_of(memory.data_ptr(), at) is None:
+            raise OSError("the system gives no shared memory")
+
+        def copy(name: str) -> None:
+            for offset, block in dense_blocks(tensors[name], 0, tensors[name].nbytes):
+                memory[begins[name] + offset :][: block.numel()].copy_(block)
+
+        crew.run_all(partial(copy, name) for name in tensors)
+        return {
+            name: memory[begins[name] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for name, tensor in tensors.items()
+        }
+
+    def withdraw(self) -> None:
+        """Lend nothing until the next version. Readers that have one go on. From any thread."""
+        if self._giver is not None:
+            self._giver.put(None)
+
+    def close(self) -> None:
+        """Lend nothing any more. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._giver is not None:
+            self._giver.close()
+        for memory in (host_memory(), held_memory()):
+            memory.unshare(self.withdraw)
+
+
+def _home(tensor: torch.Tensor) -> HostBuffer | None:
+    """The shared buffer that a tensor lies in; None if it has to be copied."""
+    if not tensor.numel() or not is_dense(tensor) or tensor.data_ptr() % tensor.element_size():
+        return None
+    return shared_buffer_of(tensor.data_ptr(), tensor.nbytes)
+
+
+def _checksums(tensors: Mapping[str, torch.Tensor], crew: Crew, check: Callable[[], None]) -> dict[str, str]:
+    checksums = dict.fromkeys(tensors, "")
+
+    def add(name: str) -> None:
+        check()
+        checksums[name] = checksum_of(tensors[name])
+
+    crew.run_all(partial(add, name) for name in sorted(tensors, key=lambda name: -tensors[name].nbytes))
+    return checksums
+
+
+def _loan(weights: OfferedWeights, tensors: Mapping[str, torch.Tensor], checksums: Mapping[str, str]) -> Handout:
+    buffers: dict[HostBuffer, int] = {}
+    rows = {}
+    for name, tensor in tensors.items():
+        number, begin = 0, 0
+        home = shared_buffer_of(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else None
+        if home is not None:
+            number, begin = buffers.setdefault(home, len(buffers)), tensor.data_ptr() - home.address
+        rows[name] = LentTensor(dtype_name(tensor.dtype), tuple(tensor.shape), number, begin, checksums[name])
+    identity = identity_of(checksums)
+    data = dump_lent(
+        LentVersion(weights.version, identity, weights.structure, rows, weights.files, weights.adapter, weights.slices)
+    )
+    table = HostBuffer.near(None, len(data), shared=True)
+    table.view[:] = data
+    fds = [buffer.fd for buffer in (table, *buffers) if buffer.fd is not None]
+    # The tensors, and not their buffers, keep the memory from being lent to the next copy.
+    message = f"{weights.version} {identity} {checksum(data)} {weights.num_ranks} {weights.slices.start}".encode()
+    return Handout(message, tuple(fds), (table, list(tensors.values())))

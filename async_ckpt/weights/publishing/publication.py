@@ -1,0 +1,422 @@
+"""One version on its way: from weights in host memory to a durable folder.
+
+In: weights on the host. Out: the folder of a version, durable and whole. Knows nothing of: readers, checkpoints.
+
+One publication at a time has the `VersionSeries`, which says whether the version may be added, and what a delta is
+against.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+import xxhash
+
+from ...core.format import safetensors
+from ...core.host.loop import OffLoop
+from ...core.host.operations import Kind
+from ...core.host.threads import Crew, running_future
+from ...core.report import Progress, SaveReport
+from ...core.saving.copy_save import CopySave
+from ...core.spans import Spans
+from ...core.spec import MIB
+from ...core.staging.guard import Optimizers
+from ...core.state.captured import SnapshotView
+from ...core.state.dtypes import dtype_name
+from ...core.storage.bulk import Parcel, copy
+from ...core.storage.disk import free_bytes_at, full, sync_folder, translated
+from ...core.storage.interface import Sink, Storage
+from ...core.storage.local import LocalStorage
+from ...core.storage.scratch import Scratch
+from ...errors import CheckpointError, ClosedError, StepExistsError, StorageUnavailableError, UnsupportedStateError
+from ...face.around.hf_weights import Weights
+from ...face.around.shards import MAX_SHARD_BYTES, Shard, ShardReader, index_of, shards_of
+from ..delta import (
+    INDEX,
+    DeltaFields,
+    RankSlices,
+    VersionIndex,
+    checksum,
+    dump_delta,
+    folder_of,
+    identity_of,
+    seal,
+    structure_of,
+)
+from .difference import checksum_of, encode, overwritten_bytes
+from .in_memory.offer import OfferedWeights
+from .of_ranks.own_slices import OwnSlices
+from .replica import MemoryReplica
+from .series import VersionSeries
+from .source import WeightsState
+from .versions import UNFINISHED_VERSION
+
+# Encoded frames are kept in memory up to _FILE_BYTES, then written as a file, beside the batch of tensors being
+# encoded.
+_FILE_BYTES: Final = 256 * MIB
+_ENCODED_AT_ONCE_BYTES: Final = 512 * MIB
+# Most of the threads wait for the disk, which many small writes keep busier than a few large ones.
+_NUM_WRITERS: Final = 8
+_WRITE_BYTES: Final = 4 * MIB
+_PART_BYTES: Final = 8 * MIB
+
+
+class PublicationRequest(NamedTuple):
+    """The arguments of one `publish` call, checked, and the time since it began."""
+
+    version: int
+    weights: Weights  # with the small files to publish beside them
+    slices: OwnSlices | None  # of a model that is spread over ranks
+    acknowledged: int | None
+    held: SnapshotView | None
+    optimizers: Optimizers
+    spans: Spans
+    called: Future[float]  # resolves when the caller has its handle
+
+
+class Publication(CopySave):
+    """The save of one version, made by `Publisher.publish` on the caller's thread, and run on the library's loop.
+
+    Its blocking methods run on helper threads, and only while it is this publication's turn.
+    """
+
+    def __init__(self, series: VersionSeries, request: PublicationRequest) -> None:
+        weights, held = request.weights, request.held
+        names, tensors = list(weights.tensors), list(weights.tensors.values())
+        # A store has no rename: files of two publishers must not have the same names, so each attempt has its own.
+        self._attempt = f"files.{os.urandom(4).hex()}" if series.storage.remote else ""
+        super().__init__(
+            series.storage.locate(folder_of(request.version)),
+            [] if held is not None else tensors,
+            [] if held is not None else names,
+            after=[] if held is None else [held.completion],
+            num_tensors=len(tensors),
+            optimizers=request.optimizers,
+            spans=request.spans,
+            called=request.called,
+        )
+        self._series, self._version, self._acknowledged = series, request.version, request.acknowledged
+        self._slices = request.slices
+        self._lent: Mapping[str, str] | None = None  # the checksums of all tensors, if the version is lent
+        self._total_bytes = sum(tensor.nbytes for tensor in tensors)
+        copies = tensors if held is not None else self.copy.tensors
+        self._weights = weights._replace(tensors=dict(zip(names, copies, strict=True)))
+        self._result: tuple[VersionIndex, WeightsState, bytes] | None = None
+        self._is_put = False  # whether the index may have been written
+        self.readable: Future[None] = running_future()  # resolves once it is lent or durable, or has failed
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def told_as(self, roots: tuple[str, ...]) -> tuple[Kind, tuple[str, ...]]:  # noqa: ARG002
+        return "publish", (self._series.versions.root,)
+
+    @property
+    def _folder(self) -> str:
+        return folder_of(self._version)
+
+    @property
+    def progress(self) -> Progress:
+        staged = self._total_bytes if self.staged.done() else 0
+        return Progress(self._total_bytes, staged, self._num_bytes)
+
+    async def _write(self, off_loop: OffLoop) -> None:
+        try:
+            await off_loop(self._write_version)
+        except StorageUnavailableError:
+            if self._scratch is not None and not self._scratch.is_there:
+                await off_loop(self._series.ownership.check)  # which says who has taken it away
+            raise
+
+    def failed(self, error: BaseException) -> None:
+        if self._attempt and not self._is_put:
+            with suppress(CheckpointError):
+                self._series.versions.discard(self._version, self._attempt)
+        self._release_weights()
+        self._series.is_clean = False
+        # A publisher that has lost its root lends nothing more.
+        if self._series.offer is not None and (self._lent is not None or isinstance(error, ClosedError)):
+            self._series.offer.withdraw()
+        if not self.readable.done():
+            self.readable.set_exception(error)
+        super().failed(error)
+        self._series.base.crew.stop()
+
+    async def tidy(self, off_loop: OffLoop) -> None:
+        """Old versions go, too: on a disk, each has a hidden name while it is being deleted."""
+        await super().tidy(off_loop)
+        await off_loop(self._series.retain)
+
+    def _report(self, call_seconds: float) -> SaveReport:
+        return replace(super()._report(call_seconds), step=self._version)
+
+    # --- blocking, on helper threads --------------------------------------------------------------------------
+
+    def _write_version(self) -> None:
+        weights = self._weights = self._weights._replace(
+            tensors=self._weights.as_published(self._weights.tensors), as_published=dict
+        )
+        structure = structure_of((n, dtype_name(t.dtype), tuple(t.shape)) for n, t in weights.tensors.items())
+        self._series.prepare(self._version, structure, weights.adapter, self._check)
+        self._series.base.reserve(weights.tensors)
+        self._offer(structure)
+        place, prefix = self._begin_folder()
+        base = self._series.base.replica_for(self._version, self._series.versions, self._acknowledged)
+        if base is None or self._exceeds_weights(base):
+            self._result = self._write_anchor(place, prefix, structure)
+        else:
+            self._result = self._write_delta(place, prefix, structure, base)
+
+    def _offer(self, structure: str) -> None:
+        """Lend the weights to other processes of this host, before they are durable."""
+        if self._series.offer is None:
+            return
+        name, weights, start = self._series.loan_name(self._check), self._weights, self._series.start
+        num_ranks = 0 if start is None else start.size
+        offered = OfferedWeights(
+            self._version, structure, weights.tensors, weights.files, weights.adapter, self.rank_slices, num_ranks
+        )
+        self._lent = self._series.offer.offer(name, offered, self._check)
+        if self._lent is not None:
+            self.readable.set_result(None)
+
+    def _begin_folder(self) -> tuple[Storage, str]:
+        """The storage and the prefix for the files: beside the version's folder on a disk, inside it in a store."""
+        storage = self._series.storage
+        if storage.remote:
+            self._series.replacement.delete(self._series.ownership)
+            self._series.versions.begin(self._version, token=self._series.ownership.token)
+            return storage, f"{self._folder}/{self._attempt}/"
+        root = Path(storage.locate(""))
+        self._scratch = Scratch(root, UNFINISHED_VERSION)
+        self._series.ownership.check()  # whoever takes the root from now on takes the folder away
+        return LocalStorage(self._scratch.folder), ""
+
+    def _write_anchor(self, place: Storage, prefix: str, structure: str) -> tuple[VersionIndex, WeightsState, bytes]:
+        shards = shards_of(self._weights, MAX_SHARD_BYTES)
+        small_files = sorted(self._weights.files.items())
+        self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(len(data) for _, data in small_files)
+        free = None if place.remote else free_bytes_at(Path(place.locate("")))
+        if free is not None and free < self._total_bytes:
+            raise full(Path(self.path), self._total_bytes, free)
+        checksums = self._copy_shards(shards, place, prefix)
+        for name, data in small_files:
+            self._check()
+            place.replace(prefix + name, data)
+            self._num_bytes += len(data)
+        identity = identity_of(checksums)
+        index = VersionIndex(
+            version=self._version,
+            files={name: shard.name for shard in shards for name in shard.tensors},
+            identity=identity,
+            structure=structure,
+            checksums=checksums,
+            digests={name: checksum(data) for name, data in small_files},
+            heads={shard.name: checksum(shard.head) for shard in shards},
+            slices=self.rank_slices,
+            adapter=self._weights.adapter,
+            attempt=self._attempt,
+        )
+        state = WeightsState(self._version, identity, structure, checksums)
+        return index, state, seal(index_of(shards, index.weight_map, **index.metadata()))
+
+    def _copy_shards(self, shards: list[Shard], place: Storage, prefix: str) -> dict[str, str]:
+        """Write the files, several parts at once, and compute the checksums of the tensors meanwhile."""
+        parcels = [Parcel(partial(ShardReader, s), prefix + s.name, s.num_bytes) for s in shards]
+        checksums = dict(self._lent or {})
+
+        def finished(sink: Sink) -> None:
+            self._num_bytes += sink.num_bytes
+            self._num_retries += sink.num_retries
+            sink.close()
+
+        def copy_all() -> None:
+            copy(
+                parcels,
+                place,
+                background=True,
+                num_threads=_NUM_WRITERS,
+                segment_bytes=_PART_BYTES if place.remote else _WRITE_BYTES,
+                check=self._check,
+                finished=finished,
+            )
+
+        def add_checksum(name: str) -> None:
+            self._check()
+            checksums[name] = checksum_of(self._weights.tensors[name])
+
+        crew = Crew("anchor", 2, background=True)
+        try:
+            unknown = self._weights.tensors.keys() - checksums.keys()
+            crew.run_all([copy_all, *(partial(add_checksum, name) for name in unknown)])
+        finally:
+            crew.stop()
+        return checksums
+
+    def _write_delta(
+        self, place: Storage, prefix: str, structure: str, base: MemoryReplica
+    ) -> tuple[VersionIndex, WeightsState, bytes]:
+        encoding = self._series.base.policy.encoding
+        assert base.state is not None
+        assert encoding is not None
+        checksums, files, digests = dict(base.state.checksums), {}, {}
+        for number, frames in enumerate(self._files_of_frames(base), start=1):
+            name = f"model-{number:05d}.safetensors"
+            files.update(dict.fromkeys(frames, name))
+            checksums.update({name: wanted for name, (_, wanted) in frames.items()})
+            head, whole = _head(frames), xxhash.xxh3_128()
+            pieces = [head, *(frame for frame, _ in frames.values())]
+            for piece in pieces:
+                whole.update(piece)
+            num_bytes = sum(map(len, pieces))
+            self._write_file(place, prefix + name, num_bytes, map(memoryview, pieces))
+            digests[name] = whole.hexdigest()
+        state = WeightsState(self._version, identity_of(checksums), structure, checksums)
+        index = VersionIndex(
+            version=self._version,
+            files=files,
+            delta=DeltaFields(base.state.version, encoding, base_identity=base.state.identity),
+            identity=state.identity,
+            structure=structure,
+            digests=digests,
+            slices=self.rank_slices,
+            adapter=self._weights.adapter,
+            attempt=self._attempt,
+        )
+        return index, state, dump_delta(index)
+
+    @property
+    def rank_slices(self) -> RankSlices:
+        """The slices of this rank, with the name of the start of all ranks. Waits for the name, and may raise."""
+        if self._series.start is None or self._slices is None:
+            return RankSlices()
+        return self._series.start.named(self._slices, self._check)
+
+    def _exceeds_weights(self, base: MemoryReplica) -> bool:
+        """Whether positions and values may take more bytes than the weights themselves."""
+        if self._series.base.policy.encoding != "overwrite":
+            return False
+        sizes: list[int] = []  # appended to by several threads
+
+        def add_size(name: str) -> None:
+            self._check()
+            sizes.append(overwritten_bytes(self._weights.tensors[name], base.region(name)))
+
+        self._series.base.crew.run_all(partial(add_size, name) for name in self._weights.tensors)
+        return sum(sizes) > self._total_bytes
+
+    def _files_of_frames(self, base: MemoryReplica) -> Iterator[dict[str, tuple[bytes, str]]]:
+        """The frames of each file, with the checksums of the new bytes, by name."""
+        pending: dict[str, tuple[bytes, str]] = {}
+        for names in _batches(self._weights.tensors):
+            encoded = self._encoded(names, base)
+            pending.update({name: encoded[name] for name in names if name in encoded})
+            if sum(len(frame) for frame, _ in pending.values()) >= _FILE_BYTES:
+                yield pending
+                pending = {}
+        if pending:
+            yield pending
+
+    def _encoded(self, names: list[str], base: MemoryReplica) -> dict[str, tuple[bytes, str]]:
+        frames: dict[str, tuple[bytes, str]] = {}
+        encoding = self._series.base.policy.encoding
+        assert encoding is not None
+
+        def encode_tensor(name: str) -> None:
+            self._check()
+            try:
+                frame = encode(self._weights.tensors[name], base.region(name), encoding)
+            except ValueError as error:
+                raise UnsupportedStateError(f"{name!a}: {error}; nothing was published", path=name) from None
+            if frame is not None:
+                frames[name] = frame
+
+        self._series.base.crew.run_all(
+            partial(encode_tensor, name) for name in sorted(names, key=lambda n: -self._weights.tensors[n].nbytes)
+        )
+        return frames
+
+    def _commit(self) -> None:
+        assert self._result is not None
+        series, storage, (index, state, data) = self._series, self._series.storage, self._result
+        series.ownership.check()
+        self._is_put = True
+        if self._scratch is None:
+            try:
+                storage.put_new(f"{self._folder}/{INDEX}", data)
+            except FileExistsError as error:
+                self._is_put = False
+                raise StepExistsError(
+                    f"{self.path}: another Publisher has published this version meanwhile; it is kept",
+                    step=self._version,
+                ) from error
+        else:
+            LocalStorage(self._scratch.folder).replace(INDEX, data)
+            series.replacement.delete(series.ownership)
+            self._rename(self._scratch, Path(storage.locate(self._folder)))
+        try:
+            series.ownership.check()
+        except ClosedError:  # after losing the root meanwhile, this version must not count
+            series.versions.withdraw(self._version, data, self._attempt)
+            raise
+        self._num_bytes += len(data)
+        series.base.update(index, state, self._weights.tensors)
+        series.published(index)
+        if not self.readable.done():
+            self.readable.set_result(None)
+        self._release_weights()
+        series.base.crew.stop()
+
+    def _rename(self, scratch: Scratch, target: Path) -> None:
+        """Put the folder in its place. Raises ClosedError if another publisher has the root."""
+        try:
+            with translated(target):
+                if not scratch.is_there:
+                    raise FileNotFoundError(errno.ENOENT, "the folder of the version was taken away", str(target))
+                os.replace(scratch.folder, target)  # fails if the target has files
+                sync_folder(target.parent)
+        except StorageUnavailableError as error:
+            self._series.ownership.check()
+            if os.path.lexists(target):
+                raise StepExistsError(
+                    f"{self.path} is there already, and is kept; give a higher version", step=self._version
+                ) from error
+            raise
+
+    def _release_weights(self) -> None:
+        """Release the copies, and the optimizers that wait for them."""
+        self._weights = self._weights._replace(tensors={}, files={}, as_published=dict)
+        self.copy.release()
+
+
+def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """The names of all tensors, in batches that are large enough for several threads."""
+    batch: list[str] = []
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        batch.append(name)
+        num_bytes += tensor.nbytes
+        if num_bytes >= _ENCODED_AT_ONCE_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _head(frames: Mapping[str, tuple[bytes, str]]) -> bytes:
+    entries, at = [], 0
+    for name, (frame, _) in frames.items():
+        entries.append(safetensors.Entry(name, "uint8", (len(frame),), at, at + len(frame)))
+        at += len(frame)
+    wanted = {name: checksum for name, (_, checksum) in frames.items()}
+    return safetensors.header(entries, wanted, header_bytes_modulo=8, at=0)

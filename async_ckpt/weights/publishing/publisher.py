@@ -1,0 +1,320 @@
+"""`Publisher`: the weights of one instant as a version that rollout engines read, whole or as a difference.
+
+In: a model, its state dict, or a snapshot. Out: versions at a root, each with a handle.
+Knows nothing of: readers, checkpoints.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+from ...core.host.deadlines import PEER_SECONDS
+from ...core.host.process import OnceInProcess
+from ...core.host.shared_memory import CAN_SHARE
+from ...core.host.threads import running_future
+from ...core.host.waits import ENDS_THE_WAIT, Wait, growing_pauses, wait_for
+from ...core.ranks.world import world_of
+from ...core.saving.handle import SaveHandle, progress_of
+from ...core.spans import TIMEKEEPER, Spans
+from ...core.spec import whole_bytes, whole_count, whole_step
+from ...core.staging.guard import unwrapped
+from ...core.staging.held_snapshot import refuse_guard
+from ...core.state.captured import SnapshotView
+from ...core.storage.compressed import zstandard_package
+from ...core.storage.place import Anywhere, local_place, written_at
+from ...errors import ClosedError, NotCommittedError, UnsupportedStateError
+from ...face.around.export import files_of
+from ...face.around.hf_checks import refuse_unreadable
+from ...face.around.hf_weights import weights_of
+from ..delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
+from .delta_base import DeltaPolicy
+from .in_memory.borrow import PublisherMemory
+from .in_memory.offer import MemoryOffer
+from .of_ranks.own_slices import OwnSlices, RanksStart, own_slices
+from .of_ranks.rank_versions import RankVersions, place_of_rank
+from .publication import Publication, PublicationRequest
+from .series import VersionSeries
+from .versions import Versions
+
+
+def _counting(_: str) -> Iterator[int]:
+    return itertools.count()
+
+
+# By root: the number of this publisher of spread models there, the same on each rank.
+_publisher_numbers: Final = OnceInProcess(_counting)
+# From look to look whether all ranks have published a version.
+_FIRST_LOOK_SECONDS: Final = 0.005
+_LOOK_SECONDS: Final = 1.0
+
+
+class Publisher:
+    """Adds versions of a model's weights at a root, in the background, for rollout engines to follow.
+
+        with async_ckpt.Publisher("/shared/weights", anchor_every=20, keep=5) as publisher:
+            with async_ckpt.snapshot({"model": model, "optimizer": optimizer}, guard=optimizer) as snap:
+                ckpt.save(snap, step=step)
+                publisher.publish(snap["model"], version=step, config_folder="base-model")
+
+    A version is a folder `weight_v000120` with a model of Hugging Face. Every so often it is an anchor, which has all
+    of the weights; otherwise a delta, with the difference between each changed tensor and its bytes in an earlier
+    version. It becomes visible when all of it is durable. A new publisher begins with an anchor, even at a root that
+    another one has used. One root has one model, and one publisher at a time: the newest.
+
+    If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks make a publisher and call `publish`
+    alike, with the model itself. Each publishes what it holds, none waits for another, and a version is whole when
+    all have published it; only a `Subscriber` reads it. Under DDP, rank 0 publishes alone.
+
+    Args:
+        root: the place to publish to: a folder, URL or Place. A folder must be one that all readers see.
+        anchor_every: one of this many versions is an anchor. A new reader reads the newest anchor and the deltas
+            after it.
+        encoding: how a delta encodes the difference: "xor", or "overwrite" (positions and values, which can be applied
+            twice). None publishes anchors only. Deltas need the bytes of the weights once more in host memory, and
+            the package zstandard.
+        keep: how many of the newest versions to keep, with all that they are built on. None keeps all.
+        acknowledged: a function that returns the newest version that every reader has applied, or None. `publish` calls
+            it. Deltas are then against that version, so a reader needs no other version to apply them. Without it they
+            are against the newest durable version.
+        on_rollback: "retire" deletes the versions that are not below a new one, just before the new one becomes
+            visible. A training that goes on from an earlier checkpoint publishes the same numbers again, and readers
+            that are ahead come back. By default such a version raises StepExistsError or StepBehindError.
+        host_bytes: the most host memory for the weights that deltas are against, together with snapshots that are
+            open or still being read; by default half of the free memory.
+        local: whether to lend the newest version, in memory, to every `Subscriber` of the same host and user, which
+            then has it before it is durable. This keeps the weights once more in host memory, and at most twice more
+            while readers are slow. Ranks of a spread model each lend what they hold; readers on the host of all of
+            them put it together.
+
+    Raises ValueError for `local` on a system that has no memory for it, which is any but Linux.
+    """
+
+    def __init__(
+        self,
+        root: Anywhere,
+        *,
+        anchor_every: int = 20,
+        encoding: Encoding | None = "xor",
+        keep: int | None = None,
+        acknowledged: Callable[[], int | None] | None = None,
+        on_rollback: Literal["retire"] | None = None,
+        host_bytes: int | None = None,
+        local: bool = False,
+    ) -> None:
+        if encoding not in (None, *ENCODINGS):
+            raise ValueError(f'encoding must be "xor", "overwrite" or None, got {encoding!r:.100}')
+        if acknowledged is not None and not callable(acknowledged):
+            raise TypeError(f"acknowledged must be a function without arguments, got {acknowledged!r:.100}")
+        if on_rollback not in (None, "retire"):
+            raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r:.100}')
+        if encoding is not None:
+            zstandard_package()  # fail here rather than at the first delta
+        self._place = written_at(root)
+        self._new_series = partial(
+            VersionSeries,
+            place=self._place,
+            deltas=DeltaPolicy(
+                encoding,
+                whole_count("anchor_every", anchor_every),
+                follows=acknowledged is None,
+                max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
+            ),
+            keep=None if keep is None else whole_count("keep", keep),
+            retires=on_rollback == "retire",
+        )
+        if not isinstance(local, bool):
+            raise TypeError(f"local must be True or False, got {local!r:.100}")
+        if local and not CAN_SHARE:
+            raise ValueError("local=True needs Linux; leave it out, and readers take versions from the root")
+        self._offer = MemoryOffer(host_bytes) if local else None
+        self._root = self._place.storage()
+        self._series: VersionSeries | None = None  # made by the first publication; under _lock
+        self._lock = threading.Lock()
+        self._acknowledged = acknowledged
+        self._pending: list[Publication] = []  # replaced as a whole, under _lock
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    def publish(
+        self,
+        state_or_snapshot: Any,
+        version: int,
+        config_folder: str | os.PathLike[str] | None = None,
+        *,
+        guard: Any = None,
+    ) -> SaveHandle:
+        """Publish the weights as a version. Returns a handle at once; the weights may change then.
+
+            handle = publisher.publish(model, version=step)
+
+        Names are those of `export_hf`. A snapshot is not copied again. Versions are published in the order of the
+        calls. `handle.result()` is the report; its `step` is the version, and its `num_bytes` is what was written.
+
+        Args:
+            state_or_snapshot: a module, a flat mapping of names to tensors, or either of them in a snapshot.
+            version: a number below 10**18 and above that of every version at the root, such as the training step.
+            config_folder: as for `export_hf`; its files are in anchors only.
+            guard: as for `save`.
+
+        Of a model with a LoRA adapter, the adapter is published, in the files that PEFT writes. Of a quantised model,
+        weights and scales are as in its checkpoints.
+
+        Raises UnsupportedStateError for a model that cannot be published, such as one of several active adapters, or
+        one that is quantised by a method whose weights in memory differ from those in its checkpoints. The handle
+        raises StepExistsError or StepBehindError for a version that is not newer, StateMismatchError for another model
+        or adapter than before, ClosedError if another publisher has taken the root, MemoryError, StorageFullError and
+        StorageUnavailableError. The versions published before stay as they were then, and the next delta is against
+        them.
+        """
+        self._refuse_if_forked()
+        if self._is_closed:
+            raise ClosedError(f"{self!r}: make another one")
+        number = whole_step(version, what="version")
+        if number > MAX_VERSION:
+            raise ValueError(f"version must be below 10**18, got {number}; give the training step")
+        spans, called = Spans(), running_future()
+        try:
+            config_files = {} if config_folder is None else _config_files(local_place(config_folder))
+            held = state_or_snapshot if isinstance(state_or_snapshot, SnapshotView) else None
+            refuse_guard([held] if held is not None else [], guard)
+            weights = weights_of(state_or_snapshot, config_files)
+            refuse_unreadable(state_or_snapshot, weights)
+            spread = weights.is_spread
+            weights, slices = own_slices(weights) if spread else (weights, {})
+            if spread and world_of(None, None).rank:
+                weights, config_files = weights._replace(files={}), {}  # rank 0 publishes the small files
+            series = self._get_series(spread=spread)
+            if spread is not (series.start is not None):
+                raise UnsupportedStateError(
+                    f"{self!r} has published {'a whole model' if spread else 'one that is spread over ranks'} before; "
+                    "make another Publisher, at a root of its own",
+                    path="",
+                )
+            base = None if self._acknowledged is None else self._acknowledged()
+            base = None if base is None else whole_step(base, what="what acknowledged() returns")
+            weights = weights._replace(files={**weights.files, **config_files})
+            own = None if series.start is None else OwnSlices(slices, series.start.count(number))
+            request = PublicationRequest(number, weights, own, base, held, unwrapped(guard), spans, called)
+            publication = Publication(series, request)
+            handle = publication.begin()
+        finally:
+            called.set_result(spans.called())
+        with self._lock:
+            running = [other for other in self._pending if not other.handle.done()]
+            self._pending = [*running, publication]
+        return handle
+
+    def _get_series(self, *, spread: bool) -> VersionSeries:
+        """The series of versions; the first publication makes it, on whichever thread."""
+        with self._lock:
+            if self._series is None and not spread:
+                self._series = self._new_series(self._root, offer=self._offer)
+            elif self._series is None:
+                world = world_of(None, None)
+                root = self._root.locate("")
+                start = RanksStart(world, root, next(_publisher_numbers(root)))
+                place = place_of_rank(self._place, world.rank, world.size)
+                self._series = self._new_series(place.storage(), start=start, offer=self._offer)
+            return self._series
+
+    def wait_readable(self, version: int, timeout: float | None = None) -> None:
+        """Wait until a `Subscriber` can pull a version of this publisher.
+
+            publisher.publish(model, version=step)
+            publisher.wait_readable(step)  # then tell the engines
+
+        With `local=True` that is when the version lies in memory, and perhaps not yet at the root; otherwise when it is
+        durable. If the model is spread over ranks, that is when it is so on all of them, for which they have half an
+        hour if there is no timeout. `timeout` is in seconds. Raises TimeoutError, the error of a version that has
+        failed, and NotCommittedError for one that was never published.
+        """
+        self._refuse_if_forked()
+        begin = TIMEKEEPER.now()
+        found = next((one for one in reversed(self._pending) if one.version == version), None)
+        if found is not None:
+            wait = Wait("for readers", ENDS_THE_WAIT)
+            if not wait_for(found.readable, timeout, lambda: wait.goes_on(lambda: progress_of([found.handle]))):
+                raise TimeoutError(f"version {version} cannot be read yet after {timeout} s")
+            found.readable.result(0.0)
+            if self._series is not None and self._series.start is not None:
+                deadline = TIMEKEEPER.now() + PEER_SECONDS if timeout is None else begin + timeout
+                self._wait_for_ranks(found, self._series.start, deadline)
+            if found.has_failed:
+                found.handle.result(0.0)
+        elif version not in self.versions():
+            root = self._root.locate("")
+            raise NotCommittedError(f"{root}: there is no version {version}", path=root, step=version)
+
+    def _wait_for_ranks(self, own: Publication, start: RanksStart, deadline: float) -> None:
+        """Wait until readers can have what all ranks publish, or this rank has failed to."""
+        wait, pauses = Wait("for readers", ENDS_THE_WAIT), growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
+        goes_on = partial(wait.goes_on, lambda: f"all ranks to publish version {own.version}")
+        token, name = start.word(goes_on), own.rank_slices.start
+        ranks, memory = RankVersions(self._place), PublisherMemory()
+        while not (memory.lends(token, own.version, name) or ranks.is_of_start(own.version, start.size, name)):
+            if own.has_failed:
+                return
+            if TIMEKEEPER.now() > deadline:
+                raise TimeoutError(f"version {own.version} cannot be read yet: not all ranks have published it")
+            goes_on()
+            TIMEKEEPER.sleep(next(pauses))
+
+    def versions(self) -> list[int]:
+        """The versions at the root, ascending.
+
+        publisher.versions()  # [100, 101, 102]
+        """
+        self._refuse_if_forked()
+        names = self._root.names("")
+        return sorted({*Versions(self._root).numbers(names), *RankVersions(self._place).sizes(names)})
+
+    def close(self) -> None:
+        """Wait for the publications under way, and give the memory back. May be called again.
+
+        publisher.close()  # leaving the `with` block does it
+
+        Errors are in the handles.
+        """
+        if os.getpid() != self._pid:
+            return  # it belongs to the parent process
+        self._is_closed = True
+        self._wait()
+        self._pending = []
+        if self._offer is not None:
+            self._offer.close()
+        if self._series is not None:
+            self._series.base.close()
+
+    def _refuse_if_forked(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError("this Publisher belongs to the parent process; make one in this process")
+
+    def _wait(self) -> None:
+        """Wait until all publications have ended, and old versions are deleted."""
+        wait = Wait("to close a Publisher", ENDS_THE_WAIT)
+        for one in self._pending:
+            wait_for(one.handle, goes_on=partial(wait.goes_on, lambda: self._root.locate("")))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Publisher {self._root.locate('')}{' (closed)' if self._is_closed else ''}>"
+
+
+def _config_files(folder: Path) -> dict[str, bytes]:
+    """The small files to publish with the weights. Raises ValueError for a name that not every place can have."""
+    files = files_of(folder)
+    for name in files:
+        if not stays_inside(name) or not name.isprintable():
+            raise ValueError(f"config_folder {folder} has a file that is called {name!a}; rename it")
+    return files

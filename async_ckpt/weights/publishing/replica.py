@@ -1,0 +1,306 @@
+"""Weights that versions are applied to: the protocol, the application, and weights in memory.
+
+In: the indices of versions, and a storage with their files. Out: the bytes of each tensor in the newest of them.
+Knows nothing of: which versions exist, modules.
+
+A delta is applied in place, and undone if one tensor does not have its checksum afterwards. `update_replica` does
+all of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Final, NamedTuple, Protocol
+
+import torch
+
+from ...core.host.limits import num_cpus
+from ...core.host.threads import Crew
+from ...core.staging.device import dense_blocks
+from ...core.state.dtypes import dtype_named
+from ...errors import CorruptCheckpointError, NotCommittedError, StateMismatchError
+from ..delta import INDEX, OUR_CHECKSUMS, VersionIndex, identity_of
+from .base_model import BaseModel
+from .difference import WrongBaseError, apply, checksum_of
+from .proof import is_that_version, source_of
+from .source import Anchor, Frame, TensorLocation, TensorPart, VersionSource, WeightsState
+from .versions import Versions
+
+_ALIGNMENT: Final = 64
+_log: Final = logging.getLogger("async_ckpt")
+
+
+class PullResult(NamedTuple):
+    """The version that was built on, and the numbers of versions applied and bytes read."""
+
+    base: int | None
+    num_versions: int
+    num_bytes: int
+
+
+class DamagedReplicaError(CorruptCheckpointError):
+    """The weights here are not those in the notes, so the next chain must begin with an anchor.
+
+    With `perhaps`, the delta may be damaged instead: it has no digest by which to tell.
+    """
+
+    perhaps: bool = False
+
+
+class Replica(Protocol):
+    """Weights that versions are applied to. One caller at a time, inside `locked`."""
+
+    @property
+    def state(self) -> WeightsState | None:
+        """The state of the weights; None if they are not known to be whole."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep other processes away."""
+
+    def seed(self, anchor: Anchor) -> int:
+        """Replace the weights by those of an anchor. Returns the number of bytes read.
+
+        Raises StateMismatchError if they are of another model.
+        """
+
+    def regions(self, names: Collection[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """The bytes of these tensors, writable in place; without tensors that are not here."""
+
+    def checksums(self, names: Set[str], checksum_format: str) -> Mapping[str, str]:
+        """The checksums of these tensors, computed from their bytes; without tensors that are not here."""
+
+    def note(self, state: WeightsState | None) -> None:
+        """Note that the weights are now in this state; None means that they are about to change."""
+
+
+def update_replica(
+    replica: Replica,
+    versions: Versions,
+    target: int,
+    crew: Crew,
+    *,
+    base: BaseModel | None = None,
+    before_apply: Callable[[Sequence[VersionIndex]], None] = lambda _: None,
+) -> PullResult:
+    """Apply what lies between a replica and a version.
+
+    `base` is the base model of the oldest delta; `before_apply` is called with each chain before it is applied.
+    After an error the replica has the last version that was applied as a whole. Raises NotCommittedError,
+    CorruptCheckpointError, StateMismatchError, StorageUnavailableError, StorageFullError.
+    """
+    before = replica.state
+    chain = versions.chain(target, before, base)
+    if replica.state is not None and not is_that_version(replica, chain, versions, target, crew, base):
+        _log.warning(
+            "the weights here are not those of version %d; they begin with an anchor again", replica.state.version
+        )
+        chain = versions.chain(target, None, base)
+    before_apply(chain)
+    try:
+        num_bytes = _apply_chain(replica, versions, chain, crew, base)
+    except DamagedReplicaError as error:
+        chain = _restarted_chain(replica, versions, target, base, chain, error)
+        before_apply(chain)
+        num_bytes = _apply_chain(replica, versions, chain, crew, base)
+    if not chain and replica.state is not None:
+        _note_verified(replica, versions.read_or_base(target, base, fresh=False))
+    built_on = None if before is None or (chain and chain[0].is_anchor) else before.version
+    return PullResult(built_on, len(chain), num_bytes)
+
+
+def _restarted_chain(
+    replica: Replica,
+    versions: Versions,
+    target: int,
+    base: BaseModel | None,
+    chain: Sequence[VersionIndex],
+    error: DamagedReplicaError,
+) -> list[VersionIndex]:
+    """The chain from an anchor on, after another one did not fit the weights. Raises `error` if there is none."""
+    if error.perhaps and chain[0].is_anchor:
+        raise error
+    if not error.perhaps and not (replica.state and replica.state.is_marked):
+        replica.note(None)
+    try:
+        restarted = versions.chain(target, None, base)
+    except NotCommittedError as missing:
+        raise error from missing
+    _log.warning("%s; the weights begin with an anchor again", error)
+    return restarted
+
+
+def _note_verified(replica: Replica, index: VersionIndex) -> None:
+    """Note a version that was already here, but perhaps noted by another receiver."""
+    assert replica.state is not None
+    known = replace(replica.state, stamp="" if index.identity else index.stamp, is_marked=False)
+    if known != replica.state:
+        replica.note(known)
+
+
+def _apply_chain(
+    replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: Crew, base: BaseModel | None
+) -> int:
+    num_bytes = 0
+    for index in chain:
+        source = source_of(index, versions, base)
+        if index.is_anchor:
+            num_bytes += replica.seed(Anchor(source, crew))
+        else:
+            num_bytes += _apply_delta(replica, source, crew)
+    return num_bytes
+
+
+def _apply_delta(replica: Replica, source: VersionSource, crew: Crew) -> int:
+    """Apply one delta. All of it is read and parsed before anything is changed."""
+    before, index = replica.state, source.index
+    assert before is not None
+    assert index.delta is not None
+    if not before.is_base_of(index):
+        raise source.corrupt(INDEX, f"it is against other weights than version {before.version} has")
+    blobs = {file: source.whole(file, crew) for file in index.tensor_files}
+    frames = _read_frames(source, blobs)
+    unknown = frames.keys() - before.checksums.keys()
+    if unknown or index.structure not in ("", before.structure):
+        raise other_model(source.path, unknown)
+    is_ours = index.delta.checksum_format == OUR_CHECKSUMS
+    checksums = before.checksums | {name: frame.checksum for name, frame in frames.items() if is_ours}
+    if index.identity not in ("", identity_of(checksums)):
+        raise source.corrupt(INDEX, "the checksums in its files are not those of the version that it tells of")
+    with replica.regions(frames) as regions:
+        if regions.keys() != frames.keys():
+            raise DamagedReplicaError("the weights here have lost some of their tensors", path=source.path)
+        replica.note(None)  # if this process dies now, nobody takes the mixture for weights
+        undo: list[Callable[[], None]] = []
+        by_size = sorted(frames, key=lambda name: -len(regions[name]))
+        try:
+            crew.run_all(partial(_apply_frame, regions[n], n, frames[n], source, undo) for n in by_size)
+        except BaseException:
+            for put_back in undo:
+                put_back()
+            replica.note(before)
+            raise
+        if not is_ours:
+            checksums |= {name: checksum_of(region) for name, region in regions.items()}
+    replica.note(WeightsState(index.version, identity_of(checksums), before.structure, checksums, source.stamp))
+    return sum(map(len, blobs.values()))
+
+
+def _read_frames(source: VersionSource, blobs: Mapping[str, memoryview]) -> dict[str, Frame]:
+    """The frames of a delta. Raises CorruptCheckpointError if its files and its index do not agree."""
+    frames = {name: frame for file, blob in blobs.items() for name, frame in source.frames(file, blob)}
+    if {name: frame.file for name, frame in frames.items()} != source.index.files:
+        raise source.corrupt(INDEX, "it names other tensors than its files hold")
+    return frames
+
+
+def _apply_frame(
+    region: torch.Tensor, name: str, frame: Frame, source: VersionSource, undo: list[Callable[[], None]]
+) -> None:
+    delta = source.index.delta
+    assert delta is not None
+    try:
+        undo.append(apply(frame.data, region, delta.encoding, frame.checksum, delta.checksum_format))
+    except WrongBaseError as error:
+        corrupt = source.corrupt(frame.file, f"{name}: {error}", tensors=(name,))
+        # A file with a digest is what was published, so the weights here must be wrong.
+        perhaps = frame.file not in source.index.digests
+        raise DamagedReplicaError(str(corrupt), path=corrupt.path, tensors=corrupt.tensors, perhaps=perhaps) from error
+
+
+def other_model(version: str, names: Collection[str]) -> StateMismatchError:
+    """The error for a version of another model than the weights here."""
+    example = f" (such as {min(names)!a:.200})" if names else ""
+    return StateMismatchError(
+        f"{version}: it is of another model than the weights here{example}; pull it into another folder or module",
+        unexpected=tuple(sorted(names)),
+    )
+
+
+# --- in memory ----------------------------------------------------------------------------------------------------
+
+
+class MemoryReplica:
+    """Weights in host memory, made by a `DeltaBase`, or by a `Subscriber` for a module or the slices of a rank.
+
+    `allocate` returns a uint8 tensor of the size that it is given; `check_model` raises if an anchor is of another
+    model.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], torch.Tensor],
+        check_model: Callable[[Anchor], None] = lambda _: None,
+    ) -> None:
+        self._allocate, self._check_model = allocate, check_model
+        self.state: WeightsState | None = None
+        self.tensors: dict[str, TensorLocation] = {}
+        self._memory: torch.Tensor | None = None
+        self._regions: dict[str, torch.Tensor] = {}
+
+    def locked(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def lay_out(self, tensors: Mapping[str, TensorLocation]) -> None:
+        """Allocate memory for these tensors, unless they fit what is allocated."""
+        if {name: location.num_bytes for name, location in tensors.items()} != {
+            name: len(region) for name, region in self._regions.items()
+        }:
+            self.state, self._regions, self._memory = None, {}, None
+            begins, at = {}, 0
+            for name, location in tensors.items():
+                begins[name] = at
+                at += -(-location.num_bytes // _ALIGNMENT) * _ALIGNMENT
+            memory = self._memory = self._allocate(at)
+            self._regions = {n: memory[begins[n] : begins[n] + t.num_bytes] for n, t in tensors.items()}
+        self.tensors = dict(tensors)
+
+    def seed(self, anchor: Anchor) -> int:
+        self._check_model(anchor)
+        self.state = None
+        self.lay_out(anchor.tensors)
+
+        def put(file: str, at: int, data: memoryview, parts: list[TensorPart]) -> None:  # noqa: ARG001
+            for name, begin, part in parts:
+                if part:
+                    region = self._regions[name][begin : begin + len(part)]
+                    region.copy_(torch.frombuffer(part, dtype=torch.uint8))
+
+        self.state = anchor.read(put)
+        return anchor.num_bytes
+
+    def take_over(self, tensors: Mapping[str, torch.Tensor], crew: Crew) -> None:
+        """Replace the bytes of these tensors."""
+
+        def copy_tensor(name: str) -> None:
+            for at, block in dense_blocks(tensors[name], 0, tensors[name].nbytes):
+                self._regions[name][at : at + block.numel()].copy_(block)
+
+        crew.run_all(partial(copy_tensor, name) for name in tensors)
+
+    @contextmanager
+    def regions(self, names: Collection[str]) -> Iterator[Mapping[str, torch.Tensor]]:
+        yield {name: self._regions[name] for name in names if name in self._regions}
+
+    def checksums(self, names: Set[str], checksum_format: str) -> dict[str, str]:
+        return {n: checksum_of(self._regions[n], checksum_format) for n in self._regions.keys() & names}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A view of one tensor."""
+        location = self.tensors[name]
+        return self._regions[name].view(dtype_named(location.dtype)).view(location.shape)
+
+    def region(self, name: str) -> torch.Tensor:
+        """The bytes of one tensor."""
+        return self._regions[name]
+
+    def note(self, state: WeightsState | None) -> None:
+        self.state = state
+
+
+def new_crew() -> Crew:
+    """The threads that apply versions for one `Subscriber`."""
+    return Crew("pull", max(2, num_cpus()))

@@ -1,0 +1,241 @@
+"""The state that one publication leaves to the next: the versions at the root, its owner, and the base of deltas.
+
+In: the number and the structure of a new version. Out: whether it may be added, and the deletion of versions that it
+replaces or makes unnecessary.
+Knows nothing of: how versions are written.
+
+Nothing here changes before the change that it records is durable.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from ...core.storage.interface import Storage
+from ...core.storage.place import Place
+from ...errors import (
+    CheckpointError,
+    StateMismatchError,
+    StepBehindError,
+    StepExistsError,
+)
+from ..delta import VersionIndex, folder_of
+from ..lent import loan_of_rank
+from .delta_base import DeltaBase, DeltaPolicy
+from .in_memory.offer import MemoryOffer
+from .of_ranks.own_slices import RanksStart
+from .of_ranks.rank_versions import RankVersions
+from .versions import Ownership, Versions, mark_replaced
+
+_log: Final = logging.getLogger("async_ckpt")
+
+
+class Replacement:
+    """The versions that a new one replaces, when a training goes on from an earlier checkpoint.
+
+    Made and owned by a `VersionSeries`. They are deleted only under on_rollback="retire"; otherwise they are an
+    error.
+    """
+
+    def __init__(self, versions: Versions, ranks: RankVersions, start: RanksStart | None, *, is_allowed: bool) -> None:
+        self._versions, self._ranks, self._start = versions, ranks, start
+        self._is_allowed = is_allowed
+        self._newest_other: int | None = None  # in other series at the root; None before it was looked up
+        self._version = 0  # the last one that was checked
+        self._replaced: list[Versions] = []  # the series in which versions are replaced
+        self._has_replaced = False  # versions were deleted, and the new one is not durable yet
+
+    def check(self, version: int, existing: list[int], check: Callable[[], None]) -> None:
+        """Find the versions that this one replaces. Raises StepExistsError or StepBehindError if it may not."""
+        if self._newest_other is None:
+            self._newest_other = self._ranks.newest_of_other_worlds(_size(self._start))
+        self._version, self._replaced = version, []
+        if max([*existing, self._newest_other]) < version:
+            return
+        above = [number for number in existing if number >= version]
+        if self._is_allowed:
+            newest = max((number for number in above if not self._versions.is_ours(number)), default=-1)
+            advice = "it is not a Publisher's, so it is not deleted; give a higher one"
+        else:
+            newest = self._newest_of_all(above, check)
+            advice = 'give a higher one, or make the Publisher with on_rollback="retire"'
+        if newest < version:
+            others = self._ranks.of_other_worlds(_size(self._start)).values() if self._is_allowed else ()
+            self._replaced = [self._versions, *others]
+            return
+        root = self._versions.root
+        if newest == version:
+            alone = "" if self._start else ". If all ranks publish the same model, let rank 0 do it alone"
+            raise StepExistsError(f"{root}: version {version} is published already; {advice}{alone}", step=version)
+        raise StepBehindError(
+            f"{root}: version {version} is not newer than {newest}, which is published; {advice}",
+            step=version,
+            newest=newest,
+        )
+
+    def _newest_of_all(self, above: list[int], check: Callable[[], None]) -> int:
+        """The newest version that a reader can have, now or once all ranks have published it.
+
+        A version that some ranks never published, because they were killed, does not count.
+        """
+        whole = self._ranks.sizes()
+        if self._start is None:
+            return max([*above, *whole])
+        start = self._start
+        alive = (number for number in above if start.has(self._versions.start_of(number), check))
+        return max([-1, *whole, *alive, *self._ranks.plain_numbers()])
+
+    def delete(self, ownership: Ownership) -> None:
+        """Delete the versions that the checked one replaces, and have readers look again."""
+        for versions in self._replaced if _is_first(self._start) else self._replaced[:1]:
+            numbers = [number for number in versions.numbers() if number >= self._version]
+            versions.delete(numbers, token=ownership.token, check=ownership.check)
+        if self._replaced:
+            self._replaced, self._newest_other = [], None
+            self._has_replaced = True
+            mark_replaced(self._ranks.storage)
+
+    def mark_durable(self) -> None:
+        """Have readers look again once the version that has replaced others is durable."""
+        if self._has_replaced:
+            self._has_replaced = False
+            mark_replaced(self._ranks.storage)
+
+
+class VersionSeries:
+    """The versions that one publisher adds: of a whole model at its root, or of one rank's slices in its folder.
+
+    Made by a `Publisher` at its first publication, and closed by it. Only the publication whose turn it is uses it,
+    on helper threads.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        place: Place,
+        deltas: DeltaPolicy,
+        keep: int | None,
+        retires: bool,
+        start: RanksStart | None = None,
+        offer: MemoryOffer | None = None,
+    ) -> None:
+        """Begin a series. `place` is the root of all ranks; `start` is None for a whole model.
+
+        Versions are lent in memory, too, if there is an `offer`.
+        """
+        self.storage, self.start, self.offer = storage, start, offer
+        self.is_clean = False  # nothing unfinished is left, of this publisher or one before it
+        self._keep, self._ranks = keep, RankVersions(place)
+        # Rank 0 knows the name of the start without waiting. As the token at the root it leads readers to all ranks.
+        of_all = None
+        if start is not None and start.is_first:
+            of_all = Ownership(self._ranks.storage, token=start.word(lambda: None))
+        self.versions, self.ownership = Versions(storage), Ownership(storage, also=of_all)
+        self.base = DeltaBase(deltas)
+        self.replacement = Replacement(self.versions, self._ranks, start, is_allowed=retires)
+        self._newest: VersionIndex | None = None  # that was added: its number, structure and adapter
+
+    def prepare(self, version: int, structure: str, adapter: Mapping[str, str], check: Callable[[], None]) -> None:
+        """Check that a version may be added, and take the root for it.
+
+        It sends requests to the storage; `check` may end a wait by raising.
+        """
+        root = self.versions.root
+        self.storage.prove(for_run=True)
+        if self.ownership.is_taken:
+            self.ownership.check()
+        existing = self.versions.numbers()
+        self.replacement.check(version, existing, check)
+        before = self._newest or self._newest_published(existing)
+        if before is not None:
+            _refuse_other_model(root, before, structure, adapter)
+        if not self.ownership.is_taken:  # only now: a refused publisher takes the root from nobody
+            self.ownership.take()
+            self.storage.sweep_uploads()
+        if not self.is_clean:
+            self.versions.delete_unfinished()
+            self.is_clean = True
+        if version not in existing and not self.versions.clear(version):
+            raise StepExistsError(
+                f"{root}: there is a folder {folder_of(version)} already, which is not a version of a Publisher; "
+                "delete it, or give a higher number",
+                step=version,
+            )
+
+    def loan_name(self, check: Callable[[], None]) -> str:
+        """The name by which versions are lent; ranks other than 0 wait for that of their start."""
+        if self.start is None:
+            return self.ownership.token
+        return loan_of_rank(self.start.word(check), self.start.rank)
+
+    def _newest_published(self, existing: list[int]) -> VersionIndex | None:
+        """The newest index that can be read; None if there is none."""
+        for number in reversed(existing):
+            try:
+                return self.versions.read(number)
+            except CheckpointError as error:
+                _log.warning("version %d is passed over: %s", number, error)
+        return None
+
+    def published(self, index: VersionIndex) -> None:
+        """Take note of a version that has become durable."""
+        self._newest = VersionIndex(index.version, {}, structure=index.structure, adapter=index.adapter)
+        self.replacement.mark_durable()
+
+    def retain(self) -> None:
+        """Delete the versions that are not among the newest, and that none of these needs."""
+        if self._keep is None:
+            return
+        own = self.versions.numbers()
+        whole = self._ranks.sizes()
+        # Other ranks may still fail to publish a version of this rank, so only whole versions are counted.
+        counted = sorted({*whole, *own} if self.start is None else whole)
+        if not counted:
+            return
+        oldest = counted[-self._keep :][0]
+        _retain_from(oldest, self.versions, self.ownership)
+        if _is_first(self.start):
+            for name, versions in self._ranks.of_other_worlds(_size(self.start)).items():
+                if versions.numbers() and not _retain_from(oldest, versions, self.ownership):
+                    self._ranks.remove(name)
+
+
+def _refuse_other_model(root: str, before: VersionIndex, structure: str, adapter: Mapping[str, str]) -> None:
+    """Raises StateMismatchError for weights that readers cannot apply to those of a version, or not use like them."""
+    if before.structure not in ("", structure):
+        raise StateMismatchError(
+            f"{root}: the versions there have tensors of other names, dtypes or shapes, and readers apply one "
+            "version to the other; publish another model to a root of its own"
+        )
+    for name in sorted(before.adapter.keys() | adapter.keys()) if before.structure else ():
+        was, now = before.adapter.get(name, "empty"), adapter.get(name, "empty")
+        if was != now:
+            raise StateMismatchError(
+                f"{root}: the versions there are of an adapter whose {name} is {was:.200}, and here it is {now:.200}; "
+                "readers of deltas keep the config that they have. Publish another adapter, or one for another base, "
+                f"to a root of its own; if it is the same, give a config_folder with the earlier {name}"
+            )
+
+
+def _is_first(start: RanksStart | None) -> bool:
+    """Whether this rank, or the only process, deletes old versions of other worlds at the root."""
+    return start is None or start.is_first
+
+
+def _size(start: RanksStart | None) -> int | None:
+    return None if start is None else start.size
+
+
+def _retain_from(oldest: int, versions: Versions, ownership: Ownership) -> list[int]:
+    """Delete the versions before `oldest` that no newer version needs. Returns the versions that are left.
+
+    Raises ClosedError if another publisher takes the root meanwhile: it may publish the same numbers again.
+    """
+    existing = versions.numbers()
+    needed = versions.needed_by([number for number in existing if number >= oldest])
+    unneeded = [number for number in existing if number not in needed and versions.is_ours(number)]
+    versions.delete(unneeded, token=ownership.token, check=ownership.check)
+    return [number for number in existing if number not in unneeded]

@@ -1,0 +1,411 @@
+"""`Subscriber`: the weights of a version, in a folder that engines load or in a module.
+
+In: a root with versions. Out: a folder or a module that has one of them. Knows nothing of: publishers, engines.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol, Self
+
+import torch
+
+from ...core.host.loop import get_loop
+from ...core.host.operations import Operation, observed
+from ...core.host.threads import Crew
+from ...core.report import PullReport
+from ...core.saving.default import held_memory
+from ...core.spec import whole_step
+from ...core.storage.place import Anywhere, local_place, written_at
+from ...errors import (
+    CheckpointError,
+    ClosedError,
+    CorruptCheckpointError,
+    NotAFolderError,
+    NotCommittedError,
+    UsageError,
+)
+from ..delta import VersionIndex
+from .base_model import BaseModel
+from .folder_replica import FolderReplica
+from .in_memory.borrow import PublisherMemory
+from .module import Kinds, fill, refuse_misfit
+from .of_ranks.pieces import PiecedTensor
+from .of_ranks.rank_replicas import RankReplicas
+from .of_ranks.rank_versions import RankVersions, identity_of_ranks
+from .replica import MemoryReplica, PullResult, Replica, new_crew, update_replica
+from .source import Anchor
+from .versions import Versions
+
+# The number of attempts of a pull while versions that it reads are being replaced.
+_TRIES: Final = 10
+
+_log: Final = logging.getLogger("async_ckpt")
+
+
+class Subscriber:
+    """Follows the versions that a `Publisher` adds at a root, from any host and at any time.
+
+        subscriber = async_ckpt.Subscriber("s3://bucket/weights")
+        for version in subscriber.watch():
+            subscriber.pull(into="/local/model")
+
+    It needs only the files: a process that starts late, or was killed, has the newest weights after one `pull`.
+    It writes nothing at the root. If the publisher lends its newest version to processes of this host and user
+    (`local=True`), the version is taken from there, and otherwise from the root.
+
+    Args:
+        root: where the versions are: a path, a URL or a Place.
+        base: a folder of Hugging Face on this machine, for a root whose first version is a delta against a model that
+            is not published there, such as slime's. A pull that finds no anchor begins with this model. It must not
+            change.
+
+    Raises NotADirectoryError if `base` is not a folder, and ValueError if it is not on this machine.
+    """
+
+    def __init__(self, root: Anywhere, *, base: str | os.PathLike[str] | None = None) -> None:
+        place = written_at(root)
+        self._base = None if base is None else BaseModel(local_place(base).absolute())
+        self._versions, self._ranks = Versions(place.storage()), RankVersions(place)
+        self._sizes: dict[int, int] = {}  # the size of the world, by version that ranks have published
+        self._slices = RankReplicas(self._ranks, _allocate)
+        self._read: set[int] = set()  # the versions that the pull under way reads
+        self._crew = new_crew()
+        self._closed = threading.Event()
+        # Host memory of each module that was pulled into; used by one `pull` at a time.
+        self._modules: weakref.WeakKeyDictionary[torch.nn.Module, MemoryReplica] = weakref.WeakKeyDictionary()
+        self._memory = PublisherMemory()  # of a publisher; one `pull` at a time borrows from it
+        self._pulling = threading.Lock()
+        self._pid = os.getpid()
+
+    @property
+    def root(self) -> str:
+        """The root, as messages show it: without secrets.
+
+        print(subscriber.root)  # s3://bucket/weights
+        """
+        return self._versions.root
+
+    def versions(self) -> list[int]:
+        """The versions that are whole, ascending.
+
+        subscriber.versions()  # [100, 101, 102]
+        """
+        self._refuse_if_closed()
+        numbers = self._numbers()
+        lent = self._lent(numbers)
+        # A version that is lent is the publisher's newest; those above it are about to be replaced.
+        return numbers if lent is None else [*(number for number in numbers if number < lent[0]), lent[0]]
+
+    def _lent(self, numbers: list[int]) -> tuple[int, str] | None:
+        """The version that is the newest because it is lent in memory, with its identity; None if there is none.
+
+        `numbers` are those at the root, which has just been listed.
+        """
+        lent = self._memory.newest(self._versions.owner_token(), max(numbers, default=None))
+        if lent is None and self._pulling.acquire(blocking=False):
+            self._memory.drop()  # of a publisher that has ended
+            self._pulling.release()
+        return lent
+
+    def _numbers(self) -> list[int]:
+        """The versions that are whole: one listing, one of each world of ranks, and a request for each new version."""
+        names = self._versions.storage.names("")
+        if not names and not self._versions.storage.remote and Path(self._versions.root).is_file():
+            raise NotAFolderError(f"{self._versions.root} is a file; give the folder with the versions")
+        self._sizes = self._ranks.sizes(names)
+        return sorted({*self._versions.numbers(names), *self._sizes})
+
+    def latest(self) -> int | None:
+        """The newest version, or None.
+
+        subscriber.latest()  # 102
+        """
+        return max(self.versions(), default=None)
+
+    def newest(self) -> tuple[int, str] | None:
+        """The newest version and the identity of its weights, or None.
+
+            subscriber.newest()  # (102, '1f0e…')
+
+        The identity differs if a version is published again with other weights. It is empty if the version cannot be
+        read. The root is listed once, and once more for each world of ranks that has published there.
+        """
+        self._refuse_if_closed()
+        return self._newest()
+
+    def _newest(self) -> tuple[int, str] | None:
+        numbers = self._numbers()
+        lent = self._lent(numbers)
+        if lent is not None or not numbers:
+            return lent
+        return numbers[-1], self._identity(numbers[-1])
+
+    def pull(self, into: str | os.PathLike[str] | torch.nn.Module, version: int | None = None) -> PullReport:
+        """Bring a folder or a module to a version, and return what that took.
+
+            report = subscriber.pull("/local/model")
+            model = AutoModelForCausalLM.from_pretrained("/local/model")
+
+        If the target holds an earlier version, only the deltas after that are read, and applied in place, in their
+        order. Otherwise the pull begins with the newest anchor up to the version. Every tensor is compared with its
+        checksum. After an error, even at the last tensor, the target has its weights of before, or those of a version
+        on the way. If a pull into a folder was killed, or its weights were damaged, the next one begins with an
+        anchor.
+
+        Args:
+            into: a folder on this machine that is new, empty, or filled by an earlier pull. Pulls of several
+                processes into it take turns. Files that you put there later stay. Or a module: its parameters and
+                buffers get the new bytes once all of them are read and compared, which takes the size of the weights
+                in host memory.
+            version: by default the newest.
+
+        The folder is an ordinary one of Hugging Face. Do not use its files by memory maps during a pull: they change.
+
+        Raises NotCommittedError if there is no such version, or if one on the way to it is missing;
+        CorruptCheckpointError for damaged files; StateMismatchError for another model; UnsupportedStateError for a
+        module with tensors that cannot be filled in place; FileExistsError for a folder with other files;
+        MemoryError, StorageUnavailableError and StorageFullError.
+        """
+        self._refuse_if_closed()
+        with observed("pull", (self.root,)) as operation:
+            report = self._pull_now(into, version, operation)
+            operation.end(report.version, report)
+        return report
+
+    def _pull_now(
+        self, into: str | os.PathLike[str] | torch.nn.Module, version: int | None, operation: Operation
+    ) -> PullReport:
+        number = None if version is None else whole_step(version, what="version")
+        if not self._pulling.acquire(blocking=False):
+            raise UsageError("another pull of this Subscriber is under way; use one for each thread")
+        try:
+            # Independent of the caller's mode: our tensors are plain ones on the host.
+            with torch.inference_mode(False), torch.device("cpu"):
+                lent = self._pull_lent(into, number)
+                target, result = lent or self._pull_newest(into, number)
+        finally:
+            self._crew.stop()
+            self._pulling.release()
+        return PullReport(
+            target, result.base, result.num_versions, result.num_bytes, operation.seconds, from_memory=lent is not None
+        )
+
+    def _pull_lent(
+        self, into: str | os.PathLike[str] | torch.nn.Module, number: int | None
+    ) -> tuple[int, PullResult] | None:
+        """Take a version from the memory of its publisher; None if it is not there."""
+        with self._memory.borrowed(self._versions.owner_token(fresh=True), number) as found:
+            if found is None:
+                return None
+            try:
+                return found.number, self._take(into, found)
+            except CorruptCheckpointError as error:
+                _log.warning("%s; it is taken from the root", error)
+                return None
+
+    def _take(self, into: str | os.PathLike[str] | torch.nn.Module, version: WholeWeights) -> PullResult:
+        """Read a version, and replace the weights of the target by it."""
+        if isinstance(into, torch.nn.Module):
+            source = self._describe(version.number)
+            refuse_misfit(into, version.kinds, version.adapter, source)
+            result = version.read(self._crew)
+            fill(into, version.tensors, version.adapter, source, self._crew)
+            return result
+        folder = self._folder(into)
+        with folder.locked():
+            state = folder.state
+            if state is not None and (state.version, state.identity) == (version.number, version.identity):
+                return PullResult(version.number, 0, 0)
+            result, files = version.read(self._crew), version.files
+            folder.become(version.tensors, version.number, version.identity, files)
+        return result._replace(num_bytes=result.num_bytes + sum(map(len, files.values())))
+
+    def _pull_newest(
+        self, into: str | os.PathLike[str] | torch.nn.Module, number: int | None
+    ) -> tuple[int, PullResult]:
+        """Pull a version, and start again if versions that it read were replaced meanwhile."""
+        for has_more in reversed(range(_TRIES)):
+            target = self._target(number)
+            size = self._sizes.get(target)
+            try:
+                if size is None:
+                    return target, self._pull(self._replica(into), target, into)
+                return target, self._take(into, self._slices.version(target, size))
+            except (CorruptCheckpointError, NotCommittedError) as error:
+                if not (has_more and self._were_replaced(target, size)):
+                    raise
+                _log.info("%s; it was replaced meanwhile, and is pulled again", error)
+        raise AssertionError("the last try returns or raises")
+
+    def _were_replaced(self, target: int, size: int | None) -> bool:
+        if size is not None:
+            return self._ranks.were_replaced(target, size)
+        return self._versions.were_replaced(self._read)
+
+    def _pull(self, replica: Replica, target: int, into: object) -> PullResult:
+        self._read = {target}
+        with replica.locked():
+            result = update_replica(
+                replica, self._versions, target, self._crew, base=self._base, before_apply=self._note_versions
+            )
+            if isinstance(into, torch.nn.Module) and isinstance(replica, MemoryReplica):
+                adapter = self._versions.read_or_base(target, self._base, fresh=False).adapter
+                tensors = {name: PiecedTensor.of(replica.tensor(name)) for name in replica.tensors}
+                fill(into, tensors, adapter, self._describe(target), self._crew)
+        return result
+
+    def _note_versions(self, chain: Sequence[VersionIndex]) -> None:
+        """Note which versions of the root this pull reads; the base model is not one of them."""
+        self._read |= {i.version for i in chain if self._base is None or not self._base.is_source_of(i)}
+
+    def watch(self, *, poll_seconds: float = 1.0) -> Iterator[int]:
+        """Yield the newest version, and each newer one as it comes, until `close`.
+
+            for version in subscriber.watch():
+                subscriber.pull(model, version)
+
+        Versions that are older than the newest when it looks are left out. After a rollback it yields a lower one.
+        One poll lists the root once, and once more for each world of ranks that has published there.
+
+        Args:
+            poll_seconds: the time between two polls.
+        """
+        if not isinstance(poll_seconds, int | float) or not poll_seconds > 0:
+            raise ValueError(f"poll_seconds must be above 0, got {poll_seconds!r:.100}")
+        self._refuse_if_forked()
+        return self._watch(poll_seconds)
+
+    def _watch(self, poll_seconds: float) -> Iterator[int]:
+        seen: tuple[int, str] | None = None
+        while not self._closed.is_set():
+            # A lower number, or the same with other weights, counts as well: the training went back to a checkpoint.
+            current = self._newest()
+            if current is not None and current != seen:
+                seen = current
+                yield current[0]
+            else:
+                self._closed.wait(poll_seconds)
+
+    def _identity(self, version: int) -> str:
+        """The identity of a version's weights, from the cache if the version is known; empty if it cannot be read."""
+        size = self._sizes.get(version)
+        try:
+            if size is None:
+                return self._versions.read(version).identity
+            return identity_of_ranks(index.identity for index in self._ranks.indices(version, size))
+        except CheckpointError:
+            return ""
+
+    def close(self) -> None:
+        """End every `watch`, and give the memory back. May be called again, from any thread.
+
+        subscriber.close()
+        """
+        if os.getpid() != self._pid:
+            return  # it belongs to the parent process
+        self._closed.set()
+        self._modules.clear()
+        self._memory.drop()
+        self._slices.drop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Subscriber {self._versions.root}{' (closed)' if self._closed.is_set() else ''}>"
+
+    def _refuse_if_forked(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError("this Subscriber belongs to the parent process; make one in this process")
+
+    def _refuse_if_closed(self) -> None:
+        self._refuse_if_forked()
+        if self._closed.is_set():
+            raise ClosedError(f"{self!r}: make another one")
+
+    def _describe(self, version: int) -> str:
+        return f"version {version} of {self._versions.root}"
+
+    def _target(self, version: int | None) -> int:
+        existing = self._numbers()
+        if version is not None:
+            if version not in existing and (self._base is None or version or existing[:1] == [0]):
+                self._versions.read(version, fresh=True, others=existing)  # raises, and says which versions exist
+            return version
+        newest = max(existing, default=None)
+        if newest is None:
+            raise NotCommittedError(
+                f"{self._versions.root}: there is no version yet", path=self._versions.root, step=None
+            )
+        return newest
+
+    @staticmethod
+    def _folder(into: str | os.PathLike[str]) -> FolderReplica:
+        return FolderReplica(Path(local_place(into)).absolute())
+
+    def _replica(self, into: str | os.PathLike[str] | torch.nn.Module) -> Replica:
+        if not isinstance(into, torch.nn.Module):
+            folder = self._folder(into)
+            if self._base is not None and folder.folder == self._base.folder.resolve():
+                raise ValueError(f"{into} is the base itself, which must not change; pull into another folder")
+            return folder
+        module = into
+        replica = self._modules.get(module)
+        if replica is None:
+            # A weak reference: the replica lives as long as the module, and must not keep it alive.
+            reference = weakref.ref(module)
+
+            def check_model(anchor: Anchor) -> None:
+                live = reference()
+                if live is not None:
+                    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in anchor.tensors.items()}
+                    refuse_misfit(live, kinds, anchor.source.index.adapter, anchor.source.path)
+
+            replica = self._modules[module] = MemoryReplica(_allocate, check_model)
+        return replica
+
+
+class WholeWeights(Protocol):
+    """A version that replaces all weights of a target, whatever it had: of ranks, or from the memory of a publisher."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def identity(self) -> str: ...
+
+    @property
+    def adapter(self) -> Mapping[str, str]: ...
+
+    @property
+    def kinds(self) -> Kinds: ...
+
+    @property
+    def tensors(self) -> Mapping[str, PiecedTensor]:
+        """The tensors, once they are read."""
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """The small files beside the weights."""
+
+    def read(self, crew: Crew) -> PullResult:
+        """Read and compare all bytes. Raises CorruptCheckpointError."""
+
+
+def _allocate(num_bytes: int) -> torch.Tensor:
+    try:
+        return held_memory().lend(num_bytes, crew=get_loop().copiers)
+    except MemoryError:
+        raise MemoryError(
+            f"a pull into a module, or of versions that ranks have published, takes the weights once in host memory, "
+            f"{num_bytes:,} bytes, which are not free; pull into a folder, or free some"
+        ) from None

@@ -1,0 +1,204 @@
+"""The soundness of all versions at a root, of whole models and of ranks.
+
+In: a root. Out: for each version whether it can be had, with the error if it cannot; and a report on all that is there.
+Knows nothing of: engines.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from typing import NamedTuple
+
+from ...core.host.threads import Crew
+from ...core.loading.verify import verify_path
+from ...core.report import VerifyReport
+from ...core.spans import Clock, monotonic
+from ...core.storage.place import Anywhere, Place, local_place, place_of
+from ...errors import CheckpointError, CorruptCheckpointError, FormatVersionError, NotCommittedError
+from ..delta import folder_of, version_of
+from .base_model import BaseModel
+from .folder_replica import FolderReplica
+from .of_ranks.rank_versions import RankVersions, folder_of_rank, worlds_in
+from .replica import new_crew, update_replica
+from .versions import Versions
+
+
+def verify_root(
+    path: Anywhere, *, base: str | os.PathLike[str] | None = None, clock: Clock = monotonic
+) -> VerifyReport:
+    """Verify the versions at a root, and the run or checkpoint that is there, too, if there is one.
+
+    Raises CorruptCheckpointError after all of it was read, FormatVersionError, and NotCommittedError if nothing there
+    is whole.
+    """
+    reports: list[VerifyReport] = []
+    errors: list[CheckpointError] = []
+    missing: list[NotCommittedError] = []
+    for verify in (
+        partial(verify_path, path, clock=clock),
+        partial(_verify_versions, place_of(path), base=base, clock=clock),
+    ):
+        try:
+            reports.append(verify())
+        except NotCommittedError as error:
+            missing.append(error)
+        except (CorruptCheckpointError, FormatVersionError) as error:
+            errors.append(error)
+        except Exception as error:
+            if not errors:
+                raise
+            errors[0].add_note(str(error))  # what was found before is not lost
+    if errors:
+        first, *others = sorted(errors, key=lambda error: not isinstance(error, CorruptCheckpointError))
+        for other in others:
+            first.add_note(str(other))
+        raise first
+    if not reports:
+        raise missing[-1]
+    report = reports[0]
+    if len(reports) > 1:
+        of_versions = reports[1]
+        report = replace(
+            report,
+            num_archives=report.num_archives + of_versions.num_archives,
+            num_bytes=report.num_bytes + of_versions.num_bytes,
+            seconds=report.seconds + of_versions.seconds,
+            notes=report.notes + of_versions.notes,
+            versions=of_versions.versions,
+        )
+    elif not report.versions:
+        report = replace(report, notes=(*report.notes, "no version there is whole"))
+    return report
+
+
+def _verify_versions(place: Place, *, base: str | os.PathLike[str] | None, clock: Clock) -> VerifyReport:
+    """Raises CorruptCheckpointError after all versions were read, and NotCommittedError if none is whole."""
+    begin, root = clock(), place.storage().locate("")
+    checked = check_versions(place, base=None if base is None else local_place(base))
+    if checked.damaged:
+        shown = (", ".join(map(str, numbers)) or "none" for numbers in (checked.damaged, checked.sound))
+        first = next(check.error for check in checked.checks if check.version == checked.damaged[0] and check.error)
+        raise CorruptCheckpointError(
+            "{}: damaged: version {}; sound: {}. {}".format(root, *shown, first),
+            path=root,
+            damaged_steps=checked.damaged,
+            sound_steps=checked.sound,
+        ) from first
+    num_bytes = sum(check.num_bytes for check in checked.checks)
+    return VerifyReport(
+        root, len(checked.checks), num_bytes, clock() - begin, notes=checked.notes, versions=checked.sound
+    )
+
+
+def has_versions(names: Iterable[str]) -> bool:
+    """Whether these names at a root are those of versions, or of the ranks that publish some."""
+    listed = list(names)
+    return any(version_of(name) is not None for name in listed) or bool(worlds_in(listed))
+
+
+class VersionCheck(NamedTuple):
+    """A version that was checked, at the root of all or in the folder of a rank, and its error if it is not sound.
+
+    `kind` is "anchor", "delta" or, if its index cannot be read, "damaged". `num_bytes` are those of its files.
+    """
+
+    version: int
+    folder: str  # below the root: empty, or the folder of a rank
+    kind: str
+    num_bytes: int
+    error: CheckpointError | None
+
+
+class CheckedVersions(NamedTuple):
+    """All versions at a root that were checked, and their numbers, ascending: sound and damaged ones, and those that
+    not all ranks have published, which do not exist for readers.
+    """
+
+    checks: list[VersionCheck]
+    sound: tuple[int, ...]
+    damaged: tuple[int, ...]
+    partial: tuple[int, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        numbers = ", ".join(map(str, self.partial))
+        return (f"not all ranks have published version {numbers}",) if numbers else ()
+
+
+def check_versions(
+    place: Place, *, base: Path | None = None, on_check: Callable[[VersionCheck], None] = lambda _: None
+) -> CheckedVersions:
+    """Check all versions at a root, and those of the ranks that publish slices there. `on_check` is called with each.
+
+    Each is applied to a temporary folder, in ascending order, so that every checksum is compared and each delta is
+    applied once. A version that is built on a damaged one cannot be had either, up to the next anchor. The folder
+    gets as many bytes as the model has, and for anchors twice as many.
+
+    `base` is the folder of a base model that is not published. Raises NotCommittedError if no version is whole,
+    StorageUnavailableError and StorageFullError.
+    """
+    whole = RankVersions(place).sizes()
+    checks: list[VersionCheck] = []
+    with tempfile.TemporaryDirectory(prefix="async-ckpt-verify-") as scratch:
+        for check in _checks_of(place, Path(scratch), base=base):
+            checks.append(check)
+            on_check(check)
+    found = {check.version for check in checks}
+    existing = {check.version for check in checks if not check.folder or check.version in whole}
+    damaged = {check.version for check in checks if check.error is not None}
+    if not (existing or damaged):
+        root = place.storage().locate("")
+        raise NotCommittedError(f"{root}: no version there is whole", path=root, step=None)
+    incomplete = found - existing - damaged - RankVersions(place).sizes().keys()  # some are completed meanwhile
+    numbers = (tuple(sorted(some)) for some in (existing - damaged, damaged, incomplete))
+    return CheckedVersions(checks, *numbers)
+
+
+def _checks_of(place: Place, scratch: Path, *, base: Path | None) -> Iterator[VersionCheck]:
+    base_model, ranks, crew = BaseModel(base) if base is not None else None, RankVersions(place), new_crew()
+    names = ranks.storage.names("")
+    try:
+        yield from _checks_at("", Versions(ranks.storage), scratch / "versions", base_model, crew)
+        for size, begun in sorted(worlds_in(names).items()):
+            for rank in sorted(begun):
+                folder = folder_of_rank(rank, size)
+                yield from _checks_at(folder, ranks.of_rank(rank, size), scratch / folder, None, crew)
+        for version, size in ranks.sizes(names).items():
+            try:
+                ranks.read_whole(version, size)
+            except (CorruptCheckpointError, NotCommittedError) as error:
+                yield VersionCheck(version, "", "damaged", 0, error)
+    finally:
+        crew.stop()
+
+
+def _checks_at(
+    folder: str, versions: Versions, scratch: Path, base: BaseModel | None, crew: Crew
+) -> Iterator[VersionCheck]:
+    damaged: set[int] = set()
+    for number in versions.numbers():
+        kind, error = "damaged", None
+        try:
+            index = versions.read(number)
+            kind = "anchor" if index.base is None else "delta"
+            if index.base in damaged:
+                raise CorruptCheckpointError(
+                    f"{versions.root}: version {number} is a delta against version {index.base}, which is damaged",
+                    path=versions.root,
+                )
+            replica = FolderReplica(scratch)
+            with replica.locked():
+                update_replica(replica, versions, number, crew, base=base)
+        except (CorruptCheckpointError, NotCommittedError) as caught:
+            if number not in versions.numbers():
+                continue  # retention was faster
+            error = caught
+            damaged.add(number)
+        yield VersionCheck(number, folder, kind, sum(versions.storage.sizes(folder_of(number)).values()), error)
+    rmtree(scratch, ignore_errors=True)

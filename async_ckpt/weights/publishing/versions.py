@@ -1,0 +1,461 @@
+"""The versions at a root: which ones exist, their indices and chains, and which publisher may add one.
+
+In: a storage. Out: indices, chains of them from held weights to a wanted version. Knows nothing of: replicas.
+
+A version exists once its index does, which is written last. A delta's base is an earlier version; a chain ends at an
+anchor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ...core.fields import is_unicode, items
+from ...core.fields import parsed as parsed_json
+from ...core.storage.disk import sync_folder, translated
+from ...core.storage.interface import Storage
+from ...core.storage.locks import TEMP_SUFFIX, temps_of
+from ...core.storage.scratch import Scratch, take_away
+from ...core.storage.store_facts import PROBE
+from ...errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCommittedError
+from ..delta import (
+    INDEX,
+    VersionIndex,
+    checksum,
+    folder_of,
+    is_attempt,
+    number_of,
+    parse,
+    version_of,
+)
+from .base_model import BaseModel
+from .notes import SINGLE
+from .source import VersionSource, WeightsState
+
+# The publisher that wrote this file last is the one that may add versions.
+_OWNER: Final = "publisher.json"
+# Of scratch folders on a disk.
+UNFINISHED_VERSION: Final = "weight_v"
+# In a store, each publisher (by its token) lists here the folders that it is about to fill or to delete.
+_UNFINISHED: Final = re.compile(r"unfinished(\.[0-9a-f]{16})?\.json")
+# A publisher that replaces versions puts a new mark into the root and removes older ones. A reader that lists the
+# root and sees another mark than before discards what it has cached.
+_MARK: Final = re.compile(r"replaced\.[0-9a-f]{16}\.json")
+
+
+class _CachedIndex(NamedTuple):
+    """A cached index, its version in the storage, and the identity of its file on a disk."""
+
+    parsed: VersionIndex
+    version: str
+    stamp: object
+
+
+def marks_in(names: Iterable[str]) -> frozenset[str]:
+    """The marks of replaced versions among the names in a root."""
+    return frozenset(filter(_MARK.fullmatch, names))
+
+
+def mark_replaced(root: Storage) -> None:
+    """Make readers discard what they have cached of this root."""
+    older = marks_in(root.names(""))
+    root.put_new(f"replaced.{os.urandom(8).hex()}.json", b"{}\n")
+    root.delete_many(sorted(older))
+
+
+class Versions:
+    """The versions at one root, with a cache of their indices. Any thread may call it."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._known: dict[int, _CachedIndex] = {}  # by version; under _lock
+        self._marks: frozenset[str] = frozenset()  # in the last listing; under _lock
+        self._owner_token: str | None = None  # of the publisher of that time; under _lock
+        self._lock = threading.Lock()
+
+    @property
+    def root(self) -> str:
+        return self.storage.locate("")
+
+    def numbers(self, names: Iterable[str] | None = None) -> list[int]:
+        """The versions that are whole, ascending.
+
+        It takes one listing, unless the names at the root are given, and a request for each version not seen before.
+        """
+        listed = [*(self.storage.names("") if names is None else names)]
+        folders = {number for name in listed if (number := version_of(name)) is not None}
+        with self._lock:
+            before, self._marks = self._marks, marks_in(listed)
+            kept = self._known if before == self._marks else {}
+            self._owner_token = self._owner_token if before == self._marks and self.storage.remote else None
+            self._known = {n: known for n, known in kept.items() if n in folders and known.stamp == self._stamp(n)}
+            known = set(self._known)
+        asked = {f"{folder_of(number)}/{INDEX}": number for number in sorted(folders - known)}
+        seen = {asked[path] for path in (self.storage.existing(list(asked)) if asked else ())}
+        bare = {
+            number
+            for number in asked.values()
+            if number not in seen and self._version_without_index(number) is not None
+        }
+        return sorted(known | seen | bare)
+
+    def _version_without_index(self, number: int) -> VersionIndex | None:
+        """The index made for a version of one file that another program published without one; None if there is none.
+
+        Only on a disk, where folders are renamed into place: in a store, only the index says that a version is whole.
+        """
+        if self.storage.remote or not Ownership(self.storage).admits(number, b""):
+            return None
+        index = VersionIndex(number, {"": SINGLE}, stamp=str(self._stamp(number, SINGLE)))
+        try:
+            return replace(index, files=dict.fromkeys(VersionSource(self.storage, index).tensors_in(SINGLE), SINGLE))
+        except CorruptCheckpointError:
+            return None
+
+    def read(
+        self, number: int, *, wanted_by: str = "", fresh: bool = False, others: Collection[int] = ()
+    ) -> VersionIndex:
+        """The index of a version. Raises NotCommittedError if there is none, and CorruptCheckpointError.
+
+        A cached index is used, unless it is to be `fresh`: the root may have been emptied and begun again. `others` are
+        versions at the root that are not of one file, for the message.
+        """
+        with self._lock:
+            known = None if fresh else self._known.get(number)
+        path = f"{folder_of(number)}/{INDEX}"
+        if known is not None and known.stamp == self._stamp(number):
+            return known.parsed
+        try:
+            stamp = self._stamp(number)
+            data, version = self.storage.read(path)
+            index = replace(parse(data, number), stamp=version)
+            if not index.is_sealed and not Ownership(self.storage).admits(number, data, index):
+                raise ValueError(
+                    f"it is damaged, or another program's: a Publisher publishes here ({_OWNER}), and its indices "
+                    "have digests of themselves. Let other programs publish to a root of their own"
+                )
+        except FileNotFoundError:
+            bare = self._version_without_index(number)
+            if bare is not None:
+                return bare
+            with self._lock:
+                self._known.pop(number, None)
+            existing = sorted({*self.numbers(), *others})
+            advice = f"there are {existing[0]} to {existing[-1]}" if existing else "there is none"
+            if wanted_by and existing and number < existing[0]:
+                advice += "; if it is the model that all began with, give its folder: Subscriber(root, base=…)"
+            raise NotCommittedError(
+                f"{self.root}: version {number} is not there{wanted_by}; {advice}", path=self.root, step=number
+            ) from None
+        except ValueError as error:
+            shown = self.storage.locate(path)
+            raise CorruptCheckpointError(f"{shown}: {error}; fetch or publish it again", path=shown) from error
+        with self._lock:
+            self._known[number] = _CachedIndex(index, version, stamp)
+        return index
+
+    def bytes_of(self, number: int) -> bytes:
+        """The bytes of an index; none if there is no index."""
+        try:
+            return self.storage.read(f"{folder_of(number)}/{INDEX}")[0]
+        except FileNotFoundError:
+            return b""
+
+    def _stamp(self, number: int, file: str = INDEX) -> object:
+        """The identity of a file on a disk; None in a store, where marks at the root tell of changes."""
+        if self.storage.remote:
+            return None
+        with suppress(OSError):
+            status = os.stat(Path(self.root) / folder_of(number) / file)
+            return status.st_ino, status.st_mtime_ns, status.st_size
+        return None
+
+    def were_replaced(self, numbers: Iterable[int]) -> bool:
+        """Whether one of these versions was deleted or replaced since its index was read."""
+        for number in numbers:
+            with self._lock:
+                known = self._known.get(number)
+            try:
+                version = self.storage.read(f"{folder_of(number)}/{INDEX}")[1]
+            except FileNotFoundError:
+                return True
+            if known is None or known.version != version:
+                return True
+        return False
+
+    def read_or_base(
+        self, number: int, base: BaseModel | None, *, wanted_by: str = "", fresh: bool = True
+    ) -> VersionIndex:
+        """The index of a version, or of the base model, which stands for all older ones. Raises as `read` does."""
+        try:
+            return self.read(number, wanted_by=wanted_by, fresh=fresh)
+        except NotCommittedError:
+            if base is None or number >= min(self.numbers(), default=1):
+                raise
+            return base.index(number)
+
+    def chain(self, target: int, state: WeightsState | None, base: BaseModel | None = None) -> list[VersionIndex]:
+        """The versions to apply, in this order, to get from `state` to a version. Empty if it has that already.
+
+        Without a state, the chain begins with an anchor. `base` stands for the base of the oldest version. Raises
+        NotCommittedError where a version is missing, and CorruptCheckpointError.
+        """
+        chain: list[VersionIndex] = []
+        number, wanted_by = target, ""
+        while True:
+            index = self.read_or_base(number, base, wanted_by=wanted_by)
+            if state is not None and state.is_version(index):
+                break
+            chain.append(index)
+            if index.base is None or (state is not None and state.is_base_of(index)):
+                break
+            wanted_by = f", and version {number} is a delta against it"
+            number = index.base
+        return chain[::-1]
+
+    def owner_token(self, *, fresh: bool = False) -> str:
+        """The token of the publisher that has the root; empty if none has.
+
+        In a store it is remembered until a listing shows that another publisher has come, unless it is to be `fresh`.
+        """
+        with self._lock:
+            known = None if fresh else self._owner_token
+        token = Ownership.token_of_owner(self.storage) if known is None else known
+        with self._lock:
+            self._owner_token = token
+        return token
+
+    def is_complete(self, number: int) -> bool:
+        """Whether a version exists, and all versions that it is built on."""
+        existing, current = self.numbers(), number
+        while current in existing and (index := self._read_if_sound(current)):
+            if index.base is None:
+                return True
+            current = index.base
+        return False
+
+    def is_ours(self, number: int) -> bool:
+        """Whether a Publisher has made this version, as far as its index tells."""
+        index = self._read_if_sound(number)
+        return index is not None and bool(index.identity)
+
+    def start_of(self, number: int) -> str:
+        """The start of all ranks in which a version was published; empty if its index does not say."""
+        index = self._read_if_sound(number)
+        return "" if index is None else index.slices.start
+
+    def _read_if_sound(self, number: int) -> VersionIndex | None:
+        """The index of a version; None if there is none that can be read."""
+        try:
+            return self.read(number)
+        except CheckpointError:
+            return None
+
+    def needed_by(self, kept: Sequence[int]) -> set[int]:
+        """These versions, and all versions in their chains, as far as indices can be read."""
+        needed: set[int] = set()
+        for number in kept:
+            current: int | None = number
+            while current is not None and current not in needed:
+                needed.add(current)
+                index = self._read_if_sound(current)
+                current = None if index is None else index.base
+        return needed
+
+    def delete(self, numbers: Sequence[int], *, token: str = "", check: Callable[[], None] = lambda: None) -> None:
+        """Delete versions, the newest first, since older ones are their bases.
+
+        On a disk a folder vanishes at once; in a store its index goes first, so that nobody takes the rest for a
+        version. `check` raises if the publisher with this token may not delete any more.
+        """
+        if numbers:
+            self.begin(*numbers, token=token)
+        for number in sorted(numbers, reverse=True):
+            with self._lock:
+                self._known.pop(number, None)
+            check()
+            if self.storage.remote:
+                self.storage.delete(f"{folder_of(number)}/{INDEX}")
+                self.storage.delete_all(folder_of(number))
+            else:
+                self._remove_folder(Path(self.root), folder_of(number))
+
+    @staticmethod
+    def _remove_folder(root: Path, name: str) -> None:
+        """Rename a folder first, to a name that the next publisher sweeps if this process is killed."""
+        with Scratch(root, UNFINISHED_VERSION) as scratch, translated(root / name), suppress(FileNotFoundError):
+            os.replace(root / name, scratch.folder)
+            sync_folder(root)
+
+    def begin(self, *numbers: int, token: str) -> None:
+        """Record that the folders of these versions are worthless without an index, before one of them has none.
+
+        On a disk there are no such folders: they are renamed into place, and out of it.
+        """
+        if self.storage.remote:
+            record = json.dumps({"versions": sorted(numbers)}).encode() + b"\n"
+            self.storage.replace(f"unfinished.{token}.json", record)
+
+    def delete_unfinished(self) -> None:
+        """Delete what publishers have begun and not finished. Only the owner of the root may do this.
+
+        In the folder of a complete version these are the files of other attempts, which a publisher wrote late. The
+        records stay for a day, since a publisher that was overtaken may wake and write more.
+        """
+        if not self.storage.remote:
+            return
+        existing = set(self.numbers())
+        records = list(filter(_UNFINISHED.fullmatch, self.storage.names("")))
+        for name in records:
+            try:
+                begun: tuple[int, ...] = items(parsed_json(self.storage.read(name)[0])["versions"], number_of)
+            except (FileNotFoundError, ValueError, KeyError, TypeError):
+                begun = ()  # unreadable
+            for number in begun:
+                if number not in existing:
+                    self.storage.delete_all(folder_of(number))
+                elif self.is_ours(number):
+                    self._delete_other_attempts(number)
+        self.storage.sweep("", records, delete=True, decided=True)
+
+    def clear(self, number: int) -> bool:
+        """Whether nothing is in the folder of a version that does not exist, once late files are deleted.
+
+        Only the owner of the root may do this.
+        """
+        names = self.storage.names(folder_of(number))
+        if names and self.storage.remote and all(map(is_attempt, names)):
+            self.storage.delete_all(folder_of(number))
+            return True
+        return not names
+
+    def withdraw(self, number: int, data: bytes, attempt: str) -> None:
+        """Take back a version that a publisher has added, with these bytes as its index, after it had lost the root."""
+        if self.bytes_of(number) != data:
+            return
+        if self.storage.remote:
+            self.storage.delete(f"{folder_of(number)}/{INDEX}")
+            self.discard(number, attempt)
+            mark_replaced(self.storage)
+        else:
+            self._remove_folder(Path(self.root), folder_of(number))
+
+    def _delete_other_attempts(self, number: int) -> None:
+        own = self.read(number).attempt
+        for name in self.storage.names(folder_of(number)):
+            if is_attempt(name) and name != own:
+                self.storage.delete_all(f"{folder_of(number)}/{name}")
+
+    def discard(self, number: int, attempt: str) -> None:
+        """Delete the files of a failed attempt in a store."""
+        self.storage.delete_all(f"{folder_of(number)}/{attempt}")
+
+
+class Ownership:
+    """The right of one publisher to add versions. The publisher that took it last has it.
+
+    Owned by a `VersionSeries`; `Versions` makes one to ask whether an index may be believed. The first of several ranks
+    `also` owns the root of all, so that it and a publisher of another world learn of each other.
+    """
+
+    def __init__(self, storage: Storage, also: Ownership | None = None, token: str = "") -> None:
+        """`token` is a new one unless it is given."""
+        self._storage, self._also = storage, also
+        self.token = token or os.urandom(8).hex()
+        self._note = b""
+        self.is_taken = False
+
+    def take(self) -> None:
+        """Take the root from whichever publisher has it."""
+        if self._also is not None:
+            self._also.take()
+        owner = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
+        self._note = json.dumps({**owner, "unsealed": self._unsealed()}, sort_keys=True).encode() + b"\n"
+        names = self._storage.names("")
+        marks = [name for name in names if name.startswith(".replaced.") and name.endswith(TEMP_SUFFIX)]
+        probes = [name for name in names if name.startswith(PROBE)]
+        left = [*temps_of(_OWNER, names), *marks, *probes]
+        self._storage.sweep("", left, delete=True, decided=True)  # left by processes that were killed meanwhile
+        self._storage.replace(_OWNER, self._note)
+        if not self._storage.remote:  # a publisher that is overtaken renames nothing into place any more
+            root = Path(self._storage.locate(""))
+            with translated(root):
+                take_away(root, UNFINISHED_VERSION)
+        if self._storage.remote:  # it may have been emptied, and get other versions by the same numbers
+            mark_replaced(self._storage)
+        self.is_taken = True
+
+    def _unsealed(self) -> dict[str, str]:
+        """The versions without a digest in their index that existed before the first publisher that writes one.
+
+        By number, each with the digest of its index, or of no bytes if it has none.
+        """
+        owner = self._owner()
+        if owner is not None and "unsealed" in owner:
+            return _texts(owner["unsealed"])
+        unsealed: dict[str, str] = {}
+        versions = Versions(self._storage)
+        for number in versions.numbers():
+            with suppress(CheckpointError):
+                if not versions.read(number).is_sealed:
+                    unsealed[str(number)] = checksum(versions.bytes_of(number))
+        return unsealed
+
+    def admits(self, number: int, data: bytes, index: VersionIndex | None = None) -> bool:
+        """Whether an index without a digest of itself belongs to a version all the same.
+
+        At a root with a publisher, such an index may be a damaged one of that publisher, whatever it looks like.
+        """
+        owner = self._owner()
+        if owner is None:
+            return True
+        if "unsealed" not in owner:  # of an earlier release, whose indices have an identity instead
+            return index is not None and bool(index.identity)
+        return _texts(owner["unsealed"]).get(str(number)) == checksum(data)
+
+    def _owner(self) -> dict[str, object] | None:
+        """The note of the publisher that has taken the root; None if none has."""
+        try:
+            note = parsed_json(self._storage.read(_OWNER)[0])
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            return {"unsealed": {}}
+        return note if isinstance(note, dict) else {"unsealed": {}}
+
+    @classmethod
+    def token_of_owner(cls, storage: Storage) -> str:
+        """The token of the publisher that has this root; empty if none has."""
+        token = (cls(storage)._owner() or {}).get("token")
+        return token if isinstance(token, str) and is_unicode(token) else ""
+
+    def check(self) -> None:
+        """Raises ClosedError if another publisher has taken the root since."""
+        if self._also is not None:
+            self._also.check()
+        root = self._storage.locate("")
+        try:
+            note = self._storage.read(_OWNER)[0]
+        except FileNotFoundError:
+            raise ClosedError(
+                f"{root}: somebody has emptied it while this Publisher was at work; make another one"
+            ) from None
+        if note != self._note:
+            other = note.decode(errors="replace").strip()
+            raise ClosedError(
+                f"{root}: another Publisher has begun to publish here ({other:.200}); give each one a root of its own. "
+                "If all ranks publish the same model, let rank 0 do it alone"
+            )
+
+
+def _texts(value: object) -> dict[str, str]:
+    return value if isinstance(value, dict) and all(isinstance(t, str) for t in value.values()) else {}

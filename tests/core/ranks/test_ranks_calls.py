@@ -1,0 +1,456 @@
+"""What a training calls, on several ranks: `save` with all its options, `close`, and nothing of torch.distributed for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import states
+import torch
+from rank_oracle import run_of, saved
+from rank_states import numbered
+from rank_worlds import Worlds
+from states import open_run, records
+
+import async_ckpt
+from async_ckpt import load
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+
+
+def steps_of(worlds: Worlds) -> list[int]:
+    """The committed steps; each is whole."""
+    steps = open_run(worlds.root).steps()
+    for step in steps:
+        assert torch.equal(saved(worlds.root, step).tensors["model.cut"], numbered(41, 3) + step)
+    return steps
+
+
+COUNTED = """
+from torch.distributed import distributed_c10d as c10d
+
+asked, called = [], []
+
+class Counted:
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        asked.append(name)
+        return getattr(self._store, name)
+
+def count(name, real):
+    def call(*arguments, **options):
+        called.append(name)
+        return real(*arguments, **options)
+    return call
+
+state = {"cut": spread(41, 3), "whole": numbered(300)}
+store = Counted(c10d._get_default_store())
+c10d._get_default_store = lambda: store
+for name in c10d.__all__:
+    real = getattr(c10d, name)
+    if callable(real) and not isinstance(real, type):
+        for module in (dist, c10d):
+            setattr(module, name, count(name, real))
+with open_run(here.root) as ckpt:
+    ckpt.save(state, 0).result()
+    dist.get_rank()
+    is_counted = bool(asked) and bool(called)
+    asked.clear(), called.clear()
+    for step in range(1, 101):
+        ckpt.save(state, step)
+    ckpt.wait()
+    here.tell([is_counted, asked, called])
+"""
+
+
+def test_after_the_first_a_save_asks_nothing_of_the_process_group_or_its_store(worlds):
+    for one in worlds.run(2, COUNTED):
+        assert one.told == [[True, [], []]]
+    assert open_run(worlds.root).steps() == list(range(101))
+
+
+PREWARMED = """
+asked = []
+
+class Counted:
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        def ask(*arguments):
+            asked.append(str(arguments))
+            return getattr(self._store, name)(*arguments)
+        return ask
+
+from torch.distributed import distributed_c10d as c10d
+store = Counted(c10d._get_default_store())
+c10d._get_default_store = lambda: store
+state = small(0) | {"own": torch.full((4,), here.rank)}
+with open_run(here.root, max_in_flight=2) as ckpt:
+    if "{fails}" and here.rank == 1:
+        try:
+            ckpt.prewarm(state | {"bad": lambda: 0})
+        except Exception as error:
+            here.tell(type(error).__name__)
+    else:
+        ckpt.prewarm(state, per_rank="own")
+    met = len(asked)
+    first = [ckpt.save(small(step) | {"own": torch.full((4,), here.rank)}, step, per_rank=["own"]) for step in (1, 2)]
+    met_again = [one for one in asked[met:] if "structure" in one or "classes" in one or "token" in one]
+    here.tell([met > 0, met_again, [handle.result().status for handle in first]])
+"""
+
+
+def test_ranks_that_have_prewarmed_do_not_wait_for_each_other_in_the_first_save(worlds):
+    """Each takes its share at once; only whether the root is shared is still to be found out, in the background."""
+    for one in worlds.run(2, PREWARMED.replace("{fails}", "")):
+        assert one.told[0][0]
+        assert one.told[0][2] == ["committed"] * 2
+        assert one.told[0][1] == []
+    for step in (1, 2):
+        sizes = [path.stat().st_size for path in (worlds.root / f"step_{step:08d}").glob("rank_*")]
+        assert sum(sizes) < 1.5 * 1_200_000  # "whole" is divided
+
+
+def test_a_rank_that_could_not_prewarm_writes_all_that_it_holds(worlds):
+    first, second = worlds.run(2, PREWARMED.replace("{fails}", "yes"))
+
+    assert second.told[0] == "UnsupportedStateError"
+    assert [told[2] for told in (first.told[-1], second.told[-1])] == [["committed"] * 2] * 2
+
+
+def test_the_group_may_be_gone_before_a_save_has_ended_and_for_those_after_it(worlds):
+    script = """
+    ckpt = open_run(here.root)
+    first, second = small(1), small(2)
+    if here.rank == 1:
+        here.at("write", lambda: here.hear("gone-0", "gone-1"), step=1)
+    handle = ckpt.save(first, 1)
+    dist.destroy_process_group()
+    here.meet("gone")
+    here.tell(handle.result().status)
+    here.save(ckpt, second, 2)
+    ckpt.close()
+    """
+    for one in worlds.run(2, script):
+        assert one.told == ["committed", {"step": 2, "status": "committed"}]
+    assert steps_of(worlds) == [1, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_closes_first_takes_part_in_what_it_has_begun(worlds, rank):
+    script = f"""
+    ckpt = open_run(here.root)
+    here.save(ckpt, small(1), 1)
+    if here.rank != {rank}:
+        here.at("write", lambda: here.hear("closing"), step=2)
+    handle = ckpt.save(small(2), 2)
+    here.say("closing")
+    if here.rank == {rank}:
+        ckpt.close()
+        here.tell(handle.done())
+    else:
+        here.hear("closing")
+        handle.result()
+        ckpt.close()
+    """
+    ended = worlds.run(2, script)
+
+    assert ended[rank].told[1:] == [True]
+    assert steps_of(worlds) == [1, 2]
+
+
+def test_a_save_after_close_is_told_to_the_others(worlds):
+    script = """
+    ckpt = open_run(here.root)
+    here.save(ckpt, small(1), 1)
+    if here.rank == 1:
+        ckpt.close()
+    here.save(ckpt, small(2), 2)
+    """
+    first, second = worlds.run(2, script)
+
+    assert second.saves[1]["error"] == "ClosedError"
+    assert "rank 1: ClosedError" in first.saves[1]["text"]
+    assert steps_of(worlds) == [1]
+
+
+def test_a_step_that_is_committed_is_refused_to_all_and_replaced_with_overwrite(worlds):
+    script = """
+    with open_run(here.root) as ckpt:
+        here.save(ckpt, small(2), 1)
+        here.save(ckpt, small(1), 1)
+        here.save(ckpt, small(1), 1, overwrite=True)
+        here.save(ckpt, small(0), 0)
+    """
+    first, second = worlds.run(2, script)
+
+    assert [one.get("error") for one in first.saves] == [None, "StepExistsError", None, "StepBehindError"]
+    assert [one.get("error") for one in second.saves] == [None, "PeerFailedError", None, "PeerFailedError"]
+    assert "rank 0: StepExistsError" in second.saves[1]["text"]
+    assert "if every rank saves to" not in first.saves[1]["text"]  # as they should
+    assert steps_of(worlds) == [1]
+    files = {path.name for path in (worlds.root / "step_00000001").iterdir()}
+    assert files == {"manifest.json", *run_of(worlds.root).manifest(1).own_names}
+
+
+def test_retention_leaves_nothing_of_old_steps(worlds):
+    """Nor of one that had failed before."""
+    script = """
+    with open_run(here.root, keep=1) as ckpt:
+        for attempt, step in enumerate((1, 2, 2, 3, 4)):
+            if here.rank == 1 and attempt == 1:
+                here.at("write", lambda: here.fail(OSError("broken")) if not here.is_said("tried") else None)
+            here.save(ckpt, small(step), step)
+            here.meet(f"{attempt}")
+            if attempt == 1:
+                here.say("tried")
+    """
+    ended = worlds.run(2, script)
+
+    assert ["status" in save for save in ended[0].saves] == [True, False, True, True, True]
+    assert steps_of(worlds) == [4]
+    assert sorted(path.name for path in worlds.root.glob("step*")) == ["step_00000004"]
+    assert [one.err for one in ended] == ["", ""]
+
+
+def test_a_rollback_retires_the_newer_steps_of_all_ranks(worlds):
+    script = """
+    with open_run(here.root) as ckpt:
+        for step in (1, 3, 5):
+            here.save(ckpt, small(step), step)
+    with open_run(here.root, on_rollback="retire") as ckpt:
+        state = small(0)
+        here.tell(ckpt.restore(state, 1))
+        here.save(ckpt, small(2), 2)
+        here.tell(ckpt.steps())
+    """
+    for one in worlds.run(2, script):
+        assert one.told[3] == 1
+        assert one.told[-1] == [1, 2]
+    assert steps_of(worlds) == [1, 2]
+
+
+def test_several_saves_may_be_under_way_while_the_state_changes_and_one_fails(worlds):
+    script = """
+    with open_run(here.root, max_in_flight=3) as ckpt:
+        handles = []
+        for step in range(12):
+            state = small(step)
+            if step >= 5:
+                state["new"] = spread(7, 7)
+            if step == 8 and here.rank == 1:
+                state["lost"] = torch.empty(3, device="meta")
+            try:
+                handles.append(ckpt.save(state, step))
+            except Exception as error:
+                here.tell(f"{step}: {error}")
+        for handle in handles:
+            if handle.exception() is not None:
+                here.tell(f"{handle.step}: {handle.exception()}")
+    """
+    for one in worlds.run(2, script):
+        (failed,) = one.told
+        assert failed.startswith("8: ")
+        assert "lost: a meta tensor has no values" in failed
+    assert steps_of(worlds) == [*range(8), 9, 10, 11]
+    assert torch.equal(saved(worlds.root, 11).tensors["new"], numbered(7, 7))
+
+
+def test_two_checkpointers_of_one_training_do_not_mix(worlds):
+    script = """
+    a, b = open_run(here.root), open_run(here.root + "/other", max_in_flight=2)
+    for step in (1, 2, 3):
+        a.save(small(step), step), b.save(small(0), step)
+    a.close(), b.close()
+    """
+    worlds.run(2, script)
+
+    assert steps_of(worlds) == [1, 2, 3]
+    assert [saved(worlds.root / "other", step).states[0]["step"] for step in (1, 2, 3)] == [0, 0, 0]
+
+
+def test_what_a_folder_shows_late_is_waited_for(worlds):
+    """As NFS, which may hide for a minute what other machines have written."""
+    script = """
+    from async_ckpt.core.storage.local import LocalStorage
+    hidden = {"names": 3, "read": 3}
+
+    def late(name, real, nothing):
+        def call(storage, path):
+            if "step" in path and hidden[name]:
+                hidden[name] -= 1
+                return nothing(path)
+            return real(storage, path)
+        setattr(LocalStorage, name, call)
+
+    def missing(path):
+        raise FileNotFoundError(path)
+
+    with open_run(here.root) as ckpt:
+        here.save(ckpt, small(1), 1)
+        late("names", LocalStorage.names, lambda path: []) if here.rank == 0 else None
+        late("read", LocalStorage.read, missing) if here.rank == 1 else None
+        here.save(ckpt, small(2), 2)
+        here.tell(hidden)
+    """
+    first, second = worlds.run(2, script)
+
+    assert [save.get("status") for one in (first, second) for save in one.saves] == ["committed"] * 4
+    assert (first.told[-1]["names"], second.told[-1]["read"]) == (0, 0)
+    assert steps_of(worlds) == [1, 2]
+
+
+@pytest.mark.parametrize(("busy", "second"), [(0, "skipped"), (1, "committed")])
+def test_ranks_skip_a_save_when_rank_0_does_and_else_wait(worlds, busy, second):
+    script = f"""
+    with open_run(here.root, on_overlap="skip") as ckpt:
+        if here.rank == {busy}:
+            here.at("after manifest" if here.rank == 0 else "decision", lambda: here.hear("second"), step=1)
+        states = small(1), small(2)
+        first = ckpt.save(states[0], 1)
+        if here.rank != {busy}:
+            first.result()
+            here.say("committed")
+        here.hear("committed")
+        handle = ckpt.save(states[1], 2)
+        here.say("second") if here.rank == 0 else None
+        here.tell([first.result().status, handle.result().status])
+    """
+    for one in worlds.run(2, script):
+        assert one.told == [["committed", second]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whether_a_save_is_due_is_the_same_on_all_ranks(worlds, rank):
+    script = f"""
+    import signal
+    from async_ckpt import Due
+    with open_run(here.root, due=Due(signals=True)) as ckpt:
+        if here.rank == {rank}:
+            signal.raise_signal(signal.SIGTERM)
+        here.meet("sent")
+        here.tell(ckpt.should_save(1))
+    """
+    first, second = worlds.run(2, script)
+
+    assert first.told == second.told == [rank == 0]
+
+
+def test_record_and_driver_are_those_of_rank_0(worlds):
+    script = """
+    with open_run(here.root) as ckpt:
+        here.save(ckpt, small(1), 1, record={"loss": float(here.rank)}, driver={"loader": here.rank} )
+    """
+    worlds.run(2, script)
+
+    assert records(worlds.root)[0]["loss"] == 0.0
+    assert open_run(worlds.root).load(1)["loader"] == 0
+
+
+WITHOUT_GROUP = """
+with open_run(here.root, ranks=(here.rank, here.size), run_id="{run_id}") as ckpt:
+    for step in {steps}:
+        state = {{"whole": numbered(300, 1000) + step, "step": step}}
+        here.save(ckpt, state, step)
+"""
+
+
+def test_ranks_without_a_process_group_are_told_by_hand(worlds):
+    """As Ray's actors. A run_id is of one start; nobody takes shares before the receipts of the first save are in."""
+    first = worlds.run(2, WITHOUT_GROUP.format(run_id="a", steps=[1, 2, 3]), has_group=False)
+    again = worlds.run(2, WITHOUT_GROUP.format(run_id="a", steps=[4]), has_group=False)
+    then = worlds.run(2, WITHOUT_GROUP.format(run_id="b", steps=[4]), has_group=False)
+
+    assert [save.get("status") for one in (*first, *then) for save in one.saves] == ["committed"] * 8
+    assert [one.saves[0]["error"] for one in again] == ["CheckpointError"] * 2
+    for rank, one in enumerate(again):
+        assert f"run_id='a' was used by an earlier start of rank {rank}" in one.saves[0]["text"]
+    whole = 300 * 1000 * 4
+    assert saved(worlds.root, 1).num_bytes == [whole, whole]
+    assert sum(saved(worlds.root, 3).num_bytes) == whole
+    for step in (1, 2, 3, 4):
+        assert torch.equal(saved(worlds.root, step).tensors["whole"], numbered(300, 1000) + step)
+
+
+TORCHRUN = """
+import os, sys
+import torch.distributed as dist
+from async_ckpt import AsyncCheckpointer
+from rank_states import small
+
+dist.init_process_group("gloo")
+with AsyncCheckpointer(sys.argv[1]) as ckpt:
+    start = ckpt.restore(small(0))
+    ckpt.save(small(1), 1).result()
+    print(f"{dist.get_rank()}: {start} {ckpt.steps()}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_training_that_torchrun_starts_needs_nothing_said(worlds, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    folders = [Path(states.__file__).parent, Path(async_ckpt.__file__).parents[1]]
+    done = subprocess.run(
+        [*command, script, worlds.root],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        },
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0: None [1]", "1: None [1]"]
+    assert steps_of(worlds) == [1]
+    assert json.loads((worlds.root / "step_00000001/manifest.json").read_text())["world_size"] == 2
+
+
+def test_ranks_borrow_the_same_though_some_know_of_a_commit_sooner(worlds):
+    script = """
+    import asyncio
+    from async_ckpt.core.ranks.agreement import Agreement
+
+    heard = Agreement._heard
+
+    async def late(agreed, *arguments):
+        while agreed._joint.step == 1 and not here.is_said("second"):
+            await asyncio.sleep(0.01)
+        return await heard(agreed, *arguments)
+
+    Agreement._heard = late
+    with open_run(here.root, max_in_flight=2) as ckpt:
+        frozen = spread(9, 9)
+        states = [{**small(step), "frozen": {"t": frozen}} for step in range(5)]
+        first = ckpt.save(states[1], 1)
+        if here.rank == 0:
+            first.result()
+            here.say("first")
+        here.hear("first")
+        second = ckpt.save(states[2], 2, unchanged=["frozen"])
+        here.meet("called")
+        here.say("second")
+        first.result(), second.result()
+        here.tell([ckpt.save(states[step], step, unchanged=["frozen"]).result().step for step in (3, 4)])
+    """
+    ended = worlds.run(2, script)
+
+    assert [one.told for one in ended] == [[[3, 4]]] * 2
+    assert steps_of(worlds) == [1, 2, 3, 4]
+    lent = {step: {one.step for one in run_of(worlds.root).manifest(step).elsewhere} for step in (2, 3, 4)}
+    assert lent[2] == set()
+    assert lent[3] == {1}
+    assert lent[4] <= {1, 2}
+    assert torch.equal(load(worlds.root, select="frozen")["frozen"]["t"], numbered(9, 9))

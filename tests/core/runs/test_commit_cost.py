@@ -1,0 +1,134 @@
+"""What a commit asks a store does not grow with the steps that are kept; a new process pays for knowing them once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scripted_disk import scripted
+from states import assert_is_state, journaled_steps, open_run, state_at
+
+from async_ckpt import AsyncCheckpointer, Place
+from async_ckpt.core.runs.manifest import Archive, Manifest
+
+# Beside one page of a listing for every thousand folders. An upload in parts asks for each of these, too. The history
+# takes one of them, and the look for later starts after the manifest of a deleted step another.
+MOST_REQUESTS = 15
+
+
+def seed(s3, bucket: str, num_steps: int) -> None:
+    """Committed steps, as another process has left them; nobody reads their archives."""
+    for step in range(num_steps):
+        attempt = f"{step:08x}"
+        name = f"rank_00000.{attempt}.tar"
+        made = Manifest(step, attempt, 1, 1e9 + step, (Archive(name, 5, "0" * 32),))
+        folder = f"run/step_{step:08d}"
+        s3.client.put_object(Bucket=bucket, Key=f"{folder}/{name}", Body=b"bytes")
+        s3.client.put_object(Bucket=bucket, Key=f"{folder}/manifest.json", Body=made.dump())
+
+
+def through(proxy, s3, bucket: str) -> Place:
+    return Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
+
+
+def save(ckpt: AsyncCheckpointer, step: int) -> None:
+    ckpt.save({"weight": torch.full((8,), float(step))}, step=step).result()
+    ckpt.wait()
+
+
+@pytest.mark.parametrize("options", [{}, {"on_rollback": "retire"}], ids=["plain", "retire"])
+@pytest.mark.parametrize("num_kept", [3, 60])
+def test_a_commit_asks_a_store_the_same_few_things_whatever_is_kept(s3, bucket, proxy, num_kept, options):
+    seed(s3, bucket, num_kept)
+    with open_run(through(proxy, s3, bucket), keep=num_kept, **options) as ckpt:
+        save(ckpt, num_kept)  # which learns what is there
+        learned = len(proxy.requests)
+        for step in range(num_kept + 1, num_kept + 4):
+            before = len(proxy.requests)
+            save(ckpt, step)
+            asked = proxy.requests[before:]
+            assert len(asked) <= MOST_REQUESTS, "\n".join(f"{r.method} {r.target}" for r in asked)
+        assert ckpt.steps() == list(range(4, num_kept + 4))
+        assert journaled_steps(ckpt) == list(range(4, num_kept + 4))
+    # A new process looks at each folder once: what is written there, and what a dead writer may have left.
+    # Six requests prove the place.
+    assert learned <= 36 + 3 * num_kept
+
+
+def test_with_several_roots_a_commit_asks_a_store_no_more(s3, bucket, proxy, tmp_path):
+    with open_run([tmp_path, through(proxy, s3, bucket)], keep=20) as ckpt:
+        for step in range(21):
+            save(ckpt, step)
+        for step in range(21, 24):
+            before = len(proxy.requests)
+            save(ckpt, step)
+            asked = proxy.requests[before:]
+            # The copy to a root that lags lists all, and looks at a step that retention has deleted at one of them.
+            assert len(asked) <= MOST_REQUESTS + 4, "\n".join(f"{r.method} {r.target}" for r in asked)
+        assert ckpt.steps() == list(range(4, 24))
+
+
+@pytest.mark.parametrize("num_retired", [2, 5, 20, 60])
+def test_steps_that_a_rollback_has_retired_cost_pages_of_a_listing_however_many_they_are(
+    s3, bucket, proxy, num_retired
+):
+    seed(s3, bucket, num_retired + 1)
+    with open_run(through(proxy, s3, bucket), on_rollback="retire") as ckpt:
+        ckpt.save({"weight": torch.zeros(8)}, step=0, overwrite=True).result()
+        ckpt.wait()
+        save(ckpt, num_retired + 1)
+        for step in range(num_retired + 2, num_retired + 5):
+            before = len(proxy.requests)
+            save(ckpt, step)
+            asked = proxy.requests[before:]
+            assert len(asked) <= MOST_REQUESTS, "\n".join(f"{r.method} {r.target}" for r in asked)
+        before = len(proxy.requests)
+        assert ckpt.steps() == [0, *range(num_retired + 1, num_retired + 5)]
+        assert len(proxy.requests) - before <= 4
+
+
+def test_a_new_process_asks_for_what_it_does_not_know_all_at_once(s3, bucket, proxy):
+    seed(s3, bucket, 12)
+    held = proxy.delay(None, method="GET", target=r"manifest\.json")
+    with open_run(through(proxy, s3, bucket)) as ckpt:
+        handle = ckpt.save({"weight": torch.zeros(8)}, step=12)
+        try:
+            for _ in range(12):
+                held.wait()
+        finally:
+            held.clear()
+        handle.result()
+
+
+def test_a_save_reads_no_manifest_of_a_step_that_it_has_seen_and_takes_the_word_of_a_listing(tmp_path):
+    with open_run(tmp_path, keep=3) as ckpt, scripted(ckpt) as disk:
+        for step in range(1, 6):
+            ckpt.save(state_at(step), step=step).result()
+            ckpt.wait()
+        disk.calls.clear()
+        ckpt.save(state_at(6), step=6).result()
+        ckpt.wait()
+        read = [path for call, path in disk.calls if call == "read" and path.endswith("manifest.json")]
+        # The one that goes is looked at again, and its archives are found by what it says.
+        assert set(read) == {"step_00000003/manifest.json"}
+
+
+def test_what_another_process_commits_deletes_and_takes_out_of_the_run_is_seen_at_the_next_save(tmp_path):
+    with open_run(tmp_path) as ours, open_run(tmp_path, keep=2, on_rollback="retire") as theirs:
+        for step in (1, 2):
+            ours.save(state_at(step), step=step).result()
+        ours.wait()
+        for step in (3, 4):
+            theirs.save(state_at(step), step=step).result()
+        theirs.wait()
+        ours.save(state_at(5), step=5).result()
+        ours.wait()
+        assert journaled_steps(ours) == [3, 4, 5]
+        theirs.restore(state_at(0), step=3)
+        theirs.save(state_at(4) | {"note": "anew"}, step=4, overwrite=True).result()
+        theirs.wait()
+        ours.save(state_at(6), step=6).result()
+        ours.wait()
+        assert ours.steps() == [3, 4, 6]
+        assert journaled_steps(ours) == [3, 4, 6]
+        assert_is_state(ours.load(6), 6)
+        assert ours.load(4)["note"] == "anew"

@@ -1,0 +1,104 @@
+"""Pythons that start no thread once they exit, as 3.12.0 and 3.12.1: what is under way then is still saved."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import threading
+
+import pytest
+from racing import until
+from states import assert_is_state, open_run
+
+import async_ckpt
+from async_ckpt.core.host import threads
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+
+# As in those Pythons, from the moment on that the first exit hook runs. The writes wait for that moment.
+HEAD = """
+import os, sys, threading, torch, async_ckpt
+from async_ckpt.core.host import threads
+from children import hold_writes
+from states import open_run, state_at
+
+root = sys.argv[1]
+go = hold_writes()
+threads._reserve.fill(threads._NUM_RESERVED)
+
+def exits():
+    def start(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    threading.Thread.start = start
+    go.set()
+
+def begin(target):
+    target()
+    threading._register_atexit(exits)
+"""
+
+
+def test_the_last_save_of_a_python_that_starts_no_thread_any_more_is_committed(tmp_path, nursery):
+    body = HEAD + "begin(lambda: open_run(root).save(state_at(1, 30), step=1))"
+    ended = nursery.run(body, tmp_path)
+
+    assert (ended.status, ended.err) == (0, "")
+    with open_run(tmp_path) as ckpt:
+        assert_is_state(ckpt.load(1), 1, 30)
+
+
+def test_what_is_packed_and_exported_last_is_there_without_new_threads(tmp_path, nursery):
+    body = """
+    def last():
+        with async_ckpt.pack(root + "/x.tar") as folder:
+            for number in range(100):
+                (folder / str(number)).write_bytes(os.urandom(100_000))
+        async_ckpt.wrap(torch.save)(state_at(1, 5), root + "/x.pt")
+        async_ckpt.save(state_at(1, 5), root + "/y.tar")
+    begin(last)
+    """
+    ended = nursery.run(HEAD + textwrap.dedent(body), tmp_path)
+
+    assert (ended.status, ended.err) == (0, "")
+    assert_is_state(async_ckpt.load(tmp_path / "y.tar"), 1, 5)
+    async_ckpt.files.extract(tmp_path / "x.tar", tmp_path / "out")
+    assert len(list((tmp_path / "out").iterdir())) == 100
+    assert (tmp_path / "x.pt").exists()
+
+
+def no_thread(thread):
+    raise RuntimeError("no thread")
+
+
+def until_idle(reserve):
+    until(lambda: reserve._num_idle == 1)
+
+
+def test_the_reserve_is_filled_by_those_pythons_only():
+    threads.prepare_for_exit()
+
+    assert (threads._reserve._num_started > 0) == ((3, 12, 0) <= sys.version_info < (3, 12, 2))
+
+
+def test_a_thread_of_the_reserve_does_what_another_would_have_done(monkeypatch):
+    reserve = threads._Reserve()
+    monkeypatch.setattr(threads, "_reserve", reserve)
+    reserve.fill(1)
+    monkeypatch.setattr(threads.LibraryThread, "start", no_thread)
+    names, told = [], []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    for number in range(3):  # it comes back
+        ran = threads.start_thread(str(number), lambda: names.append(threading.current_thread().name))
+        ran.join()
+        assert not ran.is_alive()
+        until_idle(reserve)
+    threads.start_thread("fails", lambda: 1 / 0).join()
+    until_idle(reserve)
+    with pytest.raises(RuntimeError, match="no thread"):
+        threads.start_thread("daemon", lambda: None, daemon=True)
+    reserve.stop()
+    with pytest.raises(RuntimeError, match="no thread"):
+        threads.start_thread("late", lambda: None)
+
+    assert names == ["async_ckpt-0", "async_ckpt-1", "async_ckpt-2"]
+    assert [hook.exc_type for hook in told] == [ZeroDivisionError]

@@ -1,0 +1,405 @@
+"""Who waits for whom on a device: each wait that is left out is noticed, under both extreme schedules.
+
+A scenario is right as it is; with one wait left out, by a mutant, it loads wrong bytes, fails, or races.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerators import Simulated
+from racing import Call, Gate, until
+from scripted_disk import scripted
+from sim_streams import WORK_SECONDS
+from states import MIB, open_run
+
+from async_ckpt import SaveHandle, TornSnapshotError
+from async_ckpt.core.host.loop import get_loop
+from async_ckpt.core.host.memory import HostBuffer
+from async_ckpt.core.saving import ledger
+from async_ckpt.core.staging.device import Alias, Device
+from async_ckpt.core.staging.snapshot import Snapshot
+from async_ckpt.core.staging.tensors import SourceTensors
+from async_ckpt.core.staging.tripwires import Tripwires
+
+ITEMS = MIB // 4
+Scenario = Callable[[Path, Simulated], str | None]
+
+
+def wrong(loaded: dict[str, torch.Tensor], value: float) -> str | None:
+    return next((f"{name} differs" for name, t in loaded.items() if not bool((t == value).all())), None)
+
+
+def write_before_and_after(root: Path, device: Simulated) -> str | None:
+    """Training writes to a tensor just before `save`, and just after it."""
+    state = {f"w{n}": torch.zeros(ITEMS, device="sim") for n in range(3)}
+    with open_run(root) as ckpt:
+        with device.ahead():
+            for tensor in state.values():
+                tensor.fill_(3)
+            handle = ckpt.save(state, step=1)
+            for tensor in state.values():
+                tensor.fill_(-1)
+            device.let_it_come_to_a_stop(handle)
+        handle.result()
+        return wrong(ckpt.load(1), 3.0)
+
+
+def step_while_it_is_copied(root: Path, device: Simulated) -> str | None:
+    """A guarded optimizer steps while the copies of its parameters are still to be made."""
+    p = torch.nn.Parameter(torch.full((4 * ITEMS,), 3.0, device="sim"))
+    p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    with open_run(root, guard=optimizer) as ckpt:
+        ckpt.prewarm({"p": p})
+        with device.ahead():
+            handle = ckpt.save({"p": p}, step=1)
+            optimizer.step()
+        handle.result()
+        return wrong(ckpt.load(1), 3.0)
+
+
+def step_before_it_is_enqueued(root: Path, device: Simulated) -> str | None:
+    """The optimizer steps while the enqueueing of copies waits for memory."""
+    p = torch.nn.Parameter(torch.full((8 * MIB,), 3.0, device="sim"))
+    p.grad = torch.ones_like(p)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    with open_run(root, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.stop("write")
+        handle = ckpt.save({"p": p}, step=1, guard=optimizer)
+        step = Call(optimizer.step)
+        step.wait_until_inside("hold")
+        disk.release_all()
+        step.outcome()
+        handle.result()
+        return wrong(ckpt.load(1), 3.0)
+
+
+def data_replaced_before_it_is_enqueued(root: Path, device: Simulated) -> str | None:
+    """A parameter gets other memory while the copy of the old one is still to be enqueued, and others want that."""
+    p = torch.nn.Parameter(torch.full((8 * MIB,), 3.0, device="sim"))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    with open_run(root, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.stop("write")
+        handle = ckpt.save({"p": p}, step=1, guard=optimizer)
+        p.data = torch.full((8 * MIB,), -1.0, device="sim")
+        others = [torch.full((8 * MIB,), -1.0, device="sim") for _ in range(2)]
+        disk.release_all()
+        handle.result()
+        del others
+        return wrong(ckpt.load(1), 3.0)
+
+
+def memory_of_another_stream_freed(root: Path, device: Simulated) -> str | None:
+    """What was allocated on another stream is freed right after `save`, as FSDP frees its full parameters."""
+    other = device.stream()
+    with device.module.stream(other):
+        state = {"w": torch.full((4 * ITEMS,), 3.0, device="sim")}
+    device.module.current_stream().wait_stream(other)
+    with open_run(root) as ckpt:
+        with device.ahead():
+            handle = ckpt.save(state, step=1)
+            device.sim.resize(state["w"], 0)
+            with device.module.stream(other):
+                for _ in range(2):
+                    torch.full((4 * ITEMS,), -1.0, device="sim")
+        handle.result()
+        return wrong(ckpt.load(1), 3.0)
+
+
+def wait_until_enqueued(handle: SaveHandle) -> None:
+    """Return when all copies of a save are enqueued, or it has failed."""
+    get_loop().sync()  # which lists the save
+    save: Any = next(save for save in ledger.all_saves() if save.handle is handle)
+    snapshot = save.snapshot
+    until(lambda: "enqueued" in repr(snapshot) or handle.done())
+
+
+def resized_between_enqueue_and_copy(root: Path, device: Simulated) -> str | None:
+    """A deferred tensor loses its memory when its copy is enqueued, but not made, and others want that memory."""
+    p, optimizer = guarded(3.0)
+    with open_run(root) as ckpt:
+        with device.ahead():
+            handle = ckpt.save({"p": p}, step=1, guard=optimizer)
+            wait_until_enqueued(handle)
+            device.sim.resize(p, 0)
+            for _ in range(2):
+                torch.full((4 * ITEMS,), -1.0, device="sim")
+        handle.result()
+        return wrong(ckpt.load(1), 3.0)
+
+
+def guarded(value: float, items: int = 4 * ITEMS, device: str = "sim") -> tuple[torch.nn.Parameter, torch.optim.SGD]:
+    p = torch.nn.Parameter(torch.full((items,), value, device=device))
+    p.grad = torch.ones_like(p)
+    return p, torch.optim.SGD([p], lr=1.0)
+
+
+def step_on_two_devices_while_it_is_copied(root: Path, device: Simulated) -> str | None:
+    """Guarded parameters, and others, change on both devices while the copies are still to be made."""
+    parameters = [guarded(3.0, device=f"sim:{n}")[0] for n in range(2)]
+    state = {f"p{n}": p for n, p in enumerate(parameters)}
+    state |= {f"w{n}": torch.zeros(ITEMS // 8, device=f"sim:{n}") for n in range(2)}
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    with open_run(root) as ckpt:
+        ckpt.prewarm(state)
+        with device.ahead():
+            for n in range(2):
+                state[f"w{n}"].fill_(3)
+            handle = ckpt.save(state, step=1, guard=optimizer)
+            optimizer.step()
+            for n in range(2):
+                state[f"w{n}"].fill_(-1)
+        handle.result()
+        return wrong(ckpt.load(1), 3.0)
+
+
+def write_to_the_second_device_outside_of_the_step(root: Path, device: Simulated) -> str | None:
+    """A parameter on the second device is written to, in a way that no counter shows, while its copy waits for memory."""
+    device.may_race = True
+    first, second = guarded(3.0)[0], guarded(3.0, 8 * MIB, "sim:1")[0]
+    optimizer = torch.optim.SGD([first, second], lr=1.0)
+    with open_run(root, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.stop("write")
+        handle = ckpt.save({"first": first, "second": second}, step=1, guard=optimizer)
+        second.data.add_(1)
+        disk.release_all()
+        return found_torn(handle, "second")
+
+
+def found_torn(handle: SaveHandle, name: str) -> str | None:
+    error = handle.exception()
+    found = isinstance(error, TornSnapshotError) and error.names == (name,)
+    return None if found else f"{name} is torn, and the save ended with {error!r}"
+
+
+def another_save_samples_before_a_write(root: Path, device: Simulated) -> str | None:
+    """While one guarded save waits for memory, another takes its samples; then a tensor of the first is written to.
+
+    It has the values of the other one then.
+    """
+    device.may_race = True
+    (p, optimizer), (q, other) = guarded(3.0, 8 * MIB), guarded(4.0)
+    with open_run(root / "p", host_bytes=16 * MIB) as ckpt, open_run(root / "q") as beside, scripted(ckpt) as disk:
+        beside.prewarm({"q": q})
+        disk.stop("write")
+        handle = ckpt.save({"p": p}, step=1, guard=optimizer)
+        beside.save({"q": q}, step=1, guard=other).result()
+        p.data.add_(1)
+        disk.release_all()
+        return found_torn(handle, "p") or wrong(beside.load(1), 4.0)
+
+
+def a_step_waits_behind_a_kernel_when_the_save_ends(root: Path, device: Simulated) -> str | None:
+    """Of the two waits of a stream, one is over when the save ends; the other has not begun, and counts as zero."""
+    p, optimizer = guarded(3.0)
+    with open_run(root) as ckpt:
+        with device.ahead():
+            handle = ckpt.save({"p": p, "w": torch.ones(ITEMS, device="sim")}, step=1, guard=optimizer)
+            device.busy()
+            optimizer.step()
+        stall_seconds = handle.result().stall_seconds
+        return None if stall_seconds > WORK_SECONDS else f"a stall of {stall_seconds} s"
+
+
+class ContendedLock:
+    """A lock that tells when a thread has to wait for it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.is_wanted = False
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.is_wanted = True
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def two_threads_gather_small_tensors(root: Path, device: Simulated) -> str | None:
+    """A second save gathers small tensors between the two halves of a packed copy of the first one."""
+    first, second = ({f"t{n}": torch.full((100,), value, device="sim") for n in range(20)} for value in (3.0, 5.0))
+    side = Device(torch.device("sim", 0))._side
+    gate, lock, cat = Gate(), ContendedLock(side.lock), torch.cat
+    gathered: list[torch.Tensor] = []
+
+    def stopping(parts: list[torch.Tensor], *rest: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        made = cat(parts, *rest, out=out)
+        if out is not None:
+            gathered.append(out)
+            if len(gathered) == 1:
+                gate.passed()
+        return made
+
+    with pytest.MonkeyPatch.context() as patch, open_run(root / "first") as one, open_run(root / "second") as two:
+        patch.setattr(torch, "cat", stopping)
+        patch.setattr(side, "lock", lock)
+        saving = Call(lambda: one.save(first, step=1))
+        gate.wait_reached()
+        beside = Call(lambda: two.save(second, step=1))
+        until(lambda: lock.is_wanted or not beside.is_alive())
+        gate.open()
+        for call in (saving, beside):
+            call.outcome().result()
+        return wrong(one.load(1), 3.0) or wrong(two.load(1), 5.0)
+
+
+def caught(scenario: Scenario, root: Path, device: Simulated) -> str | None:
+    """What is wrong with what a scenario saves; None if nothing is."""
+    try:
+        found = scenario(root, device)
+    except Exception as error:
+        found = repr(error)
+    races = [] if device.may_race else device.sim.races
+    device.may_race = device.may_race or bool(races)  # they are told here
+    return found or next(iter(races), None)
+
+
+# --- the mutants ------------------------------------------------------------------------------------------------
+
+
+def no_following(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Device, "follow_training", lambda self: None)
+
+
+def no_holding(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Device, "hold_training", lambda self: None)
+
+
+def no_waiting_for_the_event(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Device, "wait", lambda self, event: None)
+
+
+def no_wait_of_the_stream_in_the_guard(patch: pytest.MonkeyPatch) -> None:
+    hold, hold_training = Snapshot.hold, Device.hold_training
+    holding: list[bool] = []  # `begin` holds on other threads, or before
+
+    def marked(self: Snapshot) -> None:
+        holding.append(True)
+        hold(self)
+
+    patch.setattr(Snapshot, "hold", marked)
+    patch.setattr(Device, "hold_training", lambda self: None if holding else hold_training(self))
+
+
+def no_waiting_until_all_is_enqueued(patch: pytest.MonkeyPatch) -> None:
+    def hold(self: Snapshot) -> None:
+        for device in self._source.devices.values():
+            device.hold_training()
+
+    patch.setattr(Snapshot, "hold", hold)
+
+
+class Told:
+    """What a storage has told of itself; it is not kept alive."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._told = storage.data_ptr(), storage.nbytes()
+
+    def data_ptr(self) -> int:
+        return self._told[0]
+
+    def nbytes(self) -> int:
+        return self._told[1]
+
+
+def no_keeping_alive(patch: pytest.MonkeyPatch) -> None:
+    init, look = Alias.__init__, SourceTensors.locate
+
+    def weak(self: Alias, tensor: torch.Tensor) -> None:
+        init(self, tensor)
+        told: Any = Told(self._storage)
+        self._storage = told
+
+    def forgetful(self: SourceTensors) -> None:
+        look(self)
+        self._storages = []
+
+    patch.setattr(Alias, "__init__", weak)
+    patch.setattr(SourceTensors, "locate", forgetful)
+
+
+def no_telling_the_allocator(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Device, "keep", lambda self, tensor: None)
+
+
+def telling_the_allocator_of_the_training_stream(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Device, "keep", lambda self, tensor: tensor.record_stream(self._backend.current_stream(self.device)))
+
+
+def only_on_the_first_device(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def mutant(patch: pytest.MonkeyPatch) -> None:
+        unchanged = getattr(Device, name)
+        patch.setattr(Device, name, lambda self: None if self.device.index else unchanged(self))
+
+    mutant.__name__ = f"{name}_only_on_the_first_device"
+    return mutant
+
+
+def samples_only_of_the_first_device(patch: pytest.MonkeyPatch) -> None:
+    init = Tripwires.__init__
+
+    def short(self: Tripwires, source: SourceTensors) -> None:
+        init(self, source)
+        self._on = dict(list(self._on.items())[:1])
+
+    patch.setattr(Tripwires, "__init__", short)
+
+
+def a_box_is_lent_twice(patch: pytest.MonkeyPatch) -> None:
+    sides: list[Any] = [Device(torch.device("sim", index))._side for index in (0, 1)]
+    for side in sides:  # which the process keeps: the boxes of this test must not be lent to later ones
+        patch.setattr(side, "_boxes", [])
+    side_stream = type(sides[0])
+    box = side_stream.box
+
+    def again(self: Any, num_bytes: int) -> HostBuffer:
+        lent: HostBuffer = box(self, num_bytes)
+        self._boxes.insert(0, lent)
+        return lent
+
+    patch.setattr(side_stream, "box", again)
+
+
+MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Scenario]] = [
+    (no_following, write_before_and_after),
+    (no_holding, write_before_and_after),
+    (no_waiting_for_the_event, write_before_and_after),
+    (no_wait_of_the_stream_in_the_guard, step_while_it_is_copied),
+    (no_waiting_until_all_is_enqueued, step_before_it_is_enqueued),
+    (no_keeping_alive, data_replaced_before_it_is_enqueued),
+    (no_telling_the_allocator, memory_of_another_stream_freed),
+    (no_telling_the_allocator, resized_between_enqueue_and_copy),
+    (telling_the_allocator_of_the_training_stream, resized_between_enqueue_and_copy),
+    (only_on_the_first_device("follow_training"), step_on_two_devices_while_it_is_copied),
+    (only_on_the_first_device("hold_training"), step_on_two_devices_while_it_is_copied),
+    (samples_only_of_the_first_device, write_to_the_second_device_outside_of_the_step),
+    (a_box_is_lent_twice, another_save_samples_before_a_write),
+]
+# The last two find mutants of a line, which `mutants_device` makes.
+SCENARIOS = [
+    *dict.fromkeys(scenario for _, scenario in MUTANTS),
+    two_threads_gather_small_tensors,
+    a_step_waits_behind_a_kernel_when_the_save_ends,
+]
+both_extremes = pytest.mark.parametrize("sim", ["early", "late"], indirect=True)
+
+
+@both_extremes
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_nothing_is_torn_and_nothing_races(tmp_path, sim, scenario):
+    assert caught(scenario, tmp_path, sim) is None
+
+
+@both_extremes
+@pytest.mark.parametrize(("mutant", "scenario"), MUTANTS, ids=lambda part: part.__name__)
+def test_a_wait_that_is_left_out_is_noticed(tmp_path, sim, mutant, scenario, monkeypatch):
+    mutant(monkeypatch)
+
+    assert caught(scenario, tmp_path, sim) is not None

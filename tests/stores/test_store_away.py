@@ -1,0 +1,425 @@
+"""A store that is away, loses what it has acknowledged, or is read in trouble; and processes that end meanwhile."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from buckets import (
+    ENGINES,
+    PART,
+    Bucket,
+    OnServer,
+    archive_of,
+    no_memory_is_lent,
+    through,
+)
+from faulty import ALL, AWAY, BIG, FORBIDDEN, NO_RETRIES, SOON, TROUBLE, Far, failure, nobody_waits
+from racing import Call, until
+from slices import some
+from states import MIB, assert_is_state, leftovers, open_run, state_at
+
+from async_ckpt import AsyncCheckpointer, StorageUnavailableError
+from async_ckpt.core.storage import store_facts
+from async_ckpt.testing import FaultyProxy
+
+
+@pytest.fixture(autouse=True)
+def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody_waits(monkeypatch)
+
+
+@pytest.fixture
+def bucket(s3: Any) -> Bucket:
+    made = Bucket(s3)
+    s3.make_bucket(made.name)
+    return made
+
+
+@pytest.fixture(params=ENGINES if ALL else ["obstore"])
+def far(request: pytest.FixtureRequest, bucket: Bucket, proxy: FaultyProxy) -> Far:
+    return Far(bucket, proxy, request.param)
+
+
+@pytest.fixture
+def obstore(bucket: Bucket, proxy: FaultyProxy) -> Far:
+    return Far(bucket, proxy, "obstore")
+
+
+# --- a store that is away -------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_away_for_the_whole_deadline_fails_the_save(far):
+    with far.run(options=SOON | NO_RETRIES) as ckpt, far.unharmed(ckpt):
+        far.proxy.refuse()
+        handle = ckpt.save(state_at(2, BIG), step=2)
+        failure(handle.result, AWAY)
+        failure(ckpt.steps, AWAY)
+
+
+def test_a_store_that_goes_away_in_the_middle_fails_the_save(obstore):
+    """An upload that cannot be aborted, since the store is away, is the one thing that may be left: it is swept."""
+    with obstore.run(options=SOON | NO_RETRIES) as ckpt:
+        before = obstore.bucket.keys()
+        held = obstore.proxy.delay(None, kind="upload_part", target=r"partNumber=2\b")
+        handle = ckpt.save(state_at(2, BIG), step=2)
+        held.wait()
+        away = obstore.proxy.refuse()
+        failure(handle.result, AWAY)
+        no_memory_is_lent(ckpt)
+        away.clear()
+        held.clear()
+        assert obstore.bucket.keys() == before
+        ckpt.save(state_at(3), step=3).result()
+        assert ckpt.steps() == [1, 3]
+
+
+def test_a_store_that_comes_back_in_time_has_only_cost_time(obstore):
+    """The upload that was cut off may have been left open, since it could not be aborted either."""
+    with obstore.run(options=NO_RETRIES) as ckpt:
+        held = obstore.proxy.delay(None, kind="upload_part", target=r"partNumber=2\b", times=1)
+        handle = ckpt.save(state_at(2, BIG), step=2)
+        held.wait()
+        away = obstore.proxy.refuse()
+        away.clear()
+        held.clear()
+        assert handle.result().retries > 0
+        obstore.goes_on(ckpt, 1, 2)
+
+
+@pytest.fixture
+def both(obstore: Far, tmp_path: Any) -> Iterator[tuple[Far, Any, AsyncCheckpointer]]:
+    """A disk and a store that is reached through the proxy; a step is committed where it is durable first."""
+    roots = [tmp_path, obstore.place(**SOON, **NO_RETRIES)]
+    with open_run(roots, commit="any", segment_bytes=PART) as ckpt:
+        yield obstore, tmp_path, ckpt
+
+
+@pytest.fixture
+def patient(obstore: Far, tmp_path: Any) -> Iterator[tuple[Far, Any, AsyncCheckpointer]]:
+    """The same, with the time that a store has by default."""
+    with open_run([tmp_path, obstore.place()], commit="any", segment_bytes=PART) as ckpt:
+        yield obstore, tmp_path, ckpt
+
+
+@pytest.mark.filterwarnings("ignore:a root does not answer")
+def test_with_any_a_save_is_committed_on_disk_while_the_store_is_away_and_caught_up_by_the_next(both):
+    far, disk, ckpt = both
+    away = far.proxy.refuse()
+    report = ckpt.save(state_at(2, BIG), step=2).result()
+    ckpt.wait()
+    assert report.path.startswith(str(disk))
+    assert report.destinations[0].error is None
+    assert "StorageUnavailableError" in (report.destinations[1].error or "")
+    assert ckpt.metrics()["destinations_missed"] == 1
+    assert ckpt.steps() == [2]
+    assert_is_state(ckpt.load(), 2, BIG)
+    no_memory_is_lent(ckpt)
+    away.clear()
+    assert ckpt.steps() == [1, 2]
+
+    ckpt.save(state_at(3, BIG), step=3).result()
+    ckpt.wait()
+    until(lambda: len(far.direct.names()) == 2 + 2 * 3)
+    with far.direct.run() as alone:
+        assert alone.steps() == [1, 2, 3]
+        for step in (2, 3):
+            assert_is_state(alone.load(step), step, BIG)
+    assert leftovers(disk) == []
+
+
+@pytest.mark.filterwarnings("ignore:a root does not answer")
+def test_with_any_a_store_that_was_away_is_caught_up_when_asked(both):
+    far, disk, ckpt = both
+    away = far.proxy.refuse()
+    ckpt.save(state_at(2, BIG), step=2).result()
+    ckpt.wait()
+    with pytest.raises(StorageUnavailableError):
+        ckpt.catch_up()
+    away.clear()
+    assert ckpt.catch_up() == {str(disk): [1], far.url: [2]}
+    assert ckpt.catch_up() == {str(disk): [], far.url: []}
+    assert far.direct.read("latest") == b"step_00000002\n"
+    with far.direct.run() as alone:
+        assert_is_state(alone.load(), 2, BIG)
+    with open_run(disk) as alone:
+        assert alone.steps() == [1, 2]
+
+
+def test_with_any_a_slow_store_arrives_by_itself_after_the_disk_has_committed(patient):
+    far, disk, ckpt = patient
+    held = far.proxy.delay(None, kind="create_multipart_upload", times=1)
+    report = ckpt.save(state_at(2, BIG), step=2).result()
+    held.wait()
+    assert report.path.startswith(str(disk))
+    assert "not durable yet" in (report.destinations[1].error or "")
+    assert far.bucket.uploads() == []
+    held.clear()
+    ckpt.wait()
+    assert ckpt.metrics()["destinations_missed"] == 0
+    with far.direct.run() as alone:
+        assert_is_state(alone.load(2), 2, BIG)
+    far.direct.names()
+    no_memory_is_lent(ckpt)
+
+
+def test_with_any_a_throttled_store_holds_up_no_save(patient):
+    far, _, ckpt = patient
+    throttled = far.proxy.throttle(64 * MIB, kind="upload_part")
+    for step in (2, 3):
+        report = ckpt.save(state_at(step, BIG), step=step).result()
+        assert report.destinations[0].error is None
+    ckpt.wait()
+    throttled.clear()
+    assert ckpt.catch_up()[far.url] == []
+    with far.direct.run() as alone:
+        assert alone.steps() == [1, 2, 3]
+
+
+def test_with_all_a_store_that_is_away_fails_the_save_and_leaves_nothing_on_the_disk(obstore, tmp_path):
+    with open_run([tmp_path, obstore.place(**SOON, **NO_RETRIES)], segment_bytes=PART) as ckpt:
+        obstore.proxy.refuse()
+        failure(lambda: ckpt.save(state_at(2, BIG), step=2).result(), AWAY)
+        assert leftovers(tmp_path) == []
+        obstore.proxy.clear()
+        no_memory_is_lent(ckpt)
+        ckpt.save(state_at(3, BIG), step=3).result()
+        ckpt.wait()
+        assert ckpt.steps() == [1, 3]
+
+
+# --- a store that lies ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mib", "kind"), [(1, "put_object"), (BIG, "complete_multipart_upload")])
+def test_an_archive_that_the_store_acknowledges_and_loses_is_no_checkpoint(far, mib, kind):
+    with far.run(options=SOON | NO_RETRIES) as ckpt, far.unharmed(ckpt):
+        fault = far.proxy.lose(kind=kind, target=r"\.tar")
+        failure(lambda: ckpt.save(state_at(2, mib), step=2).result(), "acknowledged.*lost")
+        assert fault.hits > 0
+
+
+@pytest.mark.parametrize(("mib", "kind"), [(1, "put_object"), (BIG, "complete_multipart_upload")])
+def test_an_archive_that_is_lost_once_is_sent_again(obstore, mib, kind):
+    with obstore.run(options=NO_RETRIES) as ckpt:
+        fault = obstore.proxy.lose(kind=kind, target=r"\.tar", times=1)
+        report = ckpt.save(state_at(2, mib), step=2).result()
+        assert (fault.hits, report.retries) == (1, 1)
+        assert_is_state(ckpt.load(2), 2, mib)
+        assert obstore.bucket.uploads() == []
+        obstore.goes_on(ckpt, 1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:a root does not answer")
+def test_with_any_an_archive_that_the_store_loses_is_caught_up_later(both):
+    far, _, ckpt = both
+    lost = far.proxy.lose(kind="complete_multipart_upload")
+    ckpt.save(state_at(2, BIG), step=2).result()
+    ckpt.wait()
+    assert ckpt.metrics()["destinations_missed"] == 1
+    lost.clear()
+    assert ckpt.catch_up()[far.url] == [2]
+    with far.direct.run() as alone:
+        assert_is_state(alone.load(2), 2, BIG)
+
+
+# --- reading --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("far", "trouble"),
+    some([("obstore", "SlowDown"), ("obstore", "cut before"), ("obstore", "cut inside")], 3)
+    + some([("s3fs", "SlowDown"), ("s3fs", "cut inside")], 2),
+    indirect=["far"],
+)
+def test_reading_goes_on_after_trouble(far, trouble):
+    with far.direct.run() as ckpt:
+        ckpt.save(state_at(2, 18), step=2).result()
+    with far.run() as ckpt:
+        make = TROUBLE.get(trouble, lambda proxy, **match: proxy.cut_response(100_000, **match))
+        faults = [
+            make(far.proxy, times=1, kind="get_object", target=r"\.tar"),
+            make(far.proxy, times=1, kind="list_objects") if trouble != "cut inside" else None,
+        ]
+        assert_is_state(ckpt.load(), 2, 18)
+        assert all(fault.hits == 1 for fault in faults if fault)
+        make(far.proxy, times=2, kind="get_object", target=r"\.tar")
+        live = state_at(0, 18)
+        assert ckpt.restore(live) == 2
+        assert_is_state(live, 2, 18)
+
+
+def test_reading_from_a_store_that_is_away_is_an_error(obstore):
+    with obstore.run(options=SOON | NO_RETRIES) as ckpt:
+        obstore.proxy.refuse()
+        live = state_at(0)
+        for call in (lambda: ckpt.load(1), lambda: ckpt.restore(live)):
+            failure(call, AWAY)
+        assert_is_state(live, 0)
+        obstore.proxy.clear()
+        assert ckpt.restore(live) == 1
+
+
+def test_an_archive_that_is_replaced_while_it_is_read_is_not_mixed_up(far):
+    name = archive_of(far.direct.names(), 1)
+    with far.run() as ckpt:
+        held = far.proxy.delay(None, kind="get_object", target=r"\.tar", times=1)
+        call = Call(ckpt.load)
+        held.wait()
+        far.bucket.write([f"runs/a/{name}"], far.direct.read(name)[::-1])
+        held.clear()
+        with pytest.raises(StorageUnavailableError, match=r"replaced.*load it again"):
+            call.outcome()
+
+
+def test_with_two_roots_a_store_that_is_away_is_read_around(both):
+    far, _, ckpt = both
+    ckpt.save(state_at(2), step=2).result()
+    ckpt.wait()
+    far.proxy.refuse()
+    with pytest.warns(RuntimeWarning, match="does not answer"):
+        assert ckpt.latest() == 2
+    with pytest.warns(RuntimeWarning, match="does not answer"):
+        assert_is_state(ckpt.load(2), 2)
+
+
+# --- commits --------------------------------------------------------------------------------------------------
+
+
+def test_a_commit_whose_answer_is_lost_is_a_commit(far):
+    with far.run() as ckpt:
+        fault = far.proxy.lose_response(kind="put_object", target="manifest.json", times=1)
+        assert ckpt.save(state_at(2), step=2).result().status == "committed"
+        assert fault.hits == 1
+        far.goes_on(ckpt, 1, 2)
+
+
+def test_an_overwrite_whose_answer_is_lost_is_an_overwrite(far):
+    with far.run() as ckpt:
+        fault = far.proxy.lose_response(kind="put_object", target="manifest.json", times=1)
+        assert ckpt.save(state_at(5), step=1, overwrite=True).result().status == "committed"
+        assert fault.hits == 1
+        ckpt.wait()
+        assert_is_state(ckpt.load(1), 5)
+        far.goes_on(ckpt, 1)
+
+
+def test_an_overwrite_that_fails_leaves_the_step_that_was_there(far):
+    with far.run() as ckpt, far.unharmed(ckpt):
+        far.proxy.answer("AccessDenied", kind="put_object", target="manifest.json")
+        failure(lambda: ckpt.save(state_at(5, BIG), step=1, overwrite=True).result(), FORBIDDEN)
+
+
+def test_one_writer_in_each_of_two_processes_and_one_step(bucket, s3, nursery, proxy):
+    """Both are held at the commit, so that neither knows of the other."""
+    script = """
+        import json, sys
+        import async_ckpt
+        from states import open_run, state_at
+        place = async_ckpt.Place(sys.argv[1], options=json.loads(sys.argv[2]))
+        with open_run(place, segment_bytes=8 << 20) as ckpt:
+            try:
+                ckpt.save(state_at(int(sys.argv[3])), step=1).result()
+            except async_ckpt.StepExistsError:
+                print("exists")
+            except async_ckpt.RunTakenError:
+                print("taken")
+            else:
+                print("committed")
+    """
+    held = proxy.delay(None, kind="put_object", target="manifest.json")
+    options = json.dumps(through(proxy, bucket))
+    children = [nursery.start(script, bucket.url("run"), options, number) for number in (10, 11)]
+    until(lambda: held.hits >= 2)
+    held.clear()
+    ends = [child.ended() for child in children]
+    assert [end.err for end in ends] == ["", ""]
+    outcomes = [end.out.strip() for end in ends]
+    # The one that began first is not told that it has committed, since the other has the run by then.
+    assert sorted(outcomes) in (["committed", "exists"], ["exists", "taken"], ["committed", "taken"])
+    winner = 10 + outcomes.index("committed" if "committed" in outcomes else "taken")
+    with open_run(bucket.place("run")) as ckpt:
+        assert_is_state(ckpt.load(1), winner)
+    assert len([key for key in bucket.keys() if key.endswith(".tar")]) == 1  # noqa: SIM118
+
+
+# --- the end of the process -----------------------------------------------------------------------------------
+
+
+SAVE = """
+    import json, sys
+    import async_ckpt
+    from states import open_run, state_at
+    place = async_ckpt.Place(sys.argv[1], options=json.loads(sys.argv[2]), engine=sys.argv[3])
+    ckpt = open_run(place, segment_bytes=8 << 20)
+    ckpt.save(state_at(2, 9), step=2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_script_that_ends_at_once_has_saved(bucket, s3, nursery, engine):
+    ended = nursery.run(SAVE, bucket.url("runs/a"), json.dumps(s3.options), engine)
+    assert (ended.status, ended.err) == (0, "")
+    place = OnServer(bucket, engine)
+    assert_is_state(place.load(), 2, 9)
+    assert len(place.names()) == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+def test_a_script_whose_save_fails_at_its_end_says_so_and_has_a_status(bucket, proxy, nursery):
+    proxy.answer("AccessDenied", kind="upload_part")
+    ended = nursery.run(SAVE, bucket.url("runs/a"), json.dumps(through(proxy, bucket)), "obstore")
+    assert ended.status == 75
+    assert "step 2" in ended.err
+    assert "AccessDenied" in ended.err
+    assert (bucket.keys(), bucket.uploads()) == ([], [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+def test_a_process_that_is_killed_in_the_middle_of_an_upload_leaves_only_what_is_swept(far, nursery, monkeypatch):
+    held = far.proxy.delay(None, kind="upload_part", target=r"partNumber=2\b")
+    child = nursery.start(SAVE, far.url, json.dumps(far.options()), far.engine)
+    held.wait()
+    child.send(signal.SIGKILL)
+    assert child.ended().status == -signal.SIGKILL
+    far.proxy.clear()
+    assert not any("step_00000002" in key for key in far.bucket.keys())  # noqa: SIM118
+    assert len(far.bucket.uploads()) == 1
+    far.bucket.begin_upload("runs/ab/of/another/run")
+
+    with far.run() as ckpt:
+        assert ckpt.steps() == [1]
+        assert_is_state(ckpt.load(), 1)
+        ckpt.save(state_at(2), step=2).result()
+        ckpt.wait()
+    assert len(far.bucket.uploads()) == 2  # not yet old
+
+    monkeypatch.setattr(store_facts, "ORPHAN_SECONDS", -3600.0)
+    with far.run() as ckpt:
+        ckpt.save(state_at(3), step=3).result()
+        ckpt.wait()
+        assert ckpt.steps() == [1, 2, 3]
+    assert far.bucket.uploads() == ["runs/ab/of/another/run"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
+def test_an_archive_that_was_never_committed_is_swept_once_it_is_old(far, nursery, monkeypatch):
+    held = far.proxy.black_hole(kind="put_object", target="manifest.json")
+    child = nursery.start(SAVE, far.url, json.dumps(far.options()), far.engine)
+    held.wait()
+    child.send(signal.SIGKILL)
+    child.ended()
+    far.proxy.clear()
+    orphan = archive_of(far.direct.names(), 2)
+    for seconds, stays in ((86400.0, True), (-3600.0, False)):
+        monkeypatch.setattr(store_facts, "ORPHAN_SECONDS", seconds)
+        with far.run() as ckpt:
+            ckpt.save(state_at(3), step=3, overwrite=True).result()
+            ckpt.wait()
+            assert ckpt.steps() == [1, 3]
+        assert (orphan in far.direct.names()) == stays
