@@ -1,7 +1,7 @@
 """Finds docstrings that do not begin with the thing that they are about, class names that stand for several things, and
 lines that are too long.
 
-Run by `make check`. Exits with 1 if there are any.
+Run by `make check`. Exits with 1 if there are any. What is large is only noted: can its states be drawn in one table?
 """
 
 from __future__ import annotations
@@ -9,28 +9,38 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "async_ckpt"
 MAX_COLUMNS = 120
-MANY_LINES = 500  # a file of more is worth a look, and no more than that
+# More of these are worth a look, and no more than that.
+MANY_LINES, MANY_FILES, MANY_ATTRIBUTES, MANY_PARAMETERS = 500, 15, 15, 8
 NO_SUBJECT = re.compile(r"(What|Which|Who|Of|Those|It|Nobody)\b")
 
 
 def main() -> int:
     complaints, owners = [], defaultdict(list)
+    for folder, size in sorted(Counter(path.parent for path in PACKAGE.rglob("[!_]*.py")).items()):
+        if size > MANY_FILES:
+            note(folder.relative_to(PACKAGE), size, "files")
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
         lines = path.read_text(encoding="utf-8").splitlines()
         if len(lines) > MANY_LINES:
-            print(f"note: async_ckpt/{name} has {len(lines)} lines; is it one thing?")
+            note(name, len(lines), "lines")
+        of_command = name == "tools/command/main.py"  # a word has a parameter for each of its options
         for number, line in enumerate(lines, 1):
             if len(line) > MAX_COLUMNS:
                 complaints.append(f"async_ckpt/{name}:{number}: {len(line)} columns, more than {MAX_COLUMNS}")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
+                if (size := len(attributes_of(node))) > MANY_ATTRIBUTES:
+                    note(f"{name}:{node.lineno} {node.name}", size, "attributes")
                 owners[node.name.lstrip("_")].append(f"{name}:{node.lineno}")
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not of_command:
+                if (size := num_parameters(node)) > MANY_PARAMETERS:
+                    note(f"{name}:{node.lineno} {node.name}", size, "parameters")
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node) or ""
                 if NO_SUBJECT.match(text):
@@ -44,6 +54,22 @@ def main() -> int:
     ]
     print(*complaints, sep="\n", end="\n" if complaints else "")
     return bool(complaints)
+
+
+def note(what: object, size: int, of: str) -> None:
+    print(f"note: async_ckpt/{what} has {size} {of}; is it one thing?")
+
+
+def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """The fields of a class, and what its methods assign to `self`."""
+    fields = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    stored = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
+    return fields | {one.attr for one in stored if isinstance(one.value, ast.Name) and one.value.id == "self"}
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ NEIGHBOURS = {
     "__init__": {"face", "files", "weights"},
     "__main__": {"tools"},
     "core.report": {"core.notebooks"},
-    "core.storage": {"stores"},
     "core.trace": {"core.spans"},
     "face": {"weights"},
     "files": {"face"},
@@ -290,25 +289,6 @@ def test_no_room_has_a_circle_under_type_checking_either():
         assert not left, f"these modules of {room}/ import each other in a circle"
 
 
-# Rooms of more than 15 files, and classes of more than 15 attributes, that are still to be divided; none is added.
-LARGE_ROOMS = {"core/saving": 18}
-LARGE_CLASSES = {}
-
-
-def test_a_room_has_few_files_and_a_class_few_attributes():
-    sizes = Counter(path.parent for path in HOUSE.rglob("*.py") if path.name != "__init__.py")
-    rooms = {path.relative_to(HOUSE).as_posix(): size for path, size in sizes.items() if size > 15}
-    assert rooms == LARGE_ROOMS
-
-    classes = {
-        f"{name}.{node.name}": len(attributes)
-        for name, tree in modules().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and len(attributes := attributes_of(node)) > 15
-    }
-    assert classes == LARGE_CLASSES
-
-
 # Modules that have one name because they are the same thing for two clients, or for two packages to run.
 NAMED_ALIKE = {"store", "refusals", "__main__"}
 
@@ -318,39 +298,6 @@ def test_no_two_modules_have_one_name():
     names = Counter(name.rpartition(".")[2] for name in modules() if not name.endswith("__init__"))
     names.update(packages - {"dcp"})  # integrations.dcp is what users import
     assert {name for name, times in names.items() if times > 1} == NAMED_ALIKE
-
-
-# Functions with more than 8 parameters: three that users call with names, and the commit, which has a manifest's fields.
-LONG_SIGNATURES = {
-    "face.checkpointer.__init__": 21,
-    "face.checkpointer.save": 11,
-    "face.checkpointer.restore": 10,
-    "core.runs.run.commit": 10,
-}
-
-
-def test_a_function_has_few_parameters():
-    found = {
-        f"{name}.{node.name}": num
-        for name, tree in modules().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (num := num_parameters(node)) > 8
-        and name != "tools.command.main"  # a word has a parameter for each of its options
-    }
-    assert found == LONG_SIGNATURES
-
-
-def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    return len(names) - (names[:1] in (["self"], ["cls"]))
-
-
-def attributes_of(node: ast.ClassDef) -> set[str]:
-    """The fields of a class, and what its methods assign to `self`."""
-    fields = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
-    stored = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
-    return fields | {one.attr for one in stored if isinstance(one.value, ast.Name) and one.value.id == "self"}
 
 
 def test_the_picture_of_the_house_shows_its_floors_and_is_drawn_from_its_text():

@@ -11,10 +11,11 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from ...stores.s3 import runtime as _  # noqa: F401 - notices forks from now on, even before the first store
+from ..host import tokio as _  # noqa: F401 - notices forks from now on, even before the first store
 from ..spec import Keep, keep_of
 from .interface import Storage
 from .local import LocalStorage
+from .registry import fsspec_maker, obstore_maker, own_maker
 from .store_facts import SECRET_NAME
 from .url import (
     SCHEMES,
@@ -104,15 +105,16 @@ class Place:
             return LocalStorage(local_path(self.text))
         if self.fs is None:
             refuse_chain(self.text)
+        own = own_maker(scheme) if self.fs is None else None
+        if own is not None:
+            if self.engine is not None:
+                raise ValueError(f"{self!r}: {scheme}:// has a storage of its own; leave out engine=")
+            return own(self.text, self.options)
         if self.engine == "s3fs" and scheme not in ("s3", "s3a", None):
             raise ValueError(f'engine="s3fs" is for s3:// URLs; {scheme}:// has its own')
         if self.fs is None and (self.engine == "obstore" or (self.engine is None and scheme in SCHEMES)):
-            from ...stores.s3.store import ObjectStorage
-
-            return ObjectStorage(self.text, self.options)
-        from ...stores.fsspec.store import FsspecStorage
-
-        return FsspecStorage(self.text, self.options, fs=self.fs)
+            return obstore_maker()(self.text, self.options)
+        return fsspec_maker()(self.text, self.options, fs=self.fs)
 
     def object(self) -> tuple[Storage, str]:
         """The storage that contains this object, and its name there. Raises ValueError if it has no name."""

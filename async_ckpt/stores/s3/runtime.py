@@ -11,21 +11,19 @@ each socket that the child registers. So an inherited runtime makes no request.
 from __future__ import annotations
 
 import os
-import sys
 import threading
-from contextlib import suppress
 
+from ...core.host import tokio
 from ...core.host.process import in_forked_child
 from ...errors import StorageUnavailableError
 
 _starting = threading.Lock()  # held while the runtime starts, since every request needs it
 _started_in: int | None = None  # the process that has started the runtime
-_is_lost = False  # the runtime was started before a fork that led to this process
 
 
 def require(url: str) -> None:
     """Raise StorageUnavailableError if this process has obstore's runtime without its threads."""
-    if _is_lost or _started_in not in (None, os.getpid()):
+    if tokio.is_lost() or _started_in not in (None, os.getpid()):
         raise StorageUnavailableError(
             f"{url}: this process was forked from one that had used a store through obstore, whose threads no forked "
             'process has; start it by "spawn" or "forkserver" (multiprocessing.get_context, DataLoader(…, '
@@ -55,22 +53,5 @@ def _start() -> None:
 
 @in_forked_child
 def _forget() -> None:
-    global _is_lost, _starting
-    _is_lost = _is_lost or _started_in is not None or _is_in_parent()
+    global _starting
     _starting = threading.Lock()
-
-
-def _is_in_parent() -> bool:
-    """Whether other code of the parent has started obstore's runtime, by the names of the parent's threads (on Linux).
-
-    Other libraries that use tokio have threads of the same names; then obstore is refused without need.
-    """
-    if "obstore" not in sys.modules:
-        return False
-    with suppress(OSError):
-        tasks = f"/proc/{os.getppid()}/task"
-        for task in os.listdir(tasks):
-            with suppress(OSError), open(f"{tasks}/{task}/comm", "rb") as file:
-                if file.read().startswith(b"tokio-"):
-                    return True
-    return False
