@@ -38,8 +38,9 @@ def main() -> int:
                 if (size := len(attributes_of(node))) > MANY_ATTRIBUTES:
                     note(f"{name}:{node.lineno} {node.name}", size, "attributes")
                 owners[node.name.lstrip("_")].append(f"{name}:{node.lineno}")
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not of_command:
-                if (size := num_parameters(node)) > MANY_PARAMETERS:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = num_parameters(node)
+                if size > MANY_PARAMETERS and not of_command:
                     note(f"{name}:{node.lineno} {node.name}", size, "parameters")
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node) or ""

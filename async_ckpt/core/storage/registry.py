@@ -1,4 +1,4 @@
-"""What makes the storage of a URL: a function for each scheme, and one for all others.
+"""The functions that make storages of URLs: one for each scheme, and one for all others.
 
 In: schemes, and functions of wings and users. Out: the storage of a URL. Knows nothing of: clients, paths.
 """
@@ -59,13 +59,13 @@ def own_maker(scheme: str | None) -> Maker | None:
 
 
 def obstore_maker() -> Maker:
-    """What makes storages by obstore."""
+    """The function that makes storages by obstore."""
     maker: Maker = _loaded(_OBSTORE)
     return maker
 
 
 def fsspec_maker() -> Callable[..., Storage]:
-    """What makes storages by fsspec. It also takes a filesystem, as `fs`."""
+    """The function that makes storages by fsspec. It also takes a filesystem, as `fs`."""
     maker: Callable[..., Storage] = _loaded(_FSSPEC)
     return maker
 
