@@ -19,7 +19,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from async_ckpt import AsyncCheckpointer, SaveHandle, SaveReport, backends
+from async_ckpt import AsyncCheckpointer, SaveHandle, SaveReport
+from async_ckpt.core import backends
 from async_ckpt.core.host.limits import free_memory_bytes
 
 from .setting import Setting

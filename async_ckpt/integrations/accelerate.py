@@ -20,13 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
-from ..core.saving.handle import SaveHandle
-from ..core.staging.held_snapshot import HeldSnapshot
-from ..core.storage.disk import translated
+from .. import HeldSnapshot, SaveHandle, load, snapshot, wrap
 from ..errors import StateMismatchError
-from ..face.around.torch_file import write_by_torch
-from ..face.around.wrap import wrap
-from ..face.oneoff import load, snapshot
+from ..plumbing import translated, write_by_torch
 from .common.folders import newest_in, number_of, remove_leftovers, remove_retired, retire
 from .common.frameworks import LOGGED_AS, require, require_names
 from .common.fsdp_files import kind_for, sharded_parts

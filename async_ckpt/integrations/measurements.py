@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
+from .. import SaveReport
 from ..core.host.operations import Ended, under_way
-from ..core.report import SaveReport
-from ..core.storage.disk import free_bytes_at
+from ..plumbing import free_bytes_at
 
 # Seconds: a stall is hoped to be a few milliseconds, and a save of a large model to a slow store may take an hour.
 _SHORT: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

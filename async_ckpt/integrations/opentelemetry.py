@@ -15,9 +15,8 @@ try:
 except ImportError as error:
     raise ImportError('this needs the API of OpenTelemetry: pip install "async_ckpt[opentelemetry]"') from error
 
-from .. import __version__
+from .. import SaveReport, __version__
 from ..core.host.operations import Ended, listen
-from ..core.report import SaveReport
 from .measurements import ACTIVE, IO, METRICS, RETRIES, STALL, ActiveOperations, measured
 
 _SCOPE: Final = "async_ckpt"

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ..core.host.waits import LIVENESS_SECONDS
-from ..core.spans import TIMEKEEPER, duration
-from ..core.state.captured import SnapshotView
+from ..core.spans import duration
 from ..errors import PeerFailedError
+from ..plumbing import TIMEKEEPER, SnapshotView
 from .common.frameworks import require, require_names
 from .common.held_weights import HeldTensor, SnapshotWeights
 

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from ..core.saving.handle import SaveHandle
-from ..core.storage.place import Place
-from ..face.checkpointer import AsyncCheckpointer
+from .. import AsyncCheckpointer, Place, SaveHandle
 from .common.frameworks import LOGGED_AS, require, require_names
 
 if TYPE_CHECKING:

@@ -21,9 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.backends import is_on_host
-from ..core.spans import TIMEKEEPER
-from ..core.spec import MIB
-from ..core.state.captured import SnapshotView
+from ..plumbing import MIB, TIMEKEEPER, SnapshotView
 from ..weights.following.web import EngineError, HttpClient
 from .common.frameworks import require, require_names
 from .common.held_weights import SnapshotWeights

@@ -17,16 +17,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ..core.runs.foreign_entries import OF_DCP
-from ..core.runs.naming import Naming
-from ..core.saving.handle import SaveHandle
-from ..core.slicing.sharded import is_sharded
-from ..core.state.per_rank import PerRank
+from .. import AsyncCheckpointer, Naming, PerRank, SaveHandle, export_hf, load
 from ..core.storage.place import storage_at
 from ..errors import StateMismatchError
-from ..face.around.export import export_hf
-from ..face.checkpointer import AsyncCheckpointer
-from ..face.oneoff import load
+from ..plumbing import OF_DCP, is_sharded
 from .common.frameworks import require, require_names
 from .common.joint_errors import meet
 from .common.step_guard import StepGuard

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from ..core.spec import MIB, PAGE_BYTES
-from ..core.storage.interface import Storage
+from ..core.spec import PAGE_BYTES
 from ..errors import StorageUnavailableError
+from ..plumbing import MIB, Storage
 from .lending import (
     SEGMENT_BYTES,
     SIZES,

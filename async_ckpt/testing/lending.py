@@ -16,8 +16,9 @@ from typing import Any, Final, TypeVar
 
 import pytest
 
-from ..core.spec import MIB, PAGE_BYTES
-from ..core.storage.interface import Sink, Storage
+from ..core.spec import PAGE_BYTES
+from ..core.storage.interface import Sink
+from ..plumbing import MIB, Storage
 
 T = TypeVar("T")
 

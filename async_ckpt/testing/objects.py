@@ -9,8 +9,8 @@ import traceback
 
 import pytest
 
-from ..core.spec import MIB, PAGE_BYTES
-from ..core.storage.interface import Storage
+from ..core.spec import PAGE_BYTES
+from ..plumbing import MIB, Storage
 from .lending import (
     NUM_THREADS,
     ODD_NAMES,

@@ -30,18 +30,18 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE_IN = ROOT / "CONTRIBUTING.md"
 _MARKS = "<!-- mutants -->\n", "<!-- /mutants -->\n"
 # Where mutants are made.
-CODE = ("staging/*.py", "backends/*.py", "host/pool.py")
+CODE = ("core/staging/*.py", "core/backends/*.py", "core/host/pool.py")
 # What must notice them, in this order; a file that is named like the mutated one comes first.
 TESTS = (
-    "staging/test_device_order.py", "staging/test_device_faults.py", "staging/test_gpu.py", "staging/test_guard_storage.py",
-    "staging/test_guard.py", "staging/test_snapshot.py", "backends/test_backends.py", "host/test_pool.py",
-    "staging/test_device_operations.py", "staging/test_host_copy.py", "staging/test_guard_containers.py",
-    "staging/test_device_fuzz.py",
+    "core/staging/test_device_order.py", "core/staging/test_device_faults.py", "core/staging/test_gpu.py", "core/staging/test_guard_storage.py",
+    "core/staging/test_guard.py", "core/staging/test_snapshot.py", "core/backends/test_backends.py", "core/host/test_pool.py",
+    "core/staging/test_device_operations.py", "core/staging/test_host_copy.py", "core/staging/test_guard_containers.py",
+    "core/staging/test_device_fuzz.py",
 )  # fmt: skip
 _FIRST = {
-    "guard": "staging/test_guard.py", "tripwires": "staging/test_guard_storage.py", "held_snapshot": "staging/test_snapshot.py",
-    "pool": "host/test_pool.py", "backend": "backends/test_backends.py", "cuda": "backends/test_backends.py",
-    "npu_xpu": "backends/test_backends.py", "__init__": "backends/test_backends.py",
+    "guard": "core/staging/test_guard.py", "tripwires": "core/staging/test_guard_storage.py", "held_snapshot": "core/staging/test_snapshot.py",
+    "pool": "core/host/test_pool.py", "backend": "core/backends/test_backends.py", "cuda": "core/backends/test_backends.py",
+    "npu_xpu": "core/backends/test_backends.py", "__init__": "core/backends/test_backends.py",
 }  # fmt: skip
 LIMIT_SECONDS = 600.0
 SURVIVED = "survived"

@@ -18,6 +18,7 @@ _MAX_FIELDS: Final = 10_000
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a torch dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -22,13 +22,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
-from ...core.host.process import in_forked_child
-from ...core.spans import wall_time
 from ...core.storage.disk import make_folder
-from ...core.storage.local import LocalStorage
 from ...core.storage.locks import forget, hold_if_free, read_held
 from ...core.storage.scratch import sweep
 from ...errors import RunTakenError
+from ...plumbing import LocalStorage, in_forked_child, wall_time
 
 _LOCK: Final = ".async_ckpt.lock"
 _RETIRED: Final = ".retired"

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
-from ...face.around.torch_file import write_by_torch
-from ...face.oneoff import load
+from ... import load
+from ...plumbing import write_by_torch
 from ..dcp import to_dcp
 from .training_archive import TrainingArchive
 

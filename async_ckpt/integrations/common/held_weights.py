@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.slicing.sharded import Placed, is_dtensor, is_sharded
-from ...core.state.captured import SnapshotView
+from ...core.slicing.sharded import Placed, is_dtensor
 from ...errors import StateMismatchError, UnsupportedStateError
-from ...face.around.hf_weights import Weights, weights_of
+from ...face.around.hf_weights import weights_of
+from ...plumbing import SnapshotView, Weights, is_sharded
 
 
 class HeldTensor(NamedTuple):

@@ -14,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ...core.storage.place import place_of, storage_at
+from ...core.storage.place import storage_at
 from ...errors import CheckpointError
+from ...plumbing import place_of
 from .folders import archives_among, names_in_order, remove_archives, remove_leftovers, remove_retired, retire
 from .training_archive import TrainingArchive, path_beside, url_beside, url_in
 

@@ -14,7 +14,8 @@ from typing import Any, Final
 from torch import is_tensor
 from torch.utils._pytree import tree_leaves
 
-from ...core.storage.disk import free_bytes_at, full
+from ...core.storage.disk import full
+from ...plumbing import free_bytes_at
 
 # Where a few KiB are files for a moment, in a folder with a random name, if there is such a place.
 _IN_MEMORY: Final = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # nosec B108

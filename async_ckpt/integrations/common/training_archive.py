@@ -15,12 +15,9 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from ...core.loading.archives.contents import Part
-from ...core.loading.archives.find import from_path
-from ...core.storage.disk import translated
-from ...core.storage.place import Anywhere, place_of
+from ... import save
 from ...errors import StateMismatchError
-from ...face.oneoff import save
+from ...plumbing import Anywhere, Part, from_path, place_of, translated
 
 # The name of the archive in the folder: of a file, or of a folder if several ranks have written it.
 _NAME: Final = "training.tar"

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ...core.spec import Json
 from ...core.state.names import Path
-from ...core.state.tree import Encoder, StoredLeaf, decode
+from ...core.state.tree import Encoder, decode
+from ...plumbing import StoredLeaf
 
 
 def path_of(name: str, planner_data: Any) -> Path:

@@ -23,18 +23,21 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
-from ...core.host.threads import Crew, running_future
-from ...core.host.waits import wait_for
-from ...core.report import SaveReport
-from ...core.saving.handle import SaveHandle
+from ... import SaveHandle, SaveReport, save, wrap
 from ...core.saving.ledger import leave_warning, wait_for_ends, wait_in_training
-from ...core.spans import monotonic
-from ...core.storage.disk import translated
-from ...core.storage.place import Anywhere, local_place, place_of, written_at
 from ...errors import NotCommittedError
-from ...face.around.torch_file import write_by_torch
-from ...face.around.wrap import wrap
-from ...face.oneoff import save
+from ...plumbing import (
+    Anywhere,
+    Crew,
+    local_place,
+    monotonic,
+    place_of,
+    running_future,
+    translated,
+    wait_for,
+    write_by_torch,
+    written_at,
+)
 from ..common.folders import hold_for, let_go
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet

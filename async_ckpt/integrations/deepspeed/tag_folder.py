@@ -20,17 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from ... import Place
 from ...core.host.deadlines import PEER_SECONDS
-from ...core.host.waits import growing_pauses
-from ...core.runs.manifest import NAME as MANIFEST
-from ...core.runs.manifest import parse
 from ...core.runs.sweep import is_library_name
-from ...core.spans import TIMEKEEPER, monotonic
-from ...core.storage.disk import sync_folder
-from ...core.storage.locks import TEMP_SUFFIX
-from ...core.storage.place import Place
-from ...core.storage.scratch import Scratch, publish, sweep
+from ...core.storage.scratch import sweep
 from ...errors import PeerFailedError
+from ...plumbing import MANIFEST_NAME as MANIFEST
+from ...plumbing import TEMP_SUFFIX, TIMEKEEPER, Scratch, growing_pauses, monotonic, sync_folder
+from ...plumbing import parse_manifest as parse
+from ...plumbing import publish_file as publish
 from ..common.folders import name_latest
 
 LATEST: Final = "latest"

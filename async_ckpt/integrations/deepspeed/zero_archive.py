@@ -16,12 +16,11 @@ from typing import Any, Final
 
 import torch
 
+from ... import Place, load
 from ...core.loading.live.optimizer_forms import another_kind
-from ...core.slicing.sharded import Slicer
 from ...core.state.optimizers import classes_of
-from ...core.storage.place import Place
 from ...errors import StateMismatchError
-from ...face.oneoff import load
+from ...plumbing import Slicer
 from ..dcp import restore
 from .zero_guard import innermost
 

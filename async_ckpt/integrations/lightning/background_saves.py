@@ -22,10 +22,8 @@ from weakref import WeakSet
 
 import torch
 
-from ...core.host.process import in_forked_child
-from ...core.report import SaveReport
-from ...face.around.wrap import wrap
-from ...face.oneoff import save
+from ... import SaveReport, save, wrap
+from ...plumbing import in_forked_child
 from ..common.joint_errors import meet
 from ..common.step_guard import StepGuard
 from .checkpoint_paths import (

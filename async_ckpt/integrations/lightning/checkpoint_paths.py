@@ -13,13 +13,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ...core.runs.manifest import NAME as MANIFEST
-from ...core.runs.manifest import parse
-from ...core.spans import monotonic
-from ...core.storage.disk import sync_folder
-from ...core.storage.locks import TEMP_SUFFIX, is_dead
-from ...core.storage.scratch import publish, sync_all
+from ...core.storage.locks import is_dead
+from ...core.storage.scratch import sync_all
 from ...errors import StorageUnavailableError
+from ...plumbing import MANIFEST_NAME as MANIFEST
+from ...plumbing import TEMP_SUFFIX, monotonic, sync_folder
+from ...plumbing import parse_manifest as parse
+from ...plumbing import publish_file as publish
 from ..common.folders import FolderHold
 
 # The file with everything but the shards in a folder: its name in the folders that Lightning writes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core.report import SaveReport
+from ... import SaveReport
 from ...core.spec import whole_count
 from ..common.frameworks import require_names
 from .background_saves import BackgroundSaves

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...core.host.threads import Crew, running_future
-from ...core.host.waits import ENDS_THE_WAIT, Wait, wait_for
-from ...core.report import SaveReport
-from ...core.saving.handle import SaveHandle, progress_of
+from ... import SaveHandle, SaveReport
+from ...core.host.waits import ENDS_THE_WAIT
+from ...core.saving.handle import progress_of
 from ...core.saving.ledger import leave_warning, wait_for_ends
-from ...core.spans import monotonic
+from ...plumbing import Crew, Wait, monotonic, running_future, wait_for
 from .checkpoint_paths import path_key
 
 _log = logging.getLogger("async_ckpt")

@@ -15,16 +15,13 @@ from concurrent.futures import wait
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
+from ... import AsyncCheckpointer, PerRank, RngState, SaveHandle
 from ...core.ranks.world import ranks
-from ...core.saving.handle import SaveHandle
-from ...core.state.names import shown
-from ...core.state.per_rank import PerRank
-from ...core.state.rng import RngState
 from ...core.storage.url import StrPath as Where
 from ...core.storage.url import text_of
 from ...errors import NotCommittedError, StateMismatchError
-from ...face.checkpointer import AsyncCheckpointer
 from ...files import exists
+from ...plumbing import shown_name as shown
 from ..common.joint_errors import meet
 from ..common.step_guard import StepGuard
 from ..common.training_archive import refuse_missing

@@ -21,17 +21,15 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Self
 from weakref import WeakSet, WeakValueDictionary
 
-from ...core.host.waits import ENDS_THE_WAIT, Wait
+from ... import Place, SaveHandle, unpack, wrap
+from ...core.host.waits import ENDS_THE_WAIT
 from ...core.saving.default import files_saver
-from ...core.saving.handle import SaveHandle
 from ...core.saving.ledger import raise_error_of
 from ...core.saving.save import Save, wait_for_saves
-from ...core.storage.place import Place
 from ...core.storage.url import StrPath as Where
 from ...errors import CheckpointError, ClosedError
 from ...face.around.pack import pack_under
-from ...face.around.unpack import unpack
-from ...face.around.wrap import wrap
+from ...plumbing import Wait
 from .worker_calls import WorkerCalls, with_model_id
 
 _MARKER: Final = "MARKER"

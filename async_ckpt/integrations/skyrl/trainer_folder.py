@@ -25,13 +25,10 @@ from typing import Any, Final
 
 import torch
 
-from ...core.host.threads import Crew, running_future
-from ...core.host.waits import growing_pauses
 from ...core.saving.ledger import wait_in_training
-from ...core.spans import TIMEKEEPER
-from ...core.storage.locks import TEMP_SUFFIX
-from ...core.storage.place import place_of
-from ...core.storage.scratch import Scratch, publish, sweep, sync_all
+from ...core.storage.scratch import sweep, sync_all
+from ...plumbing import TEMP_SUFFIX, TIMEKEEPER, Crew, Scratch, growing_pauses, place_of, running_future
+from ...plumbing import publish_file as publish
 from ..common.folders import name_latest
 from .worker_calls import WorkerCalls
 

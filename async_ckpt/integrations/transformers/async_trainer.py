@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ...core.spans import monotonic
+from ... import load, snapshot
 from ...errors import StateMismatchError
-from ...face.oneoff import load, snapshot
 from ...files import local_read_dir, local_work_dir
+from ...plumbing import monotonic
 from ..common.folders import FolderHold
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet

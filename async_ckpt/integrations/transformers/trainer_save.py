@@ -14,14 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ...core.report import SaveReport
-from ...core.saving.handle import SaveHandle
-from ...core.spans import monotonic
-from ...core.staging.held_snapshot import HeldSnapshot
-from ...core.storage.disk import translated
-from ...face.around.torch_file import write_by_torch
-from ...face.around.wrap import wrap
+from ... import HeldSnapshot, SaveHandle, SaveReport, wrap
 from ...files import local_work_dir
+from ...plumbing import monotonic, translated, write_by_torch
 from ..common.frameworks import LOGGED_AS
 from ..common.fsdp_files import FsdpFiles
 from ..common.run_folders import LocalRun, StoredRun

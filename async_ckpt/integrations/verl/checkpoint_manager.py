@@ -21,16 +21,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ...core.host.threads import Crew, running_future
-from ...core.host.waits import wait_for
-from ...core.report import SaveReport
-from ...core.saving.handle import SaveHandle
+from ... import RngState, SaveHandle, SaveReport, export_hf, load, save, snapshot
 from ...core.saving.ledger import leave_warning, wait_for_ends, wait_in_training
-from ...core.spans import monotonic
-from ...core.state.rng import RngState
 from ...errors import NotCommittedError
-from ...face.around.export import export_hf
-from ...face.oneoff import load, save, snapshot
+from ...plumbing import Crew, monotonic, running_future, wait_for
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
 from ..common.small_files import written_by

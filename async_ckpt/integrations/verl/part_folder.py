@@ -26,10 +26,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ...core.host.waits import growing_pauses
-from ...core.runs.manifest import NAME as MANIFEST
-from ...core.storage.disk import close_quietly, make_folder, sync_file, sync_folder
-from ...core.storage.local import LocalStorage
+from ...core.storage.disk import close_quietly, make_folder, sync_file
+from ...plumbing import MANIFEST_NAME as MANIFEST
+from ...plumbing import LocalStorage, growing_pauses, sync_folder
 from ..common.folders import name_latest
 from ..common.training_archive import archive_in
 

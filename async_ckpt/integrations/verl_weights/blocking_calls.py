@@ -9,8 +9,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from ...core.host.loop import get_loop
-from ...core.host.threads import running_future
+from ...plumbing import get_loop, running_future
 
 T = TypeVar("T")
 

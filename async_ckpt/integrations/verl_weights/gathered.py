@@ -14,12 +14,11 @@ from typing import Final
 
 import torch
 
-from ...core.host.loop import get_loop
-from ...core.saving.default import held_memory
 from ...core.spec import align_up
-from ...core.state.capture import capture, why_not
-from ...core.state.captured import SnapshotCopies, SnapshotView, structure_of
+from ...core.state.capture import capture
+from ...core.state.captured import SnapshotCopies, structure_of
 from ...errors import UnsupportedStateError
+from ...plumbing import SnapshotView, get_loop, held_memory, why_not
 
 _ALIGNMENT: Final = 64
 _HALF_BYTES: Final = 2

@@ -20,11 +20,8 @@ from typing import Any, Final
 
 import torch
 
+from ... import Place, load
 from ...core.backends import accelerator
-from ...core.spans import TIMEKEEPER
-from ...core.storage.confined import ConfinedFolder
-from ...core.storage.disk import translated
-from ...core.storage.place import Place
 from ...errors import (
     ClosedError,
     CorruptCheckpointError,
@@ -32,7 +29,7 @@ from ...errors import (
     PeerFailedError,
     StorageUnavailableError,
 )
-from ...face.oneoff import load
+from ...plumbing import TIMEKEEPER, ConfinedFolder, translated
 from ...weights.publishing.in_memory.borrow import PublisherMemory
 from ...weights.publishing.notes import LOCK, Notes
 from ...weights.publishing.replica import new_crew

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from ...core.storage.place import Place
+from ... import Place
 from ..common.frameworks import require, require_names, version_of
 from .received import WeightReceiver
 from .sync_line import Address

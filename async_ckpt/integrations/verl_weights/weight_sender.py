@@ -13,10 +13,9 @@ from typing import Any, Final
 
 import torch
 
+from ... import Place, SaveHandle
 from ...core.host.shared_memory import CAN_SHARE
-from ...core.saving.handle import SaveHandle
-from ...core.spans import monotonic
-from ...core.storage.place import Place
+from ...plumbing import monotonic
 from ...weights.publishing.publisher import Publisher
 from ...weights.publishing.versions import Versions
 from .blocking_calls import off_loop

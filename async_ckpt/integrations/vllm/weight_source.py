@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...core.state.captured import SnapshotView
+from ...plumbing import SnapshotView
 from ..common.held_weights import HeldTensor, SnapshotWeights
 
 if TYPE_CHECKING:  # whichever version is installed, if any

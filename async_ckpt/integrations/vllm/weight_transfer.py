@@ -19,11 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ...core.backends import backend_of, is_host
-from ...core.spec import MIB
-from ...core.storage.disk import translated
-from ...core.storage.scratch import Scratch
-from ...face.around.hf_weights import Tensors, Weights
-from ...face.around.shards import shards_of
+from ...face.around.hf_weights import Tensors
+from ...plumbing import MIB, Scratch, Weights, shards_of, translated
 from ..common.frameworks import require
 from ..common.stored_weights import Item, StoredWeights
 from .handed_on import HandedOn

@@ -17,10 +17,9 @@ from typing import IO, Any, Final
 
 import xxhash
 
-from ...core.spec import MIB
-from ...core.storage.disk import sync_folder
-from ...core.storage.locks import TEMP_SUFFIX, temp_stem
+from ...core.storage.locks import temp_stem
 from ...core.storage.retry import persist
+from ...plumbing import MIB, TEMP_SUFFIX, sync_folder
 from ..proven.known import ClientFacts
 from ..proven.whole_copy import NoRangesError
 from .info import Info, Moment, ReplacedError, probe_name

@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final
 
-from ...core.host.process import in_forked_child, never_end
+from ...core.host.process import never_end
 from ...core.storage.url import SCHEMES
+from ...plumbing import in_forked_child
 from ..s3.azure_google import adlfs_options, gcsfs_options
 from .refusals import InheritedError, chain
 

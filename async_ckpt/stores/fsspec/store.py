@@ -16,9 +16,9 @@ from typing import Any
 from ...core.host.deadlines import OBJECT_SECONDS
 from ...core.storage import store_facts
 from ...core.storage.bulk import delete, existing
-from ...core.storage.interface import Reader, Storage
 from ...core.storage.url import scheme_of, shown, split_bucket, starred, unusable_name
 from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
+from ...plumbing import Reader, Storage
 from ..proven.known import ClientFacts, identity_of, known_of, known_to
 from ..proven.place_proof import prove
 from ..proven.whole_copy import NO_RANGES, NoRangesError, WholeCopy

@@ -12,10 +12,9 @@ import secrets
 from contextlib import suppress
 from typing import Final
 
-from ...core.spans import TIMEKEEPER, Timekeeper
-from ...core.storage.interface import Storage
 from ...core.storage.store_facts import PROBE
 from ...errors import StorageUnavailableError
+from ...plumbing import TIMEKEEPER, Storage, Timekeeper
 from .known import ClientFacts
 
 _OLD: Final = b"0123456789 written by async_ckpt to see what can be done here"

@@ -15,12 +15,11 @@ from typing import IO, Any, Final, TypeVar
 
 from ...core import spans
 from ...core.host.deadlines import ABORT_SECONDS, REQUEST_SECONDS
-from ...core.host.threads import run_together
-from ...core.host.watched_calls import StuckError, WatchedCall
-from ...core.spans import TIMEKEEPER, Timekeeper
+from ...core.host.watched_calls import StuckError
 from ...core.spec import KIB
 from ...core.storage import retry, store_facts
 from ...errors import StorageUnavailableError
+from ...plumbing import TIMEKEEPER, Timekeeper, WatchedCall, run_together
 from ..proven.known import known_of
 from . import refusals, runtime
 from .connections import Connections

@@ -9,7 +9,8 @@ import threading
 import weakref
 from typing import Any
 
-from ...core.host.process import in_forked_child, never_end
+from ...core.host.process import never_end
+from ...plumbing import in_forked_child
 from .settings import BucketSettings, Kind
 
 _all: weakref.WeakSet[Connections] = weakref.WeakSet()

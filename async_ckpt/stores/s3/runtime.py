@@ -14,8 +14,8 @@ import os
 import threading
 
 from ...core.host import tokio
-from ...core.host.process import in_forked_child
 from ...errors import StorageUnavailableError
+from ...plumbing import in_forked_child
 
 _starting = threading.Lock()  # held while the runtime starts, since every request needs it
 _started_in: int | None = None  # the process that has started the runtime

@@ -14,9 +14,8 @@ from enum import Enum
 from typing import Final
 
 from ...core.host.life import Life
-from ...core.host.watched_calls import WatchedCall
-from ...core.spans import Timekeeper
 from ...core.storage.interface import MemoryLoan
+from ...plumbing import Timekeeper, WatchedCall
 
 
 class GivenUpError(Exception):

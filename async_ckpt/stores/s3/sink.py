@@ -18,11 +18,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...core.host.deadlines import DROP_SECONDS
-from ...core.host.threads import Running, running_future, start_thread
-from ...core.host.watched_calls import StuckError, WatchedCall
+from ...core.host.threads import Running, start_thread
+from ...core.host.watched_calls import StuckError
 from ...core.storage import retry, store_facts
-from ...core.storage.interface import Reader
 from ...errors import StorageUnavailableError
+from ...plumbing import Reader, WatchedCall, running_future
 from ..proven.whole_copy import NO_RANGES, WholeCopy
 from .client import Client
 from .plan import UploadPlan

@@ -14,14 +14,12 @@ from functools import partial
 from typing import Any, Final
 
 from ...core import spans
-from ...core.host.watched_calls import WatchedCall
-from ...core.spans import TIMEKEEPER, Timekeeper
 from ...core.storage import store_facts
 from ...core.storage.bulk import delete, existing
 from ...core.storage.conditions import Conditions, Form
-from ...core.storage.interface import Storage
 from ...core.storage.url import unusable_name
 from ...errors import StorageUnavailableError
+from ...plumbing import TIMEKEEPER, Storage, Timekeeper, WatchedCall
 from ..proven.place_proof import prove
 from . import refusals
 from .client import Client, version_of

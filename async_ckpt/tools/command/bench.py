@@ -27,16 +27,11 @@ from typing import Any, Final
 
 import torch
 
-from ... import AsyncCheckpointer
+from ... import AsyncCheckpointer, Place
 from ...core.host.limits import free_memory_bytes
-from ...core.host.threads import run_together
-from ...core.report import sized
-from ...core.spans import monotonic
-from ...core.spec import MIB
 from ...core.storage.bulk import Parcel, copy
-from ...core.storage.disk import free_bytes_at
-from ...core.storage.place import Place, local_place
 from ...errors import StorageFullError
+from ...plumbing import MIB, free_bytes_at, local_place, monotonic, run_together, sized
 from .options import place_below
 from .screen import USAGE, Answer, print_json, print_table, print_text, progress, shown_seconds
 

@@ -20,27 +20,24 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ... import AsyncCheckpointer
+from ... import AsyncCheckpointer, Naming, Place
 from ...core.fields import is_unicode
 from ...core.format.safetensors import RESERVED_NAME, held_as
-from ...core.report import sized
-from ...core.runs.naming import NAMINGS, STEP_FORMAT, Naming, parse_step_name
+from ...core.runs.naming import NAMINGS, STEP_FORMAT
 from ...core.saving.planner import pool_for
 from ...core.saving.request import FileRequest
 from ...core.saving.saver import Saver
 from ...core.saving.targets import FileTarget
-from ...core.state.dtypes import dtype_name
 from ...core.state.names import printable
 from ...core.storage.compressed import refuse_archive_name
 from ...core.storage.disk import make_folder
-from ...core.storage.place import Place
-from ...core.storage.scratch import Scratch, publish, sync_all
+from ...core.storage.scratch import sync_all
 from ...core.storage.sequential import Appender
 from ...core.storage.url import local_path, parent_and_name
 from ...errors import CheckpointError
-from ...face.around.hf_weights import Weights
-from ...face.around.shards import INDEX, MAX_SHARD_BYTES, Shard, index_of, shards_of, view_of
-from ...face.around.torch_file import write_by_torch
+from ...face.around.shards import INDEX, MAX_SHARD_BYTES, Shard, index_of
+from ...plumbing import Scratch, Weights, dtype_name, parse_step_name, shards_of, sized, view_of, write_by_torch
+from ...plumbing import publish_file as publish
 from .screen import USAGE, Answer, escaped, print_json, print_text, progress
 from .selection import usual_tracker
 from .states.named_items import Items, NamedItem, kind_of_tensor, shown_name, shown_value

@@ -17,16 +17,14 @@ from typing import Any, Final
 
 import typer
 
+from ... import Place
 from ...core.loading.archives.find import CommittedStep
 from ...core.loading.catch_up import copy_step
 from ...core.loading.verify import Verification
-from ...core.report import sized
-from ...core.runs.run import Run
 from ...core.runs.starts import refuse_if_alive
-from ...core.spans import monotonic
 from ...core.storage.compressed import refuse_archive_name
-from ...core.storage.place import Place
 from ...errors import CorruptCheckpointError, FormatVersionError, NotCommittedError, StepExistsError
+from ...plumbing import Run, monotonic, sized
 from .screen import NO, USAGE, Answer, escaped, in_table, print_json, print_table, print_text, progress
 from .selection import ChosenRun, best_step, open_run, runs_at, steps_in
 

@@ -23,11 +23,9 @@ from typing import Any, Final, Literal
 
 import typer
 
-from ...core.host.limits import num_cpus
-from ...core.report import sized
-from ...core.spans import wall_time
-from ...core.storage.place import Place
+from ... import Place
 from ...core.storage.url import scheme_of
+from ...plumbing import num_cpus, sized, wall_time
 from .screen import NO, escaped, print_json, print_table
 
 Verdict = Literal["ok", "note", "bad"]

@@ -16,13 +16,10 @@ from typing import Final
 
 import torch
 
-from ...core.loading.archives.contents import Contents, Part
-from ...core.loading.archives.find import from_path
+from ... import Place
 from ...core.loading.inspected import NameRow, entry_sizes, places_of, rows_of, walked
-from ...core.report import sized
-from ...core.state.names import shown
-from ...core.state.tree import StoredLeaf
-from ...core.storage.place import Place
+from ...plumbing import Contents, Part, StoredLeaf, from_path, sized
+from ...plumbing import shown_name as shown
 from .comparing.tensor_differences import ITEMS_AT_ONCE, numbers
 from .screen import Answer, as_json_text, counted, escaped, in_table, print_json, print_table, print_text, short
 from .states.sources import TensorReader

@@ -17,23 +17,20 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ... import Naming, Place
 from ...core.events.log import EventLog
-from ...core.events.shapes import Event, bandwidth_of
-from ...core.host.threads import run_together
-from ...core.report import sized
+from ...core.events.shapes import Event
 from ...core.runs.foreign_entries import possible_steps, step_formats
-from ...core.runs.manifest import NAME as MANIFEST
-from ...core.runs.manifest import Manifest, is_retired_name
-from ...core.runs.naming import NAMINGS, TRACKERS, Naming
+from ...core.runs.manifest import is_retired_name
+from ...core.runs.naming import NAMINGS, TRACKERS
 from ...core.runs.receipts import broken_folders
 from ...core.runs.record import number
 from ...core.runs.root import formats_at
-from ...core.runs.run import Run
 from ...core.runs.sweep import is_library_name
-from ...core.spans import Clock, wall_time
-from ...core.storage.interface import Storage
-from ...core.storage.place import Place
+from ...core.spans import Clock
 from ...errors import CheckpointError
+from ...plumbing import MANIFEST_NAME as MANIFEST
+from ...plumbing import Manifest, Run, Storage, bandwidth_of, run_together, sized, wall_time
 from .options import place_below
 from .screen import USAGE, Answer, age, escaped, in_table, print_json, print_table, print_text, short, shown_seconds
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ...core.storage.place import Place
+from ... import Place
 from ...errors import (
     CheckpointError,
     IsAFolderError,

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, get_args, get_origin
 
 import typer
 
-from ...core.storage.place import Place
+from ... import Place
 from ...core.storage.url import scheme_of
 from .screen import USAGE, Answer
 

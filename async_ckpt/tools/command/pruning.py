@@ -13,13 +13,11 @@ from typing import Any, Final, NamedTuple
 
 import typer
 
-from ...core.report import sized
+from ... import Keep, Place
 from ...core.runs.retention import Commits
-from ...core.runs.run import Run
 from ...core.runs.starts import Start, about_start, lives, refuse_if_alive
 from ...core.spans import shown_time
-from ...core.spec import Keep
-from ...core.storage.place import Place
+from ...plumbing import Run, sized
 from .listing import broken_steps, parse_best
 from .screen import USAGE, Answer, counted, escaped, in_table, print_json, print_table, print_text
 from .selection import ChosenRun, refuse_newer, runs_at

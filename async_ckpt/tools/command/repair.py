@@ -17,17 +17,15 @@ from typing import Any, Final
 
 import typer
 
+from ... import Place
 from ...core.loading.rebuild import rebuild_layout
 from ...core.runs import journal, layouts
-from ...core.runs.manifest import NAME as MANIFEST
-from ...core.runs.manifest import Manifest, is_retired_name
-from ...core.runs.manifest import parse as parse_manifest
+from ...core.runs.manifest import is_retired_name
 from ...core.runs.naming import Tracker, tracker_of
 from ...core.runs.retention import Commits
-from ...core.runs.run import Run
-from ...core.storage.interface import Storage
-from ...core.storage.place import Place
 from ...errors import CheckpointError, NotCommittedError, StepExistsError
+from ...plumbing import MANIFEST_NAME as MANIFEST
+from ...plumbing import Manifest, Run, Storage, parse_manifest
 from .listing import broken_steps
 from .pruning import refuse_writer
 from .screen import NO, USAGE, Answer, escaped, print_json, print_table, print_text

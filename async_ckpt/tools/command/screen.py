@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ...core.report import sized
 from ...core.spans import shown_time
+from ...plumbing import sized
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,18 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
+from ... import Keep, Naming, Place
 from ...core.runs.foreign_entries import step_formats
-from ...core.runs.manifest import NAME as MANIFEST
-from ...core.runs.manifest import parse as parse_manifest
-from ...core.runs.naming import NAMINGS, STEP_FORMAT, TRACKER, TRACKERS, Naming, parse_step_name, words_for
+from ...core.runs.naming import NAMINGS, STEP_FORMAT, TRACKER, TRACKERS, words_for
 from ...core.runs.retention import best_of, describe_missing_metric
-from ...core.runs.run import Run
-from ...core.spans import wall_time
-from ...core.spec import Keep
-from ...core.storage.interface import Storage
-from ...core.storage.place import Place
 from ...core.storage.url import parent_and_name
 from ...errors import CheckpointError, FormatVersionError, NotCommittedError
+from ...plumbing import MANIFEST_NAME as MANIFEST
+from ...plumbing import Run, Storage, parse_manifest, parse_step_name, wall_time
 from .listing import beside_versions, kind_of, nothing_at, parse_best
 from .screen import USAGE, Answer
 

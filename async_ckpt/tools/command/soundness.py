@@ -16,14 +16,9 @@ from typing import Any, Final
 
 import typer
 
+from ... import Place
 from ...core.loading.archives.find import opened_as_file, step_at
 from ...core.loading.verify import StepCheck, Verification, checks_of_run, notes_on, trackers_in
-from ...core.report import sized
-from ...core.runs.foreign_entries import OF_DCP
-from ...core.runs.naming import parse_step_name
-from ...core.spans import monotonic
-from ...core.storage.interface import Reader
-from ...core.storage.place import Place
 from ...errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -32,6 +27,7 @@ from ...errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
+from ...plumbing import OF_DCP, Reader, monotonic, parse_step_name, sized
 from ...weights.publishing.version_checks import check_versions
 from .listing import beside_versions, kind_of
 from .repair import damages_of

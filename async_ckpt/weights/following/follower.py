@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from ...core.host.waits import LIVENESS_SECONDS
-from ...core.spans import TIMEKEEPER
-from ...core.storage.place import Anywhere, local_place, place_of
 from ...errors import CheckpointError, StorageUnavailableError
+from ...plumbing import TIMEKEEPER, Anywhere, local_place, place_of
 from ..publishing.subscriber import Subscriber
 from .health import Event, Health, Say
 from .rollout_engines import Engine, Loading, engine_of

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ...core.report import PullReport
-from ...core.spans import TIMEKEEPER, wall_time
+from ... import PullReport
+from ...plumbing import TIMEKEEPER, wall_time
 
 # The time between two health lines, and before an error is told again that has not changed.
 _LINE_SECONDS: Final = 60.0

@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple, Protocol
 
-from ...core.spans import TIMEKEEPER
 from ...face.around.hf_weights import ADAPTER_CONFIG
+from ...plumbing import TIMEKEEPER
 from .web import EngineError, HttpClient, refusal
 
 # The time for an answer that takes an engine no work.

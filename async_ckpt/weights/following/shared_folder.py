@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ...core.fields import count, number, parsed, row, table, text
-from ...core.host.waits import Wait
-from ...core.spans import TIMEKEEPER, wall_time
-from ...core.storage.confined import ConfinedFolder
-from ...core.storage.disk import close_quietly, translated
+from ...core.storage.disk import close_quietly
 from ...errors import DestinationBusyError, StorageUnavailableError
+from ...plumbing import TIMEKEEPER, ConfinedFolder, Wait, translated, wall_time
 from ..publishing.folder_replica import FolderReplica, boot_id
 from ..publishing.notes import FOLDER, LOCK, Notes
 from .web import nobody_listens

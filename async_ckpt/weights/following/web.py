@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from ...core.fields import parsed
-from ...core.spans import TIMEKEEPER
+from ...plumbing import TIMEKEEPER
 
 # More of a reply than this is not read.
 _MAX_REPLY_BYTES: Final = 1 << 20

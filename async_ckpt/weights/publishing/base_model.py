@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ...core.storage.disk import refuse_dangling, translated
-from ...core.storage.local import LocalStorage
+from ...core.storage.disk import refuse_dangling
 from ...errors import CorruptCheckpointError, NotAFolderError
 from ...face.around.export import files_of
+from ...plumbing import LocalStorage, translated
 from ..delta import INDEX, VersionIndex, checksum, weight_map_in
 from .notes import SINGLE
 from .source import VersionSource

@@ -13,12 +13,8 @@ from typing import Final
 
 import torch
 
-from ...core.host.limits import num_cpus
-from ...core.host.loop import get_loop
-from ...core.host.threads import Crew
-from ...core.saving.default import held_memory
-from ...core.state.dtypes import dtype_name
 from ...errors import CheckpointError
+from ...plumbing import Crew, dtype_name, get_loop, held_memory, num_cpus
 from ..delta import Encoding, VersionIndex
 from .replica import MemoryReplica, update_replica
 from .source import TensorLocation, WeightsState

@@ -15,10 +15,9 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from ...core.spec import MIB
 from ...core.staging.device import dense_blocks
 from ...core.storage.compressed import zstandard_package
-from ...face.around.shards import view_of
+from ...plumbing import MIB, view_of
 from ..delta import (
     COUNT_BYTES,
     MAX_OVERWRITTEN_BYTES,

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 
 from ...core.backends import is_on_host
-from ...core.host.threads import Crew
-from ...core.slicing.sharded import is_sharded
-from ...core.state.capture import why_not
-from ...core.state.dtypes import dtype_name
 from ...core.state.wrappers import plain_model, plain_state_dict
 from ...errors import StateMismatchError, UnsupportedStateError
 from ...face.around.hf_weights import OF_BASE, weights_of
+from ...plumbing import Crew, dtype_name, is_sharded, why_not
 from .difference import checksum_of
 from .of_ranks.pieces import PiecedTensor
 

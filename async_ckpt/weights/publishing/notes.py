@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ...core.fields import count, entries, items, table, text
-from ...core.storage.confined import ConfinedFolder
 from ...errors import StorageUnavailableError
+from ...plumbing import ConfinedFolder
 from ..delta import INDEX, is_checksum, number_of, stays_inside
 from .source import WeightsState
 

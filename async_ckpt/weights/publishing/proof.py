@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Protocol
 
-from ...core.host.threads import Crew
 from ...errors import CorruptCheckpointError, NotCommittedError
+from ...plumbing import Crew
 from ..delta import OUR_CHECKSUMS, VersionIndex
 from .base_model import BaseModel
 from .source import Anchor, VersionSource, WeightsState

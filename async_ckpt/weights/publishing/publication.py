@@ -21,25 +21,34 @@ from typing import Final, NamedTuple
 import torch
 import xxhash
 
+from ... import SaveReport
 from ...core.format import safetensors
 from ...core.host.loop import OffLoop
 from ...core.host.operations import Kind
-from ...core.host.threads import Crew, running_future
-from ...core.report import Progress, SaveReport
+from ...core.report import Progress
 from ...core.saving.copy_save import CopySave
 from ...core.spans import Spans
-from ...core.spec import MIB
 from ...core.staging.guard import Optimizers
-from ...core.state.captured import SnapshotView
-from ...core.state.dtypes import dtype_name
 from ...core.storage.bulk import Parcel, copy
-from ...core.storage.disk import free_bytes_at, full, sync_folder, translated
-from ...core.storage.interface import Sink, Storage
-from ...core.storage.local import LocalStorage
-from ...core.storage.scratch import Scratch
+from ...core.storage.disk import full
+from ...core.storage.interface import Sink
 from ...errors import CheckpointError, ClosedError, StepExistsError, StorageUnavailableError, UnsupportedStateError
-from ...face.around.hf_weights import Weights
-from ...face.around.shards import MAX_SHARD_BYTES, Shard, ShardReader, index_of, shards_of
+from ...face.around.shards import MAX_SHARD_BYTES, Shard, ShardReader, index_of
+from ...plumbing import (
+    MIB,
+    Crew,
+    LocalStorage,
+    Scratch,
+    SnapshotView,
+    Storage,
+    Weights,
+    dtype_name,
+    free_bytes_at,
+    running_future,
+    shards_of,
+    sync_folder,
+    translated,
+)
 from ..delta import (
     INDEX,
     DeltaFields,

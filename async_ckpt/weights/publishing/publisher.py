@@ -14,24 +14,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
+from ... import SaveHandle
 from ...core.host.deadlines import PEER_SECONDS
 from ...core.host.process import OnceInProcess
 from ...core.host.shared_memory import CAN_SHARE
-from ...core.host.threads import running_future
-from ...core.host.waits import ENDS_THE_WAIT, Wait, growing_pauses, wait_for
+from ...core.host.waits import ENDS_THE_WAIT
 from ...core.ranks.world import world_of
-from ...core.saving.handle import SaveHandle, progress_of
-from ...core.spans import TIMEKEEPER, Spans
+from ...core.saving.handle import progress_of
+from ...core.spans import Spans
 from ...core.spec import whole_bytes, whole_count, whole_step
 from ...core.staging.guard import unwrapped
 from ...core.staging.held_snapshot import refuse_guard
-from ...core.state.captured import SnapshotView
 from ...core.storage.compressed import zstandard_package
-from ...core.storage.place import Anywhere, local_place, written_at
 from ...errors import ClosedError, NotCommittedError, UnsupportedStateError
 from ...face.around.export import files_of
 from ...face.around.hf_checks import refuse_unreadable
 from ...face.around.hf_weights import weights_of
+from ...plumbing import (
+    TIMEKEEPER,
+    Anywhere,
+    SnapshotView,
+    Wait,
+    growing_pauses,
+    local_place,
+    running_future,
+    wait_for,
+    written_at,
+)
 from ..delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
 from .delta_base import DeltaPolicy
 from .in_memory.borrow import PublisherMemory

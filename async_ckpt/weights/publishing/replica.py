@@ -18,11 +18,9 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
-from ...core.host.limits import num_cpus
-from ...core.host.threads import Crew
 from ...core.staging.device import dense_blocks
-from ...core.state.dtypes import dtype_named
 from ...errors import CorruptCheckpointError, NotCommittedError, StateMismatchError
+from ...plumbing import Crew, dtype_named, num_cpus
 from ..delta import INDEX, OUR_CHECKSUMS, VersionIndex, identity_of
 from .base_model import BaseModel
 from .difference import WrongBaseError, apply, checksum_of

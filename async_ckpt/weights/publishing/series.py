@@ -13,14 +13,14 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from ...core.storage.interface import Storage
-from ...core.storage.place import Place
+from ... import Place
 from ...errors import (
     CheckpointError,
     StateMismatchError,
     StepBehindError,
     StepExistsError,
 )
+from ...plumbing import Storage
 from ..delta import VersionIndex, folder_of
 from ..lent import loan_of_rank
 from .delta_base import DeltaBase, DeltaPolicy

@@ -16,10 +16,9 @@ from typing import Final, NamedTuple
 import xxhash
 
 from ...core.format import safetensors
-from ...core.host.threads import Crew
-from ...core.spec import DTYPES, MIB
-from ...core.storage.interface import Reader, Storage
+from ...core.spec import DTYPES
 from ...errors import CorruptCheckpointError
+from ...plumbing import MIB, Crew, Reader, Storage
 from ..delta import (
     CHECKSUM_DIGITS,
     INDEX,

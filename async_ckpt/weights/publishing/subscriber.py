@@ -15,13 +15,9 @@ from typing import Final, Protocol, Self
 
 import torch
 
-from ...core.host.loop import get_loop
+from ... import PullReport
 from ...core.host.operations import Operation, observed
-from ...core.host.threads import Crew
-from ...core.report import PullReport
-from ...core.saving.default import held_memory
 from ...core.spec import whole_step
-from ...core.storage.place import Anywhere, local_place, written_at
 from ...errors import (
     CheckpointError,
     ClosedError,
@@ -30,6 +26,7 @@ from ...errors import (
     NotCommittedError,
     UsageError,
 )
+from ...plumbing import Anywhere, Crew, get_loop, held_memory, local_place, written_at
 from ..delta import VersionIndex
 from .base_model import BaseModel
 from .folder_replica import FolderReplica

@@ -15,12 +15,11 @@ from pathlib import Path
 from shutil import rmtree
 from typing import NamedTuple
 
-from ...core.host.threads import Crew
+from ... import Place, VerifyReport
 from ...core.loading.verify import verify_path
-from ...core.report import VerifyReport
-from ...core.spans import Clock, monotonic
-from ...core.storage.place import Anywhere, Place, local_place, place_of
+from ...core.spans import Clock
 from ...errors import CheckpointError, CorruptCheckpointError, FormatVersionError, NotCommittedError
+from ...plumbing import Anywhere, Crew, local_place, monotonic, place_of
 from ..delta import folder_of, version_of
 from .base_model import BaseModel
 from .folder_replica import FolderReplica

@@ -21,12 +21,11 @@ from typing import Final, NamedTuple
 
 from ...core.fields import is_unicode, items
 from ...core.fields import parsed as parsed_json
-from ...core.storage.disk import sync_folder, translated
-from ...core.storage.interface import Storage
-from ...core.storage.locks import TEMP_SUFFIX, temps_of
-from ...core.storage.scratch import Scratch, take_away
+from ...core.storage.locks import temps_of
+from ...core.storage.scratch import take_away
 from ...core.storage.store_facts import PROBE
 from ...errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCommittedError
+from ...plumbing import TEMP_SUFFIX, Scratch, Storage, sync_folder, translated
 from ..delta import (
     INDEX,
     VersionIndex,

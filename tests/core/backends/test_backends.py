@@ -13,7 +13,8 @@ import torch
 from states import MIB, open_run
 
 import async_ckpt
-from async_ckpt import RngState, backends
+from async_ckpt import RngState
+from async_ckpt.core import backends
 from async_ckpt.core.backends import backend as backend_module
 from async_ckpt.core.backends import cuda as cuda_module
 from async_ckpt.core.backends.backend import UNSUPPORTED, Backend

@@ -226,7 +226,7 @@ def test_a_world_of_another_size_goes_on(worlds):
 def test_a_clock_that_is_hours_off_on_one_rank_changes_nothing(worlds, rank):
     """Nor does the next start, by a clock that is right again."""
     script = """
-    from async_ckpt import checkpointer
+    from async_ckpt.face import checkpointer
     real = checkpointer.wall_time
     checkpointer.wall_time = lambda: real() + {seconds}
     with open_run(here.root, keep=2) as ckpt:

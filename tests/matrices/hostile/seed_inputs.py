@@ -21,11 +21,12 @@ from damage import STATE, objects_swapped, torch_saved
 from tarballs import member, plain_tar
 
 import async_ckpt
-from async_ckpt.core.format import delta, index, lent, tar
+from async_ckpt.core.format import index, tar
 from async_ckpt.core.runs import layouts as step_layouts
 from async_ckpt.core.runs import manifest, receipts
 from async_ckpt.core.slicing.locator import StepLayout
 from async_ckpt.core.slicing.slices import Mesh
+from async_ckpt.weights import delta, lent
 
 from .hostile_corpus import BESIDE, kept
 from .hostile_target import Scratch

@@ -20,7 +20,6 @@ from typer.core import TyperCommand
 
 import async_ckpt
 from async_ckpt.core.events.log import FOLDER, NAME, EventLog
-from async_ckpt.core.format import delta
 from async_ckpt.core.ranks.shared_root import SharedRoot
 from async_ckpt.core.ranks.world import World
 from async_ckpt.core.runs import starts
@@ -32,6 +31,7 @@ from async_ckpt.core.storage.url import parent_and_name, place_and_name, shown, 
 from async_ckpt.errors import CheckpointError, StorageUnavailableError
 from async_ckpt.files import extract
 from async_ckpt.tools.command.main import app, status_of
+from async_ckpt.weights import delta
 from async_ckpt.weights.following.shared_folder import SharedFolder
 from async_ckpt.weights.publishing.notes import Notes
 from async_ckpt.weights.publishing.versions import Versions

@@ -31,7 +31,8 @@ from engine_servers import (
 from racing import Gate, until
 
 import async_ckpt
-from async_ckpt.following import VLLM, Post, Program, SGLang, follower
+from async_ckpt.following import VLLM, Post, Program, SGLang
+from async_ckpt.weights.following import follower
 from async_ckpt.weights.publishing.subscriber import Subscriber
 
 SERVERS: list[tuple[type[EngineServer], Any]] = [(SGLangServer, SGLang), (VLLMServer, VLLM), (PlainServer, Post)]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import MIB
 
-from async_ckpt.core.format import delta
+from async_ckpt.weights import delta
 from async_ckpt.weights.delta import (
     DeltaFields,
     VersionIndex,

@@ -16,10 +16,11 @@ from typing import Any, Final, NamedTuple
 import torch
 import typer
 
-from ....core.state.names import dotted, printable, shown
-from ....core.state.tree import StoredLeaf
-from ....core.storage.place import Place
+from .... import Place
+from ....core.state.names import dotted, printable
 from ....errors import CheckpointError, UntrustedObjectError
+from ....plumbing import StoredLeaf
+from ....plumbing import shown_name as shown
 from ..screen import NO, USAGE, Answer, counted, escaped, print_json, print_table, print_text
 from ..states.named_items import (
     Container,

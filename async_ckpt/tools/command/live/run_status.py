@@ -17,19 +17,18 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Final
 
+from .... import Place
 from ....core.events.log import EventLog
-from ....core.events.shapes import Event, bandwidth_of
-from ....core.host.threads import run_together
+from ....core.events.shapes import Event
 from ....core.loading.run_history import event_of
-from ....core.report import sized
-from ....core.runs.manifest import NAME as MANIFEST
-from ....core.runs.manifest import Manifest, is_retired_name, parse, parse_intent
-from ....core.runs.naming import parse_step_name
+from ....core.runs.manifest import is_retired_name, parse_intent
 from ....core.runs.receipts import broken_folders
 from ....core.runs.starts import split_starts
 from ....core.spans import Clock
-from ....core.storage.place import Place
 from ....errors import CheckpointError
+from ....plumbing import MANIFEST_NAME as MANIFEST
+from ....plumbing import Manifest, bandwidth_of, parse_step_name, run_together, sized
+from ....plumbing import parse_manifest as parse
 from ..listing import USUAL_NAMINGS
 
 # The saves in the table, and those that the trend is of.

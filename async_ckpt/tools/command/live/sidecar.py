@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ....core.storage.place import Place
+from .... import Place
 from ....weights.following.follower import Timing, new_sidecar
 from ....weights.following.health import Event
 from ....weights.following.rollout_engines import VLLM, Engine, Post, Program, SGLang, engine_of

@@ -17,12 +17,11 @@ from typing import Any, Final
 
 import typer
 
-from ....core.events.shapes import Event, bandwidth_of
-from ....core.report import sized
+from .... import Place
+from ....core.events.shapes import Event
 from ....core.runs.starts import split_starts
-from ....core.spans import TIMEKEEPER, wall_time
-from ....core.storage.place import Place
 from ....errors import StorageUnavailableError
+from ....plumbing import TIMEKEEPER, bandwidth_of, sized, wall_time
 from ..listing import kind_of, nothing_at
 from ..screen import (
     JSON_VERSION,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from ....core.report import sized
+from ....plumbing import sized
 from ..screen import counted, shown_seconds
 from .columns import RunColumns
 

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Final
 
-from ....core.loading.run_history import history
-from ....core.spans import wall_time
-from ....core.storage.place import Place
+from .... import Place, history
 from ....errors import NotCommittedError
+from ....plumbing import wall_time
 from ..listing import broken_at, kind_of, parse_best, runs_in
 from ..options import place_below
 from ..screen import Answer, counted, escaped, print_json, print_text

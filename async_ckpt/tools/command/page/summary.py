@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
-from ....core.report import sized
 from ....core.spans import shown_time
+from ....plumbing import sized
 from ..screen import age, counted, shown_seconds
 from .columns import RunColumns
 

@@ -17,9 +17,9 @@ import torch
 
 from ....core.format.foreign_files import NEEDED_BYTES, ForeignFile, foreign_file
 from ....core.pickles.saved_objects import missing_class
-from ....core.storage.interface import Reader
 from ....core.storage.local import LocalReader
 from ....errors import CheckpointError, CorruptCheckpointError, UntrustedObjectError
+from ....plumbing import Reader
 from ..screen import Answer
 from .named_items import CHUNK_BYTES, ItemWalk, NamedItem
 

@@ -19,12 +19,8 @@ import torch
 
 from ....core.host.handover import received
 from ....core.host.shared_memory import ReadOnlyMaps, map_shared
-from ....core.host.threads import Crew
-from ....core.host.waits import growing_pauses
-from ....core.spans import TIMEKEEPER
-from ....core.state.dtypes import dtype_named
 from ....errors import CorruptCheckpointError
-from ....face.around.shards import view_of
+from ....plumbing import TIMEKEEPER, Crew, dtype_named, growing_pauses, view_of
 from ...delta import checksum
 from ...lent import LentVersion, loan_of_rank, parse_lent, table_bytes
 from ..difference import checksum_of

@@ -20,13 +20,10 @@ import torch
 
 from ....core.backends import is_dense
 from ....core.host.handover import Giver, Handout
-from ....core.host.limits import num_cpus
-from ....core.host.loop import get_loop
 from ....core.host.memory import HostBuffer, shared_buffer_of
-from ....core.host.threads import Crew
-from ....core.saving.default import held_memory, host_memory
+from ....core.saving.default import host_memory
 from ....core.staging.device import dense_blocks
-from ....core.state.dtypes import dtype_name
+from ....plumbing import Crew, dtype_name, get_loop, held_memory, num_cpus
 from ...delta import RankSlices, checksum, identity_of
 from ...lent import LentTensor, LentVersion, dump_lent
 from ..difference import checksum_of

@@ -21,10 +21,8 @@ import torch
 from ....core.ranks.meeting import RankZeroWord
 from ....core.ranks.world import World
 from ....core.slicing.cover import Box
-from ....core.slicing.sharded import Slicer
-from ....core.state.dtypes import dtype_name
 from ....errors import UnsupportedStateError
-from ....face.around.hf_weights import Weights
+from ....plumbing import Slicer, Weights, dtype_name
 from ...delta import RankSlices, SliceOf
 
 

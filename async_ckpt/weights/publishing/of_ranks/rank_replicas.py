@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ....core.host.threads import Crew
-from ....core.state.dtypes import dtype_named
+from ....plumbing import Crew, dtype_named
 from ..replica import MemoryReplica, PullResult, update_replica
 from ..source import VersionSource
 from .pieces import PiecedTensor, TensorPiece

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from ....core.storage.place import Place
+from .... import Place
 from ....errors import CorruptCheckpointError, NotCommittedError
 from ...delta import INDEX, VersionIndex, folder_of, identity_of
 from ..versions import Versions, marks_in
