@@ -1,4 +1,4 @@
-# The words of CI: `.ci/run` is `make check test bench-check`, and the tests of some frameworks.
+# The words of CI: `.ci/run` is `make check test test-all bench-check`, and the tests of some frameworks.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # Frameworks that need an environment of their own: each has constraints/<name>.txt and tests/frameworks/<name>/.
 FRAMEWORKS := $(basename $(notdir $(wildcard constraints/*.txt)))
 
-.PHONY: demo demo-s3 demo-ranks demo-rollout test test-python test-frameworks test-stores durations check audit attack bench bench-check bench-frameworks bench-gpu bench-s3 bench-scale docs format clean
+.PHONY: demo demo-s3 demo-ranks demo-rollout test test-all test-python test-frameworks test-stores durations check audit attack bench bench-check bench-frameworks bench-gpu bench-s3 bench-scale docs format clean
 
 demo: $(VENV)/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
@@ -25,10 +25,13 @@ demo-ranks: $(VENV)/.demo    ## the same under FSDP on four ranks: one is killed
 demo-rollout: $(VENV)/.rollout ## a training publishes, a rollout process swaps weights, is killed, and catches up from files
 	$(BIN)/python -m examples.demo_rollout
 
-test: $(VENV)/.test          ## everything that the tests need, then the tests
+test: $(VENV)/.test          ## everything that the tests need, then those that take five minutes: of each long file a part
+	$(BIN)/python -m pytest -n $(WORKERS) --fast
+
+test-all: $(VENV)/.test      ## all of the tests, with Transformers, Lightning and accelerate
 	$(BIN)/python -m pytest -n $(WORKERS)
 
-durations: $(VENV)/.test     ## the same, and how long each file takes, by which the next runs order them
+durations: $(VENV)/.test     ## the same as test-all, and how long each file takes, by which the next runs order them
 	$(BIN)/python -m pytest -n $(WORKERS) --write-durations
 
 test-python:               ## the same on another Python, in a .venv of its own: make test-python PYTHON=python3.13

@@ -1,18 +1,22 @@
 """Finds docstrings that do not begin with the thing that they are about, class names that stand for several things, and
 lines that are too long.
 
-Run by `make check`. Exits with 1 if there are any. What is large is only noted: can its states be drawn in one table?
+Run by `make check`. Exits with 1 if there are any, and if the seconds of a test file are not known. What is large is only noted: can its states be drawn in one table?
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "async_ckpt"
+TESTS = PACKAGE.parent / "tests"
+# Tests that need an environment of their own, or a GPU, take no part in the lanes.
+OF_OTHERS = tuple(f"tests/frameworks/{path.stem}/" for path in (TESTS.parent / "constraints").glob("*.txt"))
 MAX_COLUMNS = 120
 # More of these are worth a look, and no more than that.
 MANY_LINES, MANY_FILES, MANY_ATTRIBUTES, MANY_PARAMETERS = 500, 15, 15, 8
@@ -52,6 +56,12 @@ def main() -> int:
         f"the class name {name} is there several times: {', '.join(places)}"
         for name, places in sorted(owners.items())
         if len(places) > 1
+    ]
+    known = json.loads((TESTS / "durations.json").read_text(encoding="utf-8"))
+    complaints += [
+        f"tests/durations.json lacks {name}: run `make durations`, or write down the seconds that the file takes"
+        for name in sorted(path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py"))
+        if name not in known and not name.startswith(OF_OTHERS)
     ]
     print(*complaints, sep="\n", end="\n" if complaints else "")
     return bool(complaints)

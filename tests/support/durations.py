@@ -1,17 +1,21 @@
 """How long each test file takes, by which a run of several workers orders them: the longest first, so that no worker ends long after
-the others. With `--write-durations` a run writes down what its files have taken.
+the others. With `--write-durations` a run writes down what its files have taken. With `--fast` a run takes of each long file as many
+tests as take a few seconds, others with each commit, and leaves out the frameworks.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from slices import PART
 
 TESTS = Path(__file__).parents[1]
 KEPT = TESTS / "durations.json"
+FAST_SECONDS = 4.0  # of each file in the fast lane
 
 
 def file_of(nodeid: str) -> str:
@@ -26,6 +30,20 @@ def longest_first(items: list[pytest.Item]) -> None:
     """Order the files, and leave the tests of each as they are. A file that is not known yet may be long."""
     seconds = _kept()
     items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 1e6))
+
+
+def fast_ones(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests of the fast lane: all of the short files, and every n-th of a file that takes n times as long."""
+    seconds, of_file = _kept(), defaultdict(list)
+    for item in items:
+        of_file[file_of(item.nodeid)].append(item)
+    kept: list[pytest.Item] = []
+    for file, tests in of_file.items():
+        if file.startswith("tests/frameworks/"):
+            continue
+        number = min(math.ceil(seconds.get(file, 0) / FAST_SECONDS) or 1, len(tests))
+        kept += tests[PART // 1009 % number :: number]  # apart from the part of a matrix that a test tries
+    return kept
 
 
 class Recorder:

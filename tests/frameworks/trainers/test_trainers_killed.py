@@ -2,7 +2,7 @@
 
 Killed by the number of the call that changes the disk, or a store: at any moment of a save, also where no clock would hit.
 Each matrix has 20 moments, which are drawn at random; the tests try one of them. All of them are tried by
-`ASYNC_CKPT_MATRICES=all pytest tests/integrations/test_trainers_killed.py`.
+`ASYNC_CKPT_MATRICES=all pytest tests/frameworks/trainers/test_trainers_killed.py`.
 """
 
 from __future__ import annotations
