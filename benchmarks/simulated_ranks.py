@@ -39,7 +39,7 @@ from async_ckpt.core.runs.roots import Roots
 from async_ckpt.core.runs.run import Run
 from async_ckpt.core.saving.admission import Admission
 from async_ckpt.core.saving.ledger import Ledger
-from async_ckpt.core.saving.lineage import Lineage, StepContents
+from async_ckpt.core.saving.lineage import Lineage, StepCall
 from async_ckpt.core.saving.targets import step_targets
 from async_ckpt.core.slicing.sharded import LocalShards, Slicer
 from async_ckpt.core.slicing.shares import MODULUS
@@ -222,18 +222,16 @@ class SimulatedWorld:
 
     def _others_say(self, attempt: _Attempt, durable: Sequence[float]) -> dict[int, float]:
         """Have all other ranks put their receipts; when each of them has."""
-        joint = self._rank_0.joint
-        assert joint.part.structure is not None
-        assert joint.part.shared is not None
+        part, shares_by = self._rank_0.part, self._rank_0.joint.shares_by
         exchange = Exchange(self._follower.storage, attempt.folder, attempt.name)
-        shares_by, values = joint.shares_by, joint.part.shared.digest()
+        values = part.shared.digest()
         more = self._copies if self._is_first else [None] * _SHARDS
         says = [
             (NO_TABLE, seal({})) if one is None else (agreement._digest(one), seal({"copies": one})) for one in more
         ]
         told: dict[int, float] = {}
         # One of them has the balance of all these.
-        balance = -sum(one.joint.part.balance for one in (self._rank_0, self._follower)) % MODULUS
+        balance = -(part.balance + self._follower.part.balance) % MODULUS
         for rank in range(self.size):
             archive = attempt.archive(rank)
             self._bucket.put(f"{attempt.folder}/{archive.name}", b"", durable[rank])
@@ -243,7 +241,7 @@ class SimulatedWorld:
             receipt = Receipt(
                 rank,
                 shares_by,
-                joint.part.structure.digest,
+                part.structure.digest,
                 values,
                 copies,
                 archive.digest,
@@ -330,10 +328,11 @@ class _Rank:
         joint = self.ranks.called(step)
         assert joint is not None
         self.joint = joint
-        (self._target,) = step_targets(self._lineage, StepContents(step, joint), self.ranks)
-        divided, facts = self.ranks.divider.divided(self._capture, joint)
-        assert joint.part.shared is not None
-        joint.part.shared.lie_in(
+        (self._target,) = step_targets(self._lineage, StepCall(step, joint), self.ranks)
+        divided, facts, part = self.ranks.divider.divided(self._capture, joint)
+        assert part is not None
+        self.part = part
+        part.shared.lie_in(
             lay_out(
                 TensorPlan(divided.specs),
                 skeleton=divided.skeleton,

@@ -405,6 +405,17 @@ print(*[t.name for t in __import__("threading").enumerate()])
     assert done.stderr == ""
 
 
+def test_the_way_of_a_plain_save_is_told_with_fifteen_modules():
+    text = (HOUSE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    way = text.partition("### The way of `state`")[2].partition("Beside the way")[0]
+    named_there = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)?)(?:\.[A-Za-z_.]+)?`", way))
+
+    told = {name.removeprefix("core.").removeprefix("face.") for name in modules()} & named_there
+
+    assert "saving.story" in told
+    assert len(told) <= 15, sorted(told)
+
+
 def test_what_contributing_names_is_there():
     """Its walks from top to bottom are read beside the code."""
     text = (HOUSE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")

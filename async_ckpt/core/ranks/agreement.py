@@ -30,9 +30,8 @@ from ..host.waits import growing_pauses
 from ..runs.manifest import Archive, Manifest, RankFiles, SaveTimes
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, spread_of, table_of
 from ..spans import monotonic
-from ..state.division import Structure
 from .answers import in_words
-from .attempts import AttemptPlace, JointSave, JointState, SavedInstead
+from .attempts import AttemptPlace, JointSave, JointState, OwnPart, SavedInstead
 from .comparison import Comparison
 from .peers import Ranks
 
@@ -135,8 +134,7 @@ class Agreement:
         if self._root.is_apart:
             self._raise_apart()
         part = joint.part
-        assert part.structure is not None
-        assert part.shared is not None
+        assert part is not None
         if not self.decides:
             await self._see_that_it_is_shared(off_loop, check)
         receipt = Receipt(
@@ -152,7 +150,7 @@ class Agreement:
             stall_seconds=times.stall_seconds,
         )
         self._may_have_said_yes = True  # a put may arrive though it fails
-        await off_loop(partial(self._put_receipt, receipt, self._more(part.structure)))
+        await off_loop(partial(self._put_receipt, receipt, self._more(part)))
         if joint.instead is not None:
             self._raise_mistaken(joint.instead)
         self._yes = receipt
@@ -254,14 +252,14 @@ class Agreement:
             rank=0,
         )
 
-    def _more(self, structure: Structure) -> dict[str, Any]:
+    def _more(self, part: OwnPart) -> dict[str, Any]:
         """The rest of a receipt, which rank 0 reads if it needs to: the structure, from its first rank, and the
         digests of copies.
         """
+        structure, copies = part.structure, part.copies
         mates = self._joint.table.classes.get(structure.digest, ())
         is_first = not mates or mates[0] == self.rank
         more: dict[str, Any] = {"rank": self.rank, **({"structure": structure.text} if is_first else {})}
-        copies = self._joint.part.copies
         return more if copies is None else {**more, "copies": copies}
 
     async def _all_receipts(self, off_loop: OffLoop, check: Callable[[], None]) -> RankFiles:
@@ -432,7 +430,7 @@ class Agreement:
         return table_of(self._run.storage, self._run.folder(manifest.step), manifest)
 
     def _is_committed(self, table: Table) -> None:
-        if self._joint.part.structure is not None:
+        if self._joint.part is not None:
             self._ranks.known.compared.add(self._joint.part.structure.digest)
         self._ranks.attempts.decide(self._joint, JointState.COMMITTED, table)
 

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -82,18 +82,16 @@ class SavedInstead(NamedTuple):
     attempt: str  # "" if it saves nothing
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class OwnPart:
-    """This rank's part in a joint save. Made by the thread that saves, before the attempt has an archive."""
+    """This rank's part in a joint save, as `Divider.divided` plans it."""
 
-    per_rank: tuple[str, ...] = ()  # the names of what each rank has for itself
-    # Groups that are not saved again, and the steps that have them.
-    borrowed: Mapping[str, int] = field(default_factory=dict)
-    structure: Structure | None = None  # of its state, once it is known
-    shared: SharedValues | None = None  # what all should have alike
-    balance: int = 0  # of what this rank writes, see `slicing.shares`
+    structure: Structure  # of its state
+    per_rank: tuple[str, ...]  # the names of what each rank has for itself
+    shared: SharedValues  # what all should have alike
+    balance: int  # of what this rank writes, see `slicing.shares`
     # Digests of what other ranks may hold, too, by what it is of which tensor; None where that was compared before.
-    copies: dict[str, dict[str, str]] | None = None
+    copies: dict[str, dict[str, str]] | None
 
 
 @dataclass(slots=True)
@@ -112,7 +110,7 @@ class JointSave:
     table: Table = EMPTY  # by which this rank shares
     attempt: str = ""  # its name, the same on all ranks
     before: JointSave | None = None  # of one that has no name yet: what was begun at its step before
-    part: OwnPart = field(default_factory=OwnPart)
+    part: OwnPart | None = None  # once it is planned
     is_any: bool = False  # one of several roots is enough
     causes: list[Cause] = field(default_factory=list)
     maybe_at: set[AttemptPlace] = field(default_factory=set)  # on rank 0: where it has put the manifest, or may have
@@ -140,8 +138,12 @@ class JointSave:
     @property
     def shares_by(self) -> str:
         """The table that this rank shares by; it takes no share where its structure is in no class."""
-        structure = self.part.structure
-        return NO_TABLE if structure is None or structure.digest not in self.table.classes else self.table.digest
+        is_in_class = self.part is not None and self.part.structure.digest in self.table.classes
+        return self.table.digest if is_in_class else NO_TABLE
+
+    def take(self, part: OwnPart, table: Table) -> None:
+        """Take this rank's part, once it is planned, and the table by which it shares."""
+        self.part, self.table = part, table
 
 
 class Attempts:

@@ -65,10 +65,12 @@ class Comparison:
             check_coverage(classes, texts)
             own = own_names(texts)
             known.covered = {covered: own}
-        self._per_rank = tuple(sorted({*self._joint.part.per_rank, *own}))
+        part = self._joint.part
+        assert part is not None
+        self._per_rank = tuple(sorted({*part.per_rank, *own}))
         self._check_shares(receipts, texts)
         self._check_balances(receipts)
-        is_each = self._joint.part.copies is not None
+        is_each = part.copies is not None
         self._compare_copies([one for one in receipts if is_each or one.structure not in known.compared])
         known.texts = texts
         table = self._compare_values(receipts, classes)

@@ -6,8 +6,8 @@ nothing of: archives.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,9 +17,17 @@ from ..spec import RankFacts
 from ..staging.device import dense_blocks
 from ..state.captured import Capture
 from ..state.division import StateDivider
-from .attempts import JointSave
+from .attempts import JointSave, OwnPart
 from .meeting import Meeting
 from .shared_values import SharedValues
+
+
+class PlannedPart(NamedTuple):
+    """The captured state with what this rank writes of it, the facts for its archive, and its part in a joint save."""
+
+    captured: Capture
+    facts: RankFacts | None = None
+    part: OwnPart | None = None
 
 
 class Divider:
@@ -58,41 +66,52 @@ class Divider:
             self._per_rank = per_rank
             meeting.meet(states.structure(captured, self._own_in(captured)).digest, "prewarm()")
 
-    def divided(self, captured: Capture, joint: JointSave | None) -> tuple[Capture, RankFacts | None]:
-        """The part of a state that this rank writes. The first save waits until rank 0 knows the structures of all
-        ranks.
+    def divided(
+        self,
+        captured: Capture,
+        joint: JointSave | None,
+        *,
+        per_rank: Collection[str] = (),
+        borrowed: Mapping[str, int] | None = None,
+    ) -> PlannedPart:
+        """Plan the part of a state that this rank writes, and have the joint save take it. The first save waits until
+        rank 0 knows the structures of all ranks.
 
-        Without `joint`, nothing is written yet: the part that would be.
+        Args:
+            captured: all that this rank holds.
+            joint: the save; without it, nothing is written yet, and the part is the one that would be.
+            per_rank: the names of what each rank has for itself.
+            borrowed: groups that are not saved again, and the steps that have them.
         """
         states = self._ranked()
         if states is None:
-            return captured, None
+            return PlannedPart(captured)
         if joint is None:
             known, own = self._meeting.table.classes, self._own_in(captured)
             mates = known.get(states.structure(captured, own).digest, ()) if known else ()
             share = states.divided(captured, mates, own)
-            return share.captured, share.ranks
-        part = joint.part
-        per_rank = tuple(sorted({*part.per_rank, *captured.per_rank}))
-        structure = part.structure = states.structure(captured, per_rank, part.borrowed)
-        if not self._meeting.has_met:
-            joint.table = self._meeting.meet(structure.digest, "save()")
-        share = states.divided(captured, joint.table.classes.get(structure.digest, ()), per_rank)
-        part.balance = share.balance
-        part.per_rank = tuple(sorted({*per_rank, *joint.table.differing}))
-        part.shared = SharedValues(
+            return PlannedPart(share.captured, share.ranks)
+        own = tuple(sorted({*per_rank, *captured.per_rank}))
+        structure = states.structure(captured, own, borrowed or {})
+        table = joint.table if self._meeting.has_met else self._meeting.meet(structure.digest, "save()")
+        share = states.divided(captured, table.classes.get(structure.digest, ()), own)
+        own = tuple(sorted({*own, *table.differing}))
+        shared = SharedValues(
             captured.skeleton,
             captured.objects,
             share.small,
             share.captured.specs,
-            part.per_rank,
-            joint.table.of_some.get(structure.digest, ()),
+            own,
+            table.of_some.get(structure.digest, ()),
         )
+        copies = None
         if self._check_replicas or structure.digest not in self._compared:
             for completion in captured.completions:  # of snapshots: before that, their bytes are not there
                 completion.result()
-            part.copies = _digests(states.copies(captured))
-        return share.captured, share.ranks
+            copies = _digests(states.copies(captured))
+        part = OwnPart(structure, own, shared, share.balance, copies)
+        joint.take(part, table)
+        return PlannedPart(share.captured, share.ranks, part)
 
     def _own_in(self, captured: Capture) -> tuple[str, ...]:
         """The names that each rank has for itself in a state that is not saved yet."""

@@ -239,38 +239,50 @@ class Driver(NamedTuple):
     groups: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """The arguments of one call of `save`, once they are checked."""
+
+    step: int
+    joint: JointSave | None = None
+    overwrite: bool = False
+    record: Mapping[str, Any] = field(default_factory=dict)
+    unchanged: Collection[str] = ()
+    per_rank: Collection[str] = ()
+    driver: Driver | None = None
+    given_here: frozenset[str] = frozenset()  # entries of driver= on a rank that writes none
+
+    @staticmethod
+    def driver_of(driver: Mapping[str, Any], step: int) -> Driver:
+        """The entries of `driver=` as an archive. Raises ValueError for too many bytes."""
+        image, digest = small_archive(driver, step=step, max_bytes=_MAX_DRIVER_BYTES)
+        return Driver(image, digest, tuple(driver))
+
+
+@dataclass(frozen=True, slots=True)
 class StepContents:
-    """The contents of one step that is being saved, the same at all roots.
+    """The contents of one step that is being saved, the same at all roots: the call, and what it borrows."""
 
-    The request of the save creates and fills it on the caller's thread; its targets read it afterwards.
-    """
+    call: StepCall
+    number: int = 0  # in the order of the calls; `UnchangedGroups.begin` gives it
+    borrowed: tuple[GroupLocation, ...] = ()
+    outline: StateOutline | None = None  # of what is written, if later steps may borrow it
 
-    def __init__(self, step: int, joint: JointSave | None = None) -> None:
-        self.step, self.joint = step, joint
-        self.number = 0  # in the order of the calls; `UnchangedGroups.begin` gives it
-        self.overwrite = False
-        self.record: Mapping[str, Any] = {}
-        self.borrowed: tuple[GroupLocation, ...] = ()
-        self.outline: StateOutline | None = None
-        self.driver: Driver | None = None
-        self._given_here: frozenset[str] = frozenset()  # entries of driver= on a rank that writes none
+    @property
+    def step(self) -> int:
+        return self.call.step
+
+    @property
+    def joint(self) -> JointSave | None:
+        return self.call.joint
 
     def lenders(self) -> list[int]:
         """The steps that this one borrows from."""
         return [lent.step for lent in self.borrowed]
 
-    def take_driver(self, driver: Mapping[str, Any], *, rank: int) -> None:
-        """Take the entries of `driver=`; those of rank 0 count for all ranks. Raises ValueError for too many bytes."""
-        if rank:
-            self._given_here = frozenset(driver)
-        else:
-            image, digest = small_archive(driver, step=self.step, max_bytes=_MAX_DRIVER_BYTES)
-            self.driver = Driver(image, digest, tuple(driver))
-
     def warn_of_lost_driver(self, manifest: Manifest, rank: int) -> None:
         """On other ranks than 0: warn of entries of driver= that are not saved, since rank 0 does not have them."""
-        lost = sorted(self._given_here.difference(lent.group for lent in manifest.elsewhere))
-        self._given_here = frozenset()
+        lost = sorted(self.call.given_here.difference(lent.group for lent in manifest.elsewhere))
         if lost:
             _log.warning(
                 "step %s: driver= of rank %s is not saved: %s. Only that of rank 0 is, which lacks them; give "
@@ -309,10 +321,11 @@ class UnchangedGroups:
         # since it may be interrupted; those before are removed under _lock.
         self._begun: list[tuple[int, int]] = []
 
-    def begin(self, contents: StepContents) -> None:
-        """Note that a save begins. On the caller's thread, in the order of the calls."""
-        contents.number = next(self._numbers)
-        self._begun.append((contents.number, contents.step))
+    def begin(self, step: int) -> int:
+        """Note that a save begins, and return its number. On the caller's thread, in the order of the calls."""
+        number = next(self._numbers)
+        self._begun.append((number, step))
+        return number
 
     def _written(self, joint: JointSave | None = None) -> dict[str, SavedGroup]:
         """The newest groups; with several ranks, those that all of them know of when the save begins."""
@@ -323,29 +336,31 @@ class UnchangedGroups:
         known = [one for one in self._known if joint is None or one.since <= joint.newest_decided]
         return known[-1] if known else None
 
-    def _to_lend(self, contents: StepContents) -> dict[str, SavedGroup]:
+    def _to_lend(self, call: StepCall, own_number: int) -> dict[str, SavedGroup]:
         """The groups that no save has replaced or retired which began later than they were known: not even this one."""
-        known = self._newest(contents.joint)
+        known = self._newest(call.joint)
         if known is None:
             return {}
-        steps = [step for number, step in self._begun.copy() if known.number < number <= contents.number]
-        lowest = min(steps, default=contents.step)
+        steps = [step for number, step in self._begun.copy() if known.number < number <= own_number]
+        lowest = min(steps, default=call.step)
         return {name: group for name, group in known.groups.items() if group.step < lowest}
 
     def without(
         self,
         state: Any,
-        names: Collection[str],
-        contents: StepContents,
+        call: StepCall,
+        number: int,
         *,
         runs: Sequence[Run],
     ) -> tuple[Any, tuple[GroupLocation, ...]]:
-        """The state without the named groups that all these runs have already, and the archives that have them.
+        """The state without the unchanged groups of a call that all these runs have already, and the archives that have
+        them.
 
         Several ranks must borrow the same groups. If one root is enough for a commit, ranks learn at different times
         which other roots have a group, so then they write everything. Raises ValueError for a name that is not a group
         of the state, NotUnchangedError for one that has changed.
         """
+        names = call.unchanged
         if not names:
             return state, ()
         for name in names:
@@ -357,11 +372,11 @@ class UnchangedGroups:
                 )
             if not is_entry:
                 raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
-        if contents.joint is not None and contents.joint.is_any:
+        if call.joint is not None and call.joint.is_any:
             return state, ()
         borrowed: list[GroupLocation] = []
         # Without the lock: the caller's thread may be interrupted, and must not be while it holds one.
-        lent = self._to_lend(contents)
+        lent = self._to_lend(call, number)
         for name in sorted(names):
             known = lent.get(name)
             if known is None or not known.runs.issuperset(runs):

@@ -6,10 +6,14 @@ In: captured states, targets. Out: layouts, and numbers of segments. Knows nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from ..format.layout import Image, Layout, TensorPlan, lay_out
 from ..host.pool import MIN_SEGMENTS, SegmentPool
 from ..host.threads import Crew
+from ..ranks.shared_values import SharedValues
 from ..spans import wall_time
 from ..spec import BLOCK_BYTES, MIB, SEGMENT_BYTES, RankFacts, align_up, whole_bytes
 from ..staging.device import fill_image, first_device
@@ -17,6 +21,27 @@ from ..state.capture import capture
 from ..state.captured import Capture
 from .block_digests import BlockDigests, GroupDigests, Groups
 from .delivery import Target
+from .story import CommitRule, UnchangedIn
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """One save, planned from top to bottom before anything of it begins. It keeps the tensors alive."""
+
+    step: int | None
+    targets: Sequence[Target]
+    rule: CommitRule
+    captured: Capture
+    """The state, or the part of it that this rank writes."""
+    device: torch.device | None
+    """The first device that tensors are copied from."""
+    layout: Layout
+    """The place of each byte in the archive."""
+    shared: SharedValues | None
+    """The values that all ranks should have alike, if there are several."""
+    groups: GroupDigests
+    unchanged_in: UnchangedIn
+    """See `StateSave`."""
 
 
 class Planner:

@@ -6,21 +6,39 @@ In: arguments of `save`. Out: targets, and the state to write to them. Knows not
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..ranks.attempts import JointSave
 from ..ranks.one_off import OneOffFolder
 from ..ranks.peers import Ranks
+from ..runs.manifest import GroupLocation
 from ..spec import entry_names, flag
 from ..staging.held_snapshot import refuse_guard
 from ..state.captured import Capture, SnapshotView
 from ..state.names import Select
 from ..state.wrappers import StateDictOf, state_dict_of
 from .delivery import Target
-from .lineage import Lineage, StateOutline, StepContents
+from .lineage import Lineage, StateOutline, StepCall, StepContents
 from .story import CommitRule, UnchangedIn
 from .targets import folder_target, step_targets
+
+
+class Written(NamedTuple):
+    """The state that a save writes, and what it does not write again."""
+
+    state: Any
+    per_rank: Collection[str] = ()
+    """The names of what each rank has for itself."""
+    borrowed: tuple[GroupLocation, ...] = ()
+    """The groups that earlier steps have; these must stay on storage until the save is settled."""
+    number: int = 0
+    """That of the save, in the order of the calls."""
+
+    @property
+    def lenders(self) -> Mapping[str, int]:
+        """The borrowed groups, and the steps that have them."""
+        return {lent.group: lent.step for lent in self.borrowed}
 
 
 class SaveRequest(ABC):
@@ -46,20 +64,15 @@ class SaveRequest(ABC):
         """The places to write to, once it is this save's turn. Raises the refusal of the save."""
 
     @abstractmethod
-    def state(self) -> Any:
-        """The state to write, once it is this save's turn. Raises the refusal of the save."""
+    def written(self) -> Written:
+        """The state to write, once it is this save's turn; it is given once. Raises the refusal of the save."""
 
-    @abstractmethod
-    def captured(self, captured: Capture) -> None:
-        """Take note of the captured state. Raises the refusal of the save."""
+    def contents(self, written: Written, captured: Capture) -> StepContents | None:  # noqa: ARG002
+        """What a step has beside its archive. Raises the refusal of what was captured."""
+        refuse_guard(captured.completions, self.guard)
+        return None
 
-    @property
-    def needs(self) -> Callable[[], Collection[int]]:
-        """The steps that must stay on storage until the save is settled. For any thread; keeps no tensor alive."""
-        return tuple
-
-    @property
-    def unchanged_in(self) -> UnchangedIn:
+    def unchanged_in(self, written: Written) -> UnchangedIn:  # noqa: ARG002
         """See `StateSave`. The function keeps neither the state nor its guard alive: a handle may live for long."""
         return lambda _: ()
 
@@ -102,12 +115,9 @@ class FileRequest(SaveRequest):
     def targets(self) -> Sequence[Target]:
         return [self._target]
 
-    def state(self) -> Any:
+    def written(self) -> Written:
         state, self._state = self._state, None  # so that the save does not keep it alive
-        return state
-
-    def captured(self, captured: Capture) -> None:
-        refuse_guard(captured.completions, self.guard)
+        return Written(state)
 
 
 class FolderRequest(SaveRequest):
@@ -130,12 +140,9 @@ class FolderRequest(SaveRequest):
     def targets(self) -> Sequence[Target]:
         return [folder_target(self._folder, self.joint, self._ranks)]
 
-    def state(self) -> Any:
+    def written(self) -> Written:
         state, self._state = self._state, None  # so that the save does not keep it alive
-        return state
-
-    def captured(self, captured: Capture) -> None:
-        refuse_guard(captured.completions, self.guard)
+        return Written(state)
 
 
 class StepRequest(SaveRequest):
@@ -156,10 +163,9 @@ class StepRequest(SaveRequest):
         self.step = step
         self.guard, self.select, self.rule = guard, select, lineage.rule
         self.joint: JointSave | None = ranks.called(step)
-        self.contents = StepContents(step, self.joint)
+        self._call = StepCall(step, self.joint)
         self._state, self._is_own_guard = state, is_own_guard
         self._lineage, self._ranks = lineage, ranks
-        self._unchanged: Collection[str] = ()
 
     def check(
         self,
@@ -171,52 +177,52 @@ class StepRequest(SaveRequest):
         driver: Mapping[str, Any] | None,
     ) -> None:
         """Take the other arguments of `save`. Raises ValueError and TypeError for wrong ones."""
-        state, contents = self._state, self.contents
-        contents.overwrite, contents.record = flag("overwrite", overwrite), record
-        self._unchanged = entry_names("unchanged", unchanged)
-        if self.select is not None and self._unchanged:
+        call, state, is_rank_0 = self._call, self._state, not self._ranks.world.rank
+        overwrite, unchanged = flag("overwrite", overwrite), entry_names("unchanged", unchanged)
+        if self.select is not None and unchanged:
             raise ValueError("select= and unchanged= exclude each other; leave the groups out of the state instead")
         own = entry_names("per_rank", per_rank)
         check_entries(state, own, "per_rank")
-        if self.joint is not None:
-            self.joint.part.per_rank = own
         if driver is not None:
             check_driver(driver, state)
-            contents.take_driver(driver, rank=self._ranks.world.rank)
+        self._call = StepCall(
+            call.step,
+            call.joint,
+            overwrite,
+            record,
+            unchanged,
+            own,
+            StepCall.driver_of(driver, call.step) if driver is not None and is_rank_0 else None,
+            frozenset(driver if driver is not None and not is_rank_0 else ()),
+        )
 
     @property
     def skipped_path(self) -> str:
         run = self._lineage.roots.runs[0]
-        return run.storage.locate(run.folder(self.contents.step))
+        return run.storage.locate(run.folder(self._call.step))
 
     def skipped(self) -> None:
-        step = self.contents.step
+        step = self._call.step
         self._lineage.note("skipped", step, first_step=step, count=1)
 
     def targets(self) -> Sequence[Target]:
-        return step_targets(self._lineage, self.contents, self._ranks)
+        return step_targets(self._lineage, self._call, self._ranks)
 
-    def state(self) -> Any:
+    def written(self) -> Written:
         """The state without the groups that are borrowed from earlier steps."""
-        runs = self._lineage.roots.runs
         state, self._state = self._state, None  # so that the save does not keep it alive
-        self._lineage.groups.begin(self.contents)
-        written, self.contents.borrowed = self._lineage.groups.without(state, self._unchanged, self.contents, runs=runs)
-        return written
+        groups, call = self._lineage.groups, self._call
+        number = groups.begin(call.step)
+        left, borrowed = groups.without(state, call, number, runs=self._lineage.roots.runs)
+        return Written(left, call.per_rank, borrowed, number)
 
-    def captured(self, captured: Capture) -> None:
+    def contents(self, written: Written, captured: Capture) -> StepContents:
         if self._is_own_guard:
             refuse_guard(captured.completions, self.guard)
-        if self.joint is not None:
-            self.joint.part.borrowed = {lent.group: lent.step for lent in self.contents.borrowed}
-        if self.select is None:  # nothing can be borrowed from a step that was saved in part
-            self.contents.outline = StateOutline(captured)
+        # Nothing can be borrowed from a step that was saved in part.
+        outline = StateOutline(captured) if self.select is None else None
+        return StepContents(self._call, written.number, written.borrowed, outline)
 
-    @property
-    def needs(self) -> Callable[[], Collection[int]]:
-        return self.contents.lenders
-
-    @property
-    def unchanged_in(self) -> UnchangedIn:
-        lineage, contents = self._lineage, self.contents
-        return lambda digests: lineage.unchanged_in(digests, {lent.group for lent in contents.borrowed})
+    def unchanged_in(self, written: Written) -> UnchangedIn:
+        lineage, borrowed = self._lineage, {lent.group for lent in written.borrowed}
+        return lambda digests: lineage.unchanged_in(digests, borrowed)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -25,9 +25,9 @@ from ..host.loop import get_loop
 from ..host.pool import SegmentPool
 from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
 from ..ranks.attempts import JointSave
+from ..ranks.divide import PlannedPart
 from ..ranks.peers import Ranks
 from ..spans import NO_TRACE, Spans, monotonic
-from ..spec import RankFacts
 from ..staging.device import first_device
 from ..staging.file_segments import FileFill, FilesImage
 from ..staging.filler import StagingHost
@@ -47,7 +47,7 @@ from .drain import Drain, Writers
 from .exit import note_exit_status
 from .handle import SaveHandle, named, skipped
 from .ledger import Ledger, abandon
-from .planner import Planner, pool_for
+from .planner import Planner, SavePlan, pool_for
 from .request import SaveRequest
 from .save import Save, SaveState, wait_for_saves
 from .story import Attempt, StateSave
@@ -92,7 +92,7 @@ class Saver:
         optimizers = unwrapped(request.guard)
         self.ledger.tell_of_unseen(stacklevel=4)
         spans = Spans(monotonic, self._trace)
-        slot = Slot(step, request.needs)
+        slot = Slot(step)
         save: StateSave | None = None
         try:
             with self._trace.span("wait for a place", step=step):
@@ -103,9 +103,10 @@ class Saver:
                 self.ledger.skipped(handle, spans)
                 return handle
             with self._trace.span("plan", step=step):
-                targets = request.targets()
-                save, device = self._set_up(request, targets, optimizers, spans)
-            get_loop().soon(partial(self._begin_state, save, slot, device))
+                plan = self._plan(request, slot)
+                save = self._started(plan, optimizers, spans)
+            get_loop().soon(partial(self._begin_state, save, slot, plan.device))
+            del plan  # the snapshot alone keeps the tensors alive
             with self._trace.span("snapshot", step=step):
                 save.snapshot.begin()
             save.called.set_result(spans.called())
@@ -117,35 +118,56 @@ class Saver:
                 self._abandon(save, slot, interrupted(error))
             raise
 
-    def _set_up(
-        self, request: SaveRequest, targets: Sequence[Target], optimizers: Optimizers, spans: Spans
-    ) -> tuple[StateSave, torch.device | None]:
-        """Plan the archive, and create the objects that copy, write and commit it. None of them begins."""
-        joint, step = request.joint, request.step
-        captured, facts = self._take(request.state(), request.select, joint, request.captured, request.state_dict_of)
-        device = first_device(captured.tensors)
-        layout = self._planner.lay_out(captured, step, facts)
-        shared = None if joint is None else joint.part.shared
+    def _plan(self, request: SaveRequest, slot: Slot) -> SavePlan:
+        """Plan a save whose turn it is, from its targets to the place of each byte. Nothing is written yet."""
+        targets, written, joint = request.targets(), request.written(), request.joint
+        lenders = written.lenders
+        slot.needs = lenders.values  # from now on, retention leaves these steps
+        if isinstance(written.state, RankShare):  # divided already
+            part = PlannedPart(written.state.captured, written.state.ranks)
+        else:
+            whole = self._captured(written.state, request.select, request.state_dict_of)
+            contents = request.contents(written, whole)
+            if contents is not None:
+                for target in targets:
+                    target.take(contents)
+            part = self._divided(whole, joint, per_rank=written.per_rank, borrowed=lenders)
+        captured, step = part.captured, request.step
+        layout = self._planner.lay_out(captured, step, part.facts)
+        shared = None if part.part is None else part.part.shared
         if shared is not None:
             shared.lie_in(layout)
-        groups = self._planner.group_digests(layout, step)
+        return SavePlan(
+            step,
+            targets,
+            request.rule,
+            captured,
+            first_device(captured.tensors),
+            layout,
+            shared,
+            self._planner.group_digests(layout, step),
+            request.unchanged_in(written),
+        )
+
+    def _started(self, plan: SavePlan, optimizers: Optimizers, spans: Spans) -> StateSave:
+        """The objects that copy, write and commit a plan. None of them begins."""
+        captured, layout, targets, groups = plan.captured, plan.layout, plan.targets, plan.groups
         drain = Drain(
             layout,
             self.pool.segment_bytes,
             self._planner.admit(layout, targets),
             get_loop().background.submit,
-            block_readers=[groups] if shared is None else [groups, shared],
-            may_drop=request.rule == "any" and len(targets) > 1,
+            block_readers=[groups] if plan.shared is None else [groups, plan.shared],
+            may_drop=plan.rule == "any" and len(targets) > 1,
             trace=self._trace,
         )
         frozen = captured.frozen
         if not self._planner.may_defer(drain.num_segments, layout, targets):
             optimizers, frozen = (), frozenset()
-        copy_name = f"the copy of {named(step, targets[0].path)}"
-        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, device, copy_name)
-        attempt = Attempt(drain, targets, snapshot, spans, rule=request.rule, writers=self._writers)
-        num_tensors = len(captured.specs)
-        return StateSave(step, attempt, snapshot, num_tensors, groups, request.unchanged_in), device
+        copy_name = f"the copy of {named(plan.step, targets[0].path)}"
+        snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, plan.device, copy_name)
+        attempt = Attempt(drain, targets, snapshot, spans, rule=plan.rule, writers=self._writers)
+        return StateSave(plan.step, attempt, snapshot, len(captured.specs), groups, plan.unchanged_in)
 
     def _begin_state(self, save: StateSave, slot: Slot, device: torch.device | None) -> None:
         """Make a save of a state known to others. On the loop's thread."""
@@ -261,7 +283,9 @@ class Saver:
     def prewarm(self, state: Any, note: Callable[[Capture], None]) -> None:
         """Plan the state and take its host memory now; several threads touch and page-lock it."""
         with self._trace.span("prewarm"):
-            captured, _ = self._take(state, note=note)
+            whole = self._captured(state)
+            note(whole)
+            captured = self._divided(whole).captured
             crew = get_loop().copiers
             self._planner.take_memory(captured, crew)
             crew.run_all([partial(warm_up, captured.tensors)])
@@ -274,10 +298,10 @@ class Saver:
         if not self._keep_warm or self.is_closed or not self.belongs_here:
             return None
         with suppress(Exception):  # the first save raises the errors of a state dict
-            whole: list[Capture] = []
-            captured, _ = self._take(state, note=whole.append, state_dict_of=state_dict_of)
+            whole = self._captured(state, state_dict_of=state_dict_of)
+            captured = self._divided(whole).captured
             self._in_background(lambda goes_on: self._planner.take_memory(captured, None, goes_on=goes_on))
-            return whole[0]
+            return whole
         return None
 
     def warm_for(self, num_segments: int, device: torch.device | None) -> None:
@@ -333,21 +357,22 @@ class Saver:
 
     # --- parts ------------------------------------------------------------------------------------------------
 
-    def _take(
+    def _captured(self, state: Any, select: Select = None, state_dict_of: StateDictOf = state_dict_of) -> Capture:
+        slicer = self._ranks.divider.slicer if self._ranks else None
+        return capture(state, select, slicer=slicer, state_dict_of=state_dict_of)
+
+    def _divided(
         self,
-        state: Any,
-        select: Select = None,
+        captured: Capture,
         joint: JointSave | None = None,
-        note: Callable[[Capture], None] = lambda _: None,
-        state_dict_of: StateDictOf = state_dict_of,
-    ) -> tuple[Capture, RankFacts | None]:
-        """Capture a state, and divide it: with several ranks, each writes a part."""
-        if isinstance(state, RankShare):  # divided already
-            return state.captured, state.ranks
-        ranks = self._ranks
-        captured = capture(state, select, slicer=ranks.divider.slicer if ranks else None, state_dict_of=state_dict_of)
-        note(captured)
-        return ranks.divider.divided(captured, joint) if ranks else (captured, None)
+        *,
+        per_rank: Collection[str] = (),
+        borrowed: Mapping[str, int] | None = None,
+    ) -> PlannedPart:
+        """With several ranks, each writes a part."""
+        if self._ranks is None:
+            return PlannedPart(captured)
+        return self._ranks.divider.divided(captured, joint, per_rank=per_rank, borrowed=borrowed)
 
     def _admit(self, slot: Slot, joint: JointSave | None) -> bool:
         """Enter a slot for saves under way, and wait for it if need be. False if the save is skipped."""

@@ -39,7 +39,7 @@ from ..storage.locks import temps_of
 from ..storage.place import Place
 from ..storage.scratch import refuse_in_running
 from .delivery import Target, Verify
-from .lineage import Lineage, StepContents
+from .lineage import Lineage, StepCall, StepContents
 
 Compression = Zstd | Literal["zstd"] | None
 
@@ -189,7 +189,7 @@ class StepTarget(JointTarget):
         self,
         lineage: Lineage,
         run: Run,
-        contents: StepContents,
+        call: StepCall,
         token: str,
         agreement: Agreement | Alone,
     ) -> None:
@@ -197,9 +197,10 @@ class StepTarget(JointTarget):
 
         Raises at once what is known to refuse the step.
         """
-        folder, name = run.folder(contents.step), run.attempt_path(contents.step, token, agreement.rank)
+        folder, name = run.folder(call.step), run.attempt_path(call.step, token, agreement.rank)
         super().__init__(run.storage, name, folder if agreement.has_others else None)
-        self._lineage, self._run, self._contents, self._token = lineage, run, contents, token
+        self._lineage, self._run, self._call, self._token = lineage, run, call, token
+        self._contents = StepContents(call)  # until it is planned what the step borrows
         self._agreement = agreement
         self._rolled_back = lineage.rolled_back
         self._has_settled = run.has_start  # what the other roots show of earlier starts is known
@@ -207,14 +208,17 @@ class StepTarget(JointTarget):
         self._is_announced = False  # tracker and journal name the step
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
-        self.num_bytes_beside = len(contents.driver.image) if contents.driver else 0
+        self.num_bytes_beside = len(call.driver.image) if call.driver else 0
         if agreement.decides:
             self._check_at_once()
+
+    def take(self, contents: StepContents) -> None:
+        self._contents = contents
 
     def _check_at_once(self) -> None:
         lineage, run = self._lineage, self._run
         run.check_start()
-        run.check_known(self._contents.step, overwrite=self._contents.overwrite)
+        run.check_known(self._call.step, overwrite=self._call.overwrite)
         if not run.storage.remote:
             try:
                 self._check()
@@ -243,12 +247,12 @@ class StepTarget(JointTarget):
         if self.storage.remote:
             with suppress(CheckpointError):
                 self._run.learn()
-        if self._contents.overwrite:
-            self._replaces = self._run.manifest_to_replace(self._contents.step)
+        if self._call.overwrite:
+            self._replaces = self._run.manifest_to_replace(self._call.step)
 
     def _take(self) -> bool:
         """Take the root for this process, at its first save there. True if it was taken now."""
-        return self._run.take(self._contents.step, [run for run in self._lineage.roots.runs if run is not self._run])
+        return self._run.take(self._call.step, [run for run in self._lineage.roots.runs if run is not self._run])
 
     def _check(self) -> None:
         if not (self._lineage.has_one_root or self._has_settled):
@@ -256,8 +260,8 @@ class StepTarget(JointTarget):
             self._lineage.roots.settle()
         with self._telling_ranks():
             self._run.check(
-                self._contents.step,
-                overwrite=self._contents.overwrite,
+                self._call.step,
+                overwrite=self._call.overwrite,
                 rolled_back=self._rolled_back is not None,
                 retire=self._lineage.retire,
             )
@@ -277,7 +281,7 @@ class StepTarget(JointTarget):
                 "each writes the whole state, and only one can commit the step. Save on rank 0 alone "
                 "(`if dist.get_rank() == 0: …`), give each rank a root of its own, or initialize the process group "
                 "first, so that all ranks save together",
-                step=self._contents.step,
+                step=self._call.step,
             ) from error.__cause__
 
     @property
@@ -297,7 +301,8 @@ class StepTarget(JointTarget):
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
         if self._manifest is not None:  # rank 0 has committed
-            self._contents.warn_of_lost_driver(self._manifest, self._agreement.rank)
+            if self._run is self._lineage.roots.runs[0]:
+                self._contents.warn_of_lost_driver(self._manifest, self._agreement.rank)
             self._is_committed_as(self._manifest, archives, late=late)
             self._is_announced = True
             return
@@ -321,7 +326,7 @@ class StepTarget(JointTarget):
         """
         for run in self._lineage.roots.runs:
             with suppress(StorageUnavailableError):
-                manifest = run.committed(self._contents.step) if run is not self._run else None
+                manifest = run.committed(self._call.step) if run is not self._run else None
                 if manifest is not None and manifest.attempt == self._token:
                     return manifest
         return None
@@ -332,12 +337,12 @@ class StepTarget(JointTarget):
         try:
             with self._agreement.committing(), self._telling_ranks():
                 return self._run.commit(
-                    self._contents.step,
+                    self._call.step,
                     self._token,
                     archives,
                     replaces=self._replaces,
                     retire=retire,
-                    record=self._contents.record,
+                    record=self._call.record,
                     elsewhere=elsewhere,
                     ranks=self._of_ranks,
                     world_size=self._agreement.world_size,
@@ -354,15 +359,15 @@ class StepTarget(JointTarget):
             self._lineage.committed(since=self._rolled_back)
 
     def _announce(self) -> None:
-        self._run.announce(self._contents.step, in_flight=self._lineage.in_flight())
+        self._run.announce(self._call.step, in_flight=self._lineage.in_flight())
         self._is_announced = True
 
     def _write_driver(self) -> list[GroupLocation]:
         """Write the archive of `driver=`, before the manifest that names it. Returns the groups that are in it."""
-        driver = self._contents.driver
+        driver = self._call.driver
         if driver is None:
             return []
-        path, num_bytes = self._run.root.driver_path(self._contents.step, self._token), len(driver.image)
+        path, num_bytes = self._run.root.driver_path(self._call.step, self._token), len(driver.image)
         # By a sink, which keeps other processes from sweeping it before the manifest is there.
         sink = self._driver_sink = self.storage.create(
             path, num_bytes=num_bytes, segment_bytes=align_up(num_bytes, BLOCK_BYTES), max_segments=2
@@ -375,8 +380,8 @@ class StepTarget(JointTarget):
             raise
         self.num_driver_bytes = num_bytes
         archive = Archive(path.rpartition("/")[2], num_bytes, driver.digest)
-        folder = self._run.folder(self._contents.step)
-        return [GroupLocation(group, self._contents.step, folder, archive) for group in driver.groups]
+        folder = self._run.folder(self._call.step)
+        return [GroupLocation(group, self._call.step, folder, archive) for group in driver.groups]
 
     def _close_driver(self) -> None:
         """Close the sink, once the manifest names the archive or nothing does."""
@@ -385,12 +390,12 @@ class StepTarget(JointTarget):
 
     def discard(self) -> None:
         self._close_driver()
-        self._run.sweeper.discard(self._contents.step, self._token, self._agreement.rank)
+        self._run.sweeper.discard(self._call.step, self._token, self._agreement.rank)
 
     def afterwards(self) -> None:
         if self.is_cache:
             self._run.sweeper.trim(
-                self._contents.step, self._token, self._agreement.rank, in_flight=self._lineage.in_flight()
+                self._call.step, self._token, self._agreement.rank, in_flight=self._lineage.in_flight()
             )
         if self.is_cache or not self._agreement.decides:
             return
@@ -412,7 +417,7 @@ class StepTarget(JointTarget):
     def _retain(self) -> None:
         replaced = self._replaces[0] if self._replaces else None
         self._agreement.afterwards()
-        self._run.retain(self._contents.step, replaced=replaced, in_flight=self._lineage.in_flight())
+        self._run.retain(self._call.step, replaced=replaced, in_flight=self._lineage.in_flight())
         if self.storage.remote:
             self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)
 
@@ -424,7 +429,7 @@ class StepTarget(JointTarget):
         measured = {name: getattr(report, name) for name in MEASURED}
         self._run.events.note(
             "save",
-            self._contents.step,
+            self._call.step,
             **measured,
             attempt=self._token,
             call_seconds=call_seconds,
@@ -432,7 +437,7 @@ class StepTarget(JointTarget):
             groups=largest(groups),
             unchanged=report.unchanged_groups,
             borrowed={lent.group: lent.step for lent in self._contents.borrowed},
-            record=brief(self._contents.record),
+            record=brief(self._call.record),
             destinations=[] if self._lineage.has_one_root else [*map(asdict, report.destinations)],
             world_size=self._agreement.world_size,
             **self._agreement.spread,
@@ -442,7 +447,7 @@ class StepTarget(JointTarget):
         if self.is_cache or not self._agreement.decides or self._lineage.hangs(self._run):
             return
         facts = {"error": type(error).__name__, "message": shortened(str(error)), "total_seconds": seconds}
-        self._run.events.note("failed", self._contents.step, **facts)
+        self._run.events.note("failed", self._call.step, **facts)
         if not (self.storage.remote and isinstance(error, StorageUnavailableError)):  # it would fail after a long wait
             self._run.write_events()
 
@@ -451,19 +456,19 @@ class StepTarget(JointTarget):
         get_loop().note_hanging(quiet)
 
 
-def step_targets(lineage: Lineage, contents: StepContents, ranks: Ranks) -> list[StepTarget]:
+def step_targets(lineage: Lineage, call: StepCall, ranks: Ranks) -> list[StepTarget]:
     """Begin an attempt at a step, at each root; of all ranks together, if there are several. Raises what refuses it."""
-    joint, runs = contents.joint, lineage.roots.runs
+    joint, runs = call.joint, lineage.roots.runs
     if joint is None:
         token = os.urandom(4).hex()
-        return [StepTarget(lineage, run, contents, token, Alone()) for run in runs]
+        return [StepTarget(lineage, run, call, token, Alone()) for run in runs]
     ranks.attempts.begin(joint, partial(listen_again, get_loop(), ranks, runs))
     for run in runs:
         run.join(ranks.meeting.token()[:8])
     joint.is_any = lineage.rule == "any" and not lineage.has_one_root
     agreements = [Agreement(ranks, joint, run, [other for other in runs if other is not run]) for run in runs]
     return [
-        StepTarget(lineage, run, contents, joint.attempt, agreement)
+        StepTarget(lineage, run, call, joint.attempt, agreement)
         for run, agreement in zip(runs, agreements, strict=True)
     ]
 
