@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
         import pytest
 
         pytest.register_assert_rewrite(
-            *(f"{__name__}.{part}" for part in ("contract", "archives", "objects", "lending"))
+            *(f"{__name__}.{part}" for part in ("contract", "archive_contract", "objects", "lending"))
         )
         from .contract import StorageContract
 

@@ -1,6 +1,6 @@
 """The contract of every storage, as tests.
 
-In: a storage with an empty root. Out: tests that pass if it keeps the promises of `storage/interface.py`.
+In: a storage with an empty root. Out: tests that pass if it keeps the promises of `plumbing.Storage`.
 Knows nothing of: implementations. Needs pytest.
 
 The memory of objects is overwritten at the moment when its last holder releases it, as the next save does with the
@@ -25,6 +25,8 @@ class StorageContract(ArchiveContract, ObjectContract):
             @pytest.fixture
             def storage(self, tmp_path):
                 return MyStorage(tmp_path)
+
+    `async_ckpt.plumbing.register_storage` has a `Place` use a storage that keeps to it.
 
     `secrets` are texts that no message may contain. Override `uploads` if the store can list unfinished uploads.
     `num_listed` is how many objects are listed in one test: set it above the size of a page (1,000 in S3), if there are
