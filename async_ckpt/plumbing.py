@@ -4,11 +4,12 @@
 
 - Places: `Storage` is what a storage promises, and `Reader` an open object in it; `register_storage` plugs in a user's
   own. `Anywhere` is a path, a URL or a `Place`, into which `place_of`, `written_at` and `local_place` turn it.
-- This disk: `LocalStorage`, `Scratch`, `publish_file`, `ConfinedFolder`, `sync_folder`, `free_bytes_at`, `translated`;
+- This disk: `LocalStorage`, `Scratch`, `publish_file`, `sync_folder`, `free_bytes_at`, `translated`, `close_quietly`;
   names of temp files end in `TEMP_SUFFIX`.
-- The host: `Crew`, `run_together` and `running_future` for threads; `get_loop`; `Wait`, `wait_for` and
-  `growing_pauses` for waits; `in_forked_child`; `WatchedCall`; `held_memory`; `num_cpus`.
-- The clock: `TIMEKEEPER`, a `Timekeeper`; `monotonic` and `wall_time` are of it, in seconds.
+- The host: `Crew`, `run_together`, `start_thread` and `running_future` for threads; `get_loop`; `Wait`, `wait_for` and
+  `growing_pauses` for waits, `ENDS_THE_WAIT` for what ends one; `in_forked_child`; `held_memory`; `num_cpus`.
+- The clock: `TIMEKEEPER`, a `Timekeeper`; `monotonic` and `wall_time` are of it, in seconds; `Clock` is the type of
+  both, and `shown_time` the text of a time.
 - Runs: `Run`, `Manifest`, `MANIFEST_NAME`, `parse_manifest`, `parse_step_name`; `OF_DCP` is the name of the file by
   which a folder of torch.distributed.checkpoint is known.
 - What is stored: `from_path` opens the `Contents` at a path, whose `Part` is one archive; `StoredLeaf`, `Wanted`;
@@ -27,6 +28,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
+    "ENDS_THE_WAIT",
     "MANIFEST_NAME",
     "MIB",
     "OF_DCP",
@@ -34,11 +36,12 @@ __all__ = [
     "TEMP_SUFFIX",
     "TIMEKEEPER",
     "Anywhere",
-    "ConfinedFolder",
+    "Clock",
     "Contents",
     "Crew",
     "LocalStorage",
     "Manifest",
+    "NamePath",
     "Part",
     "Reader",
     "Run",
@@ -50,9 +53,9 @@ __all__ = [
     "Timekeeper",
     "Wait",
     "Wanted",
-    "WatchedCall",
     "Weights",
     "bandwidth_of",
+    "close_quietly",
     "dtype_name",
     "dtype_named",
     "free_bytes_at",
@@ -74,7 +77,9 @@ __all__ = [
     "running_future",
     "shards_of",
     "shown_name",
+    "shown_time",
     "sized",
+    "start_thread",
     "sync_folder",
     "translated",
     "view_of",
@@ -90,9 +95,8 @@ if TYPE_CHECKING:
     from .core.host.limits import num_cpus
     from .core.host.loop import get_loop
     from .core.host.process import in_forked_child
-    from .core.host.threads import Crew, run_together, running_future
-    from .core.host.waits import Wait, growing_pauses, wait_for
-    from .core.host.watched_calls import WatchedCall
+    from .core.host.threads import Crew, run_together, running_future, start_thread
+    from .core.host.waits import ENDS_THE_WAIT, Wait, growing_pauses, wait_for
     from .core.loading.archives.contents import CPU as ON_CPU
     from .core.loading.archives.contents import Contents, Part
     from .core.loading.archives.find import from_path
@@ -106,15 +110,16 @@ if TYPE_CHECKING:
     from .core.runs.run import Run
     from .core.saving.default import held_memory
     from .core.slicing.sharded import Slicer, is_sharded
-    from .core.spans import TIMEKEEPER, Timekeeper, monotonic, wall_time
+    from .core.spans import TIMEKEEPER, Clock, Timekeeper, monotonic, wall_time
+    from .core.spans import shown_time as shown_time
     from .core.spec import MIB
     from .core.state.capture import why_not
     from .core.state.captured import SnapshotView
     from .core.state.dtypes import dtype_name, dtype_named
+    from .core.state.names import Path as NamePath
     from .core.state.names import shown as shown_name
     from .core.state.tree import StoredLeaf
-    from .core.storage.confined import ConfinedFolder
-    from .core.storage.disk import free_bytes_at, sync_folder, translated
+    from .core.storage.disk import close_quietly, free_bytes_at, sync_folder, translated
     from .core.storage.interface import Reader, Storage
     from .core.storage.local import LocalStorage
     from .core.storage.locks import TEMP_SUFFIX
@@ -128,6 +133,12 @@ if TYPE_CHECKING:
 else:
     # Where each name is: a module, and its name there if that is another.
     _HOMES = {
+        "start_thread": ".core.host.threads",
+        "ENDS_THE_WAIT": ".core.host.waits",
+        "Clock": ".core.spans",
+        "shown_time": ".core.spans",
+        "NamePath": ".core.state.names:Path",
+        "close_quietly": ".core.storage.disk",
         "bandwidth_of": ".core.events.shapes",
         "num_cpus": ".core.host.limits",
         "get_loop": ".core.host.loop",
@@ -138,7 +149,6 @@ else:
         "Wait": ".core.host.waits",
         "growing_pauses": ".core.host.waits",
         "wait_for": ".core.host.waits",
-        "WatchedCall": ".core.host.watched_calls",
         "ON_CPU": ".core.loading.archives.contents:CPU",
         "Contents": ".core.loading.archives.contents",
         "Part": ".core.loading.archives.contents",
@@ -165,7 +175,6 @@ else:
         "dtype_named": ".core.state.dtypes",
         "shown_name": ".core.state.names:shown",
         "StoredLeaf": ".core.state.tree",
-        "ConfinedFolder": ".core.storage.confined",
         "free_bytes_at": ".core.storage.disk",
         "sync_folder": ".core.storage.disk",
         "translated": ".core.storage.disk",

@@ -68,7 +68,7 @@ class SaveRequest(ABC):
         """The state to write, once it is this save's turn; it is given once. Raises the refusal of the save."""
 
     def contents(self, written: Written, captured: Capture) -> StepContents | None:  # noqa: ARG002
-        """What a step has beside its archive. Raises the refusal of what was captured."""
+        """The contents of a step: its call, and what it borrows. Raises the refusal of what was captured."""
         refuse_guard(captured.completions, self.guard)
         return None
 

@@ -2,7 +2,6 @@
 
 `interface.py` has the promises of every storage; `place.py` and `url.py` find the storage for a path or URL, that of
 a store by `registry.py`. `local.py` is the disk, on top of `disk.py` (system calls) and `locks.py` (temp files).
-`store_facts.py`, `conditions.py` and `retry.py` are for the wing `stores`. On top of any storage: `bulk.py` (many
-objects), `sequential.py` (front to back), `compressed.py` (zstd), `pace.py` (bandwidth). `scratch.py` and `confined.py`
-are folders on the disk.
+`store_facts.py` is for the wing `stores`. On top of any storage: `bulk.py` (many objects), `sequential.py` (front to
+back), `compressed.py` (zstd), `pace.py` (bandwidth). `scratch.py` is for folders on the disk.
 """

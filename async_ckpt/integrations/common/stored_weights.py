@@ -21,14 +21,13 @@ from typing import Any, Final, Self, TypeAlias
 import torch
 
 from ... import Place
-from ...core.host.threads import start_thread
 from ...core.host.waits import LIVENESS_SECONDS
 from ...core.loading.archives.find import committed_step, from_committed
 from ...core.loading.fill import fill, planned
 from ...core.loading.load import load_parts
 from ...core.state.tree import replaced
 from ...errors import NotCommittedError, StorageUnavailableError
-from ...plumbing import MIB, Contents, Part, StoredLeaf, Wanted, from_path
+from ...plumbing import MIB, Contents, Part, StoredLeaf, Wanted, from_path, start_thread
 from ...plumbing import ON_CPU as CPU
 from ...weights.publishing.folder_replica import FolderReplica
 from ...weights.publishing.source import WeightsState

@@ -17,10 +17,11 @@ from ...core.ranks.world import world_of
 from ...core.runs.record import DCP_RECORD
 from ...core.slicing.locator import StepItem
 from ...core.spec import with_article
-from ...core.state.names import Path, Select, selector
+from ...core.state.names import Select, selector
 from ...core.state.tree import ValuesByRank, leaves, replaced
 from ...plumbing import ON_CPU as CPU
 from ...plumbing import Contents, Part, StoredLeaf, Wanted
+from ...plumbing import NamePath as Path
 from ...plumbing import shown_name as shown
 from .fqn import flattened, planner_data_of
 from .step_layout import tensor_metadata

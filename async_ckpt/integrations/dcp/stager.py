@@ -24,9 +24,9 @@ from ...core.spec import whole_bytes
 from ...core.staging.guard import unwrapped
 from ...core.staging.host_copy import BufferPool, HostCopy
 from ...core.staging.tensors import Wording
-from ...core.state.names import Path
 from ...errors import UnsupportedStateError
 from ...face.around.arguments import deep_copy
+from ...plumbing import NamePath as Path
 from ...plumbing import get_loop, monotonic, running_future, why_not
 from ...plumbing import shown_name as shown
 

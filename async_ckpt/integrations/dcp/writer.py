@@ -42,7 +42,6 @@ from ...core.slicing.slices import Rectangle, Slices
 from ...core.spec import RankFacts, Spread, TensorSpec, flag
 from ...core.state.capture import capture
 from ...core.state.division import RankShare
-from ...core.state.names import Path
 from ...core.state.per_rank import nested
 from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
 from ...plumbing import MANIFEST_NAME as MANIFEST
@@ -58,6 +57,7 @@ from ...plumbing import (
     wall_time,
     written_at,
 )
+from ...plumbing import NamePath as Path
 from ...plumbing import parse_manifest as parse
 from ...plumbing import shown_name as shown
 from .fqn import metadata_to_keep, path_of

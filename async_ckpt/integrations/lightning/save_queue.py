@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any
 
 from ... import SaveHandle, SaveReport
-from ...core.host.waits import ENDS_THE_WAIT
 from ...core.saving.handle import progress_of
 from ...core.saving.ledger import leave_warning, wait_for_ends
-from ...plumbing import Crew, Wait, monotonic, running_future, wait_for
+from ...plumbing import ENDS_THE_WAIT, Crew, Wait, monotonic, running_future, wait_for
 from .checkpoint_paths import path_key
 
 _log = logging.getLogger("async_ckpt")

@@ -22,14 +22,13 @@ from typing import Any, Final, Protocol, Self
 from weakref import WeakSet, WeakValueDictionary
 
 from ... import Place, SaveHandle, unpack, wrap
-from ...core.host.waits import ENDS_THE_WAIT
 from ...core.saving.default import files_saver
 from ...core.saving.ledger import raise_error_of
 from ...core.saving.save import Save, wait_for_saves
 from ...core.storage.url import StrPath as Where
 from ...errors import CheckpointError, ClosedError
 from ...face.around.pack import pack_under
-from ...plumbing import Wait
+from ...plumbing import ENDS_THE_WAIT, Wait
 from .worker_calls import WorkerCalls, with_model_id
 
 _MARKER: Final = "MARKER"

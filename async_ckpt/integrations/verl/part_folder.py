@@ -26,9 +26,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ...core.storage.disk import close_quietly, make_folder, sync_file
+from ...core.storage.disk import make_folder, sync_file
 from ...plumbing import MANIFEST_NAME as MANIFEST
-from ...plumbing import LocalStorage, growing_pauses, sync_folder
+from ...plumbing import LocalStorage, close_quietly, growing_pauses, sync_folder
 from ..common.folders import name_latest
 from ..common.training_archive import archive_in
 

@@ -29,7 +29,8 @@ from ...errors import (
     PeerFailedError,
     StorageUnavailableError,
 )
-from ...plumbing import TIMEKEEPER, ConfinedFolder, translated
+from ...plumbing import TIMEKEEPER, translated
+from ...weights.confined import ConfinedFolder
 from ...weights.publishing.in_memory.borrow import PublisherMemory
 from ...weights.publishing.notes import LOCK, Notes
 from ...weights.publishing.replica import new_crew

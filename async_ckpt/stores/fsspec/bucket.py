@@ -16,8 +16,8 @@ from typing import IO, Any, Final
 
 from ...core.spec import KIB
 from ...core.storage import store_facts
-from ...core.storage.conditions import Conditions, Form
 from ...errors import StorageUnavailableError
+from ..conditions import Conditions, Form
 from ..proven.whole_copy import NoRangesError
 from .info import Info, Moment, ReplacedError, probe_name
 from .refusals import CONFLICT, NO_SUCH_CALL, REFUSED, NoBucketError, codes_of, was_repeated

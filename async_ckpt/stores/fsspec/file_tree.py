@@ -18,10 +18,10 @@ from typing import IO, Any, Final
 import xxhash
 
 from ...core.storage.locks import temp_stem
-from ...core.storage.retry import persist
 from ...plumbing import MIB, TEMP_SUFFIX, sync_folder
 from ..proven.known import ClientFacts
 from ..proven.whole_copy import NoRangesError
+from ..retry import persist
 from .info import Info, Moment, ReplacedError, probe_name
 from .setup import OncePerProcess
 

@@ -15,12 +15,13 @@ from typing import IO, Any, Final, TypeVar
 
 from ...core import spans
 from ...core.host.deadlines import ABORT_SECONDS, REQUEST_SECONDS
-from ...core.host.watched_calls import StuckError
 from ...core.spec import KIB
-from ...core.storage import retry, store_facts
+from ...core.storage import store_facts
 from ...errors import StorageUnavailableError
-from ...plumbing import TIMEKEEPER, Timekeeper, WatchedCall, run_together
+from ...plumbing import TIMEKEEPER, Timekeeper, run_together
+from .. import retry
 from ..proven.known import known_of
+from ..watched_calls import StuckError, WatchedCall
 from . import refusals, runtime
 from .connections import Connections
 from .segments import GivenUpError

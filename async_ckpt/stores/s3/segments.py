@@ -15,7 +15,8 @@ from typing import Final
 
 from ...core.host.life import Life
 from ...core.storage.interface import MemoryLoan
-from ...plumbing import Timekeeper, WatchedCall
+from ...plumbing import Timekeeper
+from ..watched_calls import WatchedCall
 
 
 class GivenUpError(Exception):

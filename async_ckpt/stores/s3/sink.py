@@ -18,12 +18,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...core.host.deadlines import DROP_SECONDS
-from ...core.host.threads import Running, start_thread
-from ...core.host.watched_calls import StuckError
-from ...core.storage import retry, store_facts
+from ...core.host.threads import Running
+from ...core.storage import store_facts
 from ...errors import StorageUnavailableError
-from ...plumbing import Reader, WatchedCall, running_future
+from ...plumbing import Reader, running_future, start_thread
+from .. import retry
 from ..proven.whole_copy import NO_RANGES, WholeCopy
+from ..watched_calls import StuckError, WatchedCall
 from .client import Client
 from .plan import UploadPlan
 from .refusals import NO_RANGE

@@ -16,11 +16,12 @@ from typing import Any, Final
 from ...core import spans
 from ...core.storage import store_facts
 from ...core.storage.bulk import delete, existing
-from ...core.storage.conditions import Conditions, Form
 from ...core.storage.url import unusable_name
 from ...errors import StorageUnavailableError
-from ...plumbing import TIMEKEEPER, Storage, Timekeeper, WatchedCall
+from ...plumbing import TIMEKEEPER, Storage, Timekeeper
+from ..conditions import Conditions, Form
 from ..proven.place_proof import prove
+from ..watched_calls import WatchedCall
 from . import refusals
 from .client import Client, version_of
 from .plan import plan_upload

@@ -27,10 +27,9 @@ from ...core.runs.receipts import broken_folders
 from ...core.runs.record import number
 from ...core.runs.root import formats_at
 from ...core.runs.sweep import is_library_name
-from ...core.spans import Clock
 from ...errors import CheckpointError
 from ...plumbing import MANIFEST_NAME as MANIFEST
-from ...plumbing import Manifest, Run, Storage, bandwidth_of, run_together, sized, wall_time
+from ...plumbing import Clock, Manifest, Run, Storage, bandwidth_of, run_together, sized, wall_time
 from .options import place_below
 from .screen import USAGE, Answer, age, escaped, in_table, print_json, print_table, print_text, short, shown_seconds
 

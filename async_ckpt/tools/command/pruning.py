@@ -16,8 +16,7 @@ import typer
 from ... import Keep, Place
 from ...core.runs.retention import Commits
 from ...core.runs.starts import Start, about_start, lives, refuse_if_alive
-from ...core.spans import shown_time
-from ...plumbing import Run, sized
+from ...plumbing import Run, shown_time, sized
 from .listing import broken_steps, parse_best
 from .screen import USAGE, Answer, counted, escaped, in_table, print_json, print_table, print_text
 from .selection import ChosenRun, refuse_newer, runs_at

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ...core.spans import shown_time
-from ...plumbing import sized
+from ...plumbing import shown_time, sized
 
 if TYPE_CHECKING:
     from rich.console import Console

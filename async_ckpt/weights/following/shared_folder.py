@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ...core.fields import count, number, parsed, row, table, text
-from ...core.storage.disk import close_quietly
 from ...errors import DestinationBusyError, StorageUnavailableError
-from ...plumbing import TIMEKEEPER, ConfinedFolder, Wait, translated, wall_time
+from ...plumbing import TIMEKEEPER, Wait, close_quietly, translated, wall_time
+from ..confined import ConfinedFolder
 from ..publishing.folder_replica import FolderReplica, boot_id
 from ..publishing.notes import FOLDER, LOCK, Notes
 from .web import nobody_listens

@@ -25,13 +25,13 @@ import torch
 from ...core.format import safetensors
 from ...core.host.waits import ENDS_THE_CALL
 from ...core.staging.device import dense_blocks
-from ...core.storage.confined import read_at, write_at
-from ...core.storage.disk import close_quietly, full, preallocate, refuse_dangling
+from ...core.storage.disk import full, preallocate, refuse_dangling
 from ...errors import NotAFolderError, OccupiedError, StorageUnavailableError
 from ...face.around.export import is_left_out
 from ...face.around.hf_weights import ADAPTER_CONFIG, ADAPTER_FILE
 from ...face.around.shards import MAX_SHARD_BYTES, Shard, index_of
-from ...plumbing import ConfinedFolder, Wait, Weights, dtype_name, free_bytes_at, shards_of, translated, view_of
+from ...plumbing import Wait, Weights, close_quietly, dtype_name, free_bytes_at, shards_of, translated, view_of
+from ..confined import ConfinedFolder, read_at, write_at
 from ..delta import INDEX, checksum, identity_of, new_hash, structure_of
 from .difference import checksum_of
 from .notes import FOLDER, LOCK, NEW, OLD, SINGLE, InstalledFiles, Notes

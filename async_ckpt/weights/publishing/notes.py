@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from ...core.fields import count, entries, items, table, text
 from ...errors import StorageUnavailableError
-from ...plumbing import ConfinedFolder
+from ..confined import ConfinedFolder
 from ..delta import INDEX, is_checksum, number_of, stays_inside
 from .source import WeightsState
 

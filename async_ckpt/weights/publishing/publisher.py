@@ -18,7 +18,6 @@ from ... import SaveHandle
 from ...core.host.deadlines import PEER_SECONDS
 from ...core.host.process import OnceInProcess
 from ...core.host.shared_memory import CAN_SHARE
-from ...core.host.waits import ENDS_THE_WAIT
 from ...core.ranks.world import world_of
 from ...core.saving.handle import progress_of
 from ...core.spans import Spans
@@ -28,9 +27,9 @@ from ...core.staging.held_snapshot import refuse_guard
 from ...core.storage.compressed import zstandard_package
 from ...errors import ClosedError, NotCommittedError, UnsupportedStateError
 from ...face.around.export import files_of
-from ...face.around.hf_checks import refuse_unreadable
 from ...face.around.hf_weights import weights_of
 from ...plumbing import (
+    ENDS_THE_WAIT,
     TIMEKEEPER,
     Anywhere,
     SnapshotView,
@@ -42,6 +41,7 @@ from ...plumbing import (
     written_at,
 )
 from ..delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
+from ..hf_checks import refuse_unreadable
 from .delta_base import DeltaPolicy
 from .in_memory.borrow import PublisherMemory
 from .in_memory.offer import MemoryOffer

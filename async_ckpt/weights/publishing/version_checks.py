@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 from ... import Place, VerifyReport
 from ...core.loading.verify import verify_path
-from ...core.spans import Clock
 from ...errors import CheckpointError, CorruptCheckpointError, FormatVersionError, NotCommittedError
-from ...plumbing import Anywhere, Crew, local_place, monotonic, place_of
+from ...plumbing import Anywhere, Clock, Crew, local_place, monotonic, place_of
 from ..delta import folder_of, version_of
 from .base_model import BaseModel
 from .folder_replica import FolderReplica

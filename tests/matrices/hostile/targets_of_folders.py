@@ -24,7 +24,6 @@ from async_ckpt.core.ranks.shared_root import SharedRoot
 from async_ckpt.core.ranks.world import World
 from async_ckpt.core.runs import starts
 from async_ckpt.core.spans import wall_time
-from async_ckpt.core.storage.confined import ConfinedFolder
 from async_ckpt.core.storage.local import LocalStorage
 from async_ckpt.core.storage.place import Place
 from async_ckpt.core.storage.url import parent_and_name, place_and_name, shown, split_bucket, without_secrets
@@ -32,6 +31,7 @@ from async_ckpt.errors import CheckpointError, StorageUnavailableError
 from async_ckpt.files import extract
 from async_ckpt.tools.command.main import app, status_of
 from async_ckpt.weights import delta
+from async_ckpt.weights.confined import ConfinedFolder
 from async_ckpt.weights.following.shared_folder import SharedFolder
 from async_ckpt.weights.publishing.notes import Notes
 from async_ckpt.weights.publishing.versions import Versions

@@ -26,7 +26,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 import transformers
 
 from async_ckpt import Publisher, StorageFullError, StorageUnavailableError, Subscriber
-from async_ckpt.core.storage.confined import ConfinedFolder
+from async_ckpt.weights.confined import ConfinedFolder
 from async_ckpt.weights.publishing import folder_replica as folders
 
 WEIGHTS = "model.safetensors"

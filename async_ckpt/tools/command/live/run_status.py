@@ -24,10 +24,9 @@ from ....core.loading.run_history import event_of
 from ....core.runs.manifest import is_retired_name, parse_intent
 from ....core.runs.receipts import broken_folders
 from ....core.runs.starts import split_starts
-from ....core.spans import Clock
 from ....errors import CheckpointError
 from ....plumbing import MANIFEST_NAME as MANIFEST
-from ....plumbing import Manifest, bandwidth_of, parse_step_name, run_together, sized
+from ....plumbing import Clock, Manifest, bandwidth_of, parse_step_name, run_together, sized
 from ....plumbing import parse_manifest as parse
 from ..listing import USUAL_NAMINGS
 

@@ -19,7 +19,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from ....core.spans import shown_time
+from ....plumbing import shown_time
 from .columns import RunColumns, Value
 from .pictures import Best, Picture, comparison_of, pictures_of
 from .summary import facts_of, losses_of, title_of

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
-from ....core.spans import shown_time
-from ....plumbing import sized
+from ....plumbing import shown_time, sized
 from ..screen import age, counted, shown_seconds
 from .columns import RunColumns
 

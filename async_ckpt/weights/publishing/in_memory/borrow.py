@@ -17,11 +17,11 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ....core.host.handover import received
 from ....core.host.shared_memory import ReadOnlyMaps, map_shared
 from ....errors import CorruptCheckpointError
 from ....plumbing import TIMEKEEPER, Crew, dtype_named, growing_pauses, view_of
 from ...delta import checksum
+from ...handover import received
 from ...lent import LentVersion, loan_of_rank, parse_lent, table_bytes
 from ..difference import checksum_of
 from ..of_ranks.pieces import PiecedTensor, TensorPiece, sliced_tensors

@@ -19,12 +19,12 @@ from typing import Final, NamedTuple
 import torch
 
 from ....core.backends import is_dense
-from ....core.host.handover import Giver, Handout
 from ....core.host.memory import HostBuffer, shared_buffer_of
 from ....core.saving.default import host_memory
 from ....core.staging.device import dense_blocks
 from ....plumbing import Crew, dtype_name, get_loop, held_memory, num_cpus
 from ...delta import RankSlices, checksum, identity_of
+from ...handover import Giver, Handout
 from ...lent import LentTensor, LentVersion, dump_lent
 from ..difference import checksum_of
 

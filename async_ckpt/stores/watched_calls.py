@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from .process import in_forked_child
-from .threads import Task, start_thread
+from ..core.host.process import in_forked_child
+from ..core.host.threads import Task
+from ..plumbing import start_thread
 
 T = TypeVar("T")
 

@@ -19,19 +19,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...errors import StorageUnavailableError
-from ..spec import MIB
-from .disk import (
+from ..core.spec import MIB
+from ..core.storage.disk import (
     O_BINARY,
     O_CLOEXEC,
     O_DIRECTORY,
     O_NONBLOCK,
-    close_quietly,
     pread_into,
     preallocate,
     pwrite,
     translated,
 )
+from ..errors import StorageUnavailableError
+from ..plumbing import close_quietly
 
 _O_NOFOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
 _OPENS_FOLDERS: Final = os.open in os.supports_dir_fd and bool(_O_NOFOLLOW)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ..spans import TIMEKEEPER, Timekeeper
+from ..core.spans import TIMEKEEPER, Timekeeper
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
-from .process import in_forked_child
-from .shared_memory import CAN_SHARE
-from .threads import start_thread
+from ..core.host.process import in_forked_child
+from ..core.host.shared_memory import CAN_SHARE
+from ..plumbing import start_thread
 
 _MAX_FDS: Final = 253  # SCM_MAX_FD of the kernel
 _MAX_MESSAGE_BYTES: Final = 1024

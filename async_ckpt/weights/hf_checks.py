@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import torch
 
-from ...core.state.captured import SnapshotView, module_of
-from ...errors import UnsupportedStateError
-from .hf_weights import ADAPTER_CONFIG, Weights
+from ..core.state.captured import SnapshotView, module_of
+from ..errors import UnsupportedStateError
+from ..face.around.hf_weights import ADAPTER_CONFIG, Weights
 
 _MAPPING: Final = "publish a mapping of the names and tensors that the engine loads"
 # The methods that have in memory what their checkpoints have, under the same names.
