@@ -33,9 +33,10 @@ from async_ckpt import (
     Subscriber,
     snapshot,
 )
-from async_ckpt.core.host import handover, shared_memory
+from async_ckpt.core.host import shared_memory
 from async_ckpt.core.host.shared_memory import CAN_SHARE
 from async_ckpt.core.storage.local import LocalStorage
+from async_ckpt.weights import handover
 from async_ckpt.weights.lent import dump_lent, parse_lent
 from async_ckpt.weights.publishing.publication import Publication
 from async_ckpt.weights.publishing.versions import Ownership
