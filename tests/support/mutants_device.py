@@ -262,6 +262,8 @@ def code() -> list[Path]:
 class Copy:
     """A copy of the package and its tests, in which one mutant at a time is alive."""
 
+    options: tuple[str, ...] = ()  # of pytest
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
@@ -315,7 +317,8 @@ class Copy:
         sys.path[:] = [path for path in sys.path if not path.startswith(str(ROOT / "tests"))]
         import pytest
 
-        os._exit(pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]))
+        options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *self.options]
+        os._exit(pytest.main([*options, *(f"tests/{test}" for test in tests)]))
 
 
 def _tests_for(place: Path) -> Iterator[str]:

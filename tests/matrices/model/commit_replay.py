@@ -22,7 +22,7 @@ from racing import PATIENCE, Call
 from async_ckpt import Keep, PeerFailedError, RunTakenError, StepBehindError, StepExistsError
 from async_ckpt.core.ranks import agreement
 from async_ckpt.core.ranks.agreement import Agreement
-from async_ckpt.core.ranks.attempts import JointSave, JointState
+from async_ckpt.core.ranks.attempts import JointSave, JointState, OwnPart
 from async_ckpt.core.runs.manifest import Archive, Manifest, RankFiles, parse, parse_intent
 from async_ckpt.core.runs.receipts import EMPTY, Exchange, Receipt
 from async_ckpt.core.runs.run import Run
@@ -202,8 +202,8 @@ class Player:
                 if not before[-1].is_decided:
                     return
             joint = JointSave(step, attempt=name_of(Attempt(self.start, step, len(before))))
-            joint.part.structure = SimpleNamespace(digest="0" * 16, text="")  # type: ignore[assignment]
-            joint.part.shared = SimpleNamespace(digest=lambda: "0" * 32)  # type: ignore[assignment]
+            structure, shared = SimpleNamespace(digest="0" * 16, text=""), SimpleNamespace(digest=lambda: "0" * 32)
+            joint.take(OwnPart(structure, (), shared, 0, None), joint.table)  # type: ignore[arg-type]
             joint.life.go(JointState.BEGUN)
             before.append(joint)
             word = await (self._saves_with(joint) if self.number else self._decides(joint))
