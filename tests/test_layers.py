@@ -187,6 +187,16 @@ def test_wings_use_the_face_and_plumbing_and_few_names_behind_them():
     assert found == BEHIND_THE_FACE
 
 
+# Lines of the core, and of the whole package. The numbers may only fall.
+MOST_LINES = {"core": 37_500, "": 73_400}
+
+
+def test_the_house_does_not_grow():
+    for room, most in MOST_LINES.items():
+        lines = sum(path.read_text(encoding="utf-8").count("\n") for path in (HOUSE / room).rglob("*.py"))
+        assert lines <= most, f"{room or 'the package'} has {lines} lines: take something out before something is added"
+
+
 def test_wings_use_few_other_wings():
     found = {
         wing: {room_of(target) for name in named(wing) for target in own(name)} & (WINGS_OF.keys() - {wing})
