@@ -427,6 +427,22 @@ def test_the_way_of_a_plain_save_is_told_with_fifteen_modules():
     assert len(told) <= 15, sorted(told)
 
 
+def test_a_save_and_a_load_on_a_local_disk_import_no_wing(tmp_path):
+    script = f"""
+import sys
+import async_ckpt
+async_ckpt.save({{"step": 1}}, {str(tmp_path / "x.tar")!r}).result()
+async_ckpt.load({str(tmp_path / "x.tar")!r})
+with async_ckpt.AsyncCheckpointer({str(tmp_path / "run")!r}) as ckpt:
+    ckpt.save({{"step": 1}}, step=1).result()
+    ckpt.restore({{"step": 0}})
+print(*sorted(name for name in sys.modules if name.startswith({tuple(f"async_ckpt.{wing}" for wing in WINGS_OF)!r})))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "\n"
+
+
 def test_what_contributing_names_is_there():
     """Its walks from top to bottom are read beside the code."""
     text = (HOUSE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
