@@ -57,6 +57,7 @@ class EngineServer:
         self.weight_version = "default"
         self.is_paused = False
         self.refuses: int | None = None  # the status of each load
+        self.taken: list[int] = []  # the versions that a plain server has answered for, in any order after it hung
         self.takes_silently = False  # it loads, and its version stays what it was
         self.between: Callable[[], None] = lambda: None  # called after each tensor
         self.hangs: threading.Event | None = None  # a load waits for it
@@ -202,6 +203,7 @@ class PlainServer(EngineServer):
             return self.refuses, {}
         self.load(body["folder"])
         self.weight_version = str(body["version"])
+        self.taken.append(body["version"])
         return 200, {}
 
 

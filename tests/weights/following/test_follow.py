@@ -252,7 +252,7 @@ def test_an_engine_that_hangs_is_left_after_its_time_and_asked_again(root, into,
             publish(publisher, 2)
             until(lambda: versions_in(into) == {2.0})  # it does not hold the folder for ever
             engine.hangs.set()
-            engine.wait_for(2)
+            until(lambda: 2 in engine.taken)
 
 
 def test_an_engine_that_sends_a_byte_now_and_then_has_not_answered(root, into, publisher, tmp_path):
