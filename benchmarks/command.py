@@ -224,7 +224,7 @@ def _readers(root: Path, first: Path, second: Path, folder: Path) -> Iterator[tu
     yield "verify", "soundness", ["verify", first]
     yield "cp", "copying", ["cp", root, out, "--latest"]
     yield "inspect --stats", "inspection", ["inspect", first, "--stats"]
-    yield "diff of two steps", "diffing", ["diff", first, second]
+    yield "diff of two steps", "comparing.diffing", ["diff", first, second]
     yield "extract to safetensors", "conversion", ["extract", first, "--to", out / "x.safetensors"]
     yield "convert to an archive", "conversion", ["convert", first, out / "x.tar"]
     yield "convert to a file of torch.save", "conversion", ["convert", first, out / "x.pt"]
