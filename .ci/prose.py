@@ -1,7 +1,8 @@
 """Finds docstrings that do not begin with the thing that they are about, class names that stand for several things, and
 lines that are too long.
 
-Run by `make check`. Exits with 1 if there are any, and if the seconds of a test file are not known. What is large is only noted: can its states be drawn in one table?
+Run by `make check`. Exits with 1 if there are any, and if the seconds of a test file are not known. Large files, folders,
+classes and signatures are only noted: the question to ask is whether their states can be drawn in one table.
 """
 
 from __future__ import annotations

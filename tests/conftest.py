@@ -101,7 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"tests with the mark gpu belong into files named test_gpu*.py, not {sorted(strays)}")
     if config.option.fast:
         kept = durations.fast_ones(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
+        chosen = {*kept}
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = kept
     if hasattr(config, "workerinput"):  # one process alone takes as long in any order
         durations.longest_first(items)

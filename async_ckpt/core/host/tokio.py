@@ -1,6 +1,6 @@
 """Whether this process was forked from one with threads of a tokio runtime, which a forked child lacks.
 
-In: nothing. Out: yes or no. Knows nothing of: clients.
+In: nothing. Out: yes or no. Knows nothing of: requests, stores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _is_lost = False
 
 
 def is_lost() -> bool:
-    """Whether other code of a parent of this process has started obstore's runtime, by the names of its threads.
+    """Whether a process that this one was forked from had obstore and threads that are named like those of its runtime.
 
     Other libraries that use tokio have threads of the same names; then obstore is refused without need.
     """

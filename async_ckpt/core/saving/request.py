@@ -33,7 +33,7 @@ class Written(NamedTuple):
     borrowed: tuple[GroupLocation, ...] = ()
     """The groups that earlier steps have; these must stay on storage until the save is settled."""
     number: int = 0
-    """That of the save, in the order of the calls."""
+    """The number of the save, in the order of the calls."""
 
     @property
     def lenders(self) -> Mapping[str, int]:
