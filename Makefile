@@ -56,7 +56,7 @@ test-%: .venv-frameworks/%/.ready
 # The CUDA build of torch over the runtime of tests/cuda. What this is made of may not be on a machine: then it is skipped.
 CUDA := .venv-frameworks/cuda
 CUDA_TESTS := tests/cuda tests/core/staging tests/core/state tests/integrations/test_gpu_dcp_stager.py
-ON_SIMULATED_CUDA = env LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/lib LD_PRELOAD=$$(cat $(CUDA)/lib/preload) PYTHONPATH=$(CURDIR) $(CUDA)/bin/python
+ON_SIMULATED_CUDA = env LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/sim/lib LD_PRELOAD=$$(cat $(CUDA)/sim/lib/preload) PYTHONPATH=$(CURDIR) $(CUDA)/bin/python
 
 test-cuda:                 ## torch's own CUDA build over a simulated runtime: tests/cuda, and the tests marked gpu
 	@if ! command -v g++ > /dev/null || ! command -v readelf > /dev/null; then \
@@ -70,11 +70,11 @@ test-cuda:                 ## torch's own CUDA build over a simulated runtime: t
 $(CUDA)/.installed: constraints/cuda.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
-	$(@D)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D)/headers $$(sed -n 's/^# headers: //p' $<)
+	$(@D)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D)/sim/headers $$(sed -n 's/^# headers: //p' $<)
 	touch $@
 
 $(CUDA)/.ready: $(CUDA)/.installed tests/cuda/build.py tests/cuda/operators.cpp $(wildcard tests/cuda/runtime/*)
-	$(@D)/bin/python tests/cuda/build.py $(@D)
+	$(@D)/bin/python tests/cuda/build.py $(@D)/sim
 	touch $@
 
 check: $(VENV)/.check        ## lint, formatting, types, bandit, the site of the docs, and what the package index is given

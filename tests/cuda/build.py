@@ -73,6 +73,9 @@ def wanted() -> dict[str, dict[str, str]]:
                 prefix = _PREFIXES.get(soname.split(".")[0])
                 if prefix is not None and re.match(prefix, name):
                     functions[name] = version
+    # torch looks for these by `dlsym`, and refuses all of them if one is missing.
+    api = (torch_folder() / "include/c10/cuda/driver_api.h").read_text(encoding="utf-8")
+    found["libnvidia-ml.so.1"] |= dict.fromkeys(re.findall(r"_\((nvml\w+)\)", api), "")
     return found
 
 
@@ -124,7 +127,7 @@ def build(folder: Path) -> None:
         functions = wanted()
         [cudart] = [soname for soname in functions if soname.startswith("libcudart.")]
         written = {name for name, _ in _symbols(objects, "--defined-only")}
-        for soname, names in functions.items():
+        for soname, names in sorted(functions.items(), key=lambda one: one[0] != cudart):  # others are linked to it
             if soname != cudart:
                 missing = {name: version for name, version in names.items() if name not in written}
                 own = soname.startswith(RUNTIME)

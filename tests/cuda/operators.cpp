@@ -347,7 +347,11 @@ std::unique_ptr<torch::Library>& library() {
 extern "C" int sim_register_operators() {
   auto& made = library();
   if (made) return 0;
-  c10::WarningUtils::set_warnAlways(false);
+  // torch warns of each kernel that takes the place of another.
+  struct Silent : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } silent;
+  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
   made = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__, __LINE__);
   const auto of_host = c10::Dispatcher::singleton().getRegistrationsForDispatchKey(DispatchKey::CPU);
   std::set<std::string> have;

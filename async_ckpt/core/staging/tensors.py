@@ -68,7 +68,8 @@ class SourceTensors:
         self._pointers = [0] * len(tensors)
         self._dense = [False] * len(tensors)
         self.aliases: dict[int, Alias] = {}  # deferred tensors are read through these
-        self._storages: list[Any] = []
+        self._storages: dict[int, Any] = {}  # of the others, which are kept until all is copied
+        self._addresses: dict[int, int] = {}  # of those on devices
         # Under a guard no tensor is frozen, so that the bytes of all are there.
         self._small = self._small_ones() if deferred and copies_small else ()
         self._copies: torch.Tensor | None = None  # of the small ones
@@ -94,14 +95,15 @@ class SourceTensors:
                 if place not in self.devices:
                     self.devices[place] = Device(place)
                 self._device_of[i] = self.devices[place]
-                self.devices[place].keep(tensor)
             elif dense:
                 self._pointers[i] = tensor.data_ptr()
         for i in sorted(self.deferred):
             self.aliases[i] = Alias(self.tensors[i])
         if self.devices or self.deferred:
             # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
-            self._storages = [t.untyped_storage() for i, t in enumerate(self.tensors) if i not in self.aliases]
+            self._storages = {i: t.untyped_storage() for i, t in enumerate(self.tensors) if i not in self.aliases}
+            on_devices = [i for i in self._storages if self._device_of[i] is not None]
+            self._addresses = {i: self._storages[i].data_ptr() for i in on_devices}
         if self._small:
             self._copy_small()
 
@@ -171,7 +173,6 @@ class SourceTensors:
         try:
             return device.enqueue(into.tensor, pieces, self.tensors, self._dense, self.aliases)
         finally:
-            # Memory freed from now on is not lent before it is copied; memory freed until now may have been lent.
             self.refuse_gone(pieces)
 
     def refuse_gone(self, pieces: Iterable[Piece]) -> None:
@@ -180,6 +181,19 @@ class SourceTensors:
         gone = [p.tensor for p in pieces if p.tensor in aliases and not aliases[p.tensor].is_there()]
         if gone:
             raise self.torn(gone)
+
+    def gone_from_devices(self) -> set[int]:
+        """The tensors that have lost their memory, by `resize_` of their storages, before devices had copied it.
+
+        Their storages are kept meanwhile, and the allocator is not told of the copies: by `record_stream` it would be
+        told for as long as the tensor lives. To free it would then be a call of the runtime, which ends a process whose
+        device is broken, and a forked child.
+        """
+        deferred = {i for i, alias in self.aliases.items() if self._device_of[i] is not None and not alias.is_there()}
+        moved = [(i, at) for i, at in self._addresses.items() if self._storages[i].data_ptr() != at]
+        return deferred.union(
+            i for i, at in moved if (device := self._device_of[i]) is not None and not device.has_order(at)
+        )
 
     def torn(self, numbers: Iterable[int]) -> TornSnapshotError:
         """The error for these tensors, and for all that have lost their memory by now."""
@@ -204,7 +218,7 @@ class SourceTensors:
         """Let go of the tensors; a handle may be kept for long. The devices stay, for `stall_seconds`."""
         self.specs, self.tensors, self.deferred = (), [], {}
         self._device_of, self._pointers, self._dense = [], [], []
-        self.aliases, self._storages, self._copies = {}, [], None
+        self.aliases, self._storages, self._addresses, self._copies = {}, {}, {}, None
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:

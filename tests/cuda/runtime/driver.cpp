@@ -4,12 +4,16 @@
 #include <cstdio>
 #include <cstring>
 
+#define cuLogsRegisterCallback cuLogsRegisterCallback_of_cuda_h
+#define cuLogsUnregisterCallback cuLogsUnregisterCallback_of_cuda_h
 #include "state.h"
+#undef cuLogsRegisterCallback
+#undef cuLogsUnregisterCallback
 
 using namespace sim;
 
 #define ENTER(call)                                                                  \
-  if (cudaError_t refused = admit(call, false)) return static_cast<CUresult>(refused); \
+  if (cudaError_t refused = admit(call, false, true)) return static_cast<CUresult>(refused); \
   Lock lock(sim::mutex)
 
 namespace {
@@ -29,7 +33,7 @@ int not_simulated() {
 
 }  // namespace
 
-// cuda.h names some of these by macros.
+// cuda.h names some of these by macros, and declares two that are never called with arguments that matter here.
 #undef cuCtxPushCurrent
 #undef cuCtxPopCurrent
 #undef cuDevicePrimaryCtxRelease
@@ -136,6 +140,9 @@ CUresult cuGetErrorString(CUresult code, const char** text) {
   *text = cudaGetErrorString(static_cast<cudaError_t>(code));
   return CUDA_SUCCESS;
 }
+
+int cuLogsRegisterCallback() { return CUDA_SUCCESS; }
+int cuLogsUnregisterCallback() { return CUDA_SUCCESS; }
 
 CUresult cuGetErrorName(CUresult code, const char** text) { return cuGetErrorString(code, text); }
 

@@ -3,11 +3,14 @@
 // The library is preloaded, so that these take the place of the C library's. A lock of Python is a semaphore (until
 // Python 3.13): whoever takes it knows all that was known to the thread that has released it.
 #include <dlfcn.h>
+#include <link.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <sys/mman.h>
 #include <sys/uio.h>
 #include <unistd.h>
+
+#include <cstring>
 
 #include <unordered_map>
 
@@ -36,6 +39,27 @@ void read_by_host(const void* from, size_t bytes, const char* what) {
   if (!is_in_use() || !bytes || !sim::may_be_locked(begin, bytes)) return;
   sim::Lock lock(sim::mutex);
   if (sim::is_locked(begin, bytes)) sim::touch_by_host(begin, bytes, false, what);
+}
+
+// Whether code is that of libc10_cuda, which has the allocator.
+bool is_of_allocator(const void* code) {
+  static uintptr_t begin = 0, end = 0;
+  if (!end) {
+    dl_iterate_phdr(
+        [](dl_phdr_info* about, size_t, void*) {
+          if (!strstr(about->dlpi_name, "libc10_cuda.so")) return 0;
+          for (int i = 0; i < about->dlpi_phnum; ++i)
+            if (about->dlpi_phdr[i].p_type == PT_LOAD && about->dlpi_phdr[i].p_flags & PF_X) {
+              begin = about->dlpi_addr + about->dlpi_phdr[i].p_vaddr;
+              end = begin + about->dlpi_phdr[i].p_memsz;
+            }
+          return 1;
+        },
+        nullptr);
+    if (!end) end = 1;
+  }
+  const uintptr_t at = reinterpret_cast<uintptr_t>(code);
+  return begin <= at && at < end;
 }
 
 struct Start {
@@ -123,6 +147,20 @@ int sem_clockwait(sem_t* semaphore, clockid_t clock, const timespec* until) {
   const int result = wait(semaphore, clock, until);
   if (!result) taken(semaphore);
   return result;
+}
+
+// The allocator of torch hands memory from thread to thread under its lock.
+int pthread_mutex_lock(pthread_mutex_t* lock) noexcept {
+  static auto call = next<int (*)(pthread_mutex_t*)>("pthread_mutex_lock");
+  const int result = call(lock);
+  if (!result && is_in_use() && is_of_allocator(__builtin_return_address(0))) taken(reinterpret_cast<sem_t*>(lock));
+  return result;
+}
+
+int pthread_mutex_unlock(pthread_mutex_t* lock) noexcept {
+  static auto call = next<int (*)(pthread_mutex_t*)>("pthread_mutex_unlock");
+  if (is_in_use() && is_of_allocator(__builtin_return_address(0))) sim_publish(reinterpret_cast<uintptr_t>(lock));
+  return call(lock);
 }
 
 int munmap(void* at, size_t bytes) noexcept {

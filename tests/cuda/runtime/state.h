@@ -173,7 +173,7 @@ bool may_be_locked(uintptr_t begin, size_t bytes);  // without the mutex
 
 void begin();  // make the devices, at the first call
 // Whether a call is to be refused, or fails because of a broken device, or in a forked child.
-cudaError_t admit(const char* call, bool needs_device = true);
+cudaError_t admit(const char* call, bool needs_device = true, bool is_of_driver = false);
 cudaError_t failed(cudaError_t code);
 Device& current();
 Device& use();  // the current one, which has a context from now on

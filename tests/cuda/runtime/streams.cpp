@@ -227,7 +227,7 @@ void begin() {
 }
 
 // Takes and releases the mutex: every call begins with it.
-cudaError_t admit(const char* call, bool needs_device) {
+cudaError_t admit(const char* call, bool needs_device, bool is_of_driver) {
   if (is_forked) return failed(cudaErrorInitializationError);
   begin();
   Lock lock(mutex);
@@ -238,7 +238,7 @@ cudaError_t admit(const char* call, bool needs_device) {
     if (refusal.after-- > 0) continue;
     if (refusal.times <= 0) continue;
     --refusal.times;
-    return here().last = refusal.code;
+    return is_of_driver ? refusal.code : here().last = refusal.code;  // only the runtime keeps the last error
   }
   if (needs_device) {
     if (num_devices() == 0) return here().last = cudaErrorNoDevice;
