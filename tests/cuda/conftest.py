@@ -56,5 +56,3 @@ def apart(processes: Nursery, tmp_path: Path) -> Callable[..., Ended]:
         return ended
 
     return run
-
-

@@ -28,6 +28,9 @@ class Wording(NamedTuple):
 
 
 _ANY_COPY: Final = Wording()
+_UNGUARDED: Final = (
+    "changed or was freed outside of the guarded optimizer's step() while being copied; leave guard= out, or "
+)
 
 # What `locate` may copy itself, beside deferred tensors. Waking a thread for it would hold the caller longer, and so
 # would every segment with such a tensor, of which few can be filled in two goes.
@@ -200,9 +203,9 @@ class SourceTensors:
         gone = {i for i, alias in self.aliases.items() if not alias.is_there()}
         names = tuple(self.specs[i].dotted for i in sorted(gone.union(numbers)))
         return TornSnapshotError(
-            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} changed or was freed outside of the "
-            "guarded optimizer's step() while being copied; leave guard= out, or wait until all is copied: "
-            f"{self.wording.wait_call}",
+            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} "
+            + (_UNGUARDED if self.deferred else "lost its memory by resize_ of its storage while being copied; ")
+            + f"wait until all is copied: {self.wording.wait_call}",
             names=names,
         )
 
