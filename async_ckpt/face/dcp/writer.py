@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from ...core.storage.place import Place
 from ...core.runs import layouts
 from ...core.runs.foreign_entries import OF_DCP
 from ...core.runs.manifest import NAME as MANIFEST
@@ -48,7 +47,7 @@ from ...core.state.division import RankShare
 from ...core.state.names import Path, shown
 from ...core.state.per_rank import nested
 from ...core.storage.interface import Storage
-from ...core.storage.place import Anywhere, place_of, written_at
+from ...core.storage.place import Anywhere, Place, place_of, written_at
 from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
 from .fqn import metadata_to_keep, path_of
 from .stager import PinnedStager

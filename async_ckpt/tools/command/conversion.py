@@ -36,12 +36,12 @@ from ...core.storage.sequential import Appender
 from ...core.storage.url import local_path, parent_and_name
 from ...errors import CheckpointError
 from ...face.around.shards import INDEX, MAX_SHARD_BYTES, Shard, index_of
+from ...face.states.named_items import Items, NamedItem, kind_of_tensor, shown_name, shown_value
+from ...face.states.sources import with_items, with_state
 from ...plumbing import Scratch, Weights, dtype_name, parse_step_name, shards_of, sized, view_of, write_by_torch
 from ...plumbing import publish_file as publish
 from .screen import USAGE, Answer, escaped, print_json, print_text, progress
 from .selection import usual_tracker
-from .states.named_items import Items, NamedItem, kind_of_tensor, shown_name, shown_value
-from .states.sources import with_items, with_state
 
 FORMATS: Final = ("archive", "step", "safetensors", "hf", "torch", "dcp")
 _BY_SUFFIX: Final = {

@@ -18,11 +18,11 @@ import torch
 
 from ... import Place
 from ...core.loading.inspected import NameRow, entry_sizes, places_of, rows_of, walked
+from ...face.states.sources import TensorReader
 from ...plumbing import Contents, Part, StoredLeaf, from_path, sized
 from ...plumbing import shown_name as shown
 from .comparing.tensor_differences import ITEMS_AT_ONCE, numbers
 from .screen import Answer, as_json_text, counted, escaped, in_table, print_json, print_table, print_text, short
-from .states.sources import TensorReader
 
 # As torch prints: larger tensors are summed up by the items at the ends of each dimension.
 _PRINTED_ITEMS: Final = 1000

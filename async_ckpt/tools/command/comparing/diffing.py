@@ -19,10 +19,7 @@ import typer
 from .... import Place
 from ....core.state.names import dotted, printable
 from ....errors import CheckpointError, UntrustedObjectError
-from ....plumbing import StoredLeaf
-from ....plumbing import shown_name as shown
-from ..screen import NO, USAGE, Answer, counted, escaped, print_json, print_table, print_text
-from ..states.named_items import (
+from ....face.states.named_items import (
     Container,
     Items,
     NamedItem,
@@ -35,7 +32,10 @@ from ..states.named_items import (
     side_by_side,
     typed,
 )
-from ..states.sources import with_items
+from ....face.states.sources import with_items
+from ....plumbing import StoredLeaf
+from ....plumbing import shown_name as shown
+from ..screen import NO, USAGE, Answer, counted, escaped, print_json, print_table, print_text
 from .equality import Equality, equality
 from .tensor_differences import TensorDifference
 

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from ....core.state.plain import class_name
-from ..states.named_items import (
+from ....face.states.named_items import (
     attributes_of,
     beside_items,
     has_items,
