@@ -115,8 +115,8 @@ if TYPE_CHECKING:
     from .core.spec import MIB
     from .core.state.capture import why_not
     from .core.state.captured import SnapshotView
-    from .core.state.dtypes import dtype_name, dtype_named
     from .core.state.names import Path as NamePath
+    from .core.state.names import dtype_name, dtype_named
     from .core.state.names import shown as shown_name
     from .core.state.tree import StoredLeaf
     from .core.storage.disk import close_quietly, free_bytes_at, sync_folder, translated
@@ -171,8 +171,8 @@ else:
         "MIB": ".core.spec",
         "why_not": ".core.state.capture",
         "SnapshotView": ".core.state.captured",
-        "dtype_name": ".core.state.dtypes",
-        "dtype_named": ".core.state.dtypes",
+        "dtype_name": ".core.state.names",
+        "dtype_named": ".core.state.names",
         "shown_name": ".core.state.names:shown",
         "StoredLeaf": ".core.state.tree",
         "free_bytes_at": ".core.storage.disk",

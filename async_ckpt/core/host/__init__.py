@@ -6,5 +6,5 @@
 - `threads.py`: thread pools; `loop.py`: the background thread with its asyncio loop.
 - `waits.py`: waits with signs of life; `deadlines.py`: the limits of all waits.
 - `life.py`: the states of an object as a table; `process.py`: state that a forked child must not keep;
-  `tokio.py`: threads that it lacks.
+X
 """

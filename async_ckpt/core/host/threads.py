@@ -15,10 +15,10 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from .process import in_forked_child
 
@@ -355,3 +355,23 @@ def _stop_all() -> None:
 
 # Runs before the interpreter joins its non-daemon threads; atexit would be too late.
 threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
+
+
+S = TypeVar("S")
+
+
+class Life(Generic[S]):
+    """The present state of one object, at first the first one of the table. The lock of its owner guards it."""
+
+    __slots__ = ("_successors", "now")
+
+    def __init__(self, successors: Mapping[S, Collection[S]]) -> None:
+        self._successors = successors
+        self.now = next(iter(successors))
+
+    def go(self, state: S) -> bool:
+        """Change to a state if it may follow the present one. False if it may not."""
+        if state not in self._successors[self.now]:
+            return False
+        self.now = state
+        return True

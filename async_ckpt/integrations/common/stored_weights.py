@@ -22,9 +22,9 @@ import torch
 
 from ... import Place
 from ...core.host.waits import LIVENESS_SECONDS
+from ...core.loading.archives.contents import load_parts
 from ...core.loading.archives.find import committed_step, from_committed
 from ...core.loading.fill import fill, planned
-from ...core.loading.load import load_parts
 from ...core.state.tree import replaced
 from ...errors import NotCommittedError, StorageUnavailableError
 from ...plumbing import MIB, Contents, Part, StoredLeaf, Wanted, from_path, start_thread

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from ... import Place
-from ...core.host.deadlines import PEER_SECONDS
+from ...core.host.waits import PEER_SECONDS
 from ...core.runs.sweep import is_library_name
 from ...core.storage.scratch import sweep
 from ...errors import PeerFailedError

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...core.state.plain import method_of
-from ...core.state.state_dict_cache import StateDictCache
+from ...core.state.wrappers import StateDictCache
 from ..common.training_archive import refuse_missing
 from ..dcp import TarStorageReader
 from .background_saves import BackgroundSaves

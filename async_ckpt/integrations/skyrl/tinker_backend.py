@@ -19,16 +19,12 @@ import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from ... import Place, SaveHandle, unpack, wrap
-from ...core.saving.default import files_saver
-from ...core.saving.ledger import raise_error_of
-from ...core.saving.save import Save, wait_for_saves
 from ...core.storage.url import StrPath as Where
 from ...errors import CheckpointError, ClosedError
-from ...face.around.pack import pack_under
-from ...plumbing import ENDS_THE_WAIT, Wait
+from ...face.around.pack import FileSaves, pack_under
 from .worker_calls import WorkerCalls, with_model_id
 
 _MARKER: Final = "MARKER"
@@ -99,8 +95,7 @@ class CheckpointBackend:
         self._role, self._validate, self._tokenizer, self._lora = role, validate, tokenizer, lora
         self._scratch = scratch
         self._place_of = place
-        # The saver of all files holds the saves that go on, or that failed unseen; other handles may go.
-        self._handles: WeakSet[SaveHandle] = WeakSet()
+        self._saves = FileSaves()
         self._newest: WeakValueDictionary[str, SaveHandle] = WeakValueDictionary()  # by path
         self._closed = False
 
@@ -172,8 +167,7 @@ class CheckpointBackend:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, and the removal of its files; raise the first error not retrieved yet."""
-        wait_for_saves(self._pending(), Wait("in wait()", ENDS_THE_WAIT), timeout)
-        self._raise_unseen()
+        self._saves.wait(timeout)
 
     def _place(self, path: Where) -> Place:
         place = Place(path)
@@ -244,25 +238,17 @@ class CheckpointBackend:
         return self._follow(folder.handle)
 
     def _follow(self, handle: SaveHandle) -> SaveHandle:
-        self._handles.add(handle)
+        self._saves.add(handle)
         self._newest[_path_key(handle.path)] = handle
         return handle
-
-    def _pending(self) -> list[Save]:
-        """The saves of this backend that are under way, or that failed without anybody retrieving the error."""
-        return [save for save in files_saver().ledger.saves() if save.handle in self._handles]
 
     def _wait_for_save_to(self, key: str) -> None:
         handle = self._newest.get(key)
         if handle is not None and not handle.looked_at:
             handle.result()
 
-    def _raise_unseen(self) -> None:
-        raise_error_of([save.handle for save in self._pending() if save.is_unseen])
-
     def __repr__(self) -> str:
-        num_saves = sum(not pending.handle.done() for pending in self._pending())
-        return f"<CheckpointBackend of {self._role}, {num_saves} saves under way>"
+        return f"<CheckpointBackend of {self._role}, {self._saves.num_under_way} saves under way>"
 
 
 def _write_marker(file: Any, model_id: str) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from ...core.host.deadlines import OBJECT_SECONDS
+from ...core.host.waits import OBJECT_SECONDS
 from ...core.storage import store_facts
 from ...core.storage.bulk import delete, existing
 from ...core.storage.url import scheme_of, shown, split_bucket, starred, unusable_name

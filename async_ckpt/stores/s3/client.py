@@ -14,7 +14,7 @@ from posixpath import basename, commonpath, dirname
 from typing import IO, Any, Final, TypeVar
 
 from ...core import spans
-from ...core.host.deadlines import ABORT_SECONDS, REQUEST_SECONDS
+from ...core.host.waits import ABORT_SECONDS, REQUEST_SECONDS
 from ...core.spec import KIB
 from ...core.storage import store_facts
 from ...errors import StorageUnavailableError

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 
-from ...core.host import tokio
+from ...core.host import process
 from ...errors import StorageUnavailableError
 from ...plumbing import in_forked_child
 
@@ -23,7 +23,7 @@ _started_in: int | None = None  # the process that has started the runtime
 
 def require(url: str) -> None:
     """Raise StorageUnavailableError if this process has obstore's runtime without its threads."""
-    if tokio.is_lost() or _started_in not in (None, os.getpid()):
+    if process.has_lost_tokio() or _started_in not in (None, os.getpid()):
         raise StorageUnavailableError(
             f"{url}: this process was forked from one that had used a store through obstore, whose threads no forked "
             'process has; start it by "spawn" or "forkserver" (multiprocessing.get_context, DataLoader(…, '

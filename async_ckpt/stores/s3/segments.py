@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from ...core.host.life import Life
+from ...core.host.threads import Life
 from ...core.storage.interface import MemoryLoan
 from ...plumbing import Timekeeper
 from ..watched_calls import WatchedCall

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias
 
 from ...core import spans
-from ...core.host.deadlines import OBJECT_SECONDS, PART_SECONDS, REQUEST_SECONDS, SMALL_SECONDS
+from ...core.host.waits import OBJECT_SECONDS, PART_SECONDS, REQUEST_SECONDS, SMALL_SECONDS
 from ...core.storage import store_facts
 from ...core.storage.url import split_bucket, starred
 from ...errors import StorageUnavailableError

@@ -17,8 +17,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...core.host.deadlines import DROP_SECONDS
 from ...core.host.threads import Running
+from ...core.host.waits import DROP_SECONDS
 from ...core.storage import store_facts
 from ...errors import StorageUnavailableError
 from ...plumbing import Reader, running_future, start_thread

@@ -24,10 +24,6 @@ from ... import AsyncCheckpointer, Naming, Place
 from ...core.fields import is_unicode
 from ...core.format.safetensors import RESERVED_NAME, held_as
 from ...core.runs.naming import NAMINGS, STEP_FORMAT
-from ...core.saving.planner import pool_for
-from ...core.saving.request import FileRequest
-from ...core.saving.saver import Saver
-from ...core.saving.targets import FileTarget
 from ...core.state.names import printable
 from ...core.storage.compressed import refuse_archive_name
 from ...core.storage.disk import make_folder
@@ -36,6 +32,7 @@ from ...core.storage.sequential import Appender
 from ...core.storage.url import local_path, parent_and_name
 from ...errors import CheckpointError
 from ...face.around.shards import INDEX, MAX_SHARD_BYTES, Shard, index_of
+from ...face.oneoff import save_within
 from ...face.states.named_items import Items, NamedItem, kind_of_tensor, shown_name, shown_value
 from ...face.states.sources import with_items, with_state
 from ...plumbing import Scratch, Weights, dtype_name, parse_step_name, shards_of, sized, view_of, write_by_torch
@@ -236,11 +233,9 @@ def _why_not(item: NamedItem, strip: str) -> str | None:
 
 def _write_archive(request: ConversionRequest) -> int:
     _refuse_existing(request)
-    saver = Saver(pool_for(host_bytes=_HOST_BYTES))
-    target = FileTarget.at(request.target)
 
     def write(state: Any) -> int:
-        return saver.save(FileRequest(state, target)).result().num_bytes
+        return save_within(_HOST_BYTES, state, request.target).result().num_bytes
 
     return _with_state(request, write)
 

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from ... import Place
-from ...core.loading.inspected import NameRow, entry_sizes, places_of, rows_of, walked
+from ...face.states.inspected import NameRow, entry_sizes, places_of, rows_of, walked
 from ...face.states.sources import TensorReader
 from ...plumbing import Contents, Part, StoredLeaf, from_path, sized
 from ...plumbing import shown_name as shown

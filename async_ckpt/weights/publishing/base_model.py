@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...core.storage.disk import refuse_dangling
 from ...errors import CorruptCheckpointError, NotAFolderError
-from ...face.around.export import files_of
+from ...face.around.hf_weights import files_of
 from ...plumbing import LocalStorage, translated
 from ..delta import INDEX, VersionIndex, checksum, weight_map_in
 from .notes import SINGLE

@@ -27,8 +27,7 @@ from ...core.host.waits import ENDS_THE_CALL
 from ...core.staging.device import dense_blocks
 from ...core.storage.disk import full, preallocate, refuse_dangling
 from ...errors import NotAFolderError, OccupiedError, StorageUnavailableError
-from ...face.around.export import is_left_out
-from ...face.around.hf_weights import ADAPTER_CONFIG, ADAPTER_FILE
+from ...face.around.hf_weights import ADAPTER_CONFIG, ADAPTER_FILE, is_left_out
 from ...face.around.shards import MAX_SHARD_BYTES, Shard, index_of
 from ...plumbing import Wait, Weights, close_quietly, dtype_name, free_bytes_at, shards_of, translated, view_of
 from ..confined import ConfinedFolder, read_at, write_at

@@ -15,19 +15,17 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from ... import SaveHandle
-from ...core.host.deadlines import PEER_SECONDS
 from ...core.host.process import OnceInProcess
 from ...core.host.shared_memory import CAN_SHARE
+from ...core.host.waits import PEER_SECONDS
 from ...core.ranks.world import world_of
 from ...core.saving.handle import progress_of
 from ...core.spans import Spans
 from ...core.spec import whole_bytes, whole_count, whole_step
-from ...core.staging.guard import unwrapped
-from ...core.staging.held_snapshot import refuse_guard
+from ...core.staging.guard import refuse_guard, unwrapped
 from ...core.storage.compressed import zstandard_package
 from ...errors import ClosedError, NotCommittedError, UnsupportedStateError
-from ...face.around.export import files_of
-from ...face.around.hf_weights import weights_of
+from ...face.around.hf_weights import files_of, weights_of
 from ...plumbing import (
     ENDS_THE_WAIT,
     TIMEKEEPER,
