@@ -22,7 +22,8 @@ import torch
 
 from ..slicing.sharded import is_sharded
 from .captured import SnapshotView, has_dtensors
-from .plain import fields_of, is_record, method_of
+from .plain import fields_of, is_record
+from .plain import method_of as method_of
 
 # Wrappers by module and class name, with the attribute that holds the inner module. Unless the module is imported, the
 # class has no instances.

@@ -13,9 +13,8 @@ from __future__ import annotations
 import os
 import threading
 
-from ...core.host import process
 from ...errors import StorageUnavailableError
-from ...plumbing import in_forked_child
+from ...plumbing import process
 
 _starting = threading.Lock()  # held while the runtime starts, since every request needs it
 _started_in: int | None = None  # the process that has started the runtime
@@ -51,7 +50,7 @@ def _start() -> None:
     obstore.put(MemoryStore(), "any", b"")
 
 
-@in_forked_child
+@process.in_forked_child
 def _forget() -> None:
     global _starting
     _starting = threading.Lock()

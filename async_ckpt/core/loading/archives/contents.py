@@ -23,7 +23,9 @@ from ...runs.record import DCP_RECORD
 from ...slicing.cover import Box, Cover, cover, strided_copies
 from ...spec import BLOCK_BYTES, DTYPES, Extent
 from ...state.names import Path, Select, Selector, dtype_named, selector, shown
-from ...state.tree import StoredLeaf, decode, top_keys
+from ...state.tree import StoredLeaf as StoredLeaf
+from ...state.tree import decode, top_keys
+from ...state.tree import replaced as replaced
 from ...storage.interface import Reader
 from ...storage.local import LocalReader
 
