@@ -1,6 +1,7 @@
 """State that a forked child must not take over from its parent.
 
-In: functions that reset a module's globals. Out: their calls, in each forked child. Knows nothing of: the globals.
+In: functions that reset a module's globals. Out: their calls, in each forked child, and whether that lacks the threads
+of a tokio runtime that its parent had. Knows nothing of: the globals.
 """
 
 from __future__ import annotations

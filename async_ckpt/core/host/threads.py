@@ -1,6 +1,7 @@
-"""Crews of plain threads.
+"""Crews of plain threads, and the life of an object that threads share: a table of its states.
 
-In: callables. Out: nothing; a task reports its own errors. Knows nothing of: the work of tasks.
+In: callables, which report their own errors; the states that may follow each state. Out: the present state.
+Knows nothing of: the work of tasks, what the states mean.
 
 A crew is not an executor of Python: executors refuse work once the interpreter has begun to exit, and just then the
 last checkpoint must still be written. Its threads are not daemons, so that none dies in the middle of a write. An exit
@@ -21,6 +22,8 @@ from contextlib import suppress
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from .process import in_forked_child
+
+S = TypeVar("S")
 
 Task = Callable[[], None]
 
@@ -347,19 +350,6 @@ def running_future() -> Future[Any]:
     return future
 
 
-def _stop_all() -> None:
-    for crew in list(_crews):
-        crew.stop(for_good=True)
-    _reserve.stop()
-
-
-# Runs before the interpreter joins its non-daemon threads; atexit would be too late.
-threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
-
-
-S = TypeVar("S")
-
-
 class Life(Generic[S]):
     """The present state of one object, at first the first one of the table. The lock of its owner guards it."""
 
@@ -375,3 +365,13 @@ class Life(Generic[S]):
             return False
         self.now = state
         return True
+
+
+def _stop_all() -> None:
+    for crew in list(_crews):
+        crew.stop(for_good=True)
+    _reserve.stop()
+
+
+# Runs before the interpreter joins its non-daemon threads; atexit would be too late.
+threading._register_atexit(_stop_all)  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
-"""The names of a state's entries, and the selection of some of them.
+"""The names of a state's entries, the selection of some of them, and the names of dtypes.
 
-In: paths and patterns. Out: dotted names, and true or false for each. Knows nothing of: tensors.
+In: paths and patterns; dtypes. Out: dotted names, and true or false for each; names, and dtypes by their names.
+Knows nothing of: the values of tensors.
 """
 
 from __future__ import annotations

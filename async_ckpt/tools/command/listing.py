@@ -328,9 +328,7 @@ def broken_steps(run: runs.Run, commits: Mapping[int, runs.Manifest | None]) -> 
 
 def _mark_best(rows: Sequence[StepRow], text: str) -> None:
     metric, mode, count = parse_best(text)
-    values = [
-        (value, row.step, row) for row in rows if (value := runs.number(row.record.get(metric))) is not None
-    ]
+    values = [(value, row.step, row) for row in rows if (value := runs.number(row.record.get(metric))) is not None]
     if not values:
         raise Answer(f"no record of these steps has the metric {metric!r}")
     values.sort(key=lambda one: (one[0] if mode == "max" else -one[0], one[1]))
