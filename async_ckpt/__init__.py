@@ -87,7 +87,7 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .core.state.rng import RngState as RngState
     from .core.storage.compressed import Zstd as Zstd
     from .core.storage.place import Place as Place
-    from .core.loading.inspected import inspect as inspect
+    from .face.states.inspected import inspect as inspect
     from .core.loading.run_history import history as history
     from .face.around.export import export_hf as export_hf
     from .face.around.merge import merge as merge
@@ -135,7 +135,7 @@ else:
         "VerifyReport": ".core.report",
         "Zstd": ".core.storage.compressed",
         "history": ".core.loading.run_history",
-        "inspect": ".core.loading.inspected",
+        "inspect": ".face.states.inspected",
         "load": ".face.oneoff",
         "release": ".face.oneoff",
         "save": ".face.oneoff",

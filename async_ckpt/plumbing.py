@@ -2,24 +2,31 @@
 
     from async_ckpt.plumbing import Storage, register_storage
 
-- Places: `Storage` is what a storage promises, and `Reader` an open object in it; `register_storage` plugs in a user's
-  own. `Anywhere` is a path, a URL or a `Place`, into which `place_of`, `written_at` and `local_place` turn it.
-- This disk: `LocalStorage`, `Scratch`, `publish_file`, `sync_folder`, `free_bytes_at`, `translated`, `close_quietly`;
-  names of temp files end in `TEMP_SUFFIX`.
-- The host: `Crew`, `run_together`, `start_thread` and `running_future` for threads; `get_loop`; `Wait`, `wait_for` and
-  `growing_pauses` for waits, `ENDS_THE_WAIT` for what ends one; `in_forked_child`; `held_memory`; `num_cpus`.
-- The clock: `TIMEKEEPER`, a `Timekeeper`; `monotonic` and `wall_time` are of it, in seconds; `Clock` is the type of
-  both, and `shown_time` the text of a time.
-- Runs: `Run`, `Manifest`, `MANIFEST_NAME`, `parse_manifest`, `parse_step_name`; `OF_DCP` is the name of the file by
-  which a folder of torch.distributed.checkpoint is known.
-- What is stored: `from_path` opens the `Contents` at a path, whose `Part` is one archive; `StoredLeaf`, `Wanted`;
-  `ON_CPU` maps all devices to the host; `NamePath` is the way to a leaf, and `shown_name` its text.
-- States: `SnapshotView` is a state of one instant; `Slicer` and `is_sharded`; `dtype_name`, `dtype_named`; `why_not`.
-- Files of others: `Weights`, `shards_of`, `view_of`, `write_by_torch`.
-- Messages: `sized` and `bandwidth_of` for people; `MIB` is 2**20.
+A name in small letters that is no function is a module or a room of the package: its own text says what it has. Names
+are loaded when they are first asked for. They may change with each minor version; public names do not.
 
-`help` of a name says all about it. Names are loaded when they are first asked for. They may change with each minor
-version; public names do not.
+- Places: `Storage` is what a storage promises, `Reader` and `Sink` are open objects in it, and `MemoryLoan` is memory
+  that a store holds; `register_storage` plugs in a user's own. `places` makes a Place of any path, `urls` takes paths
+  and URLs apart, `bulk` handles many objects at once, and `store_facts` has the words and rules of stores.
+- This disk: `LocalStorage`; `disk` for files and folders, `locks` for who writes there, `scratches` for folders that
+  appear as a whole or not at all.
+- One file: `Appender` writes from front to back, `compressed` packs, `save_within` saves with little memory,
+  `write_by_torch` calls torch.save, `pack` makes a tar of a folder.
+- The host: `threads`, `waits`, `process` for what a fork must not keep, `limits` for how much of the machine there is,
+  `memory` and `shared_memory`, `get_loop` and `OffLoop` for the loop in the background, `operations` for what listens.
+- Words: `spans` is the clock, `spec` has units and checks of arguments, `fields` reads JSON, `reports` says sizes.
+- Runs: `runs` has manifests, names of steps, starts and retention, `events` the history; `copy_step` and
+  `rebuild_layout` mend a run.
+- What is stored: `find` opens what is at a path, `contents` is what was opened, `fill` reads it into memory,
+  `verification` compares it with its digests, `states` takes any checkpoint apart into named items.
+- States: `capture` takes a state apart, `captured` is a state of one instant, `leaf_names` are the names of its leaves
+  and dtypes, `wrappers` and `optimizer_parts` see through what is around a model or an optimizer, `another_kind`
+  compares two of those. `guards` hold steps back; `sharded` and `cover` are the geometry of shards; `backends` and
+  `device` know tensors of devices.
+- Ranks: `worlds` are the ranks that save together, and a `RankZeroWord` is one that rank 0 chooses for all.
+- Saves: `ledger` waits for those that are under way, `progress_of` says how far they are, `kept_memory` is what they
+  share, a `CopySave` is one that writes no archive.
+- Files of others: `safetensors`, `hf_shards` and `hf_weights` write models for Hugging Face.
 """
 
 from __future__ import annotations
@@ -28,171 +35,192 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "ENDS_THE_WAIT",
-    "MANIFEST_NAME",
-    "MIB",
-    "OF_DCP",
-    "ON_CPU",
-    "TEMP_SUFFIX",
-    "TIMEKEEPER",
-    "Anywhere",
-    "Clock",
-    "Contents",
-    "Crew",
+    "Appender",
+    "CopySave",
     "LocalStorage",
-    "Manifest",
-    "NamePath",
-    "Part",
+    "MemoryLoan",
+    "OffLoop",
+    "RankZeroWord",
     "Reader",
-    "Run",
-    "Scratch",
-    "Slicer",
-    "SnapshotView",
+    "Sink",
     "Storage",
-    "StoredLeaf",
-    "Timekeeper",
-    "Wait",
-    "Wanted",
-    "Weights",
-    "bandwidth_of",
-    "close_quietly",
-    "dtype_name",
-    "dtype_named",
-    "free_bytes_at",
-    "from_path",
+    "another_kind",
+    "backends",
+    "bulk",
+    "capture",
+    "captured",
+    "compressed",
+    "contents",
+    "copy_step",
+    "cover",
+    "device",
+    "disk",
+    "events",
+    "fields",
+    "fill",
+    "find",
     "get_loop",
-    "growing_pauses",
-    "held_memory",
-    "in_forked_child",
-    "is_sharded",
-    "local_place",
-    "monotonic",
-    "num_cpus",
-    "parse_manifest",
-    "parse_step_name",
-    "place_of",
-    "publish_file",
+    "guards",
+    "hf_shards",
+    "hf_weights",
+    "kept_memory",
+    "leaf_names",
+    "ledger",
+    "limits",
+    "locks",
+    "memory",
+    "operations",
+    "optimizer_parts",
+    "pack",
+    "places",
+    "process",
+    "progress_of",
+    "rebuild_layout",
     "register_storage",
-    "run_together",
-    "running_future",
-    "shards_of",
-    "shown_name",
-    "shown_time",
-    "sized",
-    "start_thread",
-    "sync_folder",
-    "translated",
-    "view_of",
-    "wait_for",
-    "wall_time",
-    "why_not",
+    "reports",
+    "runs",
+    "safetensors",
+    "save_within",
+    "scratches",
+    "sharded",
+    "shared_memory",
+    "spans",
+    "spec",
+    "states",
+    "store_facts",
+    "threads",
+    "urls",
+    "verification",
+    "waits",
+    "worlds",
+    "wrappers",
     "write_by_torch",
-    "written_at",
 ]
 
 if TYPE_CHECKING:
-    from .core.events.shapes import bandwidth_of
-    from .core.host.limits import num_cpus
-    from .core.host.loop import get_loop
-    from .core.host.process import in_forked_child
-    from .core.host.threads import Crew, run_together, running_future, start_thread
-    from .core.host.waits import ENDS_THE_WAIT, Wait, growing_pauses, wait_for
-    from .core.loading.archives.contents import CPU as ON_CPU
-    from .core.loading.archives.contents import Contents, Part
-    from .core.loading.archives.find import from_path
-    from .core.loading.fill import Wanted
-    from .core.report import sized
-    from .core.runs.foreign_entries import OF_DCP
-    from .core.runs.manifest import NAME as MANIFEST_NAME
-    from .core.runs.manifest import Manifest
-    from .core.runs.manifest import parse as parse_manifest
-    from .core.runs.naming import parse_step_name
-    from .core.runs.run import Run
-    from .core.saving.default import held_memory
-    from .core.slicing.sharded import Slicer, is_sharded
-    from .core.spans import TIMEKEEPER, Clock, Timekeeper, monotonic, wall_time
-    from .core.spans import shown_time as shown_time
-    from .core.spec import MIB
-    from .core.state.capture import why_not
-    from .core.state.captured import SnapshotView
-    from .core.state.dtypes import dtype_name, dtype_named
-    from .core.state.names import Path as NamePath
-    from .core.state.names import shown as shown_name
-    from .core.state.tree import StoredLeaf
-    from .core.storage.disk import close_quietly, free_bytes_at, sync_folder, translated
-    from .core.storage.interface import Reader, Storage
-    from .core.storage.local import LocalStorage
-    from .core.storage.locks import TEMP_SUFFIX
-    from .core.storage.place import Anywhere, local_place, place_of, written_at
-    from .core.storage.registry import register_storage
-    from .core.storage.scratch import Scratch
-    from .core.storage.scratch import publish as publish_file
-    from .face.around.hf_weights import Weights
-    from .face.around.shards import shards_of, view_of
-    from .face.around.torch_file import write_by_torch
+    from .core import backends as backends
+    from .core import events as events
+    from .core import fields as fields
+    from .core import report as reports
+    from .core import runs as runs
+    from .core import spans as spans
+    from .core import spec as spec
+    from .core.format import safetensors as safetensors
+    from .core.host import limits as limits
+    from .core.host import memory as memory
+    from .core.host import operations as operations
+    from .core.host import process as process
+    from .core.host import shared_memory as shared_memory
+    from .core.host import threads as threads
+    from .core.host import waits as waits
+    from .core.host.loop import OffLoop as OffLoop
+    from .core.host.loop import get_loop as get_loop
+    from .core.loading import fill as fill
+    from .core.loading import verify as verification
+    from .core.loading.archives import contents as contents
+    from .core.loading.archives import find as find
+    from .core.loading.catch_up import copy_step as copy_step
+    from .core.loading.live.optimizer_forms import another_kind as another_kind
+    from .core.loading.rebuild import rebuild_layout as rebuild_layout
+    from .core.ranks import world as worlds
+    from .core.ranks.meeting import RankZeroWord as RankZeroWord
+    from .core.saving import default as kept_memory
+    from .core.saving import ledger as ledger
+    from .core.saving.copy_save import CopySave as CopySave
+    from .core.saving.handle import progress_of as progress_of
+    from .core.slicing import cover as cover
+    from .core.slicing import sharded as sharded
+    from .core.staging import device as device
+    from .core.staging import guard as guards
+    from .core.state import capture as capture
+    from .core.state import captured as captured
+    from .core.state import names as leaf_names
+    from .core.state import optimizers as optimizer_parts
+    from .core.state import wrappers as wrappers
+    from .core.storage import bulk as bulk
+    from .core.storage import compressed as compressed
+    from .core.storage import disk as disk
+    from .core.storage import locks as locks
+    from .core.storage import place as places
+    from .core.storage import scratch as scratches
+    from .core.storage import store_facts as store_facts
+    from .core.storage import url as urls
+    from .core.storage.interface import MemoryLoan as MemoryLoan
+    from .core.storage.interface import Reader as Reader
+    from .core.storage.interface import Sink as Sink
+    from .core.storage.interface import Storage as Storage
+    from .core.storage.local import LocalStorage as LocalStorage
+    from .core.storage.registry import register_storage as register_storage
+    from .core.storage.sequential import Appender as Appender
+    from .face import states as states
+    from .face.around import hf_weights as hf_weights
+    from .face.around import pack as pack
+    from .face.around import shards as hf_shards
+    from .face.around.torch_file import write_by_torch as write_by_torch
+    from .face.oneoff import save_within as save_within
 else:
-    # Where each name is: a module, and its name there if that is another.
+    # Where each name is: a module, or a name in one.
     _HOMES = {
-        "start_thread": ".core.host.threads",
-        "ENDS_THE_WAIT": ".core.host.waits",
-        "Clock": ".core.spans",
-        "shown_time": ".core.spans",
-        "NamePath": ".core.state.names:Path",
-        "close_quietly": ".core.storage.disk",
-        "bandwidth_of": ".core.events.shapes",
-        "num_cpus": ".core.host.limits",
-        "get_loop": ".core.host.loop",
-        "in_forked_child": ".core.host.process",
-        "Crew": ".core.host.threads",
-        "run_together": ".core.host.threads",
-        "running_future": ".core.host.threads",
-        "Wait": ".core.host.waits",
-        "growing_pauses": ".core.host.waits",
-        "wait_for": ".core.host.waits",
-        "ON_CPU": ".core.loading.archives.contents:CPU",
-        "Contents": ".core.loading.archives.contents",
-        "Part": ".core.loading.archives.contents",
-        "from_path": ".core.loading.archives.find",
-        "Wanted": ".core.loading.fill",
-        "sized": ".core.report",
-        "OF_DCP": ".core.runs.foreign_entries",
-        "Manifest": ".core.runs.manifest",
-        "MANIFEST_NAME": ".core.runs.manifest:NAME",
-        "parse_manifest": ".core.runs.manifest:parse",
-        "parse_step_name": ".core.runs.naming",
-        "Run": ".core.runs.run",
-        "held_memory": ".core.saving.default",
-        "Slicer": ".core.slicing.sharded",
-        "is_sharded": ".core.slicing.sharded",
-        "TIMEKEEPER": ".core.spans",
-        "Timekeeper": ".core.spans",
-        "monotonic": ".core.spans",
-        "wall_time": ".core.spans",
-        "MIB": ".core.spec",
-        "why_not": ".core.state.capture",
-        "SnapshotView": ".core.state.captured",
-        "dtype_name": ".core.state.dtypes",
-        "dtype_named": ".core.state.dtypes",
-        "shown_name": ".core.state.names:shown",
-        "StoredLeaf": ".core.state.tree",
-        "free_bytes_at": ".core.storage.disk",
-        "sync_folder": ".core.storage.disk",
-        "translated": ".core.storage.disk",
-        "Reader": ".core.storage.interface",
-        "Storage": ".core.storage.interface",
-        "LocalStorage": ".core.storage.local",
-        "TEMP_SUFFIX": ".core.storage.locks",
-        "Anywhere": ".core.storage.place",
-        "local_place": ".core.storage.place",
-        "place_of": ".core.storage.place",
-        "written_at": ".core.storage.place",
-        "register_storage": ".core.storage.registry",
-        "Scratch": ".core.storage.scratch",
-        "publish_file": ".core.storage.scratch:publish",
-        "Weights": ".face.around.hf_weights",
-        "shards_of": ".face.around.shards",
-        "view_of": ".face.around.shards",
-        "write_by_torch": ".face.around.torch_file",
+        "Appender": ".core.storage.sequential:Appender",
+        "CopySave": ".core.saving.copy_save:CopySave",
+        "LocalStorage": ".core.storage.local:LocalStorage",
+        "MemoryLoan": ".core.storage.interface:MemoryLoan",
+        "OffLoop": ".core.host.loop:OffLoop",
+        "RankZeroWord": ".core.ranks.meeting:RankZeroWord",
+        "Reader": ".core.storage.interface:Reader",
+        "Sink": ".core.storage.interface:Sink",
+        "Storage": ".core.storage.interface:Storage",
+        "another_kind": ".core.loading.live.optimizer_forms:another_kind",
+        "backends": ".core.backends",
+        "bulk": ".core.storage.bulk",
+        "capture": ".core.state.capture",
+        "captured": ".core.state.captured",
+        "compressed": ".core.storage.compressed",
+        "contents": ".core.loading.archives.contents",
+        "copy_step": ".core.loading.catch_up:copy_step",
+        "cover": ".core.slicing.cover",
+        "device": ".core.staging.device",
+        "disk": ".core.storage.disk",
+        "events": ".core.events",
+        "fields": ".core.fields",
+        "fill": ".core.loading.fill",
+        "find": ".core.loading.archives.find",
+        "get_loop": ".core.host.loop:get_loop",
+        "guards": ".core.staging.guard",
+        "hf_shards": ".face.around.shards",
+        "hf_weights": ".face.around.hf_weights",
+        "kept_memory": ".core.saving.default",
+        "leaf_names": ".core.state.names",
+        "ledger": ".core.saving.ledger",
+        "limits": ".core.host.limits",
+        "locks": ".core.storage.locks",
+        "memory": ".core.host.memory",
+        "operations": ".core.host.operations",
+        "optimizer_parts": ".core.state.optimizers",
+        "pack": ".face.around.pack",
+        "places": ".core.storage.place",
+        "process": ".core.host.process",
+        "progress_of": ".core.saving.handle:progress_of",
+        "rebuild_layout": ".core.loading.rebuild:rebuild_layout",
+        "register_storage": ".core.storage.registry:register_storage",
+        "reports": ".core.report",
+        "runs": ".core.runs",
+        "safetensors": ".core.format.safetensors",
+        "save_within": ".face.oneoff:save_within",
+        "scratches": ".core.storage.scratch",
+        "sharded": ".core.slicing.sharded",
+        "shared_memory": ".core.host.shared_memory",
+        "spans": ".core.spans",
+        "spec": ".core.spec",
+        "states": ".face.states",
+        "store_facts": ".core.storage.store_facts",
+        "threads": ".core.host.threads",
+        "urls": ".core.storage.url",
+        "verification": ".core.loading.verify",
+        "waits": ".core.host.waits",
+        "worlds": ".core.ranks.world",
+        "wrappers": ".core.state.wrappers",
+        "write_by_torch": ".face.around.torch_file:write_by_torch",
     }
 
     def __getattr__(name: str) -> Any:
@@ -200,7 +228,8 @@ else:
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module, _, own = home.partition(":")
-        found = globals()[name] = getattr(import_module(module, __package__), own or name)
+        found = import_module(module, __package__)
+        found = globals()[name] = getattr(found, own) if own else found
         return found
 
     def __dir__() -> list[str]:

@@ -23,14 +23,16 @@ from ..core.ranks.world import World, warn_of_ranks, world_of_group
 from ..core.report import VerifyReport
 from ..core.saving import default
 from ..core.saving.handle import SaveHandle
+from ..core.saving.planner import pool_for
 from ..core.saving.request import FileRequest, FolderRequest
+from ..core.saving.saver import Saver
 from ..core.saving.targets import Compression, FileTarget
 from ..core.spans import monotonic
 from ..core.spec import flag, whole_bytes
 from ..core.staging.guard import unwrapped
 from ..core.staging.held_snapshot import HeldSnapshot, begin
 from ..core.state.names import Select
-from ..core.state.state_dict_cache import StateDictCache
+from ..core.state.wrappers import StateDictCache
 from ..core.storage.compressed import refuse_archive_name
 from ..core.storage.place import Anywhere, storage_at, written_at
 
@@ -82,6 +84,13 @@ def save(
     request = FileRequest(obj, target, guard=guard, select=select, state_dict_of=state_dicts.of)
     saver = default.ranks_saver(world)[1] if is_spread else default.one_off_saver()
     return saver.save(request)
+
+
+def save_within(host_bytes: int, obj: Any, path: Anywhere) -> SaveHandle:
+    """Save `obj` as `save` does, by a saver of its own that takes at most `host_bytes` of memory for it: for states that
+    are views of files. Raises as `save`, and ValueError for fewer bytes than a save needs.
+    """
+    return Saver(pool_for(host_bytes=host_bytes)).save(FileRequest(obj, FileTarget.at(written_at(path))))
 
 
 def _save_on_ranks(

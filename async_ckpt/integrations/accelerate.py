@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from .. import HeldSnapshot, SaveHandle, load, snapshot, wrap
 from ..errors import StateMismatchError
-from ..plumbing import translated, write_by_torch
+from ..plumbing import disk, write_by_torch
 from .common.folders import newest_in, number_of, remove_leftovers, remove_retired, retire
 from .common.frameworks import LOGGED_AS, require, require_names
 from .common.fsdp_files import kind_for, sharded_parts
@@ -370,7 +370,7 @@ class AsyncState:
 
 def _write_folder(parts: dict[str, Any], files: dict[str, bytes], archive: TrainingArchive | None, folder: str) -> None:
     """Fill a folder with accelerate's files, and with an archive, once that is durable. Runs in the background."""
-    with translated(Path(folder)):
+    with disk.translated(Path(folder)):
         os.makedirs(folder, exist_ok=True)
         _remove_retired_beside(folder)
         refuse_full(folder, parts)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from .. import SaveReport
-from ..core.host.operations import Ended, under_way
-from ..plumbing import free_bytes_at
+from ..plumbing import disk, operations
 
 # Seconds: a stall is hoped to be a few milliseconds, and a save of a large model to a slow store may take an hour.
 _SHORT: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -102,7 +101,7 @@ class Measurement(NamedTuple):
     attributes: Mapping[str, str]
 
 
-def measured(ended: Ended) -> Iterator[Measurement]:
+def measured(ended: operations.Ended) -> Iterator[Measurement]:
     """The values of one operation. It may take as long as a disk takes to tell how much space is free."""
     run = {"run": ended.run}
     series = {"operation": ended.kind, **run}
@@ -125,7 +124,7 @@ def measured(ended: Ended) -> Iterator[Measurement]:
                 yield Measurement(STEP_SIZE, ended.num_bytes, run)
     if ended.kind in ("save", "publish"):
         for root in ended.roots:
-            free = None if "://" in root else free_bytes_at(Path(root))
+            free = None if "://" in root else disk.free_bytes_at(Path(root))
             if free is not None:
                 yield Measurement(FREE, free, {**run, "root": root})
 
@@ -139,7 +138,7 @@ class ActiveOperations:
     def measured(self) -> list[Measurement]:
         """A value for each kind and run of which an operation was ever seen under way, or has ended."""
         counts = dict.fromkeys(self._seen.copy(), 0)
-        for operation in under_way():
+        for operation in operations.under_way():
             self.note(operation.kind, operation.run)
             counts[operation.kind, operation.run] = counts.get((operation.kind, operation.run), 0) + 1
         return [Measurement(ACTIVE, n, {"operation": kind, "run": run}) for (kind, run), n in counts.items()]

@@ -16,7 +16,7 @@ except ImportError as error:
     raise ImportError('this needs the API of OpenTelemetry: pip install "async_ckpt[opentelemetry]"') from error
 
 from .. import SaveReport, __version__
-from ..core.host.operations import Ended, listen
+from ..plumbing import operations
 from .measurements import ACTIVE, IO, METRICS, RETRIES, STALL, ActiveOperations, measured
 
 _SCOPE: Final = "async_ckpt"
@@ -48,7 +48,7 @@ class CheckpointTelemetry:
         self._recorders = {metric: _recorder(meter, metric) for metric in METRICS if metric is not ACTIVE}
         self._active: ActiveOperations | None = ActiveOperations()
         meter.create_observable_up_down_counter(ACTIVE.name, [self._observe], ACTIVE.unit, ACTIVE.description)
-        self._listening = listen(self._tell)
+        self._listening = operations.listen(self._tell)
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until the SDK has everything that has ended. False if that takes longer than `timeout` seconds."""
@@ -66,7 +66,7 @@ class CheckpointTelemetry:
         measurements = [] if active is None else active.measured()
         return [metrics.Observation(int(m.value), _keys(m.attributes)) for m in measurements]
 
-    def _tell(self, ended: Ended) -> None:
+    def _tell(self, ended: operations.Ended) -> None:
         if (active := self._active) is not None:
             active.note(ended.kind, ended.run)
         self._span(ended)
@@ -75,7 +75,7 @@ class CheckpointTelemetry:
 
     # --- spans ------------------------------------------------------------------------------------------------
 
-    def _span(self, ended: Ended) -> None:
+    def _span(self, ended: operations.Ended) -> None:
         # A context is in use by one thread at a time, and other listeners have this one, too.
         parent = ended.context.copy().run(context.get_current)
         name = f"{_SCOPE}.{ended.kind}"
@@ -101,7 +101,7 @@ def _recorder(meter: metrics.Meter, metric: Any) -> Any:
     ).record
 
 
-def _facts(ended: Ended) -> dict[str, str | float]:
+def _facts(ended: operations.Ended) -> dict[str, str | float]:
     """The attributes of a span."""
     named = {"run": ended.run, "outcome": ended.outcome, "error_type": ended.error_type}
     facts: dict[str, str | float] = {**_keys(named)}

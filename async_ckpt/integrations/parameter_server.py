@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ..core.host.waits import LIVENESS_SECONDS
-from ..core.spans import duration
 from ..errors import PeerFailedError
-from ..plumbing import TIMEKEEPER, SnapshotView
+from ..plumbing import captured, spans, waits
 from .common.frameworks import require, require_names
 from .common.held_weights import HeldTensor, SnapshotWeights
 
@@ -32,7 +30,7 @@ _USED: Final = (
 
 
 def register_checkpoint(
-    server: Any, name: str, view: SnapshotView, *, use_shared_memory_pool: bool = False
+    server: Any, name: str, view: captured.SnapshotView, *, use_shared_memory_pool: bool = False
 ) -> list[str]:
     """Register the weights of a snapshot with a ParameterServer of checkpoint-engine. Every rank calls this.
 
@@ -115,7 +113,7 @@ def update(
 
     server._bind_zmq_socket = bind_watched
     try:
-        server.update(name, watched.ask, timeout=duration(timeout_seconds), ranks=ranks)
+        server.update(name, watched.ask, timeout=spans.duration(timeout_seconds), ranks=ranks)
     finally:
         server._bind_zmq_socket = bind
     if watched.error is not None:
@@ -158,9 +156,9 @@ class _WatchedEngine:
         self._socket.send_pyobj(value)
 
     def _await(self, event: int) -> None:
-        deadline = TIMEKEEPER.now() + self._timeout_seconds
-        while not self._socket.poll(1000 * LIVENESS_SECONDS, event):
-            if self.error is not None or TIMEKEEPER.now() > deadline:
+        deadline = spans.TIMEKEEPER.now() + self._timeout_seconds
+        while not self._socket.poll(1000 * waits.LIVENESS_SECONDS, event):
+            if self.error is not None or spans.TIMEKEEPER.now() > deadline:
                 raise self.gave_up() from self.error
 
     def gave_up(self) -> PeerFailedError:

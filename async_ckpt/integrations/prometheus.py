@@ -17,7 +17,7 @@ try:
 except ImportError as error:
     raise ImportError('this needs the client of Prometheus: pip install "async_ckpt[prometheus]"') from error
 
-from ..core.host.operations import Ended, listen
+from ..plumbing import operations
 from .measurements import ACTIVE, METRICS, ActiveOperations, Metric, measured
 
 _UNITS: Final = {"s": "seconds", "By": "bytes"}
@@ -46,7 +46,7 @@ class CheckpointCollector(Collector):
         self._registry = registry
         if registry is not None:
             registry.register(self)
-        self._listening = listen(self._count)
+        self._listening = operations.listen(self._count)
 
     def collect(self) -> Iterable[MetricFamily]:
         """All metrics as they are now."""
@@ -72,7 +72,7 @@ class CheckpointCollector(Collector):
         if registry is not None:
             registry.unregister(self)
 
-    def _count(self, ended: Ended) -> None:
+    def _count(self, ended: operations.Ended) -> None:
         self._active.note(ended.kind, ended.run)
         for metric, value, attributes in measured(ended):
             child = self._instruments[metric].labels(**attributes)

@@ -20,8 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ..core.backends import is_on_host
-from ..plumbing import MIB, TIMEKEEPER, SnapshotView
+from ..plumbing import backends, captured, spans, spec
 from ..weights.following.web import EngineError, HttpClient
 from .common.frameworks import require, require_names
 from .common.held_weights import SnapshotWeights
@@ -44,10 +43,10 @@ class UpdatableEngine(Protocol):
 
 def send_weights(
     engine: UpdatableEngine | None,
-    view: SnapshotView,
+    view: captured.SnapshotView,
     *,
     device: Any = None,
-    bucket_bytes: int = 512 * MIB,
+    bucket_bytes: int = 512 * spec.MIB,
     tp_size: int = 1,
     group: Any = None,
     version: int | str | None = None,
@@ -157,7 +156,7 @@ class HttpEngine:
 
     def _post(self, route: str, body: dict[str, Any]) -> Any:
         try:
-            reply = self._client.post(f"/{route}", body, deadline=TIMEKEEPER.now() + self._timeout_seconds)
+            reply = self._client.post(f"/{route}", body, deadline=spans.TIMEKEEPER.now() + self._timeout_seconds)
         except EngineError as error:
             raise ConnectionError(
                 f"the engine has not answered ({error}); if it was in the middle of an update, it has some old and "
@@ -269,7 +268,7 @@ def _serialized(sglang: _Sglang, bucket: Any) -> bytes:
     """A handle of a bucket, which any process of this host can open once."""
     flat = bucket.get_flattened_tensor()
     strategy = torch.multiprocessing.get_sharing_strategy()
-    if not is_on_host(flat):
+    if not backends.is_on_host(flat):
         sglang.patch_reductions()  # handles by the names of devices, which may have other numbers in the engine
     elif hasattr(torch.multiprocessing.reductions, "_reduce_tensor_original"):
         raise ValueError("in this process SGLang makes handles of the memory of devices alone; give device=")

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from .. import AsyncCheckpointer, Naming, PerRank, SaveHandle, export_hf, load
-from ..core.storage.place import storage_at
 from ..errors import StateMismatchError
-from ..plumbing import OF_DCP, is_sharded
+from ..plumbing import places, runs, sharded
 from .common.frameworks import require, require_names
 from .common.joint_errors import meet
 from .common.step_guard import StepGuard
@@ -158,7 +157,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
         config_folder = assets if assets and _filesystem.isdir(assets) else None
 
         def write() -> None:
-            if _rank() == 0 or any(map(is_sharded, weights.values())):
+            if _rank() == 0 or any(map(sharded.is_sharded, weights.values())):
                 export_hf(weights, self._path(step), config_folder).result()
 
         meet(write)
@@ -218,9 +217,9 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
 
     def _steps_of_torchtitan(self) -> list[int]:
         """The steps in the folder that torchtitan's own manager has written whole."""
-        storage = storage_at(self.folder)
+        storage = places.storage_at(self.folder)
         numbered = ((name, _NUMBERED.fullmatch(name)) for name in storage.names(""))
-        steps = {f"{name}/{OF_DCP}": int(match[1]) for name, match in numbered if match}
+        steps = {f"{name}/{runs.OF_DCP}": int(match[1]) for name, match in numbered if match}
         return sorted(steps[path] for path in storage.existing([*steps]))
 
     def _to_load(self) -> dict[str, Any]:
@@ -240,7 +239,7 @@ class CheckpointManager(_base.BaseCheckpointManager):  # type: ignore[misc]
 
     def _fill_from(self, path: str, states: dict[str, Any]) -> None:
         """Fill these states from a checkpoint that this manager or torchtitan's own has written."""
-        of_torchtitan = storage_at(path).exists(OF_DCP)
+        of_torchtitan = places.storage_at(path).exists(runs.OF_DCP)
         restore_from = partial(_restore_known if of_torchtitan else restore, path=path)
         self._fill(path, states, restore_from, partial(load, path), is_flat=of_torchtitan)
 

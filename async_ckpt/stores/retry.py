@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ..core.spans import TIMEKEEPER, Timekeeper
+from ..plumbing import spans
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -33,7 +33,7 @@ def persist(
     deadline_seconds: float,
     since: Callable[[], float] | None = None,
     on_retry: Callable[[BaseException], None] = lambda _: None,
-    timer: Timekeeper = TIMEKEEPER,
+    timer: spans.Timekeeper = spans.TIMEKEEPER,
     sleep: Callable[[float], None] | None = None,
 ) -> T:
     """Repeat `call` until it succeeds, fails for good, or has failed for `deadline_seconds`; then raise its last error.

@@ -18,9 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from ..core.host.process import in_forked_child
-from ..core.host.threads import Task
-from ..plumbing import start_thread
+from ..plumbing import process, threads
 
 T = TypeVar("T")
 
@@ -28,7 +26,7 @@ _LOOK_SECONDS: Final = 1.0
 # Starting a thread costs ten times as much as handing a call to one that waits for it.
 _IDLE_SECONDS: Final = 10.0
 
-_inboxes: deque[queue.SimpleQueue[Task]] = deque()  # of threads that wait for a call
+_inboxes: deque[queue.SimpleQueue[threads.Task]] = deque()  # of threads that wait for a call
 
 
 class StuckError(Exception):
@@ -116,17 +114,17 @@ def _resolve(outcome: Future[T], fn: Callable[[], T]) -> None:
         outcome.set_result(result)
 
 
-def _hand_over(task: Task) -> None:
+def _hand_over(task: threads.Task) -> None:
     """Run `task` on a thread that is idle, or a new one. Raises RuntimeError if none can be started."""
     try:
         inbox = _inboxes.pop()
     except IndexError:
         inbox = queue.SimpleQueue()
-        start_thread("request", partial(_serve, inbox), daemon=True)
+        threads.start_thread("request", partial(_serve, inbox), daemon=True)
     inbox.put(task)
 
 
-def _serve(inbox: queue.SimpleQueue[Task]) -> None:
+def _serve(inbox: queue.SimpleQueue[threads.Task]) -> None:
     while True:
         try:
             task = inbox.get(timeout=_IDLE_SECONDS)
@@ -141,7 +139,7 @@ def _serve(inbox: queue.SimpleQueue[Task]) -> None:
         _inboxes.append(inbox)
 
 
-@in_forked_child
+@process.in_forked_child
 def _forget() -> None:
     """Forget the threads, which only the parent has."""
     global _inboxes

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from ..core.spec import PAGE_BYTES
 from ..errors import StorageUnavailableError
-from ..plumbing import MIB, Storage
+from ..plumbing import Storage, spec
 from .lending import (
     SEGMENT_BYTES,
     SIZES,
@@ -63,7 +62,7 @@ class ArchiveContract(ContractBase):
 
     @pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [3, 0, 5, 1, 4, 2]])
     def test_segments_may_come_in_any_order_from_any_thread(self, storage: Storage, order: list[int]) -> None:
-        data = random_bytes(5 * SEGMENT_BYTES + PAGE_BYTES)
+        data = random_bytes(5 * SEGMENT_BYTES + spec.PAGE_BYTES)
         memory = LentMemory()
         sink = create(storage, "x.tar", data, memory)
         write(sink, data, memory, order=order)
@@ -85,7 +84,7 @@ class ArchiveContract(ContractBase):
         assert same(self.content(storage, "x.tar"), data)
 
     def test_an_object_may_be_much_larger_than_the_memory_it_is_written_from(self, storage: Storage) -> None:
-        data = random_bytes(10 * SEGMENT_BYTES + PAGE_BYTES)
+        data = random_bytes(10 * SEGMENT_BYTES + spec.PAGE_BYTES)
         num_segments = 2 * storage.part_segments(len(data), SEGMENT_BYTES)
         memory = LentMemory(num_segments)
         put_archive(storage, "x.tar", data, memory)
@@ -95,7 +94,7 @@ class ArchiveContract(ContractBase):
         assert same(self.content(storage, "x.tar"), data)
 
     def test_several_objects_may_be_written_at_once(self, storage: Storage) -> None:
-        images = [random_bytes(2 * SEGMENT_BYTES + PAGE_BYTES, seed) for seed in range(3)]
+        images = [random_bytes(2 * SEGMENT_BYTES + spec.PAGE_BYTES, seed) for seed in range(3)]
 
         def upload(number: int) -> None:
             put_archive(storage, f"folder/{number}", images[number], LentMemory())
@@ -107,10 +106,10 @@ class ArchiveContract(ContractBase):
             assert same(self.content(storage, f"folder/{number}"), data)
 
     def test_a_finished_object_takes_the_place_of_the_one_before(self, storage: Storage) -> None:
-        put_archive(storage, "folder/x.tar", b"a" * PAGE_BYTES, LentMemory())
-        put_archive(storage, "folder/x.tar", b"b" * 2 * PAGE_BYTES, LentMemory())
+        put_archive(storage, "folder/x.tar", b"a" * spec.PAGE_BYTES, LentMemory())
+        put_archive(storage, "folder/x.tar", b"b" * 2 * spec.PAGE_BYTES, LentMemory())
 
-        assert same(self.content(storage, "folder/x.tar"), b"b" * 2 * PAGE_BYTES)
+        assert same(self.content(storage, "folder/x.tar"), b"b" * 2 * spec.PAGE_BYTES)
         assert storage.names("folder") == ["x.tar"]
 
     @pytest.mark.parametrize(
@@ -138,15 +137,15 @@ class ArchiveContract(ContractBase):
         assert not list(self.uploads())
 
     def test_a_sink_says_how_many_segments_it_must_hold_at_once(self, storage: Storage) -> None:
-        for num_bytes in (PAGE_BYTES, 5 * SEGMENT_BYTES, 1 << 40):
-            for segment_bytes in (SEGMENT_BYTES, 32 * MIB):
+        for num_bytes in (spec.PAGE_BYTES, 5 * SEGMENT_BYTES, 1 << 40):
+            for segment_bytes in (SEGMENT_BYTES, 32 * spec.MIB):
                 assert storage.part_segments(num_bytes, segment_bytes) >= 1
 
     # --- giving up --------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("written", [[], [0], [2, 3], [0, 1, 2, 3]], ids=["none", "first", "last", "all"])
     def test_an_aborted_object_leaves_no_trace(self, storage: Storage, written: list[int]) -> None:
-        data = random_bytes(3 * SEGMENT_BYTES + PAGE_BYTES)
+        data = random_bytes(3 * SEGMENT_BYTES + spec.PAGE_BYTES)
         memory = LentMemory()
         sink = create(storage, "folder/x.tar", data, memory)
         write(sink, data, memory, order=written)
@@ -161,14 +160,14 @@ class ArchiveContract(ContractBase):
         assert not list(self.uploads())
 
     def test_an_abort_leaves_the_object_that_was_there_before(self, storage: Storage) -> None:
-        put_archive(storage, "folder/x.tar", b"a" * PAGE_BYTES, LentMemory())
+        put_archive(storage, "folder/x.tar", b"a" * spec.PAGE_BYTES, LentMemory())
         data, memory = random_bytes(2 * SEGMENT_BYTES), LentMemory()
         sink = create(storage, "folder/x.tar", data, memory)
         write(sink, data, memory, order=[0, 1])
         sink.abort()
         sink.close()
 
-        assert same(self.content(storage, "folder/x.tar"), b"a" * PAGE_BYTES)
+        assert same(self.content(storage, "folder/x.tar"), b"a" * spec.PAGE_BYTES)
         assert storage.names("folder") == ["x.tar"]
 
     def test_an_abort_after_the_end_harms_nothing(self, storage: Storage) -> None:
@@ -198,7 +197,7 @@ class ArchiveContract(ContractBase):
         memory.assert_all_back()
 
     def test_a_sink_that_is_asked_for_memory_gives_only_what_it_no_longer_needs(self, storage: Storage) -> None:
-        data, memory = random_bytes(4 * SEGMENT_BYTES + PAGE_BYTES), LentMemory()
+        data, memory = random_bytes(4 * SEGMENT_BYTES + spec.PAGE_BYTES), LentMemory()
         sink = create(storage, "x.tar", data, memory)
         num_relieved = 0
         for number in range(5):
@@ -244,7 +243,7 @@ class ArchiveContract(ContractBase):
         data = random_bytes(4 * SEGMENT_BYTES)
         put_archive(storage, "x.tar", data, LentMemory())
         target = bytearray(len(data))
-        piece = MIB + PAGE_BYTES
+        piece = spec.MIB + spec.PAGE_BYTES
         with storage.open("x.tar") as reader:
             together(
                 lambda begin: reader.read_into(begin, memoryview(target)[begin : begin + piece]),
@@ -273,7 +272,7 @@ class ArchiveContract(ContractBase):
                     pass  # the reader has noticed
 
     def test_a_reader_may_be_closed_twice(self, storage: Storage) -> None:
-        put_archive(storage, "x.tar", b"a" * PAGE_BYTES, LentMemory())
+        put_archive(storage, "x.tar", b"a" * spec.PAGE_BYTES, LentMemory())
         with storage.open("x.tar") as reader:
             reader.close()
 

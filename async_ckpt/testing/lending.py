@@ -16,24 +16,22 @@ from typing import Any, Final, TypeVar
 
 import pytest
 
-from ..core.spec import PAGE_BYTES
-from ..core.storage.interface import Sink
-from ..plumbing import MIB, Storage
+from ..plumbing import Sink, Storage, spec
 
 T = TypeVar("T")
 
 PATIENCE_SECONDS: Final = 60.0  # longer than any test takes; reached only if it fails
-SEGMENT_BYTES: Final = 4 * MIB
+SEGMENT_BYTES: Final = 4 * spec.MIB
 NUM_THREADS: Final = 8
 SIZES: Final = [
-    (4 * MIB, PAGE_BYTES),
-    (4 * MIB, 4 * MIB),
-    (4 * MIB, 4 * MIB + PAGE_BYTES),
-    (4 * MIB, 12 * MIB),
-    (4 * MIB, 20 * MIB + 3 * PAGE_BYTES),
-    (8 * MIB, 8 * MIB - PAGE_BYTES),
-    (8 * MIB, 16 * MIB),
-    (8 * MIB, 24 * MIB + 3 * PAGE_BYTES),
+    (4 * spec.MIB, spec.PAGE_BYTES),
+    (4 * spec.MIB, 4 * spec.MIB),
+    (4 * spec.MIB, 4 * spec.MIB + spec.PAGE_BYTES),
+    (4 * spec.MIB, 12 * spec.MIB),
+    (4 * spec.MIB, 20 * spec.MIB + 3 * spec.PAGE_BYTES),
+    (8 * spec.MIB, 8 * spec.MIB - spec.PAGE_BYTES),
+    (8 * spec.MIB, 16 * spec.MIB),
+    (8 * spec.MIB, 24 * spec.MIB + 3 * spec.PAGE_BYTES),
 ]
 ODD_NAMES: Final = ["x y", "größe 検", "a+b", "100%", "%2F", "a#b", "a?b=c&d", "~(it's)*!"]
 

@@ -9,8 +9,7 @@ import traceback
 
 import pytest
 
-from ..core.spec import PAGE_BYTES
-from ..plumbing import MIB, Storage
+from ..plumbing import Storage, spec
 from .lending import (
     NUM_THREADS,
     ODD_NAMES,
@@ -33,7 +32,7 @@ class ObjectContract(ContractBase):
 
     # --- small objects ----------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("data", [b"", b"1", b"\x00\r\n\xff" * 1000, bytes(MIB)], ids=len)
+    @pytest.mark.parametrize("data", [b"", b"1", b"\x00\r\n\xff" * 1000, bytes(spec.MIB)], ids=len)
     def test_a_small_object_is_read_as_it_was_written(self, storage: Storage, data: bytes) -> None:
         storage.put_new("folder/new", data)
         storage.replace("folder/replaced", data)
@@ -184,7 +183,7 @@ class ObjectContract(ContractBase):
         assert everything(storage) == ["folder/deep/x", "other/x.tar"]
 
     def test_a_folder_that_others_remove_while_something_is_begun_in_it_is_made_again(self, storage: Storage) -> None:
-        data = random_bytes(PAGE_BYTES)
+        data = random_bytes(spec.PAGE_BYTES)
 
         def run(number: int) -> None:
             if number == 0:
@@ -313,7 +312,7 @@ class ObjectContract(ContractBase):
 
     @pytest.mark.parametrize("name", ODD_NAMES)
     def test_a_name_may_have_any_character(self, storage: Storage, name: str) -> None:
-        data = random_bytes(PAGE_BYTES)
+        data = random_bytes(spec.PAGE_BYTES)
         put_archive(storage, f"{name}/{name}.tar", data, LentMemory())
         storage.put_new(f"{name}/{name}.json", b"1")
         storage.put_new(f"{name}/old", b"2")
@@ -334,7 +333,7 @@ class ObjectContract(ContractBase):
         assert isinstance(storage.in_order, bool)
 
     def test_secrets_are_shown_nowhere(self, storage: Storage) -> None:
-        sink = storage.create("x.tar", num_bytes=PAGE_BYTES, segment_bytes=SEGMENT_BYTES, max_segments=4)
+        sink = storage.create("x.tar", num_bytes=spec.PAGE_BYTES, segment_bytes=SEGMENT_BYTES, max_segments=4)
         with pytest.raises(FileNotFoundError) as missing:
             storage.read("missing")
         shown = [

@@ -19,25 +19,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..core.spec import MIB
-from ..core.storage.disk import (
-    O_BINARY,
-    O_CLOEXEC,
-    O_DIRECTORY,
-    O_NONBLOCK,
-    pread_into,
-    preallocate,
-    pwrite,
-    translated,
-)
 from ..errors import StorageUnavailableError
-from ..plumbing import close_quietly
+from ..plumbing import disk, spec
 
 _O_NOFOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
 _OPENS_FOLDERS: Final = os.open in os.supports_dir_fd and bool(_O_NOFOLLOW)
 # The errors of opening a link, or a path through one.
 _OF_LINKS: Final = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
-_PIECE_BYTES: Final = 4 * MIB
+_PIECE_BYTES: Final = 4 * spec.MIB
 _TEMP: Final = ".tmp"
 
 
@@ -65,19 +54,19 @@ class ConfinedFolder:
             yield _Location(str(self._path_without_links(folders, make=make) / last), None)
             return
         at = self.folder
-        fd = os.open(at, os.O_RDONLY | O_DIRECTORY | O_CLOEXEC)
+        fd = os.open(at, os.O_RDONLY | disk.O_DIRECTORY | disk.O_CLOEXEC)
         try:
             for part in folders:
                 at /= part
                 outer, fd = fd, self._open_folder(fd, part, at, make=make)
-                close_quietly(outer)
+                disk.close_quietly(outer)
             yield _Location(last, fd)
         finally:
-            close_quietly(fd)
+            disk.close_quietly(fd)
 
     def _open_folder(self, folder: int, name: str, path: Path, *, make: bool) -> int:
         """Open a folder in an open folder."""
-        flags = os.O_RDONLY | O_DIRECTORY | O_CLOEXEC | _O_NOFOLLOW
+        flags = os.O_RDONLY | disk.O_DIRECTORY | disk.O_CLOEXEC | _O_NOFOLLOW
         try:
             return os.open(name, flags, dir_fd=folder)
         except FileNotFoundError:
@@ -111,7 +100,7 @@ class ConfinedFolder:
 
     def stat(self, name: str) -> os.stat_result | None:
         """The status of a file, or of a link itself; None if there is nothing, or a link on the way."""
-        with translated(self.folder / name):
+        with disk.translated(self.folder / name):
             try:
                 with self._locate(name) as location:
                     return os.stat(location.name, dir_fd=location.folder, follow_symlinks=False)
@@ -125,15 +114,15 @@ class ConfinedFolder:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The sizes of the files below a folder, by their paths from there."""
-        with translated(self.folder / folder):
+        with disk.translated(self.folder / folder):
             top = self.folder / folder
             paths = [Path(at) / name for at, _, names in os.walk(top) for name in names]
             return {path.relative_to(top).as_posix(): path.lstat().st_size for path in sorted(paths)}
 
     def open(self, name: str, flags: int, *, make: bool = False) -> int:
         """Open a file, as `os.open` does. With `make`, the folders on the way are made. Raises FileNotFoundError."""
-        flags |= O_CLOEXEC | O_BINARY | O_NONBLOCK | _O_NOFOLLOW
-        with translated(self.folder / name, passing=(FileNotFoundError,)):
+        flags |= disk.O_CLOEXEC | disk.O_BINARY | disk.O_NONBLOCK | _O_NOFOLLOW
+        with disk.translated(self.folder / name, passing=(FileNotFoundError,)):
             try:
                 with self._locate(name, make=make) as location:
                     if not _OPENS_FOLDERS and os.path.islink(location.name):
@@ -145,20 +134,20 @@ class ConfinedFolder:
                 raise
             if stat.S_ISREG(os.fstat(fd).st_mode):
                 return fd
-            close_quietly(fd)
+            disk.close_quietly(fd)
             raise self._refusal(self.folder / name)
 
     def read(self, name: str) -> bytes:
         """The content of a file. Raises FileNotFoundError."""
         with (
-            translated(self.folder / name, passing=(FileNotFoundError,)),
+            disk.translated(self.folder / name, passing=(FileNotFoundError,)),
             os.fdopen(self.open(name, os.O_RDONLY), "rb") as file,
         ):
             return file.read()
 
     def put(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Write a new file. The folders on the way are made."""
-        with translated(self.folder / name):
+        with disk.translated(self.folder / name):
             fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, make=True)
             with os.fdopen(fd, "wb") as file:
                 file.writelines(pieces)
@@ -171,12 +160,12 @@ class ConfinedFolder:
 
     def move(self, name: str, to: str) -> None:
         """Rename a file or link, replacing another one. The folders on the way are made."""
-        with translated(self.folder / to), self._locate(name) as source, self._locate(to, make=True) as target:
+        with disk.translated(self.folder / to), self._locate(name) as source, self._locate(to, make=True) as target:
             os.replace(source.name, target.name, src_dir_fd=source.folder, dst_dir_fd=target.folder)
 
     def link(self, name: str, to: str) -> bool:
         """Give a file or link a second name. False if the file system has no hard links."""
-        with translated(self.folder / to), self._locate(name) as source, self._locate(to, make=True) as target:
+        with disk.translated(self.folder / to), self._locate(name) as source, self._locate(to, make=True) as target:
             try:
                 os.link(
                     source.name,
@@ -192,7 +181,7 @@ class ConfinedFolder:
     def delete(self, name: str) -> None:
         """Delete a file or link if there is one, and the folders that this leaves empty."""
         with (
-            translated(self.folder / name),
+            disk.translated(self.folder / name),
             suppress(FileNotFoundError, NotADirectoryError, StorageUnavailableError),
             self._locate(name) as location,
         ):
@@ -206,7 +195,7 @@ class ConfinedFolder:
     def delete_all(self, name: str) -> None:
         """Delete a file, a link itself, or a folder with its content."""
         status = self.stat(name)
-        with translated(self.folder / name):
+        with disk.translated(self.folder / name):
             if status is None:
                 return
             if not stat.S_ISDIR(status.st_mode):
@@ -222,12 +211,12 @@ class ConfinedFolder:
         """
         self.delete_all(by)
         try:
-            with translated(self.folder / name):
+            with disk.translated(self.folder / name):
                 source = self.open(name, os.O_RDONLY)
                 try:
                     self._copy(source, by)
                 finally:
-                    close_quietly(source)
+                    disk.close_quietly(source)
             self.move(by, name)
         finally:
             self.delete(by)
@@ -238,7 +227,7 @@ class ConfinedFolder:
         try:
             if hasattr(os, "fchmod"):
                 os.fchmod(target, stat.S_IMODE(status.st_mode))
-            preallocate(target, status.st_size, self.folder / to)
+            disk.preallocate(target, status.st_size, self.folder / to)
             piece = memoryview(bytearray(_PIECE_BYTES))
             for at in range(0, status.st_size, _PIECE_BYTES):
                 read_at(source, piece[: status.st_size - at], at)
@@ -250,7 +239,7 @@ class ConfinedFolder:
 def read_at(fd: int, target: memoryview, offset: int) -> None:
     """Fill `target`. Raises OSError if the file ends too early."""
     while target:
-        num_read = pread_into(fd, target, offset)
+        num_read = disk.pread_into(fd, target, offset)
         if not num_read:
             raise OSError(errno.EIO, f"the file ends at {offset:,} bytes")
         target, offset = target[num_read:], offset + num_read
@@ -259,5 +248,5 @@ def read_at(fd: int, target: memoryview, offset: int) -> None:
 def write_at(fd: int, data: memoryview, offset: int) -> None:
     """Write all of `data`."""
     while data:
-        num_written = pwrite(fd, data, offset)
+        num_written = disk.pwrite(fd, data, offset)
         data, offset = data[num_written:], offset + num_written

@@ -30,7 +30,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import xxhash
 
-from ..core.fields import is_unicode
+from ..plumbing import fields
 
 Encoding = Literal["xor", "overwrite"]
 
@@ -75,7 +75,7 @@ def stays_inside(file: object) -> bool:
     if not isinstance(file, str) or not file or "\0" in file or "\\" in file or file[1:2] == ":":
         return False
     parts = file.split("/")
-    return is_unicode(file) and parts[0].lower() != ".weight_sync" and not {"", ".", ".."} & {*parts}
+    return fields.is_unicode(file) and parts[0].lower() != ".weight_sync" and not {"", ".", ".."} & {*parts}
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -154,7 +154,7 @@ class SliceOf(NamedTuple):
             case _:
                 raise ValueError(f"{value!r:.200} is not a slice of a tensor")
         fits = (
-            is_unicode(name)
+            fields.is_unicode(name)
             and all(type(number) is int for number in numbers)
             and len(shape) == len(offsets) == len(sizes)
             and all(0 <= at <= at + n <= length for length, at, n in zip(shape, offsets, sizes, strict=True))
@@ -381,7 +381,7 @@ def _texts(value: Any, name: str) -> dict[str, str]:
     table = _table(value, name)
     if not all(type(text) is str for text in table.values()):
         raise ValueError(f"{name} has values that are not strings")
-    if not is_unicode("".join(table)):
+    if not fields.is_unicode("".join(table)):
         raise ValueError(f"{name} has a name with half of a surrogate pair in it")
     return table
 

@@ -19,9 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
-from ..core.host.process import in_forked_child
-from ..core.host.shared_memory import CAN_SHARE
-from ..plumbing import start_thread
+from ..plumbing import process, shared_memory, threads
 
 _MAX_FDS: Final = 253  # SCM_MAX_FD of the kernel
 _MAX_MESSAGE_BYTES: Final = 1024
@@ -35,7 +33,7 @@ _log: Final = logging.getLogger("async_ckpt")
 _sockets: dict[int, socket.socket] = {}  # of this process's givers, by descriptor
 
 
-@in_forked_child
+@process.in_forked_child
 def _hang_up() -> None:
     """In a forked child: close the sockets, or receivers would connect to it once the parent has ended."""
     for fd in list(_sockets):
@@ -76,7 +74,7 @@ class Giver:
         self._lent: dict[socket.socket, Handout] = {}
         self._is_closed = False
         try:
-            start_thread("giver", self._serve, daemon=True)
+            threads.start_thread("giver", self._serve, daemon=True)
         except BaseException:
             self._end()
             raise
@@ -186,7 +184,7 @@ def received(name: str) -> Iterator[tuple[bytes, list[int]] | None]:
 
 
 def _new_socket() -> socket.socket:
-    if not CAN_SHARE:
+    if not shared_memory.CAN_SHARE:
         raise OSError("this system cannot hand memory to other processes")
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 

@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from ..core.state.captured import SnapshotView, module_of
 from ..errors import UnsupportedStateError
-from ..face.around.hf_weights import ADAPTER_CONFIG, Weights
+from ..plumbing import captured, hf_weights
 
 _MAPPING: Final = "publish a mapping of the names and tensors that the engine loads"
 # The methods that have in memory what their checkpoints have, under the same names.
@@ -29,9 +28,9 @@ _SCALES: Final = ("{0}_scale_inv", "{0}_scale", "{1}.scale", "{1}.qscale_weight"
 _CHANGES_BASE: Final = re.compile(r"pissa|olora|corda|loftq|lora_ga")
 
 
-def refuse_unreadable(given: Any, weights: Weights) -> None:
+def refuse_unreadable(given: Any, weights: hf_weights.Weights) -> None:
     """Raises UnsupportedStateError for a model, or one in a snapshot, that no engine would load as it is in memory."""
-    live = module_of(given) if isinstance(given, SnapshotView) else given
+    live = captured.module_of(given) if isinstance(given, captured.SnapshotView) else given
     if not isinstance(live, torch.nn.Module):
         return  # the names of a mapping are the user's
     why = _of_adapter(weights) if weights.adapter else _of_quantised(live, weights)
@@ -39,8 +38,8 @@ def refuse_unreadable(given: Any, weights: Weights) -> None:
         raise UnsupportedStateError(f"this model cannot be published: {why}", path="")
 
 
-def _of_adapter(weights: Weights) -> str | None:
-    how = json.loads(weights.files.get(ADAPTER_CONFIG, b"{}")).get("init_lora_weights")
+def _of_adapter(weights: hf_weights.Weights) -> str | None:
+    how = json.loads(weights.files.get(hf_weights.ADAPTER_CONFIG, b"{}")).get("init_lora_weights")
     if not isinstance(how, str) or not _CHANGES_BASE.match(how.lower()):
         return None
     return (
@@ -50,7 +49,7 @@ def _of_adapter(weights: Weights) -> str | None:
     )
 
 
-def _of_quantised(model: torch.nn.Module, weights: Weights) -> str | None:
+def _of_quantised(model: torch.nn.Module, weights: hf_weights.Weights) -> str | None:
     parts = list(model.modules())
     quantisers = [part.hf_quantizer for part in parts if getattr(part, "hf_quantizer", None) is not None]
     for quantiser in quantisers:
@@ -77,7 +76,7 @@ def _is_serializable(quantiser: Any) -> bool:
     return bool(answer() if callable(answer) else answer)
 
 
-def _without_scale(weights: Weights) -> str | None:
+def _without_scale(weights: hf_weights.Weights) -> str | None:
     """The first weight of FP8, by its name in checkpoints, without a scale beside it."""
     published = weights.described()
     for name, tensor in published.items():

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final, NamedTuple
 
-from ..core.fields import count, entries, items, row, text
-from ..core.spec import DTYPES, MAX_DIMS
+from ..plumbing import fields, spec
 from .delta import MAX_VERSION, RankSlices, SliceOf, is_checksum, stays_inside
 
 _LENGTH_BYTES: Final = 8
@@ -39,7 +38,7 @@ class LentTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype][0]
+        return prod(self.shape) * spec.DTYPES[self.dtype][0]
 
 
 @dataclass(frozen=True)
@@ -93,15 +92,18 @@ def parse_lent(data: memoryview, sizes: list[int]) -> LentVersion:
     try:
         table = json.loads(bytes(data[_HEAD_BYTES:begin]))
         rows = table["tensors"].items()
-        tensors = {name: LentTensor(*row(place, (text, _shape, count, count, text))) for name, place in rows}
+        tensors = {
+            name: LentTensor(*fields.row(place, (fields.text, _shape, fields.count, fields.count, fields.text)))
+            for name, place in rows
+        }
         files, at = {}, begin
-        for name, num_bytes in entries(table["files"], count):
+        for name, num_bytes in fields.entries(table["files"], fields.count):
             files[name] = bytes(data[at : at + num_bytes])
             at += num_bytes
         adapter = {name: value for name, value in table["adapter"].items() if isinstance(value, str)}
         slices = RankSlices(table["start"], {n: SliceOf.parsed(value) for n, value in table["slices"].items()})
         lent = LentVersion(
-            count(table["version"]), table["identity"], table["structure"], tensors, files, adapter, slices
+            fields.count(table["version"]), table["identity"], table["structure"], tensors, files, adapter, slices
         )
         is_sound = lent.version <= MAX_VERSION and at <= len(data) and all(map(stays_inside, files))
         is_sound = is_sound and all(_lies_inside(tensor, sizes) for tensor in tensors.values())
@@ -114,14 +116,14 @@ def parse_lent(data: memoryview, sizes: list[int]) -> LentVersion:
 
 
 def _shape(value: object) -> tuple[int, ...]:
-    shape = items(value, count)
-    if len(shape) > MAX_DIMS:
+    shape = fields.items(value, fields.count)
+    if len(shape) > spec.MAX_DIMS:
         raise ValueError(f"a tensor has {len(shape)} dimensions")
     return shape
 
 
 def _lies_inside(tensor: LentTensor, sizes: list[int]) -> bool:
-    item_bytes = DTYPES[tensor.dtype][0]
+    item_bytes = spec.DTYPES[tensor.dtype][0]
     return (
         tensor.buffer < len(sizes)
         and tensor.begin % item_bytes == 0

@@ -14,7 +14,7 @@ from racing import Call, until
 from states import MIB
 
 from async_ckpt import StorageUnavailableError
-from async_ckpt.stores.s3 import client
+from async_ckpt.core.host import waits
 from async_ckpt.stores.s3.store import ObjectStorage
 
 
@@ -312,7 +312,7 @@ def test_a_store_in_trouble_is_given_time_between_two_tries(s3, bucket, proxy):
 
 
 def test_a_store_that_is_away_for_the_whole_deadline_is_an_error(s3, bucket, proxy, monkeypatch):
-    monkeypatch.setattr(client, "ABORT_SECONDS", 0.5)
+    monkeypatch.setattr(waits, "ABORT_SECONDS", 0.5)
     far = behind(proxy, s3, bucket, deadline_seconds=1.0)
     fault = proxy.refuse()
     archive = Archive(2 * SEGMENT)

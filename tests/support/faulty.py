@@ -14,7 +14,8 @@ from racing import Skipping, until
 from states import assert_is_state, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, Place, StorageUnavailableError
-from async_ckpt.stores.s3 import client, store
+from async_ckpt.core.host import waits
+from async_ckpt.stores.s3 import store
 from async_ckpt.testing import FaultyProxy
 
 # A store that does not come back is given up after this time.
@@ -89,7 +90,7 @@ def nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     failed attempts are aborted by and which has a clock of its own, gives up soon.
     """
     monkeypatch.setattr(store, "ObjectStorage", partial(store.ObjectStorage, timer=Skipping()))
-    monkeypatch.setattr(client, "ABORT_SECONDS", 2.0)
+    monkeypatch.setattr(waits, "ABORT_SECONDS", 2.0)
 
 
 def failure(call: Callable[[], Any], message: str) -> StorageUnavailableError:

@@ -15,7 +15,7 @@ from async_ckpt.core.loading.archives.archive import OpenArchive
 from async_ckpt.core.runs.manifest import Manifest
 from async_ckpt.core.runs.receipts import archives_of
 from async_ckpt.core.runs.run import Run
-from async_ckpt.core.state.dtypes import dtype_named
+from async_ckpt.core.state.names import dtype_named
 
 
 @dataclass

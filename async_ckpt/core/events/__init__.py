@@ -1,4 +1,11 @@
 """The history of a run: what happened there, for people. Nothing in this library trusts it.
 
 `shapes.py` has the kinds of events and their fields, `log.py` the bounded log of them at one root.
+What is named here is for others than the core, by `plumbing.events`.
 """
+
+from __future__ import annotations
+
+from .log import EventLog as EventLog
+from .shapes import Event as Event
+from .shapes import bandwidth_of as bandwidth_of

@@ -1,15 +1,18 @@
 """State that a forked child must not take over from its parent.
 
-In: functions that reset a module's globals. Out: their calls, in each forked child. Knows nothing of: the globals.
+In: functions that reset a module's globals. Out: their calls, in each forked child, and whether that lacks the threads
+of a tokio runtime that its parent had. Knows nothing of: the globals.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 Forget = TypeVar("Forget", bound=Callable[[], None])
@@ -72,3 +75,31 @@ def _forget_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
+
+
+_has_lost_tokio = False
+
+
+def has_lost_tokio() -> bool:
+    """Whether a process that this one was forked from had obstore and threads that are named like those of its runtime.
+
+    Other libraries that use tokio have threads of the same names; then obstore is refused without need.
+    """
+    return _has_lost_tokio
+
+
+@in_forked_child
+def _look_at_parent() -> None:
+    global _has_lost_tokio
+    _has_lost_tokio = _has_lost_tokio or ("obstore" in sys.modules and _has_tokio(os.getppid()))
+
+
+def _has_tokio(process: int) -> bool:
+    """Whether a process has threads of a tokio runtime (on Linux)."""
+    with suppress(OSError):
+        tasks = f"/proc/{process}/task"
+        for task in os.listdir(tasks):
+            with suppress(OSError), open(f"{tasks}/{task}/comm", "rb") as file:
+                if file.read().startswith(b"tokio-"):
+                    return True
+    return False

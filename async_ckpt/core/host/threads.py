@@ -1,6 +1,7 @@
-"""Crews of plain threads.
+"""Crews of plain threads, and the life of an object that threads share: a table of its states.
 
-In: callables. Out: nothing; a task reports its own errors. Knows nothing of: the work of tasks.
+In: callables, which report their own errors; the states that may follow each state. Out: the present state.
+Knows nothing of: the work of tasks, what the states mean.
 
 A crew is not an executor of Python: executors refuse work once the interpreter has begun to exit, and just then the
 last checkpoint must still be written. Its threads are not daemons, so that none dies in the middle of a write. An exit
@@ -15,12 +16,14 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from .process import in_forked_child
+
+S = TypeVar("S")
 
 Task = Callable[[], None]
 
@@ -345,6 +348,23 @@ def running_future() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
+
+
+class Life(Generic[S]):
+    """The present state of one object, at first the first one of the table. The lock of its owner guards it."""
+
+    __slots__ = ("_successors", "now")
+
+    def __init__(self, successors: Mapping[S, Collection[S]]) -> None:
+        self._successors = successors
+        self.now = next(iter(successors))
+
+    def go(self, state: S) -> bool:
+        """Change to a state if it may follow the present one. False if it may not."""
+        if state not in self._successors[self.now]:
+            return False
+        self.now = state
+        return True
 
 
 def _stop_all() -> None:

@@ -20,7 +20,7 @@ import torch
 from ..host.pool import SegmentPool
 from ..state.names import Select, Selector, selector, shown
 from ..state.tree import StoredLeaf, replaced
-from .archives.contents import CPU, Contents, Groups, Part
+from .archives.contents import CPU, Contents, Groups, Part, load_parts
 from .fill import Wanted, fill, planned
 
 Verify = bool | Literal["first"]
@@ -130,30 +130,6 @@ def check_verify(verify: Verify) -> None:
     """Raises ValueError for an invalid `verify`, which must not be taken for True or False."""
     if verify not in (True, False, "first"):
         raise ValueError(f'verify must be True, False or, for restore, "first"; got {verify!r}')
-
-
-def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:
-    """The state of one archive or several: the first holds the step's own groups, the others those that it borrows.
-
-    Raises KeyError if `load` does so for all of them.
-    """
-    if len(parts) == 1:
-        return load(parts[0])
-    merged: dict[Any, Any] = {}
-    errors: list[KeyError] = []
-    for part in parts:
-        try:
-            merged.update(load(part))
-        except KeyError as error:
-            errors.append(error)
-    raise_unless_any(errors, len(parts))
-    return merged
-
-
-def raise_unless_any(errors: Sequence[KeyError], num_parts: int) -> None:
-    """Raises KeyError if no archive has anything that was selected."""
-    if len(errors) == num_parts:
-        raise KeyError("; ".join(error.args[0] for error in errors))
 
 
 def state_of(

@@ -21,12 +21,12 @@ from ..spec import with_article
 from ..state.generators import is_generator
 from ..state.names import Select, selector
 from ..state.plain import is_frozen, is_record, method_of
-from .archives.contents import Contents, Part
+from .archives.contents import Contents, Part, raise_unless_any
 from .fill import Wanted, fill, planned
 from .live.containers import is_array, is_buffer, is_list, is_mapping
 from .live.match import Match
 from .live.state_dicts import LiveStateDicts
-from .load import Verify, check_lent, check_select, raise_unless_any
+from .load import Verify, check_lent, check_select
 from .sharing import Item, Sharing
 
 

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 from ...errors import StorageUnavailableError
 from ..events.log import EventLog
-from ..events.shapes import Event, bandwidth_of, event
+from ..events.shapes import Event, bandwidth_of
 from ..notebooks.markup import line, paragraph, table
 from ..report import sized
+from ..runs.announce import event_of
 from ..runs.manifest import Manifest
 from ..runs.root import formats_at
 from ..runs.roots import Roots
@@ -152,22 +153,6 @@ def _merged(events: Sequence[Event], made: Sequence[Event]) -> Iterator[Event]:
             at += 1
         yield one
     yield from made[at:]
-
-
-def event_of(manifest: Manifest) -> Event:
-    """The event of a save, as far as its manifest has it: without times, since the manifest was written before the
-    commit had ended.
-    """
-    return event(
-        "save",
-        manifest.created,
-        manifest.step,
-        attempt=manifest.attempt,
-        num_bytes=manifest.num_bytes,
-        borrowed={lent.group: lent.step for lent in manifest.elsewhere if lent.step != manifest.step},
-        record=dict(manifest.record),
-        world_size=manifest.world_size,
-    )
 
 
 def _raise_nothing(storage: Storage) -> None:

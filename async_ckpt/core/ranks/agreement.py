@@ -24,9 +24,8 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ..format.digests import block_digest
-from ..host.deadlines import DECISION_SECONDS, PEER_SECONDS, SHARED_SECONDS
 from ..host.loop import Loop, OffLoop
-from ..host.waits import growing_pauses
+from ..host.waits import DECISION_SECONDS, PEER_SECONDS, SHARED_SECONDS, growing_pauses
 from ..runs.manifest import Archive, Manifest, RankFiles, SaveTimes
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, Verdict, spread_of, table_of
 from ..spans import monotonic

@@ -20,9 +20,8 @@ from enum import Enum
 from typing import Final, NamedTuple, Protocol
 
 from ...errors import PeerFailedError
-from ..host.deadlines import MEETING_SECONDS
-from ..host.life import Life
-from ..host.waits import ENDS_THE_CALL, Wait
+from ..host.threads import Life
+from ..host.waits import ENDS_THE_CALL, MEETING_SECONDS, Wait
 from ..runs.manifest import Manifest
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Exchange, Table
 from ..spans import TIMEKEEPER, monotonic

@@ -19,8 +19,7 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 from ...errors import PeerFailedError
-from ..host.deadlines import MEETING_SECONDS, SIGN_SECONDS
-from ..host.waits import ENDS_THE_CALL, Wait
+from ..host.waits import ENDS_THE_CALL, MEETING_SECONDS, SIGN_SECONDS, Wait
 from ..runs.receipts import EMPTY, Table
 from ..slicing.locator import Classes
 from ..spans import TIMEKEEPER, monotonic

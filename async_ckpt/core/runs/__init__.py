@@ -3,5 +3,42 @@
 `roots.py` is a run at several roots, `run.py` at one. `root.py` lists a root, `manifest.py` is the commit of a step,
 and `starts.py` the right of one process to commit. `retention.py` chooses the steps to delete, `sweep.py` deletes. For
 people and other programs: `announce.py`, `journal.py`, `naming.py`, `record.py`, `foreign_entries.py`. For several
-ranks: `receipts.py`, `layouts.py`, `coverage.py`.
+ranks: `receipts.py`, `layouts.py`, `coverage.py`. What is named here is for others than the core, by `plumbing.runs`.
 """
+
+from __future__ import annotations
+
+from . import journal as journal
+from . import layouts as layouts
+from . import manifest
+from .announce import event_of as event_of
+from .foreign_entries import OF_DCP as OF_DCP
+from .foreign_entries import possible_steps as possible_steps
+from .foreign_entries import step_formats as step_formats
+from .manifest import Manifest as Manifest
+from .manifest import is_retired_name as is_retired_name
+from .manifest import parse_intent as parse_intent
+from .naming import NAMINGS as NAMINGS
+from .naming import STEP_FORMAT as STEP_FORMAT
+from .naming import TRACKER as TRACKER
+from .naming import TRACKERS as TRACKERS
+from .naming import Tracker as Tracker
+from .naming import parse_step_name as parse_step_name
+from .naming import tracker_of as tracker_of
+from .naming import words_for as words_for
+from .receipts import broken_folders as broken_folders
+from .record import number as number
+from .retention import Commits as Commits
+from .retention import best_of as best_of
+from .retention import describe_missing_metric as describe_missing_metric
+from .root import formats_at as formats_at
+from .run import Run as Run
+from .starts import Start as Start
+from .starts import about_start as about_start
+from .starts import lives as lives
+from .starts import refuse_if_alive as refuse_if_alive
+from .starts import split_starts as split_starts
+from .sweep import is_library_name as is_library_name
+
+MANIFEST_NAME = manifest.NAME
+parse_manifest = manifest.parse

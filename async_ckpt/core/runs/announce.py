@@ -11,10 +11,11 @@ from contextlib import suppress
 from typing import Final
 
 from ...errors import StorageUnavailableError
+from ..events.shapes import Event, event
 from ..storage.interface import Storage
 from . import journal
 from .manifest import NAME as MANIFEST
-from .manifest import is_retired_name
+from .manifest import Manifest, is_retired_name
 from .naming import Tracker
 from .retention import Commits
 from .root import Root
@@ -147,3 +148,19 @@ class Announcer:
             return self._storage.read(tracker.name)
         except FileNotFoundError:
             return None
+
+
+def event_of(manifest: Manifest) -> Event:
+    """The event of a save, as far as its manifest has it: without times, since the manifest was written before the
+    commit had ended.
+    """
+    return event(
+        "save",
+        manifest.created,
+        manifest.step,
+        attempt=manifest.attempt,
+        num_bytes=manifest.num_bytes,
+        borrowed={lent.group: lent.step for lent in manifest.elsewhere if lent.step != manifest.step},
+        record=dict(manifest.record),
+        world_size=manifest.world_size,
+    )

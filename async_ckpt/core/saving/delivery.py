@@ -26,9 +26,9 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...errors import CheckpointError, StorageUnavailableError
-from ..host.deadlines import AGAIN_SECONDS, END_SECONDS, LAG_SECONDS
 from ..host.loop import OffLoop
 from ..host.threads import running_future
+from ..host.waits import AGAIN_SECONDS, END_SECONDS, LAG_SECONDS
 from ..report import Destination, SaveReport
 from ..runs.manifest import Archive, SaveTimes
 from ..spans import Spans

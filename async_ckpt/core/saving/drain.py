@@ -124,33 +124,6 @@ class CountedLease:
         self._lease.release()
 
 
-class _Intake:
-    """The segments that have come and are not sent yet. The drain owns it, and guards it by its own lock."""
-
-    def __init__(self, num_undigested: int, num_tail: int, *, is_sealed: bool) -> None:
-        self.early: list[FilledSegment] = []  # before the sinks were open
-        self.tail: dict[int, Lease] = {}
-        self.num_undigested = num_undigested
-        self.num_tail = num_tail
-        self.staged_bytes = 0
-        self.is_sealed = is_sealed  # the tail is on its way, or there is none
-
-    def take_early(self) -> list[FilledSegment]:
-        early, self.early = self.early, []
-        return early
-
-    def take_tail(self) -> dict[int, Lease]:
-        tail, self.tail = self.tail, {}
-        return tail
-
-    def may_seal(self) -> bool:
-        """True once, when all else is digested and the tail is complete."""
-        if self.is_sealed or self.num_undigested or len(self.tail) < self.num_tail:
-            return False
-        self.is_sealed = True
-        return True
-
-
 class Drain:
     """Takes the filled segments of one save to every sink: write, digest, give the memory back.
 
@@ -177,7 +150,11 @@ class Drain:
         self.idle = running_future()  # all lanes have ended, and no task is under way
         self._lock = threading.Lock()
         self._lanes: list[Lane] = []  # under _lock, like all below
-        self._intake = _Intake(self._first_tail, self.num_tail, is_sealed=file.digests is None)
+        self._early: list[FilledSegment] = []  # that came before the sinks were open
+        self._tail: dict[int, Lease] = {}  # kept until all else is digested
+        self._num_undigested = self._first_tail
+        self._is_sealed = file.digests is None  # the tail is on its way, or there is none
+        self._staged_bytes = 0
         self._num_active = 0
         self._error: BaseException | None = None  # if it has failed
         self._is_committed = False
@@ -201,7 +178,7 @@ class Drain:
         with self._lock:
             written = [lane.written_bytes for lane in self._lanes]
         least_or_most = max if self._may_drop else min
-        return Progress(self.file_bytes, self._intake.staged_bytes, least_or_most(written, default=0))
+        return Progress(self.file_bytes, self._staged_bytes, least_or_most(written, default=0))
 
     def check(self) -> None:
         """Raise the error that made this save fail, if it did."""
@@ -215,13 +192,13 @@ class Drain:
         is_tail = number >= self._first_tail
         filled = FilledSegment(number, lease, undigested=not is_tail and self.digests.covered > 0)
         with self._lock:
-            intake, failed = self._intake, self._error is not None
-            intake.staged_bytes += self._bytes_of(number)
+            failed = self._error is not None
+            self._staged_bytes += self._bytes_of(number)
             is_early = not (failed or is_tail or self._lanes)
             if is_early:
-                intake.early.append(filled)
+                self._early.append(filled)
             elif is_tail and not failed:
-                intake.tail[number] = lease
+                self._tail[number] = lease
         if failed:
             lease.release()
         elif is_tail:
@@ -235,7 +212,7 @@ class Drain:
         with self._lock:
             self._lanes = lanes
             failed = self._error
-            early = self._intake.take_early()
+            early, self._early = self._early, []
         if failed is not None:
             self.fail(failed)
         for filled in early:
@@ -249,8 +226,8 @@ class Drain:
         """Give up: writes under way end, no other begins. The first error counts."""
         with self._lock:
             self._error = self._error or error
-            leases = [filled.lease for filled in self._intake.take_early()]
-            leases += self._intake.take_tail().values()
+            leases = [*(filled.lease for filled in self._early), *self._tail.values()]
+            self._early, self._tail = [], {}
             lanes = list(self._lanes)
         for lease in leases:
             lease.release()
@@ -395,7 +372,7 @@ class Drain:
         if mine:
             self._digest(filled.number, filled.lease, self._bytes_of(filled.number))
             with self._lock:
-                self._intake.num_undigested -= 1
+                self._num_undigested -= 1
             self._seal_if_due()
 
     def _digest(self, number: int, lease: Lease, num_bytes: int) -> None:
@@ -405,9 +382,11 @@ class Drain:
     def _seal_if_due(self) -> None:
         """Digest and send the tail, once all else is digested."""
         with self._lock:
-            if not self._lanes or self._error is not None or not self._intake.may_seal():
+            is_due = not (self._is_sealed or self._num_undigested) and len(self._tail) == self.num_tail
+            if not (is_due and self._lanes) or self._error is not None:
                 return
-            tail = self._intake.take_tail()
+            self._is_sealed = True
+            tail, self._tail = self._tail, {}
             self._num_active += 1
         self._submit(partial(self._seal, tail))
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from math import inf
 from typing import Any, Final, NoReturn
 
-from ..host import deadlines
+from ..host import waits
 from ..host.loop import Loop, existing_loop
 from ..host.operations import flush_all
 from ..host.waits import GIVES_UP, LIVENESS_SECONDS, Wait, wait_for
@@ -32,7 +32,7 @@ def drain_at_exit() -> None:
     """Wait for every save under way, give up those that may not take longer, and say which were lost."""
     loop = existing_loop()
     if loop is None:
-        flush_all(deadlines.LISTENERS_SECONDS)
+        flush_all(waits.LISTENERS_SECONDS)
         return
     loop.hurry()
     status = _wait_for_all(loop)
@@ -48,7 +48,7 @@ def drain_at_exit() -> None:
             _say_lost(save.handle, "it was given up, but a call to its storage has not returned")
             status = status or EXIT_STATUS_SAVE_FAILED
     is_hanging = bool(stuck) or not _is_quiet(loop)
-    flush_all(deadlines.LISTENERS_SECONDS)
+    flush_all(waits.LISTENERS_SECONDS)
     if status or lost or is_hanging:
         _exit_with(status or (EXIT_STATUS_SAVE_FAILED if lost else 0), at_once=is_hanging)
     loop.stop()
@@ -82,7 +82,7 @@ def _wait_for_all(loop: Loop) -> int:
 
 def _is_quiet(loop: Loop) -> bool:
     try:
-        return loop.is_quiet(deadlines.LEAST_ABANDON_SECONDS)
+        return loop.is_quiet(waits.LEAST_ABANDON_SECONDS)
     except KeyboardInterrupt:
         return False
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 from weakref import WeakSet
 
 from ...errors import ClosedError, SaveAbandonedError, UsageError
-from ..host import deadlines
+from ..host import waits
 from ..host.loop import get_loop
 from ..host.operations import Operation
 from ..host.process import in_forked_child
@@ -270,8 +270,8 @@ def abandon(saves: list[Save], why: str) -> None:
 def _abandon_seconds(save: Save) -> float:
     """The time that an abandoned save is waited for."""
     if save.exit_timeout is None:
-        return deadlines.ABANDON_SECONDS
-    return min(deadlines.ABANDON_SECONDS, max(deadlines.LEAST_ABANDON_SECONDS, save.exit_timeout / 10))
+        return waits.ABANDON_SECONDS
+    return min(waits.ABANDON_SECONDS, max(waits.LEAST_ABANDON_SECONDS, save.exit_timeout / 10))
 
 
 def _user_stacklevel() -> int:

@@ -14,7 +14,7 @@ from ..ranks.one_off import OneOffFolder
 from ..ranks.peers import Ranks
 from ..runs.manifest import GroupLocation
 from ..spec import entry_names, flag
-from ..staging.held_snapshot import refuse_guard
+from ..staging.guard import refuse_guard
 from ..state.captured import Capture, SnapshotView
 from ..state.names import Select
 from ..state.wrappers import StateDictOf, state_dict_of

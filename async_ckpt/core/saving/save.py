@@ -22,10 +22,9 @@ from enum import Enum
 from functools import partial
 from typing import Final
 
-from ..host.life import Life
 from ..host.loop import OffLoop, get_loop
 from ..host.operations import Kind
-from ..host.threads import running_future
+from ..host.threads import Life, running_future
 from ..host.waits import LIVENESS_SECONDS, Wait, wait_for, wait_for_all
 from ..report import Progress, SaveReport
 from ..spans import Spans

@@ -16,10 +16,9 @@ from functools import partial
 from typing import Literal, Protocol, Self
 
 from ...errors import PeerFailedError, StorageUnavailableError
-from ..host.deadlines import OPEN_SECONDS
-from ..host.life import Life
 from ..host.loop import OffLoop
-from ..host.threads import running_future
+from ..host.threads import Life, running_future
+from ..host.waits import OPEN_SECONDS
 from ..report import SaveReport
 from ..runs.manifest import Archive, SaveTimes
 from ..spans import Spans

@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, partial
 from typing import Any, Final, Protocol
 
@@ -263,3 +263,13 @@ class _InheritedGuard:
 
 
 INHERITED: Any = _InheritedGuard()
+
+
+def refuse_guard(completions: Collection[object], guard: Any) -> None:
+    """Raises ValueError for a guard beside held snapshots, which are copied already."""
+    if completions and guard:
+        raise ValueError(
+            "guard= was for the snapshot, which is already taken; leave it out here, also if the snapshot "
+            "is only a part "
+            "of the state"
+        )

@@ -6,7 +6,6 @@ In: a state. Out: its parts by name, until it is closed. Knows nothing of: its r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
 from typing import Any, Self
 
 from ..host.threads import Crew
@@ -92,13 +91,3 @@ def begin(snapshot: HeldSnapshot) -> None:
     """On the caller's thread: copy, or enqueue the copy of, everything that must not wait."""
     snapshot._copy.begin()
     snapshot._call_seconds = snapshot._clock() - snapshot._began
-
-
-def refuse_guard(completions: Collection[object], guard: Any) -> None:
-    """Raises ValueError for a guard beside held snapshots, which are copied already."""
-    if completions and guard:
-        raise ValueError(
-            "guard= was for the snapshot, which is already taken; leave it out here, also if the snapshot "
-            "is only a part "
-            "of the state"
-        )

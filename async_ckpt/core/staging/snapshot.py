@@ -21,8 +21,8 @@ from typing import Final
 from ...errors import SaveAbandonedError
 from ..backends import is_capturing
 from ..format.layout import SegmentPlan
-from ..host.life import Life
 from ..host.pool import SegmentReceiver
+from ..host.threads import Life
 from ..host.waits import ENDS_THE_CALL, LIVENESS_SECONDS, Completion, Wait
 from .filler import SegmentFiller, StagingHost
 from .guard import Optimizers, StepBarrier, StepHolder

@@ -24,9 +24,8 @@ from ..slicing.sharded import Placed, Slicer, is_dtensor, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
 from .captured import Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, classes_in, per_rank_in, tree_of
-from .dtypes import dtype_name, is_describable
 from .megatron import MegatronTensors, refuse_others, with_megatron
-from .names import Path, Select, dotted, selector, shown
+from .names import Path, Select, dotted, dtype_name, is_describable, selector, shown
 from .optimizers import classes_of, is_optimizer
 from .rng import RngState
 from .tree import Encoder, is_omitted, with_classes

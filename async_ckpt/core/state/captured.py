@@ -22,8 +22,7 @@ from ...errors import ClosedError
 from ..slicing.sharded import Placed
 from ..slicing.slices import Slices
 from ..spec import TensorSpec, with_article
-from .dtypes import dtype_named
-from .names import Path, dotted, is_within, shown
+from .names import Path, dotted, dtype_named, is_within, shown
 from .tree import SavedRecord, StoredLeaf, decode, leaves, replaced
 
 Mark: TypeAlias = tuple[int, int]

@@ -26,7 +26,7 @@ import torch
 
 from ..fields import is_unicode
 from ..spec import Json
-from .dtypes import dtype_name, dtype_named, is_describable, numpy_dtype
+from .names import dtype_name, dtype_named, is_describable, numpy_dtype
 
 if TYPE_CHECKING:
     from decimal import Decimal

@@ -22,9 +22,8 @@ import torch
 
 from ...errors import UnsupportedStateError
 from ..spec import Json
-from .dtypes import numpy_dtype
 from .generators import SavedGenerator, generator_node
-from .names import Path, printable, shown
+from .names import Path, numpy_dtype, printable, shown
 from .per_rank import ListItems, PerRank
 from .plain import (
     SCALARS,

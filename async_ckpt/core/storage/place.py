@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from ..host import tokio as _  # noqa: F401 - notices forks from now on, even before the first store
+from ..host import process as _  # noqa: F401 - notices forks from now on, even before the first store
 from ..spec import Keep, keep_of
 from .interface import Storage
 from .local import LocalStorage

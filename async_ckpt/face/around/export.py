@@ -7,17 +7,15 @@ Knows nothing of: the names that models give their weights.
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ...core.host.threads import running_future
 from ...core.saving.handle import SaveHandle
 from ...core.spans import Spans
-from ...core.staging.guard import unwrapped
-from ...core.staging.held_snapshot import refuse_guard
+from ...core.staging.guard import refuse_guard, unwrapped
 from ...core.state.captured import SnapshotView
 from ...core.storage.compressed import refuse_archive_name
 from ...core.storage.disk import refuse_dangling
@@ -26,18 +24,9 @@ from ...core.storage.local import LocalStorage
 from ...core.storage.place import Anywhere, local_place, written_at
 from ...errors import NotAFolderError
 from .hf_folder import Export, ExportRequest
-from .hf_weights import weights_of
+from .hf_weights import files_of, weights_of
 from .shards import MAX_SHARD_BYTES
 from .spread import ExportMessages, PartsFolder, begin_spread, looks_whole
-
-# Files in a config folder that are not copied: weights in any format and their indices, archives, hidden files.
-_NOT_COPIED: Final = re.compile(
-    r"\..*|.*\.index\.json|.*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|ot|onnx|onnx_data|tflite|pkl|npz|distcp"
-    r"|tar|zst|gz|zip)",
-    re.IGNORECASE,
-)
-# The only subfolder that belongs to a tokenizer.
-_TEMPLATES: Final = "additional_chat_templates"
 
 
 def export_hf(
@@ -133,18 +122,3 @@ def _replaceable(folder: str) -> str:
                 f"{folder} is the current folder, or a parent of it, and would be replaced; give a folder inside it"
             )
     return real
-
-
-def is_left_out(path: str) -> bool:
-    """Whether a file in a model's folder is not copied beside its weights."""
-    return any(map(_NOT_COPIED.fullmatch, path.split("/")))
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    """The config, tokenizer and similar files. Read now, so that the folder may be deleted once the call returns."""
-    if not folder.is_dir():
-        refuse_dangling(folder)
-        raise NotAFolderError(f"config_folder {folder} is not a folder; give the one with the model's config.json")
-    paths = [path for path in folder.iterdir() if not is_left_out(path.name) and not path.is_dir()]
-    paths += (folder / _TEMPLATES).glob("*.jinja")
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(paths)}

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -25,10 +26,11 @@ from ...core.slicing.sharded import is_of_fsdp1, is_sharded, local_part
 from ...core.spec import with_article
 from ...core.state.capture import why_not
 from ...core.state.captured import SnapshotView, module_of, tree_of
-from ...core.state.dtypes import dtype_name
+from ...core.state.names import dtype_name
 from ...core.state.plain import method_of
 from ...core.state.wrappers import look_wrapped, plain_model, plain_state_dict
-from ...errors import UnsupportedStateError
+from ...core.storage.disk import refuse_dangling
+from ...errors import NotAFolderError, UnsupportedStateError
 
 CONFIG: Final = "config.json"
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -434,3 +436,30 @@ def _plain(value: Any) -> Any:
         "give a config_folder with a config that is right",
         path="",
     )
+
+
+# Files in a config folder that are not copied: weights in any format and their indices, archives, hidden files.
+_NOT_COPIED: Final = re.compile(
+    r"\..*|.*\.index\.json|.*\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|ot|onnx|onnx_data|tflite|pkl|npz|distcp"
+    r"|tar|zst|gz|zip)",
+    re.IGNORECASE,
+)
+
+
+# The only subfolder that belongs to a tokenizer.
+_TEMPLATES: Final = "additional_chat_templates"
+
+
+def is_left_out(path: str) -> bool:
+    """Whether a file in a model's folder is not copied beside its weights."""
+    return any(map(_NOT_COPIED.fullmatch, path.split("/")))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The config, tokenizer and similar files. Read now, so that the folder may be deleted once the call returns."""
+    if not folder.is_dir():
+        refuse_dangling(folder)
+        raise NotAFolderError(f"config_folder {folder} is not a folder; give the one with the model's config.json")
+    paths = [path for path in folder.iterdir() if not is_left_out(path.name) and not path.is_dir()]
+    paths += (folder / _TEMPLATES).glob("*.jinja")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(paths)}

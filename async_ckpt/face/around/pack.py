@@ -12,15 +12,17 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 from ...core.format.tarball import Tarball
 from ...core.host.loop import OffLoop
 from ...core.host.threads import running_future
-from ...core.host.waits import Completion
+from ...core.host.waits import ENDS_THE_WAIT, Completion, Wait
 from ...core.report import Progress, SaveReport
 from ...core.saving.default import files_saver
 from ...core.saving.handle import SaveHandle
-from ...core.saving.save import Save
+from ...core.saving.ledger import raise_error_of
+from ...core.saving.save import Save, wait_for_saves
 from ...core.saving.saver import Saver
 from ...core.saving.story import Attempt, story
 from ...core.saving.targets import Compression, FileTarget
@@ -237,3 +239,33 @@ def _keep(scratch: Scratch, error: BaseException) -> None:
             error.add_note(f"async_ckpt: what was to be packed is kept in {scratch.folder}")
     except StorageUnavailableError as failure:
         error.add_note(f"async_ckpt: {failure}")
+
+
+class FileSaves:
+    """The saves of files of one owner, for whom somebody else may hold no handle.
+
+    The saver of all files holds a save while it is under way, and one that failed while nobody has looked at its error.
+    """
+
+    def __init__(self) -> None:
+        self._handles: WeakSet[SaveHandle] = WeakSet()
+
+    def add(self, handle: SaveHandle) -> None:
+        """Have a save of files, or of a wrapped function, waited for."""
+        self._handles.add(handle)
+
+    @property
+    def num_under_way(self) -> int:
+        """The number of saves that are not done."""
+        return sum(not save.handle.done() for save in self._pending())
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for every save, and the removal of its files; raise the first error that nobody has looked at.
+
+        Raises TimeoutError when `timeout` seconds have passed before.
+        """
+        wait_for_saves(self._pending(), Wait("in wait()", ENDS_THE_WAIT), timeout)
+        raise_error_of([save.handle for save in self._pending() if save.is_unseen])
+
+    def _pending(self) -> list[Save]:
+        return [save for save in files_saver().ledger.saves() if save.handle in self._handles]

@@ -15,7 +15,7 @@ import torch
 
 from ...core.format import safetensors
 from ...core.staging.device import dense_blocks, memmove
-from ...core.state.dtypes import dtype_name
+from ...core.state.names import dtype_name
 from ...core.storage.disk import address
 from ...core.storage.interface import Reader
 from .hf_weights import Weights, json_bytes

@@ -23,11 +23,10 @@ from typing import Any, Final
 
 import torch
 
-from ...core.host.deadlines import PEER_SECONDS
 from ...core.host.loop import OffLoop
 from ...core.host.memory import HostBuffer
 from ...core.host.process import OnceInProcess
-from ...core.host.waits import ENDS_THE_CALL, Wait
+from ...core.host.waits import ENDS_THE_CALL, PEER_SECONDS, Wait
 from ...core.loading.archives.contents import Part
 from ...core.loading.archives.step_archives import opened_parts
 from ...core.loading.load import load_state
@@ -44,7 +43,7 @@ from ...core.slicing.sharded import Slicer, is_sharded
 from ...core.spans import monotonic
 from ...core.spec import SEGMENT_BYTES
 from ...core.state.captured import FrozenTensors, SnapshotView, tree_of
-from ...core.state.dtypes import dtype_named
+from ...core.state.names import dtype_named
 from ...core.storage.interface import Storage
 from ...core.storage.local import LocalStorage
 from ...core.storage.place import Place

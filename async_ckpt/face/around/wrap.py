@@ -38,8 +38,7 @@ from ...core.saving.targets import FileTarget
 from ...core.spans import Spans
 from ...core.spec import GIB, MIB, with_article
 from ...core.staging.file_segments import FilesImage, source_of
-from ...core.staging.guard import Optimizers, unwrapped
-from ...core.staging.held_snapshot import refuse_guard
+from ...core.staging.guard import Optimizers, refuse_guard, unwrapped
 from ...core.state.captured import tree_of
 from ...core.storage.disk import translated
 from ...core.storage.local import LocalStorage

@@ -22,11 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
-from ...core.storage.disk import make_folder
-from ...core.storage.locks import forget, hold_if_free, read_held
-from ...core.storage.scratch import sweep
 from ...errors import RunTakenError
-from ...plumbing import LocalStorage, in_forked_child, wall_time
+from ...plumbing import LocalStorage, disk, locks, process, scratches, spans
 
 _LOCK: Final = ".async_ckpt.lock"
 _RETIRED: Final = ".retired"
@@ -40,7 +37,7 @@ def name_latest(file: Path, name: str) -> None:
     """Have a framework's file name a durable checkpoint, durably and at once. Leftovers of killed writers go."""
     LocalStorage(file.parent).replace(file.name, name.encode())
     with suppress(OSError):  # it is named
-        sweep(file.parent, file.name)
+        scratches.sweep(file.parent, file.name)
 
 
 class FolderHold:
@@ -51,24 +48,24 @@ class FolderHold:
         self._fd = -1
 
     def __enter__(self) -> Self:
-        make_folder(self._path.parent)
-        fd = hold_if_free(self._path)
+        disk.make_folder(self._path.parent)
+        fd = locks.hold_if_free(self._path)
         if fd is None:
             raise self._taken()
         self._fd = fd
-        since = {"host": socket.gethostname(), "pid": os.getpid(), "since": wall_time()}
+        since = {"host": socket.gethostname(), "pid": os.getpid(), "since": spans.wall_time()}
         os.pwrite(fd, json.dumps(since).encode().ljust(1024), 0)
         return self
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # the folder may be gone
             self._path.unlink()
-        forget(self._fd)
+        locks.forget(self._fd)
 
     def _taken(self) -> RunTakenError:
         facts: dict[str, Any] = {"host": "?", "pid": -1, "since": 0.0}
         with suppress(OSError, ValueError):  # it has just been deleted, or is being written
-            facts |= json.loads(read_held(self._path))
+            facts |= json.loads(locks.read_held(self._path))
         return RunTakenError(
             f"{self._path.parent}: another trainer (process {facts['pid']} on {facts['host']}) writes its checkpoints "
             "there; wait for its end, or give another folder",
@@ -107,7 +104,7 @@ def let_go(owner: object | None = None) -> None:
 atexit.register(let_go)
 
 
-@in_forked_child
+@process.in_forked_child
 def _hold_nothing() -> None:
     """In a forked child: the folders are the parent's, and the thread that held the lock is not here."""
     global _holding
@@ -152,7 +149,7 @@ def remove_leftovers(folder: Path) -> None:
     remove_retired(folder)
     remove_archives(folder)
     for name in {match[0] for path in folder.glob(".checkpoint*") if (match := _NUMBER.match(path.name[1:]))}:
-        sweep(folder, name)
+        scratches.sweep(folder, name)
 
 
 def newest_in(folder: Path) -> Path | None:

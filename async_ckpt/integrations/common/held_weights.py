@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.slicing.sharded import Placed, is_dtensor
 from ...errors import StateMismatchError, UnsupportedStateError
-from ...face.around.hf_weights import weights_of
-from ...plumbing import SnapshotView, Weights, is_sharded
+from ...plumbing import captured, hf_weights, sharded
 
 
 class HeldTensor(NamedTuple):
@@ -51,11 +49,11 @@ class SnapshotWeights:
     Raises TypeError for anything but a part of a snapshot, and UnsupportedStateError for a part that is no model.
     """
 
-    def __init__(self, view: SnapshotView) -> None:
+    def __init__(self, view: captured.SnapshotView) -> None:
         self.tensors = _described(_weights_in(view))
         self._view = view
 
-    def renew(self, view: SnapshotView) -> None:
+    def renew(self, view: captured.SnapshotView) -> None:
         """Go on with a later snapshot of the same model.
 
         Raises StateMismatchError if it has other names, shapes, dtypes or layouts; then the snapshot before stays.
@@ -109,13 +107,13 @@ class SnapshotWeights:
                 yield described.name, tensor if device is None else tensor.to(device)
 
 
-def _weights_in(view: SnapshotView) -> Weights:
-    if not isinstance(view, SnapshotView):
+def _weights_in(view: captured.SnapshotView) -> hf_weights.Weights:
+    if not isinstance(view, captured.SnapshotView):
         raise TypeError(
             f"the weights must be in a snapshot, got {type(view).__name__}; take one and give its part: "
             'async_ckpt.snapshot({"model": model})["model"]'
         )
-    weights = weights_of(view, {})
+    weights = hf_weights.weights_of(view, {})
     if weights.stem != "model":
         raise UnsupportedStateError(
             "this is an adapter, and engines take whole models here; write it by export_hf, and have the engine load "
@@ -123,12 +121,12 @@ def _weights_in(view: SnapshotView) -> Weights:
             path="",
         )
     for name, tensor in weights.tensors.items():
-        if is_sharded(tensor) and not is_dtensor(tensor):
+        if sharded.is_sharded(tensor) and not sharded.is_dtensor(tensor):
             raise UnsupportedStateError(f"{name!a} is a shard that only DTensors may be here; export it", path=name)
     return weights
 
 
-def _described(weights: Weights) -> list[HeldTensor]:
+def _described(weights: hf_weights.Weights) -> list[HeldTensor]:
     published = weights.described()
     if not weights.is_spread:
         return [HeldTensor(name, tensor.dtype, tuple(tensor.shape), None) for name, tensor in published.items()]
@@ -140,7 +138,7 @@ def _described(weights: Weights) -> list[HeldTensor]:
         )
     spread: dict[str, Any] = weights.tensors
     return [
-        HeldTensor(name, tensor.dtype, tuple(tensor.shape), tensor._spec if is_dtensor(tensor) else None)
+        HeldTensor(name, tensor.dtype, tuple(tensor.shape), tensor._spec if sharded.is_dtensor(tensor) else None)
         for name, tensor in spread.items()
     ]
 
@@ -148,5 +146,5 @@ def _described(weights: Weights) -> list[HeldTensor]:
 def _gathered(tensor: Any) -> torch.Tensor:
     """The whole tensor of a DTensor whose slices are on the host, by a collective on the devices of its mesh."""
     local = tensor._local_tensor.to(tensor.device_mesh.device_type)
-    whole: torch.Tensor = Placed.of(tensor).around(local).full_tensor()
+    whole: torch.Tensor = sharded.Placed.of(tensor).around(local).full_tensor()
     return whole

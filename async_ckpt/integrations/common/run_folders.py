@@ -14,9 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ...core.storage.place import storage_at
 from ...errors import CheckpointError
-from ...plumbing import place_of
+from ...plumbing import places
 from .folders import archives_among, names_in_order, remove_archives, remove_leftovers, remove_retired, retire
 from .training_archive import TrainingArchive, path_beside, url_beside, url_in
 
@@ -69,7 +68,7 @@ class StoredRun:
     def __init__(self, url: str, mark: str) -> None:
         self.url: Final = url.rstrip("/")
         self._mark: Final = mark
-        self._storage: Final = storage_at(self.url)
+        self._storage: Final = places.storage_at(self.url)
         self._old: set[str] = set()  # checkpoints from before the first save
         self._beside: set[str] = set()  # archives beside checkpoints, by name
         self._retired: tuple[str, int, str | None] | None = None
@@ -136,4 +135,4 @@ class StoredRun:
 
 def is_url(path: object) -> bool:
     """Whether this is the URL of something that is not on this machine."""
-    return isinstance(path, str | os.PathLike) and not place_of(path).is_local
+    return isinstance(path, str | os.PathLike) and not places.place_of(path).is_local

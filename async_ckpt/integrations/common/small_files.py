@@ -14,8 +14,7 @@ from typing import Any, Final
 from torch import is_tensor
 from torch.utils._pytree import tree_leaves
 
-from ...core.storage.disk import full
-from ...plumbing import free_bytes_at
+from ...plumbing import disk
 
 # Where a few KiB are files for a moment, in a folder with a random name, if there is such a place.
 _IN_MEMORY: Final = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # nosec B108
@@ -42,6 +41,6 @@ def refuse_full(folder: str, parts: Any) -> None:
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tree_leaves(parts) if is_tensor(t)
     }
-    free_bytes, needed_bytes = free_bytes_at(Path(folder)), sum(storages.values())
+    free_bytes, needed_bytes = disk.free_bytes_at(Path(folder)), sum(storages.values())
     if free_bytes is not None and free_bytes < needed_bytes:
-        raise full(Path(folder), needed_bytes, free_bytes)
+        raise disk.full(Path(folder), needed_bytes, free_bytes)

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from torch.optim import Optimizer
 
-from ...core.staging.guard import gate_of, unwrapped
-from ...core.state.optimizers import all_of
+from ...plumbing import guards as saving_guards
+from ...plumbing import optimizer_parts
 
 # Attributes of optimizers that step in the backward pass: LOMO, and the layer-wise ones of Transformers.
 _STEP_IN_BACKWARD: Final = ("fused_backward", "optimizer_dict")
@@ -44,7 +44,7 @@ class StepGuard:
 
     def _guard_of(self, optimizer: Any) -> Any:
         *wrappers, inner = _layers(optimizer)
-        parts = all_of(inner) if isinstance(inner, Optimizer) else [inner]
+        parts = optimizer_parts.all_of(inner) if isinstance(inner, Optimizer) else [inner]
         if any(map(_steps_in_backward, parts)):
             self._warn(inner, "it may step in the backward pass", "training waits at each save until all is copied")
             return None
@@ -89,7 +89,7 @@ def _has_modes(optimizer: Any) -> bool:
 
 def _has_hooks(optimizer: Any) -> bool:
     try:
-        return bool(unwrapped(optimizer))
+        return bool(saving_guards.unwrapped(optimizer))
     except TypeError:
         return False
 
@@ -131,7 +131,7 @@ def _held(optimizer: Any, wrappers: Sequence[Any]) -> _StandIn:
 
 def _waiting(method: Callable[..., Any], stand_in: _StandIn, mode: bool | None = None) -> Callable[..., Any]:
     """A method that waits at the gate first; if it sets a mode, only if it changes that."""
-    gate, owner = gate_of(stand_in), weakref.ref(getattr(method, "__self__", stand_in))
+    gate, owner = saving_guards.gate_of(stand_in), weakref.ref(getattr(method, "__self__", stand_in))
 
     @functools.wraps(method)
     def wait_first(*args: Any, **kwargs: Any) -> Any:

@@ -21,20 +21,14 @@ from typing import Any, Final, Self, TypeAlias
 import torch
 
 from ... import Place
-from ...core.host.waits import LIVENESS_SECONDS
-from ...core.loading.archives.find import committed_step, from_committed
-from ...core.loading.fill import fill, planned
-from ...core.loading.load import load_parts
-from ...core.state.tree import replaced
 from ...errors import NotCommittedError, StorageUnavailableError
-from ...plumbing import MIB, Contents, Part, StoredLeaf, Wanted, from_path, start_thread
-from ...plumbing import ON_CPU as CPU
+from ...plumbing import contents, fill, find, spec, threads, waits
 from ...weights.publishing.folder_replica import FolderReplica
 from ...weights.publishing.source import WeightsState
 from ...weights.publishing.subscriber import Subscriber
 from ...weights.publishing.version_checks import has_versions
 
-PIECE_BYTES: Final = 128 * MIB
+PIECE_BYTES: Final = 128 * spec.MIB
 _MODEL: Final = "model"
 
 Item: TypeAlias = tuple[str, torch.Tensor]
@@ -119,7 +113,7 @@ class StoredWeights:
             self._open(_once(lambda parts: _read_all(weights_in(parts, self.part), put), self))
             return
         folder, state = self._pulled()
-        from_path(folder, _once(lambda parts: _read_all(weights_in(parts, None), put), self), verify=True)
+        find.from_path(folder, _once(lambda parts: _read_all(weights_in(parts, None), put), self), verify=True)
         after = _state_of(folder)
         if after != state:
             version = "none" if after is None else after.version
@@ -129,10 +123,10 @@ class StoredWeights:
                 path=str(folder),
             )
 
-    def _open(self, use: Callable[[Sequence[Part]], Any]) -> Any:
+    def _open(self, use: Callable[[Sequence[contents.Part]], Any]) -> Any:
         if self.step is not None:
-            return from_committed(committed_step(self.place(), self.step), use, verify=True)
-        return from_path(self.place(), use, verify=True)
+            return find.from_committed(find.committed_step(self.place(), self.step), use, verify=True)
+        return find.from_path(self.place(), use, verify=True)
 
     def _is_published(self) -> bool:
         """Whether these are versions. Raises NotCommittedError if a version is wanted where there is none."""
@@ -187,11 +181,13 @@ def _state_of(folder: Path) -> WeightsState | None:
         return replica.state
 
 
-def _once(use: Callable[[Sequence[Part]], None], weights: StoredWeights) -> Callable[[Sequence[Part]], None]:
+def _once(
+    use: Callable[[Sequence[contents.Part]], None], weights: StoredWeights
+) -> Callable[[Sequence[contents.Part]], None]:
     """`use`, which has handed tensors on and cannot begin again: a second call raises StorageUnavailableError."""
     calls: list[None] = []
 
-    def use_once(parts: Sequence[Part]) -> None:
+    def use_once(parts: Sequence[contents.Part]) -> None:
         if calls:
             raise StorageUnavailableError(
                 f"{weights} was replaced, or could not be read, while its weights were being handed on; load it again",
@@ -210,19 +206,21 @@ def _once(use: Callable[[Sequence[Part]], None], weights: StoredWeights) -> Call
 class LocatedTensor:
     """One tensor of an open file, by its number there."""
 
-    file: Contents
+    file: contents.Contents
     number: int
 
 
-def weights_in(parts: Sequence[Part], part: str | None) -> dict[str, LocatedTensor]:
+def weights_in(parts: Sequence[contents.Part], part: str | None) -> dict[str, LocatedTensor]:
     """The tensors of a model in the state of these files, by name. Raises KeyError if there is no such part."""
 
-    def located(one: Part) -> Any:
+    def located(one: contents.Part) -> Any:
         one.archive.learn_names(everything=True)
         value, _ = one.archive.tree(groups=one.groups)
-        return replaced(value, lambda leaf: LocatedTensor(one.archive, leaf.number) if _is_tensor(leaf) else None)
+        return contents.replaced(
+            value, lambda leaf: LocatedTensor(one.archive, leaf.number) if _is_tensor(leaf) else None
+        )
 
-    state = load_parts(parts, located)
+    state = contents.load_parts(parts, located)
     path = parts[0].archive.path
     if part is None:
         has_more = isinstance(state, Mapping) and not all(isinstance(item, LocatedTensor) for item in state.values())
@@ -239,7 +237,7 @@ def weights_in(parts: Sequence[Part], part: str | None) -> dict[str, LocatedTens
     return tensors
 
 
-def _is_tensor(leaf: StoredLeaf) -> bool:
+def _is_tensor(leaf: contents.StoredLeaf) -> bool:
     return leaf.kind == "tensor"
 
 
@@ -263,7 +261,7 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, LocatedTensor]]:
 
 def _read_all(tensors: Mapping[str, LocatedTensor], put: Callable[[deque[Item]], None]) -> None:
     """Read the tensors in pieces, and hand each piece on."""
-    by_file: dict[int, tuple[Contents, dict[int, list[str]]]] = {}
+    by_file: dict[int, tuple[contents.Contents, dict[int, list[str]]]] = {}
     for name, stored in tensors.items():
         _, names = by_file.setdefault(id(stored.file), (stored.file, {}))
         names.setdefault(stored.number, []).append(name)
@@ -275,7 +273,7 @@ def _read_all(tensors: Mapping[str, LocatedTensor], put: Callable[[deque[Item]],
         piece: dict[int, torch.Tensor] = {}
         num_bytes = 0
         for number in of_primary:
-            piece[number] = file.empty(number, CPU)
+            piece[number] = file.empty(number, contents.CPU)
             num_bytes += piece[number].nbytes
             if num_bytes >= PIECE_BYTES:
                 put(_filled(file, piece, of_primary))
@@ -284,8 +282,8 @@ def _read_all(tensors: Mapping[str, LocatedTensor], put: Callable[[deque[Item]],
             put(_filled(file, piece, of_primary))
 
 
-def _filled(file: Contents, piece: dict[int, torch.Tensor], names: Mapping[int, Sequence[str]]) -> deque[Item]:
-    fill(planned([(file, [Wanted(number, tensor) for number, tensor in piece.items()])]))
+def _filled(file: contents.Contents, piece: dict[int, torch.Tensor], names: Mapping[int, Sequence[str]]) -> deque[Item]:
+    fill.fill(fill.planned([(file, [fill.Wanted(number, tensor) for number, tensor in piece.items()])]))
     items = deque((name, tensor) for number, tensor in piece.items() for name in names[number])
     piece.clear()
     return items
@@ -314,7 +312,7 @@ def read_ahead(read: Callable[[Callable[[deque[Item]], None]], None]) -> Iterato
     def put(piece: deque[Item] | _End) -> None:
         while not closed.is_set():
             with suppress(queue.Full):
-                pieces.put(piece, timeout=LIVENESS_SECONDS)
+                pieces.put(piece, timeout=waits.LIVENESS_SECONDS)
                 return
         raise _UnwantedError
 
@@ -327,11 +325,11 @@ def read_ahead(read: Callable[[Callable[[deque[Item]], None]], None]) -> Iterato
         with suppress(_UnwantedError):
             put(_End(error))
 
-    thread = start_thread("weights", run, daemon=True)
+    thread = threads.start_thread("weights", run, daemon=True)
     try:
         while True:
             try:
-                piece = pieces.get(timeout=LIVENESS_SECONDS)
+                piece = pieces.get(timeout=waits.LIVENESS_SECONDS)
             except queue.Empty:
                 if not thread.is_alive() and pieces.empty():
                     raise RuntimeError("the thread that reads weights has died; load them again") from None

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 
 from ... import save
 from ...errors import StateMismatchError
-from ...plumbing import Anywhere, Part, from_path, place_of, translated
+from ...plumbing import contents, disk, find, places
 
 # The name of the archive in the folder: of a file, or of a folder if several ranks have written it.
 _NAME: Final = "training.tar"
@@ -56,7 +56,7 @@ class TrainingArchive:
         """
         source = self.durable()
         if isinstance(source, Path):
-            with translated(source):
+            with disk.translated(source):
                 _take(source, Path(folder, _NAME))
 
 
@@ -89,43 +89,43 @@ def path_beside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.{_NAME}")
 
 
-def num_items_in(archive: Anywhere) -> dict[str, int]:
+def num_items_in(archive: places.Anywhere) -> dict[str, int]:
     """The number of items of each container at the top of an archive's state. Nothing but the structure is read.
 
     Raises what `load` raises.
     """
 
-    def count(parts: Sequence[Part]) -> dict[str, int]:
+    def count(parts: Sequence[contents.Part]) -> dict[str, int]:
         tree, _ = parts[0].archive.tree()
         return {name: len(items) for name, items in tree.items() if isinstance(items, Sized)}
 
-    return from_path(archive, count, verify=True)
+    return find.from_path(archive, count, verify=True)
 
 
-def missing_in(checkpoint: Anywhere, names: Collection[str]) -> list[str]:
+def missing_in(checkpoint: places.Anywhere, names: Collection[str]) -> list[str]:
     """The names that the state of a checkpoint, a dict, does not have. Nothing but the structure is read.
 
     Raises what `load` raises.
     """
 
-    def lacking(parts: Sequence[Part]) -> list[str]:
+    def lacking(parts: Sequence[contents.Part]) -> list[str]:
         return sorted({*names}.difference(*(part.archive.entries() or () for part in parts)))
 
-    def look(parts: Sequence[Part]) -> list[str]:
+    def look(parts: Sequence[contents.Part]) -> list[str]:
         missing = lacking(parts)
         while missing and any(part.archive.learn_names() for part in parts):  # of archives of other ranks
             missing = lacking(parts)
         return missing
 
-    return from_path(checkpoint, look, verify=True)
+    return find.from_path(checkpoint, look, verify=True)
 
 
-def refuse_missing(checkpoint: Anywhere, names: Collection[str]) -> None:
+def refuse_missing(checkpoint: places.Anywhere, names: Collection[str]) -> None:
     """Raise StateMismatchError if the state of a checkpoint lacks one of these names, before anything is filled."""
     if missing := missing_in(checkpoint, names):
         lines = "\n  ".join(f"missing in the checkpoint: {name}" for name in missing)
         raise StateMismatchError(
-            f"{place_of(checkpoint).shown} does not fit the live state; nothing was overwritten:\n  {lines}",
+            f"{places.place_of(checkpoint).shown} does not fit the live state; nothing was overwritten:\n  {lines}",
             missing=tuple(missing),
         )
 

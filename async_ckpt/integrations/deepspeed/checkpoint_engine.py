@@ -24,20 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from ... import SaveHandle, SaveReport, save, wrap
-from ...core.saving.ledger import leave_warning, wait_for_ends, wait_in_training
 from ...errors import NotCommittedError
-from ...plumbing import (
-    Anywhere,
-    Crew,
-    local_place,
-    monotonic,
-    place_of,
-    running_future,
-    translated,
-    wait_for,
-    write_by_torch,
-    written_at,
-)
+from ...plumbing import disk, ledger, places, spans, threads, waits, write_by_torch
 from ..common.folders import hold_for, let_go
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
@@ -150,7 +138,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         self._pending: _TagSave | None = None
         self._left: list[TagFolder | StoredFolder] = []  # of saves that have failed
         self._reports: list[SaveReport] = []
-        self._follower = Crew("deepspeed", 1)
+        self._follower = threads.Crew("deepspeed", 1)
         engine.checkpoint_engine = self
         engine.save_checkpoint, engine.load_checkpoint = self.save_checkpoint, self.load_checkpoint
 
@@ -158,7 +146,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     def save_checkpoint(
         self,
-        save_dir: Anywhere,
+        save_dir: places.Anywhere,
         tag: Any = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
@@ -169,7 +157,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         Raises the error of the save before it, and then saves nothing; RunTakenError while another process saves to the
         folder; ValueError for a URL, but for archives; and, on all ranks, what the copy raises on any.
         """
-        began, engine = monotonic(), self._engine
+        began, engine = spans.monotonic(), self._engine
         folder = self._folder_of(save_dir, tag, save_latest)
         handle: SaveHandle | None = None
 
@@ -188,19 +176,19 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             meet(begin)
         except BaseException:
             if handle is not None:
-                wait_for(handle)
+                waits.wait_for(handle)
                 handle.exception()  # this save is none, whatever has come of its part
             self._left.append(folder)
             self._remove_left()
             raise
-        ended: Future[None] = running_future()
-        self._pending = _TagSave(folder, handle, engine.global_steps, monotonic() - began, ended)
+        ended: Future[None] = threads.running_future()
+        self._pending = _TagSave(folder, handle, engine.global_steps, spans.monotonic() - began, ended)
         self._follower.submit(partial(_follow, folder, handle, ended), ended.set_exception)
         return True
 
     def load_checkpoint(
         self,
-        load_dir: Anywhere,
+        load_dir: places.Anywhere,
         tag: Any = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
@@ -214,7 +202,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         `AsyncCheckpointer.restore` raises.
         """
         self.wait()
-        place = place_of(load_dir)
+        place = places.place_of(load_dir)
         named = latest_in(place) if tag is None else str(tag)
         found = None if named is None else archive_at(place, named)
         if found is None and not place.is_local:
@@ -228,7 +216,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             )
         if found is None:
             return self._plain.load(
-                str(local_place(place)),
+                str(places.local_place(place)),
                 tag,
                 load_module_strict=load_module_strict,
                 load_optimizer_states=load_optimizer_states,
@@ -328,22 +316,22 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         """Wait for the save before on this rank, raise its error, and do something."""
         pending = self._pending
         if pending is not None:
-            wait_in_training(pending.ended, [] if pending.handle is None else [pending.handle])
+            ledger.wait_in_training(pending.ended, [] if pending.handle is None else [pending.handle])
             self._pending = None
             pending.ended.result()
             if (report := pending.report()) is not None:
                 self._reports.append(report)
         return then()
 
-    def _folder_of(self, save_dir: Anywhere, tag: Any, save_latest: bool) -> TagFolder | StoredFolder:
+    def _folder_of(self, save_dir: places.Anywhere, tag: Any, save_latest: bool) -> TagFolder | StoredFolder:
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        engine, place = self._engine, written_at(save_dir)
+        engine, place = self._engine, places.written_at(save_dir)
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         rank, world_size = engine.global_rank, torch.distributed.get_world_size()
         if not place.is_local and self._layout == "archive":
             return StoredFolder(place, tag, save_latest=save_latest, rank=rank, world_size=world_size)
-        path = local_place(
+        path = places.local_place(
             place, 'use(engine, layout="archive") saves at URLs, and DeepSpeed\'s own files need a folder'
         )
         return TagFolder(path, tag, save_latest=save_latest, rank=rank, world_size=world_size)
@@ -377,7 +365,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             _write_files, destination="folder", guard=self._guard(self._engine) or None
         )
         handle = write(files, bool(self._plain.engine.zipfile_serialization), str(folder.of_rank))
-        leave_warning(handle)
+        ledger.leave_warning(handle)
         return handle
 
     def _begin_archive(self, folder: Any, rests: list[bytes]) -> SaveHandle:
@@ -386,13 +374,13 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
         tensors = zero_archive.tensors_of(engine)
         guard = self._guard(engine, zero_archive.parts_of(tensors))
         handle = save({**tensors, zero_archive.RESTS: rests}, folder.archive, guard=guard or None)
-        leave_warning(handle)
+        ledger.leave_warning(handle)
         return handle
 
 
 def _write_files(files: Mapping[str, Any], in_zip: bool, folder: str) -> None:
     """Write the files of one rank. Runs in the background."""
-    with translated(Path(folder)):
+    with disk.translated(Path(folder)):
         os.makedirs(folder, exist_ok=True)
         refuse_full(folder, [*files.values()])
     for name, content in files.items():
@@ -402,7 +390,7 @@ def _write_files(files: Mapping[str, Any], in_zip: bool, folder: str) -> None:
 def _follow(folder: TagFolder | StoredFolder, handle: SaveHandle | None, ended: Future[None]) -> None:
     """Wait until the files of this rank are durable, and do the rest of the save. Runs on the follower's thread."""
     try:
-        wait_for_ends([] if handle is None else [handle])
+        ledger.wait_for_ends([] if handle is None else [handle])
         folder.done()
     except BaseException as error:
         folder.failed(error)

@@ -21,19 +21,13 @@ from pathlib import Path
 from typing import Final
 
 from ... import Place
-from ...core.host.deadlines import PEER_SECONDS
-from ...core.runs.sweep import is_library_name
-from ...core.storage.scratch import sweep
 from ...errors import PeerFailedError
-from ...plumbing import MANIFEST_NAME as MANIFEST
-from ...plumbing import TEMP_SUFFIX, TIMEKEEPER, Scratch, growing_pauses, monotonic, sync_folder
-from ...plumbing import parse_manifest as parse
-from ...plumbing import publish_file as publish
+from ...plumbing import disk, locks, runs, scratches, spans, waits
 from ..common.folders import name_latest
 
 LATEST: Final = "latest"
 _ONE_ARCHIVE: Final = "rank_00000.tar"
-_FOLDER_SUFFIX: Final = f"{TEMP_SUFFIX}.d"
+_FOLDER_SUFFIX: Final = f"{locks.TEMP_SUFFIX}.d"
 _FILES: Final = "files"
 # How long rank 0 pauses between two looks for the files of the others.
 _LOOK_SECONDS: Final = 0.02
@@ -47,7 +41,7 @@ class TagFolder:
         self.save_dir, self.tag = save_dir.absolute(), tag
         self.target = self.save_dir / tag
         self._save_latest, self._rank, self._world_size = save_latest, rank, world_size
-        self._scratch: Scratch | None = None
+        self._scratch: scratches.Scratch | None = None
         self._hidden = Path()
 
     def make(self) -> str | None:
@@ -56,8 +50,8 @@ class TagFolder:
             return None
         with suppress(FileNotFoundError):
             for name in {_tag_of(name) for name in os.listdir(self.target.parent) if name.endswith(_FOLDER_SUFFIX)}:
-                sweep(self.target.parent, name)
-        self._scratch = Scratch(self.target.parent, self.target.name)
+                scratches.sweep(self.target.parent, name)
+        self._scratch = scratches.Scratch(self.target.parent, self.target.name)
         return str(self._scratch.folder.parent)
 
     def enter(self, hidden: str | None) -> None:
@@ -89,8 +83,8 @@ class TagFolder:
             return
         self._wait_for_others()
         files = self._hidden / _FILES
-        sync_folder(files)
-        publish(files, self.target, replaced=_is_of_archives)
+        disk.sync_folder(files)
+        scratches.publish(files, self.target, replaced=_is_of_archives)
         if self._save_latest:
             name_latest(self.save_dir / LATEST, self.tag)
 
@@ -111,8 +105,8 @@ class TagFolder:
         os.replace(temp, self._hidden / f"{_name(self._rank)}.{how}")
 
     def _wait_for_others(self) -> None:
-        left, pauses = {*range(1, self._world_size)}, growing_pauses(_LOOK_SECONDS, _LONGEST_LOOK_SECONDS)
-        deadline = monotonic() + PEER_SECONDS
+        left, pauses = {*range(1, self._world_size)}, waits.growing_pauses(_LOOK_SECONDS, _LONGEST_LOOK_SECONDS)
+        deadline = spans.monotonic() + waits.PEER_SECONDS
         while True:
             names = {*os.listdir(self._hidden)}
             for rank in sorted(left):
@@ -122,13 +116,13 @@ class TagFolder:
             left = {rank for rank in left if f"{_name(rank)}.done" not in names}
             if not left:
                 return
-            if monotonic() > deadline:
+            if spans.monotonic() > deadline:
                 raise PeerFailedError(
-                    f"{self.target} is not saved: after {PEER_SECONDS:.0f} s nothing was heard of rank {min(left)}; "
+                    f"{self.target} is not saved: after {waits.PEER_SECONDS:.0f} s nothing was heard of rank {min(left)}; "
                     "all ranks must see the same folder",
                     rank=min(left),
                 )
-            TIMEKEEPER.sleep(next(pauses))
+            spans.TIMEKEEPER.sleep(next(pauses))
 
 
 class StoredFolder:
@@ -172,8 +166,10 @@ def archive_at(load_dir: Place, tag: str) -> tuple[Place, int] | None:
     if storage.exists(f"{tag}/{_ONE_ARCHIVE}"):
         return _below(load_dir, f"{tag}/{_ONE_ARCHIVE}"), 1
     with suppress(FileNotFoundError):
-        manifest = f"{tag}/{MANIFEST}"
-        return _below(load_dir, tag), parse(storage.read(manifest)[0], path=storage.locate(manifest)).world_size
+        manifest = f"{tag}/{runs.MANIFEST_NAME}"
+        return _below(load_dir, tag), runs.parse_manifest(
+            storage.read(manifest)[0], path=storage.locate(manifest)
+        ).world_size
     return None
 
 
@@ -184,7 +180,7 @@ def _below(place: Place, name: str) -> Place:
 def _is_of_archives(path: str) -> bool:
     """Whether this is a file of archives in the folder of a tag, which a later save to that tag replaces."""
     name = path.partition("/")[0]
-    return name in (MANIFEST, _ONE_ARCHIVE) or is_library_name(name)
+    return name in (runs.MANIFEST_NAME, _ONE_ARCHIVE) or runs.is_library_name(name)
 
 
 def _name(rank: int) -> str:

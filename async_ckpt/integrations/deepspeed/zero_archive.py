@@ -17,10 +17,8 @@ from typing import Any, Final
 import torch
 
 from ... import Place, load
-from ...core.loading.live.optimizer_forms import another_kind
-from ...core.state.optimizers import classes_of
 from ...errors import StateMismatchError
-from ...plumbing import Slicer
+from ...plumbing import another_kind, optimizer_parts, sharded
 from ..dcp import restore
 from .zero_guard import innermost
 
@@ -81,7 +79,7 @@ def tensors_of(engine: Any) -> dict[str, dict[str, Any]]:
 
 def parts_of(tensors: Mapping[str, Mapping[str, Any]]) -> list[torch.Tensor]:
     """The plain tensors that a snapshot of slices copies."""
-    slicer = Slicer()
+    slicer = sharded.Slicer()
     slices = [value for group in tensors.values() for value in group.values() if isinstance(value, ZeroSlice)]
     return [part for one in slices for part in slicer.slice(one, name=one.key).parts]
 
@@ -98,7 +96,7 @@ def rest_of(engine: Any, client_state: Mapping[str, Any]) -> bytes:
         "optimizer": {name: getattr(optimizer, name) for name in _OF_OPTIMIZER if hasattr(optimizer, name)},
         "param_groups": [{key: value for key, value in g.items() if key != "params"} for g in inner.param_groups],
         "state": {key: value for key, value in inner.state[flats[0]].items() if not _is_like(value, flats[0])},
-        "classes": classes_of(inner),
+        "classes": optimizer_parts.classes_of(inner),
         "keys": [key for key, value in inner.state[flats[0]].items() if _is_like(value, flats[0])],
     }
     file = io.BytesIO()

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from ...core.staging.guard import gate_of
+from ...plumbing import guards as saving_guards
 from ..common.step_guard import StepGuard
 
 # The flat buffers of DeepSpeed's optimizers, each a list of tensors, or of lists of them.
@@ -54,7 +54,7 @@ class _BufferOwner(torch.optim.Optimizer):
     def __init__(self, held: torch.optim.Optimizer) -> None:
         super().__init__([torch.zeros(1)], {})
         self.held = held
-        gate = gate_of(self)
+        gate = saving_guards.gate_of(self)
 
         def wait_first(*_: Any) -> None:
             gate.hold()

@@ -23,7 +23,7 @@ from weakref import WeakSet
 import torch
 
 from ... import SaveReport, save, wrap
-from ...plumbing import in_forked_child
+from ...plumbing import process
 from ..common.joint_errors import meet
 from ..common.step_guard import StepGuard
 from .checkpoint_paths import (
@@ -262,7 +262,7 @@ def _end_all() -> None:
             _log.error("a checkpoint was not saved: %s: %s", type(error).__name__, error)
 
 
-in_forked_child(_running.clear)
+process.in_forked_child(_running.clear)
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 

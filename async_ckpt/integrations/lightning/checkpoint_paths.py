@@ -13,13 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ...core.storage.locks import is_dead
-from ...core.storage.scratch import sync_all
 from ...errors import StorageUnavailableError
-from ...plumbing import MANIFEST_NAME as MANIFEST
-from ...plumbing import TEMP_SUFFIX, monotonic, sync_folder
-from ...plumbing import parse_manifest as parse
-from ...plumbing import publish_file as publish
+from ...plumbing import disk, locks, runs, scratches, spans
 from ..common.folders import FolderHold
 
 # The file with everything but the shards in a folder: its name in the folders that Lightning writes.
@@ -54,7 +49,7 @@ def archive_path(folder: Path, world_size: int) -> Path:
 
 def archives_in(folder: Path) -> Path | None:
     """The path to load shards from; None if the folder is not one of ours."""
-    if (folder / MANIFEST).is_file():
+    if (folder / runs.MANIFEST_NAME).is_file():
         return folder
     return folder / _ONE_ARCHIVE if (folder / _ONE_ARCHIVE).is_file() else None
 
@@ -63,14 +58,14 @@ def saved_world_size(archives: Path) -> int:
     """The number of ranks that have saved."""
     if archives.is_file():
         return 1
-    manifest = archives / MANIFEST
-    return parse(manifest.read_bytes(), path=str(manifest)).world_size
+    manifest = archives / runs.MANIFEST_NAME
+    return runs.parse_manifest(manifest.read_bytes(), path=str(manifest)).world_size
 
 
 def rename(hidden: Path, path: Path) -> None:
     """Give a complete file its name, in place of a link."""
     os.replace(hidden, path)
-    sync_folder(path.parent)
+    disk.sync_folder(path.parent)
 
 
 def rename_both(hidden: Path, path: Path, twin: Path) -> None:
@@ -79,7 +74,7 @@ def rename_both(hidden: Path, path: Path, twin: Path) -> None:
     _delete(hidden_twin)
     if hidden.is_dir():
         shutil.copytree(hidden, hidden_twin, copy_function=_link_or_copy)
-        sync_all(hidden_twin)
+        scratches.sync_all(hidden_twin)
         for written, target in ((hidden_twin, twin), (hidden, path)):
             publish_folder(written, target)
         return
@@ -87,7 +82,7 @@ def rename_both(hidden: Path, path: Path, twin: Path) -> None:
     if twin.is_dir() and not twin.is_symlink():  # of a training that saved shards
         shutil.rmtree(twin)
     os.replace(hidden_twin, twin)
-    sync_folder(twin.parent)
+    disk.sync_folder(twin.parent)
     rename(hidden, path)
 
 
@@ -97,7 +92,7 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
         os.link(source, target)
     except OSError:  # a file system without hard links
         shutil.copyfile(source, target)
-        sync_all(Path(target))
+        scratches.sync_all(Path(target))
 
 
 def _delete(path: Path) -> None:
@@ -124,14 +119,14 @@ def publish_when_heard(hidden: Path, path: Path, world_size: int, twin: Path | N
     it before the commit made it anew.
     """
     marks = [_heard_mark(hidden, rank) for rank in range(1, world_size)]
-    deadline, pause = monotonic() + _HEARD_SECONDS, threading.Event()
-    while not all(mark.exists() for mark in marks) and monotonic() < deadline:
+    deadline, pause = spans.monotonic() + _HEARD_SECONDS, threading.Event()
+    while not all(mark.exists() for mark in marks) and spans.monotonic() < deadline:
         pause.wait(_LOOK_SECONDS)
     for mark in marks:
         mark.unlink(missing_ok=True)
     if not (hidden / REST).exists() or len([*hidden.glob("rank_*.tar")]) < world_size:
         raise StorageUnavailableError(f"{path}: files of it were deleted while it was saved")
-    sync_folder(hidden)
+    disk.sync_folder(hidden)
     if twin is None:
         publish_folder(hidden, path)
     else:
@@ -142,7 +137,7 @@ def publish_folder(hidden: Path, path: Path) -> None:
     """Give a complete folder its name, in place of an older folder or file."""
     if path.is_symlink() or path.is_file():  # a link that ModelCheckpoint has made; what it leads to stays
         path.unlink()
-    publish(hidden, path, replaced=lambda _: True)
+    scratches.publish(hidden, path, replaced=lambda _: True)
     shutil.rmtree(hidden, ignore_errors=True)  # the older one, which has been exchanged for it
 
 
@@ -169,7 +164,7 @@ def move_link(link: str, target: str) -> None:
     if os.path.isdir(link) and not os.path.islink(link):
         shutil.rmtree(link)
     os.replace(temp, link)
-    sync_folder(Path(folder))
+    disk.sync_folder(Path(folder))
 
 
 @contextmanager
@@ -186,7 +181,7 @@ def locked(folder: str) -> Iterator[None]:
 
 def _sweep(folder: Path) -> None:
     for path in folder.iterdir():
-        if path.name.endswith(TEMP_SUFFIX):
-            is_dead(path, delete=True)
+        if path.name.endswith(locks.TEMP_SUFFIX):
+            locks.is_dead(path, delete=True)
         elif path.name.startswith(".") and path.name.endswith(_HIDDEN_SUFFIX):
             _delete(path)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ... import SaveReport
-from ...core.spec import whole_count
+from ...plumbing import spec
 from ..common.frameworks import require_names
 from .background_saves import BackgroundSaves
 from .packages import imported_packages
@@ -41,7 +41,7 @@ class AsyncTarCheckpointIO:
         for fabric in fabrics:
             fabric.plugins.CheckpointIO.register(type(self))
         self._plain = fabrics[0].plugins.TorchCheckpointIO()
-        self._saves = BackgroundSaves(whole_count("max_in_flight", max_in_flight), self._plain.remove_checkpoint)
+        self._saves = BackgroundSaves(spec.whole_count("max_in_flight", max_in_flight), self._plain.remove_checkpoint)
 
     # --- what Lightning calls -------------------------------------------------------------------------------------
 

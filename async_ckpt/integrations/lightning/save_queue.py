@@ -14,9 +14,7 @@ from functools import partial
 from typing import Any
 
 from ... import SaveHandle, SaveReport
-from ...core.saving.handle import progress_of
-from ...core.saving.ledger import leave_warning, wait_for_ends
-from ...plumbing import ENDS_THE_WAIT, Crew, Wait, monotonic, running_future, wait_for
+from ...plumbing import ledger, progress_of, spans, threads, waits
 from .checkpoint_paths import path_key
 
 _log = logging.getLogger("async_ckpt")
@@ -54,7 +52,7 @@ class SaveQueue:
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
         self._queued: deque[_Queued] = deque()
-        self._thread: Crew | None = None  # made on use: before that, Lightning may pickle the plugin, or fork
+        self._thread: threads.Crew | None = None  # made on use: before that, Lightning may pickle the plugin, or fork
         self._errors: list[BaseException] = []
         self._reports: list[SaveReport] = []
 
@@ -64,11 +62,11 @@ class SaveQueue:
 
     def admit(self, path: Any) -> float:
         """Wait until nothing concerns this path, and few enough saves are under way. Returns for how many seconds."""
-        begin = monotonic()
+        begin = spans.monotonic()
         self.wait(path)
         while len(saves := self._saves_under_way()) >= self._max_in_flight:
             _wait_for(saves[0])
-        return monotonic() - begin
+        return spans.monotonic() - begin
 
     def add(
         self,
@@ -82,7 +80,9 @@ class SaveQueue:
     ) -> None:
         """Add a save that has begun. It has ended when all of its handles are done, and then `then` is."""
         for handle in handles:
-            leave_warning(handle)  # one that fails just before the next save begins is raised by the one after that
+            ledger.leave_warning(
+                handle
+            )  # one that fails just before the next save begins is raised by the one after that
         ended = self._submit(partial(_finish, tuple(handles), then))
         second = None if twin is None else path_key(twin)
         self._queued.append(_Queued(path_key(path), ended, tuple(handles), step, waited_seconds, second))
@@ -133,7 +133,7 @@ class SaveQueue:
                 self._reports.append(one.report())
 
     def _submit(self, task: Action) -> Future[None]:
-        ended: Future[None] = running_future()
+        ended: Future[None] = threads.running_future()
 
         def run() -> None:
             try:
@@ -144,7 +144,7 @@ class SaveQueue:
                 ended.set_result(None)
 
         if self._thread is None:
-            self._thread = Crew("lightning", 1)
+            self._thread = threads.Crew("lightning", 1)
         self._thread.submit(run, ended.set_exception)
         return ended
 
@@ -153,13 +153,13 @@ class SaveQueue:
 
 
 def _wait_for(one: _Queued) -> None:
-    wait = Wait("in the Trainer", ENDS_THE_WAIT)
-    wait_for(one.ended, None, lambda: wait.goes_on(lambda: progress_of(one.handles)))
+    wait = waits.Wait("in the Trainer", waits.ENDS_THE_WAIT)
+    waits.wait_for(one.ended, None, lambda: wait.goes_on(lambda: progress_of(one.handles)))
 
 
 def _finish(handles: tuple[SaveHandle, ...], then: Action) -> None:
     """Wait for the parts of a save, and do the rest of it. Raises its error, without looking at it for the user."""
-    wait_for_ends(handles)
+    ledger.wait_for_ends(handles)
     then()
 
 

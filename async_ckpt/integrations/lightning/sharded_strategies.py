@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ...core.state.plain import method_of
-from ...core.state.state_dict_cache import StateDictCache
+from ...plumbing import wrappers
 from ..common.training_archive import refuse_missing
 from ..dcp import TarStorageReader
 from .background_saves import BackgroundSaves
@@ -87,7 +86,7 @@ class TrainerShards(StrategyShards):
         rest = dict(checkpoint)
         parts = {"state_dict": rest.pop("state_dict")}
         parts |= {f"optimizer_{i}": part for i, part in enumerate(rest.pop("optimizer_states", ()))}
-        if not StateDictCache().is_spread(parts):  # `configure_model` has not parallelized anything
+        if not wrappers.StateDictCache().is_spread(parts):  # `configure_model` has not parallelized anything
             self.plain.save_checkpoint(checkpoint, filepath)
             return
         self.saves.save_shards(self.strategy, filepath, parts, rest)
@@ -131,7 +130,7 @@ class FabricShards(StrategyShards):
             elif isinstance(value, torch.optim.Optimizer):
                 parts[key] = _state_dicts().get_optimizer_state_dict(model, value)
             else:
-                rest[key] = value if method_of(value, "state_dict") is None else value.state_dict()
+                rest[key] = value if wrappers.method_of(value, "state_dict") is None else value.state_dict()
         self.saves.save_shards(self.strategy, path, parts, rest)
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **options: Any) -> Any:

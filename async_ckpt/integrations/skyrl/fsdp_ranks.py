@@ -16,12 +16,9 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from ... import AsyncCheckpointer, PerRank, RngState, SaveHandle
-from ...core.ranks.world import ranks
-from ...core.storage.url import StrPath as Where
-from ...core.storage.url import text_of
 from ...errors import NotCommittedError, StateMismatchError
 from ...files import exists
-from ...plumbing import shown_name as shown
+from ...plumbing import leaf_names, urls, worlds
 from ..common.joint_errors import meet
 from ..common.step_guard import StepGuard
 from ..common.training_archive import refuse_missing
@@ -56,7 +53,7 @@ class FSDPCheckpoints:
     def save_checkpoint(
         self,
         model: Any,
-        ckpt_dir: Where,
+        ckpt_dir: urls.StrPath,
         node_local_rank: int,
         optimizer: Any = None,
         scheduler: Any = None,
@@ -85,7 +82,7 @@ class FSDPCheckpoints:
         state = self._parts(model, optimizer, scheduler) | {
             "client_state": dict(client_state),
             "tag": tag,
-            "world_size": ranks()[1],
+            "world_size": worlds.ranks()[1],
         }
         guard = [] if optimizer is None else self._guard_of([optimizer])
         handle = ckpt.save(state, _step_of(ckpt_dir), overwrite=True, guard=guard or None)
@@ -95,14 +92,14 @@ class FSDPCheckpoints:
     def load_checkpoint(
         self,
         model: Any,
-        ckpt_dir: Where,
+        ckpt_dir: urls.StrPath,
         optimizer: Any = None,
         scheduler: Any = None,
         tag: Any = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
-    ) -> tuple[Where, dict[str, Any]]:
+    ) -> tuple[urls.StrPath, dict[str, Any]]:
         """Fill model, optimizer and scheduler in place, on all ranks. Returns the folder, and the other values that
         were saved.
 
@@ -129,7 +126,7 @@ class FSDPCheckpoints:
                     load_optimizer_states=load_optimizer_states,
                     load_lr_scheduler_states=load_lr_scheduler_states,
                 )
-            rank, world_size = ranks()
+            rank, world_size = worlds.ranks()
             extra = ckpt.load(step, select=["client_state", "tag", "world_size"])
             extra = _values_of_rank(extra, rank if extra["world_size"] == world_size else None, ())
             parts = self._parts(
@@ -141,17 +138,19 @@ class FSDPCheckpoints:
             ckpt.restore(parts, step, strict=load_module_strict)
         return ckpt_dir, {**extra, "rank": rank, "fsdp_strategy": getattr(self, "fsdp_strategy", None)}
 
-    def _load_skyrl_files(self, model: Any, ckpt_dir: Where, **options: Any) -> tuple[Where, dict[str, Any]]:
+    def _load_skyrl_files(
+        self, model: Any, ckpt_dir: urls.StrPath, **options: Any
+    ) -> tuple[urls.StrPath, dict[str, Any]]:
         missing: FileNotFoundError | None = None
         if hasattr(super(), "load_checkpoint"):
             try:
-                load: Callable[..., tuple[Where, dict[str, Any]]] = super().load_checkpoint  # type: ignore[misc]
+                load: Callable[..., tuple[urls.StrPath, dict[str, Any]]] = super().load_checkpoint  # type: ignore[misc]
                 return load(model, ckpt_dir, **options)
             except FileNotFoundError as error:
                 missing = error
         why = f", and of the files of SkyRL: {missing}" if missing else ""
         raise NotCommittedError(
-            f"{_archives_in(ckpt_dir)}: no committed checkpoint there{why}", path=text_of(ckpt_dir), step=None
+            f"{_archives_in(ckpt_dir)}: no committed checkpoint there{why}", path=urls.text_of(ckpt_dir), step=None
         ) from missing
 
     def finalize_pending_saves(self, *_: Any, **__: Any) -> None:
@@ -178,12 +177,12 @@ class FSDPCheckpoints:
             self._guard = StepGuard()
         return self._guard(optimizers)
 
-    def _write_configs(self, model: Any, ckpt_dir: Where, tokenizer: Any) -> None:
+    def _write_configs(self, model: Any, ckpt_dir: urls.StrPath, tokenizer: Any) -> None:
         """On rank 0, have SkyRL write its small folder of configurations. Models without one have no such folder."""
         write = getattr(super(), "save_hf_configs", None)
         config = getattr(_unwrapped(model), "config", None)
-        if write is not None and config is not None and ranks()[0] == 0:
-            write(config, f"{text_of(ckpt_dir).rstrip('/')}/{_CONFIGS}", tokenizer)
+        if write is not None and config is not None and worlds.ranks()[0] == 0:
+            write(config, f"{urls.text_of(ckpt_dir).rstrip('/')}/{_CONFIGS}", tokenizer)
 
     def _parts(self, model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
         parts = {"model": _unwrapped(model), "optimizer": optimizer, "scheduler": scheduler}
@@ -240,9 +239,9 @@ def _values_of_rank(value: Any, rank: int | None, path: tuple[Any, ...]) -> Any:
     if isinstance(value, PerRank):
         if rank is None:
             raise StateMismatchError(
-                f"{shown(path)} was saved by each rank for itself, and there are not as many ranks now; load it with "
+                f"{leaf_names.shown(path)} was saved by each rank for itself, and there are not as many ranks now; load it with "
                 "async_ckpt.load, or save values that are the same on all ranks",
-                mismatched=(shown(path),),
+                mismatched=(leaf_names.shown(path),),
             )
         return value[rank]
     if isinstance(value, dict):
@@ -252,11 +251,11 @@ def _values_of_rank(value: Any, rank: int | None, path: tuple[Any, ...]) -> Any:
     return value
 
 
-def _archives_in(ckpt_dir: Where) -> str:
-    return f"{text_of(ckpt_dir).rstrip('/')}/{_ARCHIVES}"
+def _archives_in(ckpt_dir: urls.StrPath) -> str:
+    return f"{urls.text_of(ckpt_dir).rstrip('/')}/{_ARCHIVES}"
 
 
-def _step_of(ckpt_dir: Where) -> int:
+def _step_of(ckpt_dir: urls.StrPath) -> int:
     """The step in the name that SkyRL gives the folder above; 0 for other names."""
-    match = re.search(r"global_step_(\d+)", text_of(ckpt_dir))
+    match = re.search(r"global_step_(\d+)", urls.text_of(ckpt_dir))
     return int(match[1]) if match else 0

@@ -19,16 +19,11 @@ import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from ... import Place, SaveHandle, unpack, wrap
-from ...core.saving.default import files_saver
-from ...core.saving.ledger import raise_error_of
-from ...core.saving.save import Save, wait_for_saves
-from ...core.storage.url import StrPath as Where
 from ...errors import CheckpointError, ClosedError
-from ...face.around.pack import pack_under
-from ...plumbing import ENDS_THE_WAIT, Wait
+from ...plumbing import pack, urls
 from .worker_calls import WorkerCalls, with_model_id
 
 _MARKER: Final = "MARKER"
@@ -89,7 +84,7 @@ class CheckpointBackend:
         tokenizer: Any = None,
         lora: bool = False,
         scratch: str | os.PathLike[str] | None = None,
-        place: Callable[[Where], Place] = Place,
+        place: Callable[[urls.StrPath], Place] = Place,
     ) -> None:
         self._save = _required(dispatch, "save_checkpoint")
         self._load = _required(dispatch, "load_checkpoint")
@@ -99,14 +94,13 @@ class CheckpointBackend:
         self._role, self._validate, self._tokenizer, self._lora = role, validate, tokenizer, lora
         self._scratch = scratch
         self._place_of = place
-        # The saver of all files holds the saves that go on, or that failed unseen; other handles may go.
-        self._handles: WeakSet[SaveHandle] = WeakSet()
+        self._saves = pack.FileSaves()
         self._newest: WeakValueDictionary[str, SaveHandle] = WeakValueDictionary()  # by path
         self._closed = False
 
     # --- saving -----------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, output_path: Where, model_id: str) -> SaveHandle:
+    def save_checkpoint(self, output_path: urls.StrPath, model_id: str) -> SaveHandle:
         """Save model, optimizer and scheduler as one tar; returns when the workers have written their files.
 
         Raises ValueError for an unknown model, before anything is written, and what the dispatch raises; nothing is
@@ -120,7 +114,7 @@ class CheckpointBackend:
 
         return self._pack(output_path, write)
 
-    def save_sampler_checkpoint(self, output_path: Where, model_id: str, persist: bool = True) -> SaveHandle:
+    def save_sampler_checkpoint(self, output_path: urls.StrPath, model_id: str, persist: bool = True) -> SaveHandle:
         """Send the weights to the inference engines, and save them as an export that others can sample from.
 
         With `persist=False` the archive is only a marker, which `load_checkpoint` refuses. The call waits until the
@@ -135,7 +129,7 @@ class CheckpointBackend:
         return self._save_sampler(output_path, role, model_id, persist)
 
     async def save_sampler_checkpoint_async(
-        self, output_path: Where, model_id: str, persist: bool = True
+        self, output_path: urls.StrPath, model_id: str, persist: bool = True
     ) -> SaveHandle:
         """The same call for an event loop, which goes on while weights are sent: `report = await (await …)`."""
         role = self._begin_sampler(model_id)
@@ -145,7 +139,7 @@ class CheckpointBackend:
 
     # --- loading ----------------------------------------------------------------------------------------------
 
-    def load_checkpoint(self, checkpoint_path: Where, model_id: str, load_optimizer: bool = True) -> None:
+    def load_checkpoint(self, checkpoint_path: urls.StrPath, model_id: str, load_optimizer: bool = True) -> None:
         """Load a model, with or without its optimizer and scheduler, from any tar: ours, SkyRL's, gzip or not.
 
         If a save to the same path is under way, it is waited for; if it failed, and its error was not retrieved yet,
@@ -172,10 +166,9 @@ class CheckpointBackend:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every save begun so far, and the removal of its files; raise the first error not retrieved yet."""
-        wait_for_saves(self._pending(), Wait("in wait()", ENDS_THE_WAIT), timeout)
-        self._raise_unseen()
+        self._saves.wait(timeout)
 
-    def _place(self, path: Where) -> Place:
+    def _place(self, path: urls.StrPath) -> Place:
         place = Place(path)
         return place if place.is_local else self._place_of(path)
 
@@ -225,7 +218,7 @@ class CheckpointBackend:
         assert self._send is not None
         await self._send(model_id=model_id if self._lora else None)
 
-    def _save_sampler(self, output_path: Where, role: str, model_id: str, persist: bool) -> SaveHandle:
+    def _save_sampler(self, output_path: urls.StrPath, role: str, model_id: str, persist: bool) -> SaveHandle:
         if not persist:
             mark = wrap(_write_marker, destination="file", file_object=True)
             return self._follow(mark(self._place(output_path), model_id))
@@ -235,8 +228,8 @@ class CheckpointBackend:
 
         return self._pack(output_path, write)
 
-    def _pack(self, output_path: Where, write: Callable[[str], None]) -> SaveHandle:
-        with pack_under(self._place(output_path), scratch=self._scratch) as folder:
+    def _pack(self, output_path: urls.StrPath, write: Callable[[str], None]) -> SaveHandle:
+        with pack.pack_under(self._place(output_path), scratch=self._scratch) as folder:
             # SkyRL passes a path that does not exist yet, and some dispatches insist on creating the folder.
             os.rmdir(folder)
             write(str(folder))
@@ -244,25 +237,17 @@ class CheckpointBackend:
         return self._follow(folder.handle)
 
     def _follow(self, handle: SaveHandle) -> SaveHandle:
-        self._handles.add(handle)
+        self._saves.add(handle)
         self._newest[_path_key(handle.path)] = handle
         return handle
-
-    def _pending(self) -> list[Save]:
-        """The saves of this backend that are under way, or that failed without anybody retrieving the error."""
-        return [save for save in files_saver().ledger.saves() if save.handle in self._handles]
 
     def _wait_for_save_to(self, key: str) -> None:
         handle = self._newest.get(key)
         if handle is not None and not handle.looked_at:
             handle.result()
 
-    def _raise_unseen(self) -> None:
-        raise_error_of([save.handle for save in self._pending() if save.is_unseen])
-
     def __repr__(self) -> str:
-        num_saves = sum(not pending.handle.done() for pending in self._pending())
-        return f"<CheckpointBackend of {self._role}, {num_saves} saves under way>"
+        return f"<CheckpointBackend of {self._role}, {self._saves.num_under_way} saves under way>"
 
 
 def _write_marker(file: Any, model_id: str) -> None:

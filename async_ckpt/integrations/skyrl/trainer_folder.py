@@ -25,17 +25,14 @@ from typing import Any, Final
 
 import torch
 
-from ...core.saving.ledger import wait_in_training
-from ...core.storage.scratch import sweep, sync_all
-from ...plumbing import TEMP_SUFFIX, TIMEKEEPER, Crew, Scratch, growing_pauses, place_of, running_future
-from ...plumbing import publish_file as publish
+from ...plumbing import ledger, locks, places, scratches, spans, threads, waits
 from ..common.folders import name_latest
 from .worker_calls import WorkerCalls
 
 _LATEST: Final = "latest_ckpt_global_step.txt"
 _STATE: Final = "trainer_state.pt"
 _NUMBERED: Final = re.compile(r"global_step_(\d+)")
-_HIDDEN: Final = re.compile(rf"\.(global_step_\d+)\.\w+{re.escape(TEMP_SUFFIX)}\.d")
+_HIDDEN: Final = re.compile(rf"\.(global_step_\d+)\.\w+{re.escape(locks.TEMP_SUFFIX)}\.d")
 # How long the follower pauses between two looks at the workers.
 _LOOK_SECONDS: Final = 0.05
 _LONGEST_LOOK_SECONDS: Final = 1.0
@@ -59,7 +56,7 @@ class TrainerCheckpoints:
     """
 
     _saving: Future[None] | None = None
-    _follower: Crew | None = None
+    _follower: threads.Crew | None = None
 
     def save_checkpoints(self) -> str:
         """Save as the trainer of reinforcement learning does. Returns the folder, which appears when it is durable."""
@@ -91,7 +88,7 @@ class TrainerCheckpoints:
         """Return when the save under way is durable, and named. Raises its error."""
         saving = self._saving
         if saving is not None:
-            wait_in_training(saving)
+            ledger.wait_in_training(saving)
             self._saving = None
             saving.result()
 
@@ -108,12 +105,12 @@ class TrainerCheckpoints:
         self.wait_for_checkpoints()
         settings: Any = _settings_of(self)
         given = settings.ckpt_path
-        if not place_of(given).is_local:
+        if not places.place_of(given).is_local:
             raise NotImplementedError(f"{given}: ckpt_path must be a folder; use plain SkyRL for a URL")
         root = Path(os.path.abspath(given))
         os.makedirs(root, exist_ok=True)
         for name in {match[1] for match in map(_HIDDEN.fullmatch, os.listdir(root)) if match}:
-            sweep(root, name)
+            scratches.sweep(root, name)
         dispatch: Any = self.dispatch  # type: ignore[attr-defined]
         save = _FolderSave(root, f"global_step_{self.global_step}", WorkerCalls(dispatch))  # type: ignore[attr-defined]
         save.limit = settings.max_ckpts_to_keep
@@ -127,8 +124,8 @@ class TrainerCheckpoints:
         except BaseException:
             save.give_up()
             raise
-        ended = self._saving = running_future()
-        self._follower = self._follower or Crew("skyrl", 1)
+        ended = self._saving = threads.running_future()
+        self._follower = self._follower or threads.Crew("skyrl", 1)
         self._follower.submit(partial(save.follow, ended), ended.set_exception)
         return os.path.join(given, save.target.name)
 
@@ -140,7 +137,7 @@ class _FolderSave:
         self.target: Final = root / name
         self.limit = -1
         self._workers = workers
-        self._scratch = Scratch(root, name)
+        self._scratch = scratches.Scratch(root, name)
         self.hidden: Final = self._scratch.folder
 
     @property
@@ -168,8 +165,8 @@ class _FolderSave:
         try:
             for model in self._models():
                 self._wait_for_workers(model)
-            sync_all(self._written)
-            publish(self._written, self.target, replaced=lambda _: True)
+            scratches.sync_all(self._written)
+            scratches.publish(self._written, self.target, replaced=lambda _: True)
             name_latest(self.target.parent / _LATEST, self.target.name.removeprefix("global_step_"))
         except BaseException as error:
             _log.error("%s was not saved: %s: %s", self.target, type(error).__name__, error)
@@ -188,9 +185,9 @@ class _FolderSave:
 
     def _wait_for_workers(self, model: str) -> None:
         """Wait until the workers of a model are done, without holding their other work. Raises their error."""
-        pauses = growing_pauses(_LOOK_SECONDS, _LONGEST_LOOK_SECONDS)
+        pauses = waits.growing_pauses(_LOOK_SECONDS, _LONGEST_LOOK_SECONDS)
         while self._workers.have_pending_save(model):
-            TIMEKEEPER.sleep(next(pauses))
+            spans.TIMEKEEPER.sleep(next(pauses))
         self._workers.finalize(model)
 
     def _retire(self) -> None:

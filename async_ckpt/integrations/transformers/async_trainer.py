@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ... import load, snapshot
 from ...errors import StateMismatchError
 from ...files import local_read_dir, local_work_dir
-from ...plumbing import monotonic
+from ...plumbing import spans
 from ..common.folders import FolderHold
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
@@ -258,7 +258,7 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         All ranks meet three times, so that an error of any is raised on all: when each has its snapshot, with its part
         of the checkpoint before behind it; when the folder is ready; and when all is begun.
         """
-        began = monotonic()
+        began = spans.monotonic()
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run_dir, name = self._get_output_dir(trial=trial), f"{_PREFIX}-{self.state.global_step}"

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from ... import HeldSnapshot, SaveHandle, SaveReport, wrap
 from ...files import local_work_dir
-from ...plumbing import monotonic, translated, write_by_torch
+from ...plumbing import disk, spans, write_by_torch
 from ..common.frameworks import LOGGED_AS
 from ..common.fsdp_files import FsdpFiles
 from ..common.run_folders import LocalRun, StoredRun
@@ -65,7 +65,7 @@ class TrainerSave:
         state = trainer.state
         self.step, self.row_before = state.global_step, state.log_history[-1] if state.log_history else None
         self.epoch = {} if state.epoch is None else {"epoch": state.epoch}
-        self._call_seconds = monotonic() - self._began
+        self._call_seconds = spans.monotonic() - self._began
 
     def _begin_folder(
         self, snap: HeldSnapshot, in_archive: Mapping[str, Any], rest: _Rest, archive: TrainingArchive | None
@@ -137,7 +137,7 @@ def _write_folder(
     """Fill the folder of a checkpoint."""
     trainer = rest.trainer
     trainer._run.make_room()
-    with translated(Path(folder)):
+    with disk.translated(Path(folder)):
         os.makedirs(folder, exist_ok=True)
         refuse_full(folder, [weights, in_files])
     if weights is not None:

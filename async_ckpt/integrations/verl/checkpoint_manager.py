@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ... import RngState, SaveHandle, SaveReport, export_hf, load, save, snapshot
-from ...core.saving.ledger import leave_warning, wait_for_ends, wait_in_training
 from ...errors import NotCommittedError
-from ...plumbing import Crew, monotonic, running_future, wait_for
+from ...plumbing import ledger, spans, threads, waits
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
 from ..common.small_files import written_by
@@ -71,8 +70,8 @@ class _PartSave:
     call_seconds: float
     names_step: bool
     went_on: threading.Event = field(default_factory=threading.Event)
-    durable: Future[None] = field(default_factory=running_future)
-    ended: Future[None] = field(default_factory=running_future)
+    durable: Future[None] = field(default_factory=threads.running_future)
+    ended: Future[None] = field(default_factory=threads.running_future)
 
     def report(self) -> SaveReport:
         report = self.handles[0].result()
@@ -118,7 +117,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         self._pending: _PartSave | None = None
         self._reports: list[SaveReport] = []
         self._knows_siblings = False
-        self._follower = Crew("verl", 1)
+        self._follower = threads.Crew("verl", 1)
 
     # --- what verl calls --------------------------------------------------------------------------------------
 
@@ -133,7 +132,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
         Raises the error of the save before it, and then saves nothing; and, on all ranks, what the copy raises on any.
         """
-        began = monotonic()
+        began = spans.monotonic()
         if local_path is None:
             self.wait()
             return
@@ -157,11 +156,11 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
             meet(lambda: handles.extend(self._begin(folder, state, exported)))
         except BaseException:
             for handle in handles:
-                wait_for(handle)
+                waits.wait_for(handle)
                 handle.exception()  # this save is none, whatever has come of its parts
             raise
         self._pending = _PartSave(
-            folder, handles, files, global_step, max_ckpt_to_keep, monotonic() - began, names_step=is_async
+            folder, handles, files, global_step, max_ckpt_to_keep, spans.monotonic() - began, names_step=is_async
         )
         self._follower.submit(partial(self._follow, self._pending), self._pending.ended.set_exception)
         if not is_async:
@@ -218,7 +217,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         if pending is not None:
             pending.went_on.set()
             if pending.durable.done():
-                wait_for(pending.ended)  # for a moment: the tracker is moved
+                waits.wait_for(pending.ended)  # for a moment: the tracker is moved
 
     def reports(self) -> list[SaveReport]:
         """The reports of this rank's part of the saves that have ended since the last call.
@@ -315,7 +314,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                 handles.append(save(snap["state"], folder.archive))
                 handles.append(export_hf(snap["exported"], folder.path / _HF))
         for handle in handles:
-            leave_warning(handle)
+            ledger.leave_warning(handle)
         return handles
 
     # --- the end of a save, on the follower's thread ----------------------------------------------------------
@@ -324,7 +323,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
         """Wait until everything of a save is durable, and do the rest of it."""
         folder = pending.folder
         try:
-            wait_for_ends(pending.handles)
+            ledger.wait_for_ends(pending.handles)
             if self.rank == 0:
                 folder.finish(pending.files)
         except BaseException as error:
@@ -368,7 +367,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
     def _after_last(self, then: Callable[[], Any]) -> None:
         pending = self._pending
         if pending is not None:
-            wait_in_training(pending.ended, pending.handles)
+            ledger.wait_in_training(pending.ended, pending.handles)
             self._pending = None
             pending.ended.result()
             if pending.handles:
@@ -377,7 +376,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
 
     def _after_durable(self) -> None:
         if self._pending is not None:
-            wait_in_training(self._pending.durable, self._pending.handles)
+            ledger.wait_in_training(self._pending.durable, self._pending.handles)
             self._pending.durable.result()
 
     # --- loading ----------------------------------------------------------------------------------------------

@@ -26,9 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ...core.storage.disk import make_folder, sync_file
-from ...plumbing import MANIFEST_NAME as MANIFEST
-from ...plumbing import LocalStorage, close_quietly, growing_pauses, sync_folder
+from ...plumbing import LocalStorage, disk, runs, waits
 from ..common.folders import name_latest
 from ..common.training_archive import archive_in
 
@@ -60,7 +58,7 @@ class PartFolder:
     def begin(self) -> None:
         """Make the folder, and mark it as unfinished."""
         self._data_before = self._seen_data()
-        make_folder(self.path)
+        disk.make_folder(self.path)
         LocalStorage(self.path).replace(_MARK, b"This is removed when the checkpoint is durable.\n")
 
     def finish(self, files: Mapping[str, bytes]) -> None:
@@ -74,11 +72,11 @@ class PartFolder:
 
     def unmark(self) -> None:
         LocalStorage(self.path).delete(_MARK)
-        sync_folder(self.path)
+        disk.sync_folder(self.path)
 
     def wait_for_trainer(self, went_on: threading.Event) -> None:
         """Wait until the trainer has written its file, or has gone on, or is at its end."""
-        pauses = growing_pauses(_LOOK_SECONDS, _LONGEST_LOOK_SECONDS)
+        pauses = waits.growing_pauses(_LOOK_SECONDS, _LONGEST_LOOK_SECONDS)
         while self._step is not None and threading.main_thread().is_alive() and not self._has_data():
             if went_on.wait(next(pauses)):
                 return
@@ -91,11 +89,11 @@ class PartFolder:
         with suppress(FileNotFoundError):
             fd = os.open(step_folder / _OF_TRAINER, os.O_RDWR)
             try:
-                sync_file(fd)
+                disk.sync_file(fd)
             finally:
-                close_quietly(fd)
-        sync_folder(step_folder)
-        sync_folder(step_folder.parent)
+                disk.close_quietly(fd)
+        disk.sync_folder(step_folder)
+        disk.sync_folder(step_folder.parent)
         name_latest(step_folder.parent / TRACKER, str(self._step))
 
     def is_named(self) -> bool:
@@ -113,13 +111,15 @@ class PartFolder:
             archive = archive_in(path)
             if archive is not None and not (path / _MARK).exists():
                 with suppress(FileNotFoundError):  # not committed
-                    found.append(((archive / MANIFEST if archive.is_dir() else archive).stat().st_mtime_ns, path))
+                    found.append(
+                        ((archive / runs.MANIFEST_NAME if archive.is_dir() else archive).stat().st_mtime_ns, path)
+                    )
         return [path for _, path in sorted(found)]
 
     def remove(self) -> None:
         """Remove the folder. The archive is taken back first: nobody takes what is left meanwhile for whole."""
         with suppress(FileNotFoundError):
-            (self.archive / MANIFEST if self.archive.is_dir() else self.archive).unlink()
+            (self.archive / runs.MANIFEST_NAME if self.archive.is_dir() else self.archive).unlink()
         shutil.rmtree(self.path, ignore_errors=True)
 
     def files_of_verl(self) -> list[Path]:

@@ -9,14 +9,14 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from ...plumbing import get_loop, running_future
+from ...plumbing import get_loop, threads
 
 T = TypeVar("T")
 
 
 async def off_loop(fn: Callable[[], T]) -> T:
     """Make a blocking call on a thread of this library, and wait for it on whichever loop this is."""
-    outcome = running_future()
+    outcome = threads.running_future()
 
     def call() -> None:
         try:

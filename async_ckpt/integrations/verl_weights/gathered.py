@@ -14,11 +14,9 @@ from typing import Final
 
 import torch
 
-from ...core.spec import align_up
-from ...core.state.capture import capture
-from ...core.state.captured import SnapshotCopies, structure_of
 from ...errors import UnsupportedStateError
-from ...plumbing import SnapshotView, get_loop, held_memory, why_not
+from ...plumbing import capture, get_loop, kept_memory, spec
+from ...plumbing import captured as captured_state
 
 _ALIGNMENT: Final = 64
 _HALF_BYTES: Final = 2
@@ -40,7 +38,7 @@ class GatheredWeights:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor. Raises UnsupportedStateError, ValueError for a name that was there before, and MemoryError."""
-        why = why_not(tensor)
+        why = capture.why_not(tensor)
         if why is not None:
             raise UnsupportedStateError(f"{name!a}: {why}; nothing was sent", path=name)
         if name in self.tensors:
@@ -53,10 +51,10 @@ class GatheredWeights:
         self.num_bytes += tensor.nbytes
 
     def _region(self, num_bytes: int) -> torch.Tensor:
-        begin = align_up(self._used_bytes, _ALIGNMENT)
+        begin = spec.align_up(self._used_bytes, _ALIGNMENT)
         if begin + num_bytes > len(self._buffer):
             begin = 0
-            self._buffer = held_memory().lend(
+            self._buffer = kept_memory.held_memory().lend(
                 max(num_bytes, self._room_bytes),
                 crew=get_loop().copiers,
                 max_bytes=self._max_bytes,
@@ -72,7 +70,7 @@ class GatheredWeights:
     @property
     def room_for_all(self) -> int:
         """The size of one buffer for as many weights again."""
-        return sum(align_up(tensor.nbytes, _ALIGNMENT) for tensor in self.tensors.values())
+        return sum(spec.align_up(tensor.nbytes, _ALIGNMENT) for tensor in self.tensors.values())
 
     @property
     def change_little(self) -> bool:
@@ -84,9 +82,11 @@ class GatheredWeights:
         )
         return 2 * small > self.num_bytes
 
-    def snapshot(self) -> SnapshotView:
+    def snapshot(self) -> captured_state.SnapshotView:
         """The tensors as a snapshot, which is not copied again. They must not be written to any more."""
-        captured = capture(self.tensors)
+        captured = capture.capture(self.tensors)
         completion: Future[None] = Future()
         completion.set_result(None)
-        return SnapshotView(SnapshotCopies(captured, captured.tensors, completion), structure_of(captured))
+        return captured_state.SnapshotView(
+            captured_state.SnapshotCopies(captured, captured.tensors, completion), captured_state.structure_of(captured)
+        )

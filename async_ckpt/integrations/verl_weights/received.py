@@ -21,7 +21,6 @@ from typing import Any, Final
 import torch
 
 from ... import Place, load
-from ...core.backends import accelerator
 from ...errors import (
     ClosedError,
     CorruptCheckpointError,
@@ -29,7 +28,7 @@ from ...errors import (
     PeerFailedError,
     StorageUnavailableError,
 )
-from ...plumbing import TIMEKEEPER, translated
+from ...plumbing import backends, disk, spans
 from ...weights.confined import ConfinedFolder
 from ...weights.publishing.in_memory.borrow import PublisherMemory
 from ...weights.publishing.notes import LOCK, Notes
@@ -100,7 +99,7 @@ class WeightReceiver:
             yield item
 
     async def _tensors(self, version: SentVersion, durable: Callable[[], Awaitable[Any]]) -> AsyncIterator[Item]:
-        device = accelerator()
+        device = backends.accelerator()
         async with self._opened(version, durable) as tensors:
             for name, tensor in tensors.items():
                 yield name, tensor if device is None else tensor.to(device)
@@ -163,9 +162,9 @@ class WeightReceiver:
         """Keep pulls of other processes away from the folder. The system gives the lock back if this process dies."""
         fd = ConfinedFolder(folder).open(LOCK, os.O_CREAT | os.O_RDWR, make=True)
         try:
-            deadline = TIMEKEEPER.now() + self._timeout_seconds
+            deadline = spans.TIMEKEEPER.now() + self._timeout_seconds
             while not _try_lock(folder, fd):
-                if TIMEKEEPER.now() > deadline:
+                if spans.TIMEKEEPER.now() > deadline:
                     raise TimeoutError(
                         f"another process has been pulling into {folder} for {self._timeout_seconds:g} s; see "
                         "what it does"
@@ -183,7 +182,7 @@ async def _nothing_to_wait_for() -> None:
 
 def _try_lock(folder: Path, fd: int) -> bool:
     try:
-        with translated(folder, passing=(BlockingIOError,)):
+        with disk.translated(folder, passing=(BlockingIOError,)):
             if fcntl is not None:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -198,7 +197,7 @@ def _default_folder(root: str) -> Path:
     """
     user = os.getuid() if hasattr(os, "getuid") else 0
     parent = Path(tempfile.gettempdir(), f"async_ckpt-weights-{user}")
-    with translated(parent):
+    with disk.translated(parent):
         with suppress(FileExistsError):
             os.mkdir(parent, 0o700)
         status = os.lstat(parent)

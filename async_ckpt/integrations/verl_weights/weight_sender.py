@@ -14,8 +14,7 @@ from typing import Any, Final
 import torch
 
 from ... import Place, SaveHandle
-from ...core.host.shared_memory import CAN_SHARE
-from ...plumbing import monotonic
+from ...plumbing import shared_memory, spans
 from ...weights.publishing.publisher import Publisher
 from ...weights.publishing.versions import Versions
 from .blocking_calls import off_loop
@@ -39,7 +38,7 @@ class WeightSender:
     ) -> None:
         if unknown := sorted(options.keys() - _OPTIONS.keys()):
             raise ValueError(f"publisher has no option {unknown[0]!r}; there are {', '.join(_OPTIONS)}")
-        self._root, self._local = root, CAN_SHARE if local is None else local
+        self._root, self._local = root, shared_memory.CAN_SHARE if local is None else local
         self._options: dict[str, Any] = {**_OPTIONS, **options}
         Publisher(root, local=self._local, **self._options).close()  # raises for options that are not valid
         self._publisher: Publisher | None = None  # made when it is known what the weights are
@@ -59,10 +58,10 @@ class WeightSender:
 
         Returns when a receiver on this host can read the version; if `durably`, when all others can.
         """
-        begun = monotonic()
+        begun = spans.monotonic()
         try:
             gathered = await self._gather(weights)
-            gathered_at = monotonic()
+            gathered_at = spans.monotonic()
             async with asyncio.timeout(timeout_seconds):
                 handle = await self._publish(address, gathered, version, timeout_seconds)
                 if durably:
@@ -80,7 +79,7 @@ class WeightSender:
         return {
             "async_ckpt/num_bytes": float(gathered.num_bytes),
             "async_ckpt/gather_seconds": gathered_at - begun,
-            "async_ckpt/publish_seconds": monotonic() - gathered_at,
+            "async_ckpt/publish_seconds": spans.monotonic() - gathered_at,
         }
 
     async def _gather(self, weights: AsyncIterator[tuple[str, torch.Tensor]]) -> GatheredWeights:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...plumbing import SnapshotView
+from ...plumbing import captured
 from ..common.held_weights import HeldTensor, SnapshotWeights
 
 if TYPE_CHECKING:  # whichever version is installed, if any
@@ -41,7 +41,7 @@ class SnapshotSource(WeightSource):  # type: ignore[misc]
     Raises TypeError for anything but a part of a snapshot, and UnsupportedStateError for a part that is no model.
     """
 
-    def __init__(self, view: SnapshotView, *, device: Any = None) -> None:
+    def __init__(self, view: captured.SnapshotView, *, device: Any = None) -> None:
         self._weights, self._device = SnapshotWeights(view), device
 
     @cached_property
@@ -49,7 +49,7 @@ class SnapshotSource(WeightSource):  # type: ignore[misc]
         """A ParamMeta of vLLM for each tensor, in the order of both iterations."""
         return [_meta(tensor) for tensor in self._weights.tensors]
 
-    def renew(self, view: SnapshotView) -> None:
+    def renew(self, view: captured.SnapshotView) -> None:
         """Go on with a later snapshot of the same model.
 
         source.renew(snap["model"])

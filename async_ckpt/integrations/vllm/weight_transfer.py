@@ -18,9 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from ...core.backends import backend_of, is_host
-from ...face.around.hf_weights import Tensors
-from ...plumbing import MIB, Scratch, Weights, shards_of, translated
+from ...plumbing import backends, disk, hf_shards, hf_weights, scratches, spec
 from ..common.frameworks import require
 from ..common.stored_weights import Item, StoredWeights
 from .handed_on import HandedOn
@@ -78,7 +76,7 @@ class SenderInit(TrainerInitInfo):  # type: ignore[misc]
 
     backend: ClassVar[str] = NAME
     buckets: str = "/dev/shm"  # a place of memory, in which buckets have random names  # nosec B108
-    bucket_bytes: int = 1024 * MIB
+    bucket_bytes: int = 1024 * spec.MIB
     folder: str | None = None
 
     def __post_init__(self) -> None:
@@ -111,8 +109,8 @@ class StoredWeightsEngine(WeightTransferEngine):  # type: ignore[misc]
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load what an update is about, and wait for the device. Raises as `receive_weights` does."""
         self.receive_weights(self.parse_update_info(update_info))
-        if not is_host(self.device):
-            backend_of(self.device).current_stream(self.device).synchronize()
+        if not backends.is_host(self.device):
+            backends.backend_of(self.device).current_stream(self.device).synchronize()
 
     def receive_weights(self, update_info: StoredUpdate) -> None:
         """Load the weights of one place.
@@ -231,12 +229,12 @@ class SnapshotSender(TrainerWeightTransferEngine):  # type: ignore[misc]
 
     def _files(self, stack: ExitStack) -> Iterator[dict[str, Any]]:
         """Updates with one file after the other; each file is there until the next is asked for."""
-        scratch = stack.enter_context(Scratch(Path(self._init.buckets), _SCRATCH))
+        scratch = stack.enter_context(scratches.Scratch(Path(self._init.buckets), _SCRATCH))
         for number, tensors in enumerate(_buckets(self.source.iter_full(), self._init.bucket_bytes)):
             path = scratch.folder / f"bucket-{number:05d}.safetensors"
-            (shard,) = shards_of(Weights("model", tensors, {}, {}, dict), sys.maxsize)
+            (shard,) = hf_shards.shards_of(hf_weights.Weights("model", tensors, {}, {}, dict), sys.maxsize)
             tensors.clear()
-            with translated(path, needed_bytes=shard.num_bytes), path.open("wb") as file:
+            with disk.translated(path, needed_bytes=shard.num_bytes), path.open("wb") as file:
                 for _, data in shard.pieces():
                     file.write(data)
             del shard
@@ -271,9 +269,9 @@ class SnapshotSender(TrainerWeightTransferEngine):  # type: ignore[misc]
             self.client.update_weights({"weights": None, "failed": why})
 
 
-def _buckets(items: Iterable[Item], max_bytes: int) -> Iterator[Tensors]:
+def _buckets(items: Iterable[Item], max_bytes: int) -> Iterator[hf_weights.Tensors]:
     """The items, on the host, in buckets of so many bytes; a larger tensor has one of its own."""
-    bucket: Tensors = {}
+    bucket: hf_weights.Tensors = {}
     room = max_bytes
     for name, tensor in items:
         if bucket and tensor.nbytes > room:

@@ -14,9 +14,8 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import IO, Any, Final
 
-from ...core.spec import KIB
-from ...core.storage import store_facts
 from ...errors import StorageUnavailableError
+from ...plumbing import spec, store_facts
 from ..conditions import Conditions, Form
 from ..proven.whole_copy import NoRangesError
 from .info import Info, Moment, ReplacedError, probe_name
@@ -30,7 +29,7 @@ _MARKERS: Final = ("ContinuationToken", "KeyMarker", "UploadIdMarker")
 # S3 takes no more in one request.
 _MAX_DELETED: Final = 1000
 # A body goes to the socket in copies of this size: one join below 1 MiB keeps the GIL, so no slice is torn.
-_SLICE_BYTES: Final = 256 * KIB
+_SLICE_BYTES: Final = 256 * spec.KIB
 
 
 class Body:

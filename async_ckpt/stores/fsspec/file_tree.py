@@ -17,8 +17,7 @@ from typing import IO, Any, Final
 
 import xxhash
 
-from ...core.storage.locks import temp_stem
-from ...plumbing import MIB, TEMP_SUFFIX, sync_folder
+from ...plumbing import disk, locks, spec
 from ..proven.known import ClientFacts
 from ..proven.whole_copy import NoRangesError
 from ..retry import persist
@@ -34,7 +33,7 @@ _OBJECTS: Final = frozenset(
 # Filesystems whose `rmdir` refuses a folder that is not empty; others (Arrow's) delete its content.
 _KEEPS_FULL_FOLDERS: Final = frozenset({"file", "local", "sftp", "ssh", "ftp", "smb"})
 _LISTING_TRIES: Final = 5
-_COPIED_BYTES: Final = 4 * MIB
+_COPIED_BYTES: Final = 4 * spec.MIB
 # Fields that differ between versions of a file, the most reliable first.
 _STAMPS: Final = (
     "ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created",
@@ -204,7 +203,7 @@ class FileTree:
     def settle(self, name: str) -> None:
         """On a local disk, make the name durable, and the names of the folders that may be new."""
         for folder in PurePosixPath(name).parents if self.local else ():
-            sync_folder(Path(folder))
+            disk.sync_folder(Path(folder))
             if len(str(folder)) < len(self._root):
                 return
 
@@ -266,7 +265,7 @@ class FileTree:
             for entry in entries:
                 name = entry["name"].rstrip("/")
                 path = prefix + name.rpartition("/")[2]
-                if name == inner or path.endswith(TEMP_SUFFIX):
+                if name == inner or path.endswith(locks.TEMP_SUFFIX):
                     continue
                 if entry["type"] == "directory":
                     folders.append((name, f"{path}/"))
@@ -402,7 +401,7 @@ class Draft:
 def _temp_name(name: str) -> str:
     """A name beside this one for a file that is being written, or about to be deleted."""
     folder, _, last = name.rpartition("/")
-    return f"{folder}/{temp_stem(last)}{os.urandom(4).hex()}{TEMP_SUFFIX}"
+    return f"{folder}/{locks.temp_stem(last)}{os.urandom(4).hex()}{locks.TEMP_SUFFIX}"
 
 
 def _is_folder(entry: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple, Protocol
 
-from ...core.storage.store_facts import PROBE
+from ...plumbing import store_facts
 
 
 class Moment(Protocol):
@@ -29,4 +29,4 @@ class ReplacedError(Exception):
 
 
 def probe_name() -> str:
-    return f"{PROBE}{os.urandom(4).hex()}"
+    return f"{store_facts.PROBE}{os.urandom(4).hex()}"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from ...core.storage import store_facts
+from ...plumbing import store_facts
 
 
 class NoBucketError(OSError):

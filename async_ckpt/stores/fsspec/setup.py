@@ -15,9 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final
 
-from ...core.host.process import never_end
-from ...core.storage.url import SCHEMES
-from ...plumbing import in_forked_child
+from ...plumbing import process, urls
 from ..s3.azure_google import adlfs_options, gcsfs_options
 from .refusals import InheritedError, chain
 
@@ -81,11 +79,11 @@ class OncePerProcess:
         return self._using if self._one_at_a_time else nullcontext()
 
 
-@in_forked_child
+@process.in_forked_child
 def _forget() -> None:
     """In a forked child: connections and event loops are the parent's."""
     for fs in list(_alive.values()):
-        never_end(fs)
+        process.never_end(fs)
     for maker in list(_makers):
         maker.begin_anew()
 
@@ -104,7 +102,7 @@ def maker_of(fs: Any) -> Callable[[], Any]:
 
 def _remake(fs: Any) -> Any:
     """A copy of a filesystem with connections of this process, made by pickling."""
-    never_end(fs)
+    process.never_end(fs)
     try:
         return pickle.loads(pickle.dumps(fs))  # of bytes that were pickled in the same line  # nosec B301
     except Exception as error:
@@ -122,7 +120,7 @@ def class_and_maker(scheme: str, url: str, options: Mapping[str, Any]) -> tuple[
         kwargs = _for_s3fs(options, known=set(inspect.signature(kind.__init__).parameters))
     else:
         kwargs = {key: value for key, value in options.items() if key not in _OURS}
-        if (translated := _OPTIONS_OF.get(SCHEMES.get(scheme, scheme))) is not None:
+        if (translated := _OPTIONS_OF.get(urls.SCHEMES.get(scheme, scheme))) is not None:
             kwargs = translated(kwargs)
         kwargs = {**kind._get_kwargs_from_urls(url), **kwargs}
 

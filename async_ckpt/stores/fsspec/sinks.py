@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
-from ...core.storage.interface import MemoryLoan
 from ...errors import CheckpointError, StorageUnavailableError
+from ...plumbing import MemoryLoan
 from .bucket import Body, Bucket
 from .file_tree import Draft, FileTree
 from .info import Info

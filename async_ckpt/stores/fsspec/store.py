@@ -13,12 +13,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from ...core.host.deadlines import OBJECT_SECONDS
-from ...core.storage import store_facts
-from ...core.storage.bulk import delete, existing
-from ...core.storage.url import scheme_of, shown, split_bucket, starred, unusable_name
 from ...errors import CheckpointError, StorageFullError, StorageUnavailableError
-from ...plumbing import Reader, Storage
+from ...plumbing import Reader, Storage, bulk, store_facts, urls, waits
 from ..proven.known import ClientFacts, identity_of, known_of, known_to
 from ..proven.place_proof import prove
 from ..proven.whole_copy import NO_RANGES, NoRangesError, WholeCopy
@@ -44,21 +40,21 @@ class FsspecStorage(Storage):
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, fs: Any = None) -> None:
         options = dict(options or {})
         if fs is None:
-            scheme = scheme_of(url)
+            scheme = urls.scheme_of(url)
             if scheme is None:
                 raise ValueError(
-                    f"{shown(url)!r} is not a URL such as memory://run or sftp://host/run; pass a chain of "
+                    f"{urls.shown(url)!r} is not a URL such as memory://run or sftp://host/run; pass a chain of "
                     "filesystems, or a path on one, as Place(path, fs=…)"
                 )
             if scheme in ("s3", "s3a"):
-                split_bucket(url)  # raises ValueError
+                urls.split_bucket(url)  # raises ValueError
             kind, make = class_and_maker(scheme, url, options)
         else:
             if getattr(fs, "asynchronous", False):
                 raise ValueError("fs= must be made with asynchronous=False: it is called from threads")
             kind, make, scheme = type(fs), maker_of(fs), protocol_of(fs)
         root = (kind if fs is None else fs)._strip_protocol(url).rstrip("/")
-        self._url = shown(url if scheme_of(url) else f"{scheme}://{root}")
+        self._url = urls.shown(url if urls.scheme_of(url) else f"{scheme}://{root}")
         self._secrets = secrets_in(url, options, getattr(fs, "storage_options", {}))
         bucket = root.lstrip("/").partition("/")[0]
         identity = identity_of(kind, bucket, kind._get_kwargs_from_urls(url), options)
@@ -68,8 +64,8 @@ class FsspecStorage(Storage):
         self._deletes_many = True  # until it refuses
         if hasattr(kind, "call_s3"):
             if not root or root.startswith("/"):
-                raise ValueError(f"{shown(url)} names no bucket; write s3://bucket/prefix")
-            self._place = Bucket(filesystem, root, float(options.get("deadline_seconds") or OBJECT_SECONDS))
+                raise ValueError(f"{urls.shown(url)} names no bucket; write s3://bucket/prefix")
+            self._place = Bucket(filesystem, root, float(options.get("deadline_seconds") or waits.OBJECT_SECONDS))
         else:
             self._place = FileTree(filesystem, root, scheme, self._url, self._known)
         self.in_order = self._place.in_order
@@ -176,7 +172,7 @@ class FsspecStorage(Storage):
             except StorageUnavailableError:
                 self._deletes_many = False
         if not self._deletes_many:
-            delete(self, paths)
+            bulk.delete(self, paths)
 
     def delete_all(self, path: str) -> None:
         with self._translate_errors(path):
@@ -199,7 +195,9 @@ class FsspecStorage(Storage):
             sizes = self._place.sizes(self._place.name(folder))
         for path in sizes:
             if any(part in ("", ".", "..") for part in path.split("/")):
-                raise unusable_name(self.locate(folder), f"{path!r:.200} has an empty part, or one that is . or ..")
+                raise urls.unusable_name(
+                    self.locate(folder), f"{path!r:.200} has an empty part, or one that is . or .."
+                )
         return dict(sorted(sizes.items()))
 
     def exists(self, path: str) -> bool:
@@ -213,7 +211,7 @@ class FsspecStorage(Storage):
             return True
 
     def existing(self, paths: Sequence[str]) -> list[str]:
-        return existing(self, paths)
+        return bulk.existing(self, paths)
 
     def sweep(
         self,
@@ -304,7 +302,7 @@ def _reason_of(error: BaseException, secrets: Sequence[str]) -> str:
 
 
 def _scrub(secrets: Sequence[str], text: str) -> str:
-    return starred(text, secrets)
+    return urls.starred(text, secrets)
 
 
 def abort_stale_uploads(

@@ -10,7 +10,7 @@ import logging
 import weakref
 from typing import Any, Final
 
-from ...core.host.process import OnceInProcess
+from ...plumbing import process
 
 _log: Final = logging.getLogger("async_ckpt")
 
@@ -38,7 +38,7 @@ class ClientFacts:
 
 
 # By the identity of a client.
-known_of = OnceInProcess(ClientFacts)
+known_of = process.OnceInProcess(ClientFacts)
 
 
 _of_objects: weakref.WeakKeyDictionary[Any, ClientFacts] = weakref.WeakKeyDictionary()

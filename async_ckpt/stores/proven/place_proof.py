@@ -12,9 +12,8 @@ import secrets
 from contextlib import suppress
 from typing import Final
 
-from ...core.storage.store_facts import PROBE
 from ...errors import StorageUnavailableError
-from ...plumbing import TIMEKEEPER, Storage, Timekeeper
+from ...plumbing import Storage, spans, store_facts
 from .known import ClientFacts
 
 _OLD: Final = b"0123456789 written by async_ckpt to see what can be done here"
@@ -24,7 +23,7 @@ _PART: Final = (5, 23)
 _LISTING_WAITS: Final = (0.1, 0.2, 0.4, 0.8, 1.6)
 
 
-def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: Timekeeper = TIMEKEEPER) -> None:
+def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: spans.Timekeeper = spans.TIMEKEEPER) -> None:
     """Prove, once in a process, that a place can be saved to.
 
     A place for single objects must let a part of one be read. A place for a run must also let a small object be
@@ -33,7 +32,7 @@ def prove(storage: Storage, known: ClientFacts, *, for_run: bool, timer: Timekee
     """
     if known.serves_runs or (known.serves_files and not for_run):
         return
-    name = f"{PROBE}{secrets.token_hex(8)}"
+    name = f"{store_facts.PROBE}{secrets.token_hex(8)}"
     try:
         if for_run:
             storage.put_new(name, _OLD)
@@ -73,7 +72,7 @@ def _prove_reads(storage: Storage, name: str, *, replaced: bool) -> None:
         raise _useless(storage, "when a part of an object is read, other bytes come")
 
 
-def _prove_listing(storage: Storage, name: str, timer: Timekeeper) -> None:
+def _prove_listing(storage: Storage, name: str, timer: spans.Timekeeper) -> None:
     """List the probe. Raises StorageUnavailableError if it is not shown in time."""
     for seconds in _LISTING_WAITS:
         if name in storage.names(""):

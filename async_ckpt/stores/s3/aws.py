@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
-from ...core import spans
+from ...plumbing import spans
 
 # How long keys are used before they are looked up again; botocore returns none that expire sooner.
 _KEYS_SECONDS: Final = 300.0

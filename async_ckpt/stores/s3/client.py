@@ -13,12 +13,8 @@ from itertools import islice
 from posixpath import basename, commonpath, dirname
 from typing import IO, Any, Final, TypeVar
 
-from ...core import spans
-from ...core.host.deadlines import ABORT_SECONDS, REQUEST_SECONDS
-from ...core.spec import KIB
-from ...core.storage import store_facts
 from ...errors import StorageUnavailableError
-from ...plumbing import TIMEKEEPER, Timekeeper, run_together
+from ...plumbing import spans, spec, store_facts, threads, waits
 from .. import retry
 from ..proven.known import known_of
 from ..watched_calls import StuckError, WatchedCall
@@ -30,7 +26,7 @@ from .settings import BucketSettings, Kind
 T = TypeVar("T")
 
 # A read comes in pieces of about this size: larger ones are copied together first, which doubles the cost.
-_READ_BYTES: Final = 256 * KIB
+_READ_BYTES: Final = 256 * spec.KIB
 # Small objects that are read at a time: their sizes do not count, the latency of the requests does.
 _MANY_READERS: Final = 128
 # The number of keys that a page of a listing has at most, in S3.
@@ -46,7 +42,9 @@ class Client:
     Making one sends no request. From any thread. `options` are those of BucketSettings.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None, timer: Timekeeper = TIMEKEEPER) -> None:
+    def __init__(
+        self, url: str, options: Mapping[str, Any] | None = None, timer: spans.Timekeeper = spans.TIMEKEEPER
+    ) -> None:
         self.timer = timer
         self.settings = BucketSettings(url, options)
         runtime.require(self.settings.url)
@@ -239,7 +237,7 @@ class Client:
             except (FileNotFoundError, StorageUnavailableError):
                 waiting.clear()  # whoever reads the others repeats this error, or waits for the store
 
-        run_together("read", [work] * min(_MANY_READERS, len(paths)), max_threads=_MANY_READERS)
+        threads.run_together("read", [work] * min(_MANY_READERS, len(paths)), max_threads=_MANY_READERS)
         return contents.copy()  # a thread that was stuck may still add to it
 
     def fetch(self, path: str, offset: int, target: memoryview, etag: str | None) -> bool:
@@ -305,7 +303,7 @@ class Client:
             raise StorageUnavailableError(f"{shown}: {store_facts.NO_BUCKET}", path=shown) from None
 
     def persist(self, call: Callable[[], T]) -> T:
-        seconds = min(self.settings.deadline_seconds, REQUEST_SECONDS)
+        seconds = min(self.settings.deadline_seconds, waits.REQUEST_SECONDS)
         return retry.persist(call, deadline_seconds=seconds, timer=self.timer)
 
     def now(self) -> Any:
@@ -332,7 +330,7 @@ class Client:
                 from ..fsspec.store import abort_stale_uploads
 
                 limit = spans.from_now(store_facts.ORPHAN_SECONDS)
-                options = {**self.settings.options, "deadline_seconds": ABORT_SECONDS}
+                options = {**self.settings.options, "deadline_seconds": waits.ABORT_SECONDS}
                 abort_stale_uploads(self.settings.bucket, self.key(path), older_than=limit, options=options, exact=True)
 
 

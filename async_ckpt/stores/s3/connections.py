@@ -9,8 +9,7 @@ import threading
 import weakref
 from typing import Any
 
-from ...core.host.process import never_end
-from ...plumbing import in_forked_child
+from ...plumbing import process
 from .settings import BucketSettings, Kind
 
 _all: weakref.WeakSet[Connections] = weakref.WeakSet()
@@ -64,13 +63,13 @@ class Connections:
     def begin_anew(self) -> None:
         """In a forked child: the clients, their connections and locks are the parent's."""
         for store in self._stores.values():
-            never_end(store)
+            process.never_end(store)
         self._lock, self._stores = threading.Lock(), {}
         if self._settings.aws:
             self._settings.aws.renew()
 
 
-@in_forked_child
+@process.in_forked_child
 def _forget() -> None:
     for connections in list(_all):
         connections.begin_anew()

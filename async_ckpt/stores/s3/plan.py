@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ...core.storage import store_facts
+from ...plumbing import store_facts
 
 # More do not make one host faster, and each holds a segment.
 _MAX_PARTS_IN_FLIGHT: Final = 8

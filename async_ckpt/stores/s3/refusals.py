@@ -12,32 +12,32 @@ import re
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ...core.storage.store_facts import AWAY, CLOCK, KEYS, LOG_IN, NO_BUCKET, NO_KEYS, REGION, RIGHTS, ROOM
 from ...errors import StorageFullError, StorageUnavailableError
+from ...plumbing import store_facts
 from .settings import BucketSettings
 
 # Advice, by the store's error code, or else by HTTP status.
 ADVICE: Final = {
-    "NoSuchBucket": NO_BUCKET,
-    "ContainerNotFound": NO_BUCKET,
-    "PermanentRedirect": REGION,
-    "AuthorizationHeaderMalformed": REGION,
-    "IllegalLocationConstraintException": REGION,
-    "ExpiredToken": LOG_IN,
-    "ExpiredTokenException": LOG_IN,
-    "TokenRefreshRequired": LOG_IN,
-    "RequestTimeTooSkewed": CLOCK,
-    "RequestExpired": CLOCK,
-    "InvalidAccessKeyId": KEYS,
-    "SignatureDoesNotMatch": KEYS,
-    "301": REGION,
+    "NoSuchBucket": store_facts.NO_BUCKET,
+    "ContainerNotFound": store_facts.NO_BUCKET,
+    "PermanentRedirect": store_facts.REGION,
+    "AuthorizationHeaderMalformed": store_facts.REGION,
+    "IllegalLocationConstraintException": store_facts.REGION,
+    "ExpiredToken": store_facts.LOG_IN,
+    "ExpiredTokenException": store_facts.LOG_IN,
+    "TokenRefreshRequired": store_facts.LOG_IN,
+    "RequestTimeTooSkewed": store_facts.CLOCK,
+    "RequestExpired": store_facts.CLOCK,
+    "InvalidAccessKeyId": store_facts.KEYS,
+    "SignatureDoesNotMatch": store_facts.KEYS,
+    "301": store_facts.REGION,
     "400": "check the name and the options, which the store rejects",
-    "401": KEYS,
-    "403": RIGHTS,
-    "507": ROOM,
+    "401": store_facts.KEYS,
+    "403": store_facts.RIGHTS,
+    "507": store_facts.ROOM,
     "NoRange": "use another server or client, which can read a part of an object",
 }
-EXPIRED_CODES: Final = frozenset({code for code, advice in ADVICE.items() if advice is LOG_IN})
+EXPIRED_CODES: Final = frozenset({code for code, advice in ADVICE.items() if advice is store_facts.LOG_IN})
 # Not a code of the store: it answered a request for a part of an object with something else.
 NO_RANGE: Final = "NoRange"
 UNSUPPORTED_STATUSES: Final = frozenset({400, 405, 501})  # for an unknown condition
@@ -101,10 +101,10 @@ class ErrorResponse:
 def translate(error: Exception, path: str, settings: BucketSettings, num_bytes: int = 0) -> Exception:
     """The error of this library for one of obstore's. `num_bytes` is the size of the object that was to be written."""
     shown, name, response = settings.locate(path), type(error).__name__, ErrorResponse.of(error)
-    advice = ADVICE.get(response.code) or ADVICE.get(str(response.status), AWAY)
+    advice = ADVICE.get(response.code) or ADVICE.get(str(response.status), store_facts.AWAY)
     if response.status == 404 and name == "GenericError":
-        advice = NO_BUCKET  # of a listing
-    if advice is not NO_BUCKET and response.code not in CONFLICT_CODES:
+        advice = store_facts.NO_BUCKET  # of a listing
+    if advice is not store_facts.NO_BUCKET and response.code not in CONFLICT_CODES:
         if isinstance(error, FileNotFoundError):
             return FileNotFoundError(errno.ENOENT, "there is no such object", shown)
         if name in ("AlreadyExistsError", "PreconditionError"):
@@ -121,7 +121,7 @@ def translate(error: Exception, path: str, settings: BucketSettings, num_bytes: 
     if response.region:
         advice = f"{advice}; it is in {response.region}"
     if response.lacks_keys:
-        advice = NO_KEYS.get(settings.scheme, NO_KEYS["az"])
+        advice = store_facts.NO_KEYS.get(settings.scheme, store_facts.NO_KEYS["az"])
     reason = settings.scrub(response.reason)
     message = f"{shown}: {reason}; {advice}"
     refusal: StorageUnavailableError

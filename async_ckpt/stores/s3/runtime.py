@@ -13,9 +13,8 @@ from __future__ import annotations
 import os
 import threading
 
-from ...core.host import tokio
 from ...errors import StorageUnavailableError
-from ...plumbing import in_forked_child
+from ...plumbing import process
 
 _starting = threading.Lock()  # held while the runtime starts, since every request needs it
 _started_in: int | None = None  # the process that has started the runtime
@@ -23,7 +22,7 @@ _started_in: int | None = None  # the process that has started the runtime
 
 def require(url: str) -> None:
     """Raise StorageUnavailableError if this process has obstore's runtime without its threads."""
-    if tokio.is_lost() or _started_in not in (None, os.getpid()):
+    if process.has_lost_tokio() or _started_in not in (None, os.getpid()):
         raise StorageUnavailableError(
             f"{url}: this process was forked from one that had used a store through obstore, whose threads no forked "
             'process has; start it by "spawn" or "forkserver" (multiprocessing.get_context, DataLoader(…, '
@@ -51,7 +50,7 @@ def _start() -> None:
     obstore.put(MemoryStore(), "any", b"")
 
 
-@in_forked_child
+@process.in_forked_child
 def _forget() -> None:
     global _starting
     _starting = threading.Lock()

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from ...core.host.life import Life
-from ...core.storage.interface import MemoryLoan
-from ...plumbing import Timekeeper
+from ...plumbing import MemoryLoan, spans, threads
 from ..watched_calls import WatchedCall
 
 
@@ -59,10 +57,10 @@ class SegmentQueue:
     is requested while every segment is in use, the next one that has been sent is released.
     """
 
-    def __init__(self, num_bytes: int, segment_bytes: int, timer: Timekeeper) -> None:
+    def __init__(self, num_bytes: int, segment_bytes: int, timer: spans.Timekeeper) -> None:
         self.changed = threading.Condition()
         # Under `changed`, like all below:
-        self.life = Life(_SUCCESSORS)
+        self.life = threads.Life(_SUCCESSORS)
         self.lent: dict[int, _LentSegment] = {}
         self.num_segments = -(-num_bytes // segment_bytes)  # or fewer, once `complete` knows the size
         self.num_arrived = 0

@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias
 
-from ...core import spans
-from ...core.host.deadlines import OBJECT_SECONDS, PART_SECONDS, REQUEST_SECONDS, SMALL_SECONDS
-from ...core.storage import store_facts
-from ...core.storage.url import split_bucket, starred
 from ...errors import StorageUnavailableError
+from ...plumbing import spans, store_facts, urls, waits
 from ..proven.known import identity_of
 from .aws import AwsSetup
 from .azure_google import azure_config, google_config
@@ -32,11 +29,11 @@ class BucketSettings:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
-        self.scheme, self.bucket, self.prefix = split_bucket(url)
+        self.scheme, self.bucket, self.prefix = urls.split_bucket(url)
         self.url = "/".join(filter(None, (f"{self.scheme}://{self.bucket}", self.prefix)))
         self.options = dict(options or {})
         rest = {key: value for key, value in self.options.items() if value is not None}
-        self.deadline_seconds = float(rest.pop("deadline_seconds", OBJECT_SECONDS))
+        self.deadline_seconds = float(rest.pop("deadline_seconds", waits.OBJECT_SECONDS))
         self._client_options = dict(rest.pop("client_options", {}))
         self._retry_config = dict(rest.pop("retry_config", {}))
         self._credential_provider = rest.pop("credential_provider", None)
@@ -82,13 +79,13 @@ class BucketSettings:
     def stuck_seconds(self, kind: Kind) -> float:
         """How long a request may stand still. With timeouts or retries of the user's, up to the whole deadline."""
         is_set = self._client_options.keys() & {"timeout", "connect_timeout"} or self._retry_config
-        longest = self.deadline_seconds if is_set or kind != "small" else REQUEST_SECONDS
+        longest = self.deadline_seconds if is_set or kind != "small" else waits.REQUEST_SECONDS
         return max(_STUCK_TIMES * self._timeout_seconds(kind), min(longest, self.deadline_seconds))
 
     def _timeout_seconds(self, kind: Kind) -> float:
         if kind == "whole":
             return self.deadline_seconds
-        return min(PART_SECONDS if kind == "part" else SMALL_SECONDS, self.deadline_seconds)
+        return min(waits.PART_SECONDS if kind == "part" else waits.SMALL_SECONDS, self.deadline_seconds)
 
     def arguments(self, kind: Kind) -> dict[str, Any]:
         """The arguments of obstore's constructors."""
@@ -114,4 +111,4 @@ class BucketSettings:
     def scrub(self, text: str) -> str:
         """A text without the secrets of these settings, and without those in URLs."""
         known = {str(value) for key, value in self._config.items() if store_facts.SECRET_NAME.search(key)}
-        return starred(text, known | (self.aws.known_secrets if self.aws else set()))
+        return urls.starred(text, known | (self.aws.known_secrets if self.aws else set()))

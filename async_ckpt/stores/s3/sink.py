@@ -17,11 +17,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...core.host.deadlines import DROP_SECONDS
-from ...core.host.threads import Running
-from ...core.storage import store_facts
 from ...errors import StorageUnavailableError
-from ...plumbing import Reader, running_future, start_thread
+from ...plumbing import Reader, store_facts, threads, waits
 from .. import retry
 from ..proven.whole_copy import NO_RANGES, WholeCopy
 from ..watched_calls import StuckError, WatchedCall
@@ -31,7 +28,7 @@ from .refusals import NO_RANGE
 from .segments import GivenUpError, Phase, SegmentQueue
 
 if TYPE_CHECKING:
-    from ...core.storage.interface import MemoryLoan
+    from ...plumbing import MemoryLoan
 
 
 _log = logging.getLogger("async_ckpt")
@@ -47,11 +44,11 @@ class ObjectSink:
     def __init__(self, client: Client, path: str, num_bytes: int, plan: UploadPlan) -> None:
         self.num_bytes = num_bytes
         self.num_retries = 0
-        self.failed: Future[None] = running_future()
+        self.failed: Future[None] = threads.running_future()
         self._client, self._path, self._plan = client, path, plan
         self._segments = SegmentQueue(num_bytes, plan.segment_bytes, client.timer)
         self._target = _UploadTarget(client, path)
-        self._thread: Running | None = None  # under the queue's lock
+        self._thread: threads.Running | None = None  # under the queue's lock
         self._error: BaseException | None = None  # of the last attempt, once the thread has ended
 
     @property
@@ -65,7 +62,7 @@ class ObjectSink:
         with self._segments.changed:  # so that `abort` finds the thread
             is_taken = self._segments.put(offset, data, lease)
             if is_taken and self._thread is None:
-                self._thread = start_thread("upload", self._run)
+                self._thread = threads.start_thread("upload", self._run)
         if not is_taken:
             lease.release()
             raise self._failure()
@@ -143,14 +140,14 @@ class ObjectSink:
         broke_off = any(retry.is_transient(reason) or isinstance(reason, StuckError) for reason in reasons)
         if self._plan.is_multipart and (self.num_retries or broke_off):
             self._client.abort_uploads(self._path)
-        self._segments.wait_until_released(DROP_SECONDS)
+        self._segments.wait_until_released(waits.DROP_SECONDS)
 
     def _attempt(self) -> None:
         if self._segments.is_given_up:
             raise GivenUpError
         try:
             if self._plan.is_multipart and not self.num_retries:
-                start_thread("look", self._look_before)
+                threads.start_thread("look", self._look_before)
             call = self._client.watch("part")
             result = self._client.ask_once(
                 self._path, partial(self._send, call), kind="part", num_bytes=self.num_bytes, call=call

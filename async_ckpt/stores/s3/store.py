@@ -13,12 +13,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from ...core import spans
-from ...core.storage import store_facts
-from ...core.storage.bulk import delete, existing
-from ...core.storage.url import unusable_name
 from ...errors import StorageUnavailableError
-from ...plumbing import TIMEKEEPER, Storage, Timekeeper
+from ...plumbing import Storage, bulk, spans, store_facts, urls
 from ..conditions import Conditions, Form
 from ..proven.place_proof import prove
 from ..watched_calls import WatchedCall
@@ -43,7 +39,9 @@ class ObjectStorage(Storage):
     remote = True
     in_order = True
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None, timer: Timekeeper = TIMEKEEPER) -> None:
+    def __init__(
+        self, url: str, options: Mapping[str, Any] | None = None, timer: spans.Timekeeper = spans.TIMEKEEPER
+    ) -> None:
         self._client = Client(url, options, timer)
         self.url = self._client.settings.url
         self._lock = threading.Lock()
@@ -131,7 +129,7 @@ class ObjectStorage(Storage):
 
     def delete_many(self, paths: Sequence[str]) -> None:
         if len(paths) < _LEAST_MANY or not self._client.delete_many(paths):
-            delete(self, paths)
+            bulk.delete(self, paths)
 
     def delete_all(self, path: str) -> None:
         self.delete_many([*(f"{path}/{below}" for below in self.sizes(path)), path])
@@ -165,12 +163,12 @@ class ObjectStorage(Storage):
         except StorageUnavailableError as error:
             if not isinstance(error.__cause__, InvalidPathError):
                 raise
-            raise unusable_name(self.locate(folder), str(error.__cause__)) from error
+            raise urls.unusable_name(self.locate(folder), str(error.__cause__)) from error
         below = f"{folder}/" if folder else ""
         sizes = {path.removeprefix(f"{key}/"): size for path, size in sizes_by_key.items()}
         # An empty object may mark a folder by a slash, which obstore hides: then the listed name does not exist.
         empty = [f"{below}{path}" for path, size in sizes.items() if not size]
-        placeholders = {*empty} - {*existing(self, empty)}
+        placeholders = {*empty} - {*bulk.existing(self, empty)}
         return {path: size for path, size in sorted(sizes.items()) if f"{below}{path}" not in placeholders}
 
     def exists(self, path: str) -> bool:
@@ -182,7 +180,7 @@ class ObjectStorage(Storage):
 
     def existing(self, paths: Sequence[str]) -> list[str]:
         there, unknown = self._client.find(paths)
-        there.update(existing(self, unknown))
+        there.update(bulk.existing(self, unknown))
         return [path for path in paths if path in there]
 
     # --- leftovers of dead writers ----------------------------------------------------------------------------

@@ -28,14 +28,12 @@ from typing import Any, Final
 import torch
 
 from ... import AsyncCheckpointer, Place
-from ...core.host.limits import free_memory_bytes
-from ...core.storage.bulk import Parcel, copy
 from ...errors import StorageFullError
-from ...plumbing import MIB, free_bytes_at, local_place, monotonic, run_together, sized
+from ...plumbing import bulk, disk, limits, places, reports, spans, spec, threads
 from .options import place_below
 from .screen import USAGE, Answer, print_json, print_table, print_text, progress, shown_seconds
 
-_PIECE_BYTES: Final = 8 * MIB
+_PIECE_BYTES: Final = 8 * spec.MIB
 _NUM_THREADS: Final = 8
 _NUM_SMALL: Final = 20
 _NUM_ROUNDS: Final = 3
@@ -121,7 +119,7 @@ def show(request: BenchRequest, *, as_json: bool) -> None:
             (
                 row.name,
                 shown_seconds(row.median),
-                f"{sized(row.num_bytes / row.median)}/s" if row.num_bytes else "",
+                f"{reports.sized(row.num_bytes / row.median)}/s" if row.num_bytes else "",
                 "" if row.beside is None else f"{row.ratio:.2f} of {_plain(row.beside)}",
             )
             for row in rows
@@ -129,7 +127,7 @@ def show(request: BenchRequest, *, as_json: bool) -> None:
         right=("time", "bandwidth"),
     )
     print_text(
-        f"{sized(request.num_bytes)} in {request.num_tensors:,} tensors at {request.root.shown}, medians of "
+        f"{reports.sized(request.num_bytes)} in {request.num_tensors:,} tensors at {request.root.shown}, medians of "
         f"{len(rows[0].seconds)} rounds. {advice}",
     )
 
@@ -150,11 +148,11 @@ def size_of(text: str) -> int:
 def _refuse(request: BenchRequest) -> None:
     if request.num_tensors < 1 or request.num_bytes < 4 * request.num_tensors:
         raise Answer("--size and --tensors must give each tensor a number of four bytes at least", USAGE)
-    free = free_memory_bytes()
+    free = limits.free_memory_bytes()
     if request.num_bytes * _STATES_IN_MEMORY > free:
         raise Answer(
-            f"a state of {sized(request.num_bytes)} takes {sized(request.num_bytes * _STATES_IN_MEMORY)} of memory "
-            f"here, and {sized(free)} are free; pass a smaller --size",
+            f"a state of {reports.sized(request.num_bytes)} takes {reports.sized(request.num_bytes * _STATES_IN_MEMORY)} of memory "
+            f"here, and {reports.sized(free)} are free; pass a smaller --size",
             USAGE,
         )
 
@@ -164,7 +162,7 @@ def _own_folder(root: Place) -> Iterator[Place]:
     """A new folder below a root, and nothing of it afterwards."""
     name = f"{_PREFIX}{secrets.token_hex(4)}"
     inner = place_below(root, name)
-    was_there = not root.is_local or local_place(root).exists()
+    was_there = not root.is_local or places.local_place(root).exists()
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, _interrupt) for number in (_ENDING if is_main else ())}
     try:
@@ -173,10 +171,10 @@ def _own_folder(root: Place) -> Iterator[Place]:
         for number, handler in before.items():
             signal.signal(number, handler)
         if inner.is_local:
-            shutil.rmtree(local_place(inner), ignore_errors=True)
+            shutil.rmtree(places.local_place(inner), ignore_errors=True)
             if not was_there:
                 with suppress(OSError):  # somebody else has put something there
-                    local_place(root).rmdir()
+                    places.local_place(root).rmdir()
         else:
             root.storage().delete_all(name)
 
@@ -187,13 +185,13 @@ def _interrupt(number: int, _: object) -> None:
 
 def _measured(request: BenchRequest, root: Place) -> list[Measured]:
     candidates = _Candidates(request, root)
-    begin = monotonic()
+    begin = spans.monotonic()
     with progress("bench", _NUM_ROUNDS * len(candidates.all)) as advance, candidates:
         for _ in range(_NUM_ROUNDS):
             for candidate in candidates.all:
                 candidate()
                 advance(1)
-            if monotonic() - begin > _SECONDS:
+            if spans.monotonic() - begin > _SECONDS:
                 break
     return [row for row in candidates.rows if row.seconds]
 
@@ -203,14 +201,14 @@ class _Candidates:
 
     def __init__(self, request: BenchRequest, root: Place) -> None:
         self._storage, self._root, self._num_bytes = root.storage(), root, request.num_bytes
-        self._folder = local_place(root) if root.is_local else None
+        self._folder = places.local_place(root) if root.is_local else None
         if self._folder is not None:
             self._folder.mkdir(parents=True)
-            free = free_bytes_at(self._folder)
+            free = disk.free_bytes_at(self._folder)
             needed = _STATES_ON_DISK * request.num_bytes
             if free is not None and free < needed:
                 raise StorageFullError(
-                    f"{root.shown}: {sized(needed)} are needed there, {sized(free)} are free; pass a smaller --size",
+                    f"{root.shown}: {reports.sized(needed)} are needed there, {reports.sized(free)} are free; pass a smaller --size",
                     path=root.shown,
                 )
         self._state = _state(request)
@@ -280,7 +278,9 @@ class _Candidates:
             os.close(fd)
 
     def _write_object(self) -> None:
-        copy([Parcel(partial(_Memory, self._pieces[0], self._num_bytes), "raw", self._num_bytes)], self._storage)
+        bulk.copy(
+            [bulk.Parcel(partial(_Memory, self._pieces[0], self._num_bytes), "raw", self._num_bytes)], self._storage
+        )
 
     def _read_object(self) -> None:
         pieces = [memoryview(piece) for piece in self._pieces]
@@ -314,9 +314,9 @@ class _Candidates:
         if self._folder is not None:
             for archive in self._folder.glob("run/*/*.tar"):
                 _drop_cache(archive)
-        begin = monotonic()
+        begin = spans.monotonic()
         step = self._checkpointer.restore(self._state)
-        self._restore.seconds.append(monotonic() - begin)
+        self._restore.seconds.append(spans.monotonic() - begin)
         assert step == self._step
 
     def _torch_save(self) -> None:
@@ -343,17 +343,17 @@ def _random_piece() -> mmap.mmap:
 
 
 def _time(row: Measured, action: Callable[[], None]) -> None:
-    begin = monotonic()
+    begin = spans.monotonic()
     action()
-    row.seconds.append(monotonic() - begin)
+    row.seconds.append(spans.monotonic() - begin)
 
 
 def _time_small(row: Measured, action: Callable[[int], object]) -> None:
     times = []
     for number in range(_NUM_SMALL):
-        begin = monotonic()
+        begin = spans.monotonic()
         action(number)
-        times.append(monotonic() - begin)
+        times.append(spans.monotonic() - begin)
     row.seconds.append(statistics.median(times))
 
 
@@ -364,7 +364,7 @@ def _in_pieces(num_bytes: int, move: Callable[[int, int], object]) -> None:
         for at in range(thread * _PIECE_BYTES, num_bytes, _NUM_THREADS * _PIECE_BYTES):
             move(at, thread)
 
-    run_together("bench", [partial(run, thread) for thread in range(_NUM_THREADS)], max_threads=_NUM_THREADS)
+    threads.run_together("bench", [partial(run, thread) for thread in range(_NUM_THREADS)], max_threads=_NUM_THREADS)
 
 
 def _open_direct(path: Path, flags: int) -> int:
@@ -429,6 +429,6 @@ def advice_for(rows: Sequence[Measured], *, is_local: bool) -> str:
             "async-ckpt doctor shows whether the processors or the memory are limited."
         )
     if save.median > _LONG_SAVE:
-        slow = sized(write.num_bytes / write.median)
+        slow = reports.sized(write.num_bytes / write.median)
         return f"The place itself gives {slow}/s: with unchanged=, only what has changed is written."
     return "Nothing stands out; the defaults suit this place."

@@ -21,27 +21,26 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ... import AsyncCheckpointer, Naming, Place
-from ...core.fields import is_unicode
-from ...core.format.safetensors import RESERVED_NAME, held_as
-from ...core.runs.naming import NAMINGS, STEP_FORMAT
-from ...core.saving.planner import pool_for
-from ...core.saving.request import FileRequest
-from ...core.saving.saver import Saver
-from ...core.saving.targets import FileTarget
-from ...core.state.names import printable
-from ...core.storage.compressed import refuse_archive_name
-from ...core.storage.disk import make_folder
-from ...core.storage.scratch import sync_all
-from ...core.storage.sequential import Appender
-from ...core.storage.url import local_path, parent_and_name
 from ...errors import CheckpointError
-from ...face.around.shards import INDEX, MAX_SHARD_BYTES, Shard, index_of
-from ...plumbing import Scratch, Weights, dtype_name, parse_step_name, shards_of, sized, view_of, write_by_torch
-from ...plumbing import publish_file as publish
+from ...plumbing import (
+    Appender,
+    compressed,
+    disk,
+    fields,
+    hf_shards,
+    hf_weights,
+    leaf_names,
+    reports,
+    runs,
+    safetensors,
+    save_within,
+    scratches,
+    states,
+    urls,
+    write_by_torch,
+)
 from .screen import USAGE, Answer, escaped, print_json, print_text, progress
 from .selection import usual_tracker
-from .states.named_items import Items, NamedItem, kind_of_tensor, shown_name, shown_value
-from .states.sources import with_items, with_state
 
 FORMATS: Final = ("archive", "step", "safetensors", "hf", "torch", "dcp")
 _BY_SUFFIX: Final = {
@@ -54,7 +53,7 @@ _BY_SUFFIX: Final = {
     ".ckpt": "torch",
 }
 # The names that mean a step without --as: "llama-3" may be any folder.
-_STEP_FORMATS: Final = {STEP_FORMAT, *(naming.step_format for naming in NAMINGS.values())}
+_STEP_FORMATS: Final = {runs.STEP_FORMAT, *(naming.step_format for naming in runs.NAMINGS.values())}
 _SHOWN_NAMES: Final = 5
 # The memory of a save. It waits for memory rather than take more.
 _HOST_BYTES: Final = 128 << 20
@@ -101,7 +100,7 @@ def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) 
             f"{request.target.shown}: {name} is written to a local path; convert to a folder, and upload that", USAGE
         )
     if name != "archive":
-        refuse_archive_name(request.target.shown)
+        compressed.refuse_archive_name(request.target.shown)
     num_bytes = _WRITERS[name](request)
     if as_json:
         print_json(
@@ -109,7 +108,7 @@ def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) 
             {"source": request.source.shown, "target": request.target.shown, "format": name, "num_bytes": num_bytes},
         )
     else:
-        print_text(f"{escaped(request.target.shown)}: {name}, {sized(num_bytes)}")
+        print_text(f"{escaped(request.target.shown)}: {name}, {reports.sized(num_bytes)}")
 
 
 def _format_of(target: Place) -> str:
@@ -117,7 +116,7 @@ def _format_of(target: Place) -> str:
     suffix = next((suffix for suffix in _BY_SUFFIX if name.lower().endswith(suffix)), None)
     if suffix is not None:
         return _BY_SUFFIX[suffix]
-    step_name = parse_step_name(name)
+    step_name = runs.parse_step_name(name)
     if step_name is not None and step_name.step_format in _STEP_FORMATS:
         return "step"
     if "." not in name:
@@ -136,19 +135,19 @@ def _write_safetensors(request: ConversionRequest) -> int:
     _refuse_existing(request)
     storage, name = request.target.object()
 
-    def write(items: Items) -> int:
+    def write(items: states.Items) -> int:
         shard = _shards(request, items, max_bytes=1 << 62)[0]
         with progress("convert", shard.num_bytes) as advance:
             return _append(
                 Appender(storage, name, limit_bytes=shard.num_bytes), shard, _by_name(request, items), advance
             )
 
-    return with_items(request.source, write, **request.options)
+    return states.with_items(request.source, write, **request.options)
 
 
 def _write_hf(request: ConversionRequest) -> int:
-    def write(items: Items) -> int:
-        shards, by_name = _shards(request, items, max_bytes=MAX_SHARD_BYTES), _by_name(request, items)
+    def write(items: states.Items) -> int:
+        shards, by_name = _shards(request, items, max_bytes=hf_shards.MAX_SHARD_BYTES), _by_name(request, items)
         with _LocalTarget(request) as written, progress("convert", sum(s.num_bytes for s in shards)) as advance:
             written.mkdir()
             for shard in shards:
@@ -156,21 +155,23 @@ def _write_hf(request: ConversionRequest) -> int:
                     file.write(shard.head)
                     for name in shard.tensors:
                         for chunk in _chunks(by_name[name]):
-                            file.write(view_of(chunk))
+                            file.write(hf_shards.view_of(chunk))
                             advance(chunk.nbytes)
             if len(shards) > 1:
-                (written / INDEX).write_bytes(index_of(shards))
+                (written / hf_shards.INDEX).write_bytes(hf_shards.index_of(shards))
             return sum(path.stat().st_size for path in written.iterdir())
 
-    return with_items(request.source, write, **request.options)
+    return states.with_items(request.source, write, **request.options)
 
 
-def _append(out: Appender, shard: Shard, by_name: Mapping[str, NamedItem], advance: Callable[[int], None]) -> int:
+def _append(
+    out: Appender, shard: hf_shards.Shard, by_name: Mapping[str, states.NamedItem], advance: Callable[[int], None]
+) -> int:
     try:
         out.append(memoryview(shard.head))
         for name in shard.tensors:
             for chunk in _chunks(by_name[name]):
-                out.append(view_of(chunk))
+                out.append(hf_shards.view_of(chunk))
                 advance(chunk.nbytes)
         out.finish()
     except BaseException:
@@ -180,29 +181,31 @@ def _append(out: Appender, shard: Shard, by_name: Mapping[str, NamedItem], advan
     return out.num_bytes
 
 
-def _chunks(item: NamedItem) -> Iterator[torch.Tensor]:
+def _chunks(item: states.NamedItem) -> Iterator[torch.Tensor]:
     assert item.chunks is not None
     return (chunk.view(torch.uint8) for chunk in item.chunks())
 
 
-def _by_name(request: ConversionRequest, items: Items) -> dict[str, NamedItem]:
+def _by_name(request: ConversionRequest, items: states.Items) -> dict[str, states.NamedItem]:
     """The items by their names in a flat file, which has no containers. Raises Answer for two of one name."""
-    by_name: dict[str, NamedItem] = {}
+    by_name: dict[str, states.NamedItem] = {}
     for item in items.leaves:
         name = item.name.removeprefix(request.strip)
         if item.kind != "empty" and by_name.setdefault(name, item) is not item:
             without = f" without {request.strip!r}" if request.strip else ""
             raise Answer(
-                f"safetensors has flat names, and two are {printable(name)!r}{without}; nothing was written. Choose "
+                f"safetensors has flat names, and two are {leaf_names.printable(name)!r}{without}; nothing was written. Choose "
                 "one of them with --select, or convert to an archive"
             )
     return by_name
 
 
-def _shards(request: ConversionRequest, items: Items, *, max_bytes: int) -> list[Shard]:
+def _shards(request: ConversionRequest, items: states.Items, *, max_bytes: int) -> list[hf_shards.Shard]:
     """The plan of the files. Raises Answer for what safetensors cannot hold."""
     refused = [
-        f"{shown_name(item)} ({why})" for item in items.leaves if (why := _why_not(item, request.strip)) is not None
+        f"{states.shown_name(item)} ({why})"
+        for item in items.leaves
+        if (why := _why_not(item, request.strip)) is not None
     ]
     if refused:
         more = f" and {len(refused) - _SHOWN_NAMES} more" if len(refused) > _SHOWN_NAMES else ""
@@ -212,10 +215,10 @@ def _shards(request: ConversionRequest, items: Items, *, max_bytes: int) -> list
         )
     by_name = _by_name(request, items)
     tensors = {name: torch.empty(item.shape, dtype=item.dtype, device="meta") for name, item in by_name.items()}
-    return shards_of(Weights("model", tensors, {}, {}, lambda copy: copy), max_bytes)
+    return hf_shards.shards_of(hf_weights.Weights("model", tensors, {}, {}, lambda copy: copy), max_bytes)
 
 
-def _why_not(item: NamedItem, strip: str) -> str | None:
+def _why_not(item: states.NamedItem, strip: str) -> str | None:
     """The reason why safetensors cannot hold an item, or None."""
     name = item.name.removeprefix(strip)
     if item.kind == "empty":
@@ -223,12 +226,18 @@ def _why_not(item: NamedItem, strip: str) -> str | None:
     if item.kind == "code":
         return "code of TorchScript, which would be lost"
     if item.kind == "bytes" or item.dtype is None or (item.kind == "array" and item.facts is not None):
-        return "bytes" if item.kind == "bytes" else "an array" if item.kind == "array" else shown_value(item.value)[:40]
+        return (
+            "bytes"
+            if item.kind == "bytes"
+            else "an array"
+            if item.kind == "array"
+            else states.shown_value(item.value)[:40]
+        )
     if item.chunks is None:
-        return f"a {kind_of_tensor(item.value)} tensor"
-    if held_as(dtype_name(item.dtype), item.shape) is None:
-        return f"dtype {dtype_name(item.dtype)}"
-    return "a name that it does not take" if name == RESERVED_NAME or not is_unicode(name) else None
+        return f"a {states.kind_of_tensor(item.value)} tensor"
+    if safetensors.held_as(leaf_names.dtype_name(item.dtype), item.shape) is None:
+        return f"dtype {leaf_names.dtype_name(item.dtype)}"
+    return "a name that it does not take" if name == safetensors.RESERVED_NAME or not fields.is_unicode(name) else None
 
 
 # --- states -------------------------------------------------------------------------------------------------------
@@ -236,18 +245,16 @@ def _why_not(item: NamedItem, strip: str) -> str | None:
 
 def _write_archive(request: ConversionRequest) -> int:
     _refuse_existing(request)
-    saver = Saver(pool_for(host_bytes=_HOST_BYTES))
-    target = FileTarget.at(request.target)
 
     def write(state: Any) -> int:
-        return saver.save(FileRequest(state, target)).result().num_bytes
+        return save_within(_HOST_BYTES, state, request.target).result().num_bytes
 
     return _with_state(request, write)
 
 
 def _write_step(request: ConversionRequest) -> int:
-    parent, name = parent_and_name(request.target.url, fs=request.target.fs)
-    step_name = parse_step_name(name)
+    parent, name = urls.parent_and_name(request.target.url, fs=request.target.fs)
+    step_name = runs.parse_step_name(name)
     if step_name is None:
         raise Answer(f"{request.target.shown}: a step has a number in its name, such as step_00000100", USAGE)
     naming = Naming(step_name.step_format, usual_tracker(step_name.step_format))
@@ -311,9 +318,9 @@ def _with_state(request: ConversionRequest, write: Callable[[Any], int]) -> int:
     def converted(state: Any) -> int:
         return write(_stripped(state, request.strip))
 
-    scratch = local_path(request.target.text).parent if request.target.is_local else Path.cwd()
-    make_folder(scratch)
-    return with_state(request.source, converted, scratch=scratch, **request.options)
+    scratch = urls.local_path(request.target.text).parent if request.target.is_local else Path.cwd()
+    disk.make_folder(scratch)
+    return states.with_state(request.source, converted, scratch=scratch, **request.options)
 
 
 def _stripped(state: Any, prefix: str) -> Any:
@@ -333,8 +340,8 @@ class _LocalTarget:
 
     def __init__(self, request: ConversionRequest) -> None:
         _refuse_existing(request)
-        self._target = local_path(request.target.text)
-        self._scratch = Scratch(self._target.parent, self._target.name)
+        self._target = urls.local_path(request.target.text)
+        self._scratch = scratches.Scratch(self._target.parent, self._target.name)
 
     def __enter__(self) -> Path:
         return self._scratch.folder / self._target.name
@@ -343,8 +350,8 @@ class _LocalTarget:
         with self._scratch:
             if error is None:
                 written = self._scratch.folder / self._target.name
-                sync_all(written)
-                publish(written, self._target)
+                scratches.sync_all(written)
+                scratches.publish(written, self._target)
 
 
 def _refuse_existing(request: ConversionRequest) -> None:

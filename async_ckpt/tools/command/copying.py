@@ -18,13 +18,8 @@ from typing import Any, Final
 import typer
 
 from ... import Place
-from ...core.loading.archives.find import CommittedStep
-from ...core.loading.catch_up import copy_step
-from ...core.loading.verify import Verification
-from ...core.runs.starts import refuse_if_alive
-from ...core.storage.compressed import refuse_archive_name
 from ...errors import CorruptCheckpointError, FormatVersionError, NotCommittedError, StepExistsError
-from ...plumbing import Run, monotonic, sized
+from ...plumbing import compressed, copy_step, find, reports, runs, spans, verification
 from .screen import NO, USAGE, Answer, escaped, in_table, print_json, print_table, print_text, progress
 from .selection import ChosenRun, best_step, open_run, runs_at, steps_in
 
@@ -71,15 +66,15 @@ def show(
     """
     if bool(ranges) + latest + (best is not None) > 1:
         raise Answer("name the steps in one way: --steps, --latest or --best", USAGE)
-    refuse_archive_name(target.shown)
+    compressed.refuse_archive_name(target.shown)
     chosen = [(one, _steps(one, ranges, latest=latest, best=best)) for one in runs_at(source)]
-    begin = monotonic()
+    begin = spans.monotonic()
     rows = [
         row
         for one, steps in chosen
         for row in copy_steps(one, target, steps, overwrite=overwrite, is_whole=not (ranges or latest or best))
     ]
-    seconds = monotonic() - begin
+    seconds = spans.monotonic() - begin
     num_bytes = sum(row.num_bytes for row in rows if row.outcome in (_COPIED, _LENDER, _MENDED))
     if as_json:
         document = {"source": source.shown, "target": target.shown, "steps": [row.as_json() for row in rows]}
@@ -99,8 +94,8 @@ def _print(rows: Sequence[CopyRow], target: Place, num_bytes: int, seconds: floa
     for row in rows:
         if row.error:
             print_text(escaped(f"step {row.step} was not copied: {row.error}"))
-    speed = f", {sized(num_bytes / seconds)}/s" if num_bytes and seconds else ""
-    print_text(f"{sized(num_bytes)} copied to {escaped(target.shown)} in {seconds:.1f} s{speed}", "dim")
+    speed = f", {reports.sized(num_bytes / seconds)}/s" if num_bytes and seconds else ""
+    print_text(f"{reports.sized(num_bytes)} copied to {escaped(target.shown)} in {seconds:.1f} s{speed}", "dim")
 
 
 def _steps(one: ChosenRun, ranges: Sequence[str], *, latest: bool, best: str | None) -> list[int]:
@@ -134,7 +129,7 @@ def copy_steps(
     to = open_run(target.storage(), source.naming)
     _refuse_same(source.run, to)
     to.steps()
-    refuse_if_alive(to.storage, to.root.starts)
+    runs.refuse_if_alive(to.storage, to.root.starts)
     plans = {step: _planned(source.run, to, step, overwrite=overwrite) for step in steps}
     rows = {step: CopyRow(step, _num_bytes(to, step), _THERE) for step, plan in plans.items() if plan == _THERE}
     with progress("copy", sum(_num_bytes(source.run, step) for step in steps if step not in rows)) as advance:
@@ -152,7 +147,7 @@ def copy_steps(
     return [rows[step] for step in sorted(rows)]
 
 
-def _planned(source: Run, to: Run, step: int, *, overwrite: bool) -> str:
+def _planned(source: runs.Run, to: runs.Run, step: int, *, overwrite: bool) -> str:
     own, other = source.committed(step), to.committed(step)
     if own is not None and other is not None and other.attempt == own.attempt:
         return _THERE if not overwrite or _is_sound(to, step) else _MENDED
@@ -166,7 +161,7 @@ def _planned(source: Run, to: Run, step: int, *, overwrite: bool) -> str:
 
 
 def _copied(
-    source: Run, to: Run, step: int, advance: Callable[[int], None], *, mends: bool, is_whole: bool
+    source: runs.Run, to: runs.Run, step: int, advance: Callable[[int], None], *, mends: bool, is_whole: bool
 ) -> list[CopyRow]:
     """The rows of a step and of those that lend to it, after they were copied."""
     try:
@@ -183,19 +178,19 @@ def _copied(
     return [CopyRow(one, _num_bytes(to, one), outcome) for one in copied] or [CopyRow(step, 0, _THERE)]
 
 
-def _num_bytes(run: Run, step: int) -> int:
+def _num_bytes(run: runs.Run, step: int) -> int:
     manifest = run.committed(step)
     return manifest.num_bytes if manifest is not None else 0
 
 
-def _is_sound(run: Run, step: int) -> bool:
+def _is_sound(run: runs.Run, step: int) -> bool:
     try:
-        Verification().compare_step(CommittedStep.of(run, step))
+        verification.Verification().compare_step(find.CommittedStep.of(run, step))
     except CorruptCheckpointError:
         return False
     return True
 
 
-def _refuse_same(source: Run, target: Run) -> None:
+def _refuse_same(source: runs.Run, target: runs.Run) -> None:
     if source.storage.locate("").rstrip("/") == target.storage.locate("").rstrip("/"):
         raise Answer(f"{source.storage.locate('')} is both source and target", USAGE)

@@ -24,8 +24,7 @@ from typing import Any, Final, Literal
 import typer
 
 from ... import Place
-from ...core.storage.url import scheme_of
-from ...plumbing import num_cpus, sized, wall_time
+from ...plumbing import limits, reports, spans, urls
 from .screen import NO, escaped, print_json, print_table
 
 Verdict = Literal["ok", "note", "bad"]
@@ -84,7 +83,7 @@ def findings(root: Place | None) -> Iterator[Finding]:
     yield Finding("ok", "Python", f"{platform.python_version()} on {platform.system()}")
     yield from _torch()
     yield from _packages()
-    yield Finding("ok", "cores", f"{num_cpus()} for this process")
+    yield Finding("ok", "cores", f"{limits.num_cpus()} for this process")
     yield from _memory()
     yield from _credentials()
     if root is not None:
@@ -97,10 +96,10 @@ def _torch() -> Iterator[Finding]:
         return
     import torch
 
-    from ...core.backends import accelerator
+    from ...plumbing import backends
 
     yield Finding("ok", "torch", torch.__version__)
-    device = accelerator()
+    device = backends.accelerator()
     if device is None:
         yield Finding("note", "accelerator", "torch sees none: install a torch for your device, if there is one")
     else:
@@ -130,7 +129,7 @@ def _memory() -> Iterator[Finding]:
         yield Finding(
             "note",
             "memlock",
-            f"{sized(soft)}, which limits page-locked buffers, but not CUDA's: raise it with ulimit -l",
+            f"{reports.sized(soft)}, which limits page-locked buffers, but not CUDA's: raise it with ulimit -l",
         )
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if huge.exists():
@@ -145,7 +144,9 @@ def _memory() -> Iterator[Finding]:
             yield Finding("ok", "huge pages", chosen)
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()) != "max":
-        yield Finding("ok", "cgroup memory", f"{sized(int(text))}; host_bytes must fit in it beside the training")
+        yield Finding(
+            "ok", "cgroup memory", f"{reports.sized(int(text))}; host_bytes must fit in it beside the training"
+        )
 
 
 def _credentials() -> Iterator[Finding]:
@@ -171,9 +172,9 @@ def _disk(root: Place) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(there).free
     if free > _LITTLE_SPACE_BYTES:
-        yield Finding("ok", "free space", f"{sized(free)} at {there}")
+        yield Finding("ok", "free space", f"{reports.sized(free)} at {there}")
     else:
-        text = f"{sized(free)} at {there}: delete old steps (async-ckpt prune), or give another folder"
+        text = f"{reports.sized(free)} at {there}: delete old steps (async-ckpt prune), or give another folder"
         yield Finding("bad", "free space", text)
     try:
         file = tempfile.NamedTemporaryFile(dir=there, prefix=".async-ckpt-doctor.")  # noqa: SIM115
@@ -220,13 +221,13 @@ def _clock(root: Place) -> Iterator[Finding]:
     if endpoint is None:
         return
     try:
-        begin = wall_time()
+        begin = spans.wall_time()
         try:
             answer = urllib.request.urlopen(endpoint, timeout=_CLOCK_SECONDS)  # the user's endpoint  # nosec B310
             date = answer.headers["Date"]
         except urllib.error.HTTPError as refused:  # it is not a question that needs an answer
             date = refused.headers["Date"]
-        middle = (begin + wall_time()) / 2
+        middle = (begin + spans.wall_time()) / 2
         skew = middle - parsedate_to_datetime(date).timestamp() - 0.5  # the store leaves out what is below a second
     except (OSError, ValueError, TypeError) as error:
         yield Finding("note", "clock", f"{endpoint} does not say its time ({error})")
@@ -246,7 +247,7 @@ def _clock(root: Place) -> Iterator[Finding]:
 
 def _endpoint(root: Place) -> str | None:
     """The URL that a store answers at; None if it is not known."""
-    scheme = scheme_of(root.text)
+    scheme = urls.scheme_of(root.text)
     if scheme in ("gs", "gcs"):
         return "https://storage.googleapis.com"
     if scheme == "s3":

@@ -17,12 +17,9 @@ from typing import Final
 import torch
 
 from ... import Place
-from ...core.loading.inspected import NameRow, entry_sizes, places_of, rows_of, walked
-from ...plumbing import Contents, Part, StoredLeaf, from_path, sized
-from ...plumbing import shown_name as shown
+from ...plumbing import contents, find, leaf_names, reports, states
 from .comparing.tensor_differences import ITEMS_AT_ONCE, numbers
 from .screen import Answer, as_json_text, counted, escaped, in_table, print_json, print_table, print_text, short
-from .states.sources import TensorReader
 
 # As torch prints: larger tensors are summed up by the items at the ends of each dimension.
 _PRINTED_ITEMS: Final = 1000
@@ -40,7 +37,9 @@ def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -
     Raises:
         Answer: none of the names matches.
     """
-    rows, items = from_path(place, lambda parts: _looked_at(parts, patterns, stats=stats, places=as_json), verify=True)
+    rows, items = find.from_path(
+        place, lambda parts: _looked_at(parts, patterns, stats=stats, places=as_json), verify=True
+    )
     if patterns and not rows:
         raise Answer(f"{place.shown}: none of its names is {', '.join(patterns)}")
     if as_json:
@@ -67,7 +66,7 @@ def show(place: Place, patterns: Sequence[str], *, stats: bool, as_json: bool) -
         print_text(_totals(rows, files), "dim")
 
 
-def _values_as_json(rows: Sequence[NameRow], patterns: Sequence[str]) -> str:
+def _values_as_json(rows: Sequence[states.NameRow], patterns: Sequence[str]) -> str:
     """A plain value as it is; several by their names, each in one line."""
     if [row.name for row in rows] == [*patterns]:
         return as_json_text(rows[0].value)
@@ -75,7 +74,7 @@ def _values_as_json(rows: Sequence[NameRow], patterns: Sequence[str]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
-def _columns(row: NameRow) -> tuple[str, ...]:
+def _columns(row: states.NameRow) -> tuple[str, ...]:
     return (
         escaped(row.name),
         _type_of(row),
@@ -84,7 +83,7 @@ def _columns(row: NameRow) -> tuple[str, ...]:
     )
 
 
-def _type_of(row: NameRow) -> str:
+def _type_of(row: states.NameRow) -> str:
     if row.kind == "array":
         return f"array of {row.dtype}"
     return row.dtype if row.kind == "tensor" and row.dtype else row.kind
@@ -99,7 +98,7 @@ class FilesOfRows:
     has_others: bool
 
     @classmethod
-    def of(cls, rows: Sequence[NameRow]) -> FilesOfRows:
+    def of(cls, rows: Sequence[states.NameRow]) -> FilesOfRows:
         files = Counter(one.file for row in rows for one in row.places)
         if not files:
             return cls("", None, has_others=False)
@@ -111,7 +110,7 @@ class FilesOfRows:
         return escaped(file.removeprefix(self.folder))
 
 
-def _value_or_place(row: NameRow, files: FilesOfRows) -> str:
+def _value_or_place(row: states.NameRow, files: FilesOfRows) -> str:
     """A plain value in short; of a tensor, its offset, and the file if that is not the main one, or its ranks."""
     if row.kind == "value":
         return short(row.value)
@@ -125,24 +124,24 @@ def _value_or_place(row: NameRow, files: FilesOfRows) -> str:
     return counted(len(row.places), "part") if row.places else ""
 
 
-def _totals(rows: Sequence[NameRow], files: FilesOfRows) -> str:
+def _totals(rows: Sequence[states.NameRow], files: FilesOfRows) -> str:
     """The number of names and bytes, and the bytes of the largest top-level entries."""
-    totals = entry_sizes(rows)
+    totals = states.entry_sizes(rows)
     largest = sorted(totals, key=lambda top: -totals[top])
-    parts = [f"{escaped(top)} {sized(totals[top])}" for top in largest[:_SHOWN_TOTALS]]
+    parts = [f"{escaped(top)} {reports.sized(totals[top])}" for top in largest[:_SHOWN_TOTALS]]
     if len(largest) > _SHOWN_TOTALS:
         parts.append(f"{len(largest) - _SHOWN_TOTALS:,} more")
     inside = f" in {files.shown(files.main)}" if files.main else ""
     inside += " where no other file is named" if files.has_others else ""
     by_entry = f": {', '.join(parts)}" if parts else ""
-    return f"{counted(len(rows), 'name')}, {sized(sum(totals.values()))}{inside}{by_entry}"
+    return f"{counted(len(rows), 'name')}, {reports.sized(sum(totals.values()))}{inside}{by_entry}"
 
 
-def _statistics_in(row: NameRow) -> Iterator[str]:
+def _statistics_in(row: states.NameRow) -> Iterator[str]:
     return ("" if row.stats is None else f"{row.stats[key]:.5g}" for key in _STATISTICS)
 
 
-def _ranks(row: NameRow) -> str:
+def _ranks(row: states.NameRow) -> str:
     """The ranks that have written parts of a tensor, such as "0-3, 7"."""
     ranks = {*row.ranks}
     begins = [rank for rank in row.ranks if rank - 1 not in ranks]
@@ -151,22 +150,22 @@ def _ranks(row: NameRow) -> str:
 
 
 def _looked_at(
-    parts: Sequence[Part], patterns: Sequence[str], *, stats: bool, places: bool
-) -> tuple[list[NameRow], str | None]:
+    parts: Sequence[contents.Part], patterns: Sequence[str], *, stats: bool, places: bool
+) -> tuple[list[states.NameRow], str | None]:
     """The rows, and the items of the tensor as torch prints them if it is the only one that was asked for."""
-    rows = rows_of(parts, patterns, measured_by=_statistics_of if stats else None, places=places)
+    rows = states.rows_of(parts, patterns, measured_by=_statistics_of if stats else None, places=places)
     if not patterns or len(rows) != 1 or rows[0].kind not in ("tensor", "array"):
         return rows, None
     for part in parts:
         tree, _ = part.archive.tree(groups=part.groups)
-        for path, leaf in walked(tree, ()):
-            if shown(path) == rows[0].name and isinstance(leaf, StoredLeaf):
+        for path, leaf in states.walked(tree, ()):
+            if leaf_names.shown(path) == rows[0].name and isinstance(leaf, contents.StoredLeaf):
                 number = part.archive.primary(leaf.number)
-                return [replace(rows[0], places=places_of(part.archive, number))], printed(part.archive, number)
+                return [replace(rows[0], places=states.places_of(part.archive, number))], printed(part.archive, number)
     return rows, None
 
 
-def printed(archive: Contents, number: int) -> str:
+def printed(archive: contents.Contents, number: int) -> str:
     """A tensor as torch prints it. Of a large one, only the items that are shown are kept: three at each end."""
     shape = tuple(archive.index.tensors[number].shape)
     kept_sizes = [min(size, 2 * _EDGE_ITEMS + 1) for size in shape] if math.prod(shape) > _PRINTED_ITEMS else [*shape]
@@ -179,7 +178,7 @@ def printed(archive: Contents, number: int) -> str:
     flat = indices.reshape(-1)  # ascending: where the kept items are in the tensor
     dtype, begin = archive.dtype(number), 0
     kept = torch.empty(len(flat), dtype.itemsize, dtype=torch.uint8)  # bytes, since few operations know every dtype
-    for items in TensorReader(archive, [number]).chunks(number):
+    for items in states.TensorReader(archive, [number]).chunks(number):
         inside = slice(*torch.searchsorted(flat, torch.tensor([begin, begin + len(items)])).tolist())
         kept[inside] = items.view(torch.uint8).view(-1, dtype.itemsize)[flat[inside] - begin]
         begin += len(items)
@@ -197,11 +196,11 @@ def _text_of(items: torch.Tensor, *, is_summary: bool) -> str:
         torch.set_printoptions(profile="default")
 
 
-def _statistics_of(archive: Contents, numbers: Sequence[int]) -> Callable[[int], dict[str, float] | None]:
-    return partial(statistics, TensorReader(archive, numbers))
+def _statistics_of(archive: contents.Contents, numbers: Sequence[int]) -> Callable[[int], dict[str, float] | None]:
+    return partial(statistics, states.TensorReader(archive, numbers))
 
 
-def statistics(reader: TensorReader, number: int) -> dict[str, float] | None:
+def statistics(reader: states.TensorReader, number: int) -> dict[str, float] | None:
     """Least, greatest, mean, standard deviation and 2-norm of the finite items, and how many are NaN or infinite.
 
     None for a dtype whose items are no numbers for torch. Computed in pieces, whose deviations are put together (Chan,
@@ -233,7 +232,7 @@ def statistics(reader: TensorReader, number: int) -> dict[str, float] | None:
     }
 
 
-def _pieces(reader: TensorReader, number: int) -> Iterator[torch.Tensor | None]:
+def _pieces(reader: states.TensorReader, number: int) -> Iterator[torch.Tensor | None]:
     """The items of a tensor as float64, piece by piece; of complex ones the absolute values."""
     for items in (piece for chunk in reader.chunks(number) for piece in chunk.split(ITEMS_AT_ONCE)):
         found = numbers(items)

@@ -18,18 +18,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ... import Naming, Place
-from ...core.events.log import EventLog
-from ...core.events.shapes import Event
-from ...core.runs.foreign_entries import possible_steps, step_formats
-from ...core.runs.manifest import is_retired_name
-from ...core.runs.naming import NAMINGS, TRACKERS
-from ...core.runs.receipts import broken_folders
-from ...core.runs.record import number
-from ...core.runs.root import formats_at
-from ...core.runs.sweep import is_library_name
 from ...errors import CheckpointError
-from ...plumbing import MANIFEST_NAME as MANIFEST
-from ...plumbing import Clock, Manifest, Run, Storage, bandwidth_of, run_together, sized, wall_time
+from ...plumbing import Storage, reports, runs, spans, threads
+from ...plumbing import events as run_events
 from .options import place_below
 from .screen import USAGE, Answer, age, escaped, in_table, print_json, print_table, print_text, short, shown_seconds
 
@@ -42,7 +33,7 @@ _READERS: Final = 32
 _LOOKED_INTO: Final = 8
 # The entries of records that have a column: those that most steps have.
 _MOST_METRICS: Final = 12
-_USUAL_FORMATS: Final = sorted({naming.step_format for naming in (Naming(), *NAMINGS.values())})
+_USUAL_FORMATS: Final = sorted({naming.step_format for naming in (Naming(), *runs.NAMINGS.values())})
 # The same without the form of the number, as StepName has it.
 USUAL_NAMINGS: Final = {one.partition("{")[0] + "{}" for one in _USUAL_FORMATS}
 
@@ -111,16 +102,20 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
     """
     names = place.storage().names("")
     kind = kind_of(place, names)
-    if kind == "nothing" and with_all and (rows := steps_of(place.storage(), names, clock=wall_time, with_all=True)):
+    if (
+        kind == "nothing"
+        and with_all
+        and (rows := steps_of(place.storage(), names, clock=spans.wall_time, with_all=True))
+    ):
         _print_steps(place, rows, as_json=as_json)
     elif kind == "publication":
         _print_versions(place, versions_of(place), as_json=as_json)
         if not as_json and kind_of(place, beside_versions(names)) == "run":
-            _print_steps(place, steps_of(place.storage(), names, clock=wall_time), as_json=False)
+            _print_steps(place, steps_of(place.storage(), names, clock=spans.wall_time), as_json=False)
     elif kind == "runs":
-        _print_runs(place, runs_in(place, clock=wall_time), as_json=as_json)
+        _print_runs(place, runs_in(place, clock=spans.wall_time), as_json=as_json)
     elif kind == "run":
-        rows = steps_of(place.storage(), names, clock=wall_time, with_all=with_all, check=check)
+        rows = steps_of(place.storage(), names, clock=spans.wall_time, with_all=with_all, check=check)
         if best is not None:
             _mark_best(rows, best)
         _print_steps(place, rows, as_json=as_json)
@@ -134,20 +129,20 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
 
 def nothing_at(place: Place) -> Answer:
     """The answer for a place without a run, a step or a publication: what is there, and the command for it."""
-    from ...core.loading.archives.find import nothing_committed, opened_as_file  # they need torch
+    from ...plumbing import find  # they need torch
 
-    opened = opened_as_file(place)
+    opened = find.opened_as_file(place)
     if opened is not None:
         opened[0].close()
         return Answer(f"{place.shown} is a file, not a run; look into it with async-ckpt inspect", USAGE)
-    return Answer(str(nothing_committed(place.storage())))
+    return Answer(str(find.nothing_committed(place.storage())))
 
 
 def kind_of(place: Place, names: list[str] | None = None) -> str:
     """The kind of a place by the names there: "step", "publication", "run", "runs" or "nothing"."""
     storage = place.storage()
     names = storage.names("") if names is None else names
-    if MANIFEST in names:
+    if runs.MANIFEST_NAME in names:
         return "step"
     if any(map(_VERSION.fullmatch, names)):
         return "publication"
@@ -164,19 +159,19 @@ def beside_versions(names: Collection[str]) -> list[str]:
 
 
 def steps_of(
-    storage: Storage, names: list[str], *, clock: Clock, with_all: bool = False, check: bool = False
+    storage: Storage, names: list[str], *, clock: spans.Clock, with_all: bool = False, check: bool = False
 ) -> list[StepRow]:
     """The steps of a run with these names, ascending. Of several namings, the steps of each.
 
     `with_all` adds the folders of its own naming that are not committed, and the saves that have failed by its history.
     With `check`, steps of which an archive is missing, or has another size, are marked.
     """
-    events = EventLog(storage, clock).read()
+    events = run_events.EventLog(storage, clock).read()
     saves = {(one["step"], one["attempt"]): one for one in events if one["kind"] == "save"}
     rows: list[StepRow] = []
     # Until something is committed, a naming is not known.
-    for step_format in step_formats(storage, names) or (_USUAL_FORMATS if with_all else ()):
-        run = Run(storage, clock=clock, step_format=step_format, tracker=None)
+    for step_format in runs.step_formats(storage, names) or (_USUAL_FORMATS if with_all else ()):
+        run = runs.Run(storage, clock=clock, step_format=step_format, tracker=None)
         rows += _rows(run, names, saves, with_all=with_all, check=check)
     _mark_newest(rows, storage, names)
     if with_all:
@@ -184,7 +179,7 @@ def steps_of(
     return sorted(rows, key=lambda row: (row.step, row.folder))
 
 
-def runs_in(place: Place, *, clock: Clock) -> list[RunRow]:
+def runs_in(place: Place, *, clock: spans.Clock) -> list[RunRow]:
     """The runs in the folders of this one."""
     rows: dict[str, RunRow] = {}
 
@@ -202,7 +197,7 @@ def runs_in(place: Place, *, clock: Clock) -> list[RunRow]:
                 sum(row.num_bytes or 0 for row in steps),
             )
 
-    run_together("look", [partial(look, name) for name in place.storage().names("")], max_threads=_READERS)
+    threads.run_together("look", [partial(look, name) for name in place.storage().names("")], max_threads=_READERS)
     return [rows[name] for name in sorted(rows)]
 
 
@@ -221,7 +216,7 @@ def versions_of(place: Place) -> list[VersionRow]:
         def look(versions: Versions, to: list[dict[int, VersionRow]] = by_rank) -> None:
             to.append(_versions_at(versions))
 
-        run_together("look", [partial(look, ranks.of_rank(rank, size)) for rank in begun], max_threads=_READERS)
+        threads.run_together("look", [partial(look, ranks.of_rank(rank, size)) for rank in begun], max_threads=_READERS)
         for version in sorted({version for versions in by_rank for version in versions}):
             of_ranks = [versions[version] for versions in by_rank if version in versions]
             rows.append(_of_ranks(of_ranks, size, is_whole=whole.get(version) == size))
@@ -264,7 +259,7 @@ def _of_ranks(rows: Sequence[VersionRow], num_ranks: int, *, is_whole: bool) -> 
 
 
 def _rows(
-    run: Run, names: list[str], saves: Mapping[tuple[int, str], Event], *, with_all: bool, check: bool
+    run: runs.Run, names: list[str], saves: Mapping[tuple[int, str], run_events.Event], *, with_all: bool, check: bool
 ) -> Iterator[StepRow]:
     """The rows of one naming. `saves` are the events of saves by their steps and attempts."""
     commits = run.view(names)
@@ -292,17 +287,17 @@ def _rows(
 def _uncommitted(storage: Storage, folder: str) -> str | None:
     """The kind of what has the name of a step and is not committed; None for a file."""
     inside = storage.names(folder)
-    if any(map(is_retired_name, inside)) or MANIFEST in inside:
+    if any(map(runs.is_retired_name, inside)) or runs.MANIFEST_NAME in inside:
         return "retired"
     if not inside:
         with suppress(FileNotFoundError, IsADirectoryError):
             storage.open(folder).close()
             return None
         return "not committed"
-    return "not committed" if all(map(is_library_name, inside)) else "of another program"
+    return "not committed" if all(map(runs.is_library_name, inside)) else "of another program"
 
 
-def _add_failures(rows: list[StepRow], events: Sequence[Event]) -> None:
+def _add_failures(rows: list[StepRow], events: Sequence[run_events.Event]) -> None:
     """Add the saves that have failed, and cleaned up, or say so of what they have left."""
     left = {row.step: row for row in rows if row.marks == ["not committed"]}
     for one in events:
@@ -318,22 +313,22 @@ def _add_failures(rows: list[StepRow], events: Sequence[Event]) -> None:
 def broken_at(storage: Storage, most: int) -> dict[int, str]:
     """The damage of the newest steps of a run, at most so many of each naming."""
     found: dict[int, str] = {}
-    for step_format in formats_at(storage):
-        run = Run(storage, clock=wall_time, step_format=step_format, tracker=None)
+    for step_format in runs.formats_at(storage):
+        run = runs.Run(storage, clock=spans.wall_time, step_format=step_format, tracker=None)
         found |= broken_steps(run, run.root.look_up(run.steps()[-most:]))
     return found
 
 
-def broken_steps(run: Run, commits: Mapping[int, Manifest | None]) -> dict[int, str]:
+def broken_steps(run: runs.Run, commits: Mapping[int, runs.Manifest | None]) -> dict[int, str]:
     """The damage of steps, as far as the names and sizes of the objects that they need tell."""
     manifests = {run.folder(step): manifest for step, manifest in commits.items() if manifest is not None}
-    found = broken_folders(run.storage, manifests)
+    found = runs.broken_folders(run.storage, manifests)
     return {step: found[folder] for step in commits if (folder := run.folder(step)) in found}
 
 
 def _mark_best(rows: Sequence[StepRow], text: str) -> None:
     metric, mode, count = parse_best(text)
-    values = [(value, row.step, row) for row in rows if (value := number(row.record.get(metric))) is not None]
+    values = [(value, row.step, row) for row in rows if (value := runs.number(row.record.get(metric))) is not None]
     if not values:
         raise Answer(f"no record of these steps has the metric {metric!r}")
     values.sort(key=lambda one: (one[0] if mode == "max" else -one[0], one[1]))
@@ -353,12 +348,16 @@ def parse_best(text: str) -> tuple[str, Literal["min", "max"], int]:
     return match["metric"], "max" if match["mode"] == "max" else "min", int(match["count"] or 1)
 
 
-def _fill(row: StepRow, manifest: Manifest, save: Event | None) -> None:
+def _fill(row: StepRow, manifest: runs.Manifest, save: run_events.Event | None) -> None:
     """Fill a row. Its times are those of the event of the save: the manifest is from before the end of the commit."""
     row.created, row.num_bytes, row.num_ranks = manifest.created, manifest.num_bytes, manifest.world_size
     row.record = manifest.record
     if save is not None:
-        row.seconds, row.bandwidth, row.stall_seconds = save["total_seconds"], bandwidth_of(save), save["stall_seconds"]
+        row.seconds, row.bandwidth, row.stall_seconds = (
+            save["total_seconds"],
+            run_events.bandwidth_of(save),
+            save["stall_seconds"],
+        )
     if manifest.record.get("rolling"):
         row.marks.append("rolling")
     if manifest.record.get("ttl_seconds") is not None:
@@ -372,7 +371,7 @@ def _mark_newest(rows: Sequence[StepRow], storage: Storage, names: Collection[st
     committed = [row for row in rows if row.num_bytes is not None]
     if committed:
         max(committed, key=lambda row: row.step).marks.insert(0, "latest")
-    for name in TRACKERS:
+    for name in runs.TRACKERS:
         if name in names:
             with suppress(CheckpointError, OSError):
                 text = storage.read(name)[0].decode(errors="replace").strip()
@@ -387,9 +386,9 @@ def _has_steps(storage: Storage, names: Sequence[str]) -> bool:
         prefix = naming.removesuffix("{}")
         of_naming = names[bisect_left(names, prefix) : bisect_left(names, f"{prefix}:")]  # a colon follows the digits
         newest += of_naming[-_LOOKED_INTO:]
-    if storage.existing([f"{name}/{MANIFEST}" for name in newest]):
+    if storage.existing([f"{name}/{runs.MANIFEST_NAME}" for name in newest]):
         return True
-    return bool(storage.existing([f"{name}/{MANIFEST}" for _, name in possible_steps(names)]))
+    return bool(storage.existing([f"{name}/{runs.MANIFEST_NAME}" for _, name in runs.possible_steps(names)]))
 
 
 def _is_run(place: Place, name: str) -> bool:
@@ -422,7 +421,7 @@ def _print_runs(place: Place, rows: Sequence[RunRow], *, as_json: bool) -> None:
     if as_json:
         print_json("runs", {"place": place.shown, "runs": [row.as_json() for row in rows]})
         return
-    now = wall_time()
+    now = spans.wall_time()
     print_table(
         ("run", "steps", "latest", "age", "size"),
         (
@@ -443,7 +442,7 @@ def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> Non
     if as_json:
         print_json("steps", {"place": place.shown, "steps": [row.as_json() for row in rows]})
         return
-    now = wall_time()
+    now = spans.wall_time()
     counts = Counter(
         key
         for row in rows
@@ -460,7 +459,7 @@ def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> Non
                 "" if row.num_bytes is None else in_table(row.num_bytes),
                 str(row.num_ranks) if row.num_ranks else "",
                 "" if row.seconds is None else shown_seconds(row.seconds),
-                "" if row.bandwidth is None else f"{sized(row.bandwidth)}/s",
+                "" if row.bandwidth is None else f"{reports.sized(row.bandwidth)}/s",
                 "" if row.stall_seconds is None else shown_seconds(row.stall_seconds),
                 *(short(row.record[key]) if key in row.record else "" for key in metrics),
                 ", ".join(row.marks),

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, get_args, get_origin
 import typer
 
 from ... import Place
-from ...core.storage.url import scheme_of
+from ...plumbing import urls
 from .screen import USAGE, Answer
 
 # How long a store may not answer: somebody waits at the terminal.
@@ -93,7 +93,7 @@ def place_below(place: Place, name: str) -> Place:
 
 
 def _is_local(where: str) -> bool:
-    return scheme_of(where) in (None, "file")
+    return urls.scheme_of(where) in (None, "file")
 
 
 def _store_options(place: str) -> list[inspect.Parameter]:

@@ -14,9 +14,7 @@ from typing import Any, Final, NamedTuple
 import typer
 
 from ... import Keep, Place
-from ...core.runs.retention import Commits
-from ...core.runs.starts import Start, about_start, lives, refuse_if_alive
-from ...plumbing import Run, shown_time, sized
+from ...plumbing import reports, runs, spans
 from .listing import broken_steps, parse_best
 from .screen import USAGE, Answer, counted, escaped, in_table, print_json, print_table, print_text
 from .selection import ChosenRun, refuse_newer, runs_at
@@ -74,7 +72,9 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
             right=("step", "size"),
         )
         verb = "would go" if dry_run else "go"
-        print_text(f"{len(going)} of {counted(len(rows), 'step')} {verb}, {sized(freed)} of {escaped(place.shown)}")
+        print_text(
+            f"{len(going)} of {counted(len(rows), 'step')} {verb}, {reports.sized(freed)} of {escaped(place.shown)}"
+        )
     if going and not dry_run:
         for one in chosen:
             refuse_writer(one.run, unattended=unattended)
@@ -126,7 +126,7 @@ def parse_keep(rules: Sequence[str]) -> Keep:
     return Keep(**values)
 
 
-def refuse_writer(run: Run, *, unattended: bool) -> None:
+def refuse_writer(run: runs.Run, *, unattended: bool) -> None:
     """Refuse to change a run that another process writes to, or may write to.
 
     On a disk the lock on the newest start tells, and a process of this machine by its number. A store has no locks.
@@ -136,15 +136,15 @@ def refuse_writer(run: Run, *, unattended: bool) -> None:
         Answer: its process is alive, or cannot be asked.
     """
     run.steps()
-    refuse_if_alive(run.storage, run.root.starts)
+    runs.refuse_if_alive(run.storage, run.root.starts)
     newest = max(run.root.starts, default=None)
     if newest is None or unattended or not run.storage.remote:
         return
-    about = about_start(run.storage, newest)
+    about = runs.about_start(run.storage, newest)
     host, pid, since = about.get("host"), about.get("pid"), about.get("since")
     writer = f"process {pid!r:.20} on {host!a:.100}" if pid and host else "a process that left no name"
-    when = f", which began at {shown_time(float(since))}" if isinstance(since, int | float) else ""
-    if host == socket.gethostname() and isinstance(pid, int) and lives(pid):
+    when = f", which began at {spans.shown_time(float(since))}" if isinstance(since, int | float) else ""
+    if host == socket.gethostname() and isinstance(pid, int) and runs.lives(pid):
         raise Answer(
             f"{run.storage.locate('')}: {writer}{when}, saves there and is alive on this machine; end it first, or "
             "pass --unattended if it saves elsewhere by now"
@@ -159,10 +159,10 @@ def refuse_writer(run: Run, *, unattended: bool) -> None:
 class _Shown(NamedTuple):
     """A run as it was shown to somebody: its commits, the steps that were to go, and its newest start."""
 
-    run: Run
-    commits: Commits
+    run: runs.Run
+    commits: runs.Commits
     going: frozenset[int]
-    start: Start | None
+    start: runs.Start | None
 
     @classmethod
     def of(cls, one: ChosenRun) -> _Shown:
@@ -187,7 +187,7 @@ class _Shown(NamedTuple):
         refuse_writer(run, unattended=unattended and is_as_shown)
         with run.changing():
             newest = run.latest()
-            only = Commits({step: self.commits[step] for step in self.going})
+            only = runs.Commits({step: self.commits[step] for step in self.going})
             gone = [] if newest is None else run.retain(newest, replaced=None, in_flight=(), only=only)
             run.events.write()
         return gone

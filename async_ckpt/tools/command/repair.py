@@ -18,14 +18,8 @@ from typing import Any, Final
 import typer
 
 from ... import Place
-from ...core.loading.rebuild import rebuild_layout
-from ...core.runs import journal, layouts
-from ...core.runs.manifest import is_retired_name
-from ...core.runs.naming import Tracker, tracker_of
-from ...core.runs.retention import Commits
 from ...errors import CheckpointError, NotCommittedError, StepExistsError
-from ...plumbing import MANIFEST_NAME as MANIFEST
-from ...plumbing import Manifest, Run, Storage, parse_manifest
+from ...plumbing import Storage, rebuild_layout, runs
 from .listing import broken_steps
 from .pruning import refuse_writer
 from .screen import NO, USAGE, Answer, escaped, print_json, print_table, print_text
@@ -109,7 +103,7 @@ def damages_of(
                 yield Damage(f"step {step}", f"{broken[step]}; copy it again from where it is whole, or save it anew")
             if manifest is None:
                 text = "does not match its digest; copy the step again from where it is whole, or save it anew"
-                yield Damage(f"{run.folder(step)}/{MANIFEST}", text)
+                yield Damage(f"{run.folder(step)}/{runs.MANIFEST_NAME}", text)
             elif manifest.ranks is not None and not _has_layout(storage, run.folder(step), manifest):
                 name = f"{run.folder(step)}/{manifest.ranks.layout.name}"
                 yield Damage(name, "is missing or damaged", partial(rebuild_layout, place, step))
@@ -123,18 +117,18 @@ def damages_of(
         yield from _announced(newest, commits)
 
 
-def _newest_commit(run: Run) -> float:
+def _newest_commit(run: runs.Run) -> float:
     return max((manifest.created for manifest in run.view().values() if manifest), default=0.0)
 
 
-def _has_layout(storage: Storage, folder: str, manifest: Manifest) -> bool:
-    return any(layouts.read(storage, folder, manifest.attempt, rebuilt=rebuilt) for rebuilt in (False, True))
+def _has_layout(storage: Storage, folder: str, manifest: runs.Manifest) -> bool:
+    return any(runs.layouts.read(storage, folder, manifest.attempt, rebuilt=rebuilt) for rebuilt in (False, True))
 
 
-def _announced(one: ChosenRun, commits: Commits) -> Iterator[Damage]:
+def _announced(one: ChosenRun, commits: runs.Commits) -> Iterator[Damage]:
     """The damage of tracker and journal, against the manifests."""
     run, storage, newest = one.run, one.run.storage, max(commits)
-    tracker = tracker_of(one.naming.tracker or usual_tracker(one.naming.step_format), one.naming.step_format)
+    tracker = runs.tracker_of(one.naming.tracker or usual_tracker(one.naming.step_format), one.naming.step_format)
     if tracker is not None:
         text = _content(storage, tracker.name)
         tracked = None if text is None else tracker.parse(text)
@@ -144,18 +138,18 @@ def _announced(one: ChosenRun, commits: Commits) -> Iterator[Damage]:
             mend = None if is_of_other else partial(_track, storage, tracker, newest)
             why = "; that folder was not committed by async_ckpt, and is left alone" if is_of_other else ""
             yield Damage(tracker.name, f"{is_says}; the newest step is {newest}{why}", mend)
-    expected = journal.dump([(m.path_in(run.folder(step)), m) for step, m in commits.items() if m is not None])
-    there = _content(storage, journal.NAME)
+    expected = runs.journal.dump([(m.path_in(run.folder(step)), m) for step, m in commits.items() if m is not None])
+    there = _content(storage, runs.journal.NAME)
     if there != expected:
         have, need = len((there or b"").splitlines()), len(expected.splitlines())
         yield Damage(
-            journal.NAME,
+            runs.journal.NAME,
             "is missing" if there is None else f"differs from the manifests ({have} lines, {need} steps)",
-            partial(storage.replace, journal.NAME, expected),
+            partial(storage.replace, runs.journal.NAME, expected),
         )
 
 
-def _track(storage: Storage, tracker: Tracker, newest: int) -> None:
+def _track(storage: Storage, tracker: runs.Tracker, newest: int) -> None:
     storage.replace(tracker.name, tracker.dump(newest))
 
 
@@ -175,9 +169,11 @@ def _retired(chosen: list[ChosenRun], step: int) -> Damage:
     for one in chosen:
         run, folder = one.run, one.run.folder(step)
         names = run.storage.names(folder)
-        if MANIFEST in names and step in run.steps():
+        if runs.MANIFEST_NAME in names and step in run.steps():
             raise StepExistsError(f"step {step} is committed in {run.storage.locate('')}; nothing has to be put back")
-        found = [(name, manifest) for name in names if is_retired_name(name) if (manifest := _read(run, step, name))]
+        found = [
+            (name, manifest) for name in names if runs.is_retired_name(name) if (manifest := _read(run, step, name))
+        ]
         if not found:
             continue
         name, manifest = max(found, key=lambda pair: pair[1].created)
@@ -194,14 +190,14 @@ def _retired(chosen: list[ChosenRun], step: int) -> Damage:
     raise NotCommittedError(f"{shown}: no step {step} was retired there", path=shown, step=step)
 
 
-def _read(run: Run, step: int, name: str) -> Manifest | None:
+def _read(run: runs.Run, step: int, name: str) -> runs.Manifest | None:
     path = f"{run.folder(step)}/{name}"
     with suppress(CheckpointError, FileNotFoundError):
-        return parse_manifest(run.storage.read(path)[0], path=path)
+        return runs.parse_manifest(run.storage.read(path)[0], path=path)
     return None
 
 
-def _put_back(run: Run, step: int, name: str, manifest: Manifest) -> None:
+def _put_back(run: runs.Run, step: int, name: str, manifest: runs.Manifest) -> None:
     folder = run.folder(step)
-    run.storage.put_new(f"{folder}/{MANIFEST}", replace(manifest, start="", retires=()).dump())
+    run.storage.put_new(f"{folder}/{runs.MANIFEST_NAME}", replace(manifest, start="", retires=()).dump())
     run.storage.delete(f"{folder}/{name}")

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ...plumbing import shown_time, sized
+from ...plumbing import reports, spans
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -196,7 +196,7 @@ def counted(number: int, word: str) -> str:
 
 def in_table(num_bytes: int) -> str:
     """A size for the column of a table, whose units are short."""
-    return sized(num_bytes).replace(" bytes", " B")
+    return reports.sized(num_bytes).replace(" bytes", " B")
 
 
 def escaped(text: str) -> str:
@@ -208,7 +208,7 @@ def age(created: float, now: float) -> str:
     """How long ago that was, such as "3 h"; the date beyond a month, and in the future."""
     seconds = now - created
     if seconds < 0 or seconds > 30 * 86400:
-        return shown_time(created)
+        return spans.shown_time(created)
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

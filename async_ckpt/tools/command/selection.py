@@ -12,13 +12,8 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ... import Keep, Naming, Place
-from ...core.runs.foreign_entries import step_formats
-from ...core.runs.naming import NAMINGS, STEP_FORMAT, TRACKER, TRACKERS, words_for
-from ...core.runs.retention import best_of, describe_missing_metric
-from ...core.storage.url import parent_and_name
 from ...errors import CheckpointError, FormatVersionError, NotCommittedError
-from ...plumbing import MANIFEST_NAME as MANIFEST
-from ...plumbing import Run, Storage, parse_manifest, parse_step_name, wall_time
+from ...plumbing import Storage, runs, spans, urls
 from .listing import beside_versions, kind_of, nothing_at, parse_best
 from .screen import USAGE, Answer
 
@@ -28,7 +23,7 @@ _RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")
 class ChosenRun(NamedTuple):
     """A run at a root, with its naming, and the step that the place was the folder of."""
 
-    run: Run
+    run: runs.Run
     naming: Naming
     step: int | None = None
 
@@ -44,8 +39,8 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
     if kind == "publication" and kind_of(place, beside_versions(names)) == "run":
         kind = "run"
     if kind == "step":
-        parent, name = parent_and_name(place.url, fs=place.fs)
-        place, step_name = replace(place, url=parent), parse_step_name(name)
+        parent, name = urls.parent_and_name(place.url, fs=place.fs)
+        place, step_name = replace(place, url=parent), runs.parse_step_name(name)
         if step_name is None:
             raise Answer(f"{place.shown}: {name!r} is not the name of a step; name the root of its run", USAGE)
     elif kind != "run":
@@ -54,7 +49,7 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
     storage = place.storage()
     names = storage.names("")
     chosen = []
-    for step_format in step_formats(storage, names) if step_name is None else [step_name.step_format]:
+    for step_format in runs.step_formats(storage, names) if step_name is None else [step_name.step_format]:
         naming = Naming(step_format, _tracker_in(storage, names, step_format))
         run = open_run(storage, naming, keep)
         if step_name is not None or run.steps():  # other files may have numbers in their names
@@ -64,7 +59,7 @@ def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
     return chosen
 
 
-def refuse_newer(run: Run) -> None:
+def refuse_newer(run: runs.Run) -> None:
     """Refuse to change a run of which a step is of a later format: here, its manifest counts as damaged.
 
     Raises FormatVersionError.
@@ -75,11 +70,11 @@ def refuse_newer(run: Run) -> None:
             raise error
 
 
-def _unread_error(run: Run, step: int) -> CheckpointError | None:
+def _unread_error(run: runs.Run, step: int) -> CheckpointError | None:
     """The reason why the manifest of a step cannot be read; None if it can be, or is gone by now."""
-    path = f"{run.folder(step)}/{MANIFEST}"
+    path = f"{run.folder(step)}/{runs.MANIFEST_NAME}"
     try:
-        parse_manifest(run.storage.read(path)[0], path=run.storage.locate(path))
+        runs.parse_manifest(run.storage.read(path)[0], path=run.storage.locate(path))
     except CheckpointError as error:
         return error
     except FileNotFoundError:
@@ -87,26 +82,26 @@ def _unread_error(run: Run, step: int) -> CheckpointError | None:
     return None
 
 
-def open_run(storage: Storage, naming: Naming, keep: Keep | None = None) -> Run:
-    return Run(storage, clock=wall_time, step_format=naming.step_format, tracker=naming.tracker, keep=keep)
+def open_run(storage: Storage, naming: Naming, keep: Keep | None = None) -> runs.Run:
+    return runs.Run(storage, clock=spans.wall_time, step_format=naming.step_format, tracker=naming.tracker, keep=keep)
 
 
 def usual_tracker(step_format: str) -> tuple[str, str] | str | None:
     """The tracker that a run of this naming has unless it was told otherwise; None if that is not known."""
-    if step_format == STEP_FORMAT:
-        return TRACKER
-    words = words_for(step_format.format(1))
-    trackers = {NAMINGS[word].tracker for word in words}
+    if step_format == runs.STEP_FORMAT:
+        return runs.TRACKER
+    words = runs.words_for(step_format.format(1))
+    trackers = {runs.NAMINGS[word].tracker for word in words}
     return trackers.pop() if len(trackers) == 1 else None
 
 
 def _tracker_in(storage: Storage, names: Sequence[str], step_format: str) -> tuple[str, str] | str | None:
     """The tracker of a naming among the files in a root, with the text that it has."""
-    rest, usual = parse_step_name(step_format.format(1)), usual_tracker(step_format)
-    for name in TRACKERS:
+    rest, usual = runs.parse_step_name(step_format.format(1)), usual_tracker(step_format)
+    for name in runs.TRACKERS:
         if name in names:
             text = storage.read(name)[0][:100].decode(errors="replace")
-            tracked = parse_step_name(text)
+            tracked = runs.parse_step_name(text)
             if tracked is None:  # damaged: it gets the usual text again
                 return usual if isinstance(usual, tuple) and usual[0] == name else name
             if tracked.rest.strip() == "{}":
@@ -116,7 +111,7 @@ def _tracker_in(storage: Storage, names: Sequence[str], step_format: str) -> tup
     return None
 
 
-def steps_in(run: Run, ranges: Sequence[str]) -> list[int]:
+def steps_in(run: runs.Run, ranges: Sequence[str]) -> list[int]:
     """The committed steps in ranges such as "100", "100:500", ":500" and "100:", whose ends belong to them.
 
     Raises:
@@ -138,16 +133,16 @@ def steps_in(run: Run, ranges: Sequence[str]) -> list[int]:
     return sorted(chosen)
 
 
-def best_step(run: Run, text: str) -> int:
+def best_step(run: runs.Run, text: str) -> int:
     """The best step by a metric of the records.
 
     Raises:
         NotCommittedError: no record has the metric.
     """
     by, commits = parse_best(text), run.view()
-    best = best_of(list(commits), commits, by)
+    best = runs.best_of(list(commits), commits, by)
     if not best:
         shown = run.storage.locate("")
-        why = describe_missing_metric(by[0], commits)
+        why = runs.describe_missing_metric(by[0], commits)
         raise NotCommittedError(f"{shown}: no record of a committed step has the metric {why}", path=shown, step=None)
     return best[-1]

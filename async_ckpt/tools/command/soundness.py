@@ -17,8 +17,6 @@ from typing import Any, Final
 import typer
 
 from ... import Place
-from ...core.loading.archives.find import opened_as_file, step_at
-from ...core.loading.verify import StepCheck, Verification, checks_of_run, notes_on, trackers_in
 from ...errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -27,7 +25,9 @@ from ...errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ...plumbing import OF_DCP, Reader, monotonic, parse_step_name, sized
+from ...plumbing import Reader, reports, runs, spans
+from ...plumbing import find as finding
+from ...plumbing import verification as checking
 from ...weights.publishing.version_checks import check_versions
 from .listing import beside_versions, kind_of
 from .repair import damages_of
@@ -115,8 +115,8 @@ def _summary(place: Place, found: Soundness) -> str:
     else:
         verdict = f"{found.subject}, {len(found.damaged)} damaged"
     seconds = found.seconds
-    speed = f" at {sized(found.num_bytes / seconds)}/s" if found.num_bytes and seconds else ""
-    return f"{escaped(place.shown)}: {verdict}; {sized(found.num_bytes)} read in {seconds:.2f} s{speed}"
+    speed = f" at {reports.sized(found.num_bytes / seconds)}/s" if found.num_bytes and seconds else ""
+    return f"{escaped(place.shown)}: {verdict}; {reports.sized(found.num_bytes)} read in {seconds:.2f} s{speed}"
 
 
 def _document(place: Place, every: Sequence[Soundness]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
         NotCommittedError: there is nothing to verify.
         ValueError: the file has no digests.
     """
-    file = opened_as_file(place)
+    file = finding.opened_as_file(place)
     if file is not None:
         return [_timed(partial(_of_file, *file))]
     names = place.storage().names("")
@@ -157,7 +157,7 @@ def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
     every: list[Soundness] = []
     if kind == "step":
         every.append(_timed(partial(_of_step, place)))
-    elif OF_DCP in names:
+    elif runs.OF_DCP in names:
         every.append(_timed(partial(_of_dcp, place)))
     elif kind == "run" or not has_versions:
         if kind == "runs":
@@ -175,16 +175,16 @@ def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
 
 
 def _timed(find: Callable[[], Soundness]) -> Soundness:
-    begin = monotonic()
+    begin = spans.monotonic()
     found = find()
-    found.seconds = monotonic() - begin
+    found.seconds = spans.monotonic() - begin
     return found
 
 
 def _of_file(reader: Reader, path: str) -> Soundness:
     """The soundness of an archive."""
     with reader, progress("verify", reader.num_bytes) as advance:
-        verification = Verification(advance)
+        verification = checking.Verification(advance)
         try:
             notes = verification.compare_file(reader, path)
         except ForeignFileError as error:
@@ -198,7 +198,7 @@ def _of_dcp(place: Place) -> Soundness:
     """The soundness of a folder of torch.distributed.checkpoint."""
     storage = place.storage()
     with progress("verify", sum(storage.sizes("").values())) as advance:
-        verification = Verification(advance)
+        verification = checking.Verification(advance)
         try:
             notes = verification.compare_dcp(storage)
         except CorruptCheckpointError as error:
@@ -207,7 +207,7 @@ def _of_dcp(place: Place) -> Soundness:
     return _with_totals(Soundness(notes=[*notes]), verification)
 
 
-def _with_totals(found: Soundness, verification: Verification) -> Soundness:
+def _with_totals(found: Soundness, verification: checking.Verification) -> Soundness:
     found.num_archives, found.num_bytes = len(verification.errors), verification.num_bytes
     return found
 
@@ -227,18 +227,18 @@ def _without(path: str, error: CheckpointError) -> str:
 
 
 def _of_step(place: Place) -> Soundness:
-    step = step_at(place.storage(), place)
+    step = finding.step_at(place.storage(), place)
     assert step is not None
     error = None
     try:
         manifest = step.read()
     except CheckpointError as unread:
-        name = parse_step_name(place.text.rstrip("/").rpartition("/")[2])
+        name = runs.parse_step_name(place.text.rstrip("/").rpartition("/")[2])
         number, total, error = name.step if name else 0, 0, unread
     else:
         number, total = manifest.step, manifest.num_bytes
     with progress("verify", total) as advance:
-        verification = Verification(advance)
+        verification = checking.Verification(advance)
         if error is None:
             try:
                 verification.compare_step(step)
@@ -247,17 +247,17 @@ def _of_step(place: Place) -> Soundness:
             except CheckpointError as damage:
                 error = damage
     found = Soundness()
-    _note_step(found, StepCheck(number, "", error), "ROOT")
+    _note_step(found, checking.StepCheck(number, "", error), "ROOT")
     return _with_totals(found, verification)
 
 
 def _of_run(place: Place) -> Soundness:
     storage, found = place.storage(), Soundness()
     chosen = runs_at(place)
-    trackers, before = trackers_in(storage), [*_faults_beside(place, chosen)]
+    trackers, before = checking.trackers_in(storage), [*_faults_beside(place, chosen)]
     with progress("verify", _num_bytes(chosen)) as advance:
-        verification = Verification(advance)
-        for check in checks_of_run(storage, verification):
+        verification = checking.Verification(advance)
+        for check in checking.checks_of_run(storage, verification):
             _note_step(found, check, place.shown)
     goes_back_to = max(found.sound, default=None)
     if found.damaged and max(found.damaged) > max(found.sound, default=-1):
@@ -269,7 +269,7 @@ def _of_run(place: Place) -> Soundness:
     if found.sound or found.damaged:
         steps = sorted({*found.sound, *found.damaged})
         others = {name: text for name, text in trackers.items() if name not in reported}
-        found.notes += notes_on(others, steps)
+        found.notes += checking.notes_on(others, steps)
     return _with_totals(found, verification)
 
 
@@ -291,7 +291,7 @@ def _faults_beside(place: Place, chosen: list[ChosenRun]) -> Iterator[SoundnessF
             yield SoundnessFault(damage.subject, damage.text, mend=f"async-ckpt repair {place.shown} --apply")
 
 
-def _note_step(found: Soundness, check: StepCheck, root: str) -> None:
+def _note_step(found: Soundness, check: checking.StepCheck, root: str) -> None:
     if check.error is None:
         found.sound.append(check.step)
         return
@@ -303,7 +303,7 @@ def _note_step(found: Soundness, check: StepCheck, root: str) -> None:
         return
     tensors = getattr(check.error, "tensors", ())
     cost = _among(tensors) + f" of step {check.step}"
-    lies_in = parse_step_name(path.rpartition("/")[0].rpartition("/")[2])
+    lies_in = runs.parse_step_name(path.rpartition("/")[0].rpartition("/")[2])
     step = lies_in.step if lies_in else check.step
     if step != check.step:
         cost = f"{cost}, which borrows from step {step}" if tensors else f"perhaps what is borrowed from step {step}"

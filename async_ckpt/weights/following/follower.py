@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ...core.host.waits import LIVENESS_SECONDS
 from ...errors import CheckpointError, StorageUnavailableError
-from ...plumbing import TIMEKEEPER, Anywhere, local_place, place_of
+from ...plumbing import places, spans, waits
 from ..publishing.subscriber import Subscriber
 from .health import Event, Health, Say
 from .rollout_engines import Engine, Loading, engine_of
@@ -49,7 +48,7 @@ class Timing:
 
 
 def follow(
-    root: Anywhere | Subscriber,
+    root: places.Anywhere | Subscriber,
     into: str | os.PathLike[str],
     engine: Engine | Callable[[Path, int], object] | None = None,
     *,
@@ -89,7 +88,7 @@ def follow(
     cannot be written at the beginning. All other errors are reported, and tried again.
     """
     timing = Timing(poll_seconds, patience_seconds, stop or (lambda: False))
-    file = None if status is None else local_place(status).absolute()
+    file = None if status is None else places.local_place(status).absolute()
     subscriber = root if isinstance(root, Subscriber) else Subscriber(root)
     try:
         return new_sidecar(subscriber, into, engine_of(engine), timing, file, _log_event).run(once=once)
@@ -102,15 +101,17 @@ def new_sidecar(
     subscriber: Subscriber, into: str | os.PathLike[str], engine: Engine, timing: Timing, status: Path | None, say: Say
 ) -> Sidecar:
     """A sidecar that says its events to `say`. Raises as `follow` does for its arguments."""
-    folder = SharedFolder(_apart_from(subscriber.root, local_place(into).absolute()), engine.name, engine.address)
+    folder = SharedFolder(
+        _apart_from(subscriber.root, places.local_place(into).absolute()), engine.name, engine.address
+    )
     facts = {"root": subscriber.root, "folder": str(folder.path), "engine": engine.name, "pid": os.getpid()}
     return Sidecar(subscriber, folder, engine, Health(facts, status, say), timing)
 
 
 def _apart_from(root: str, folder: Path) -> Path:
     """The folder. Raises ValueError if it lies inside the root, or the root inside it."""
-    if place_of(root).is_local:
-        real, of_root = Path(os.path.realpath(folder)), Path(os.path.realpath(local_place(root)))
+    if places.place_of(root).is_local:
+        real, of_root = Path(os.path.realpath(folder)), Path(os.path.realpath(places.local_place(root)))
         if real.is_relative_to(of_root) or of_root.is_relative_to(real):
             raise ValueError(f"{folder} and the root {of_root} lie inside each other; pull into a folder elsewhere")
     return folder
@@ -128,12 +129,12 @@ class _Retries:
         self._num_failures, self._at = 0, 0.0
 
     def is_due(self, subject: Hashable) -> bool:
-        return subject != self._subject or TIMEKEEPER.now() >= self._at
+        return subject != self._subject or spans.TIMEKEEPER.now() >= self._at
 
     def failed(self, subject: Hashable) -> None:
         self._num_failures = self._num_failures + 1 if subject == self._subject else 1
         self._subject = subject
-        self._at = TIMEKEEPER.now() + min(2.0 ** (self._num_failures - 1), _MAX_RETRY_SECONDS)
+        self._at = spans.TIMEKEEPER.now() + min(2.0 ** (self._num_failures - 1), _MAX_RETRY_SECONDS)
 
     def succeeded(self) -> None:
         self._subject, self._num_failures = None, 0
@@ -147,7 +148,7 @@ class Sidecar:
     ) -> None:
         self._subscriber, self._folder, self._engine = subscriber, folder, engine
         self._health, self._timing = health, timing
-        self._seen_at = TIMEKEEPER.now()  # when the root had a version, or its beginning
+        self._seen_at = spans.TIMEKEEPER.now()  # when the root had a version, or its beginning
         self._pulled: tuple[int, str] | None = None  # the version of the root that the folder was brought to
         self._held: Held | None = None  # the version that the folder was found to have after that
         self._pulls, self._loads = _Retries(), _Retries()
@@ -196,8 +197,8 @@ class Sidecar:
             self._health.works("root")
         self._health.sees(newest and newest[0])
         if newest is not None:
-            self._seen_at = TIMEKEEPER.now()
-        elif TIMEKEEPER.now() > self._seen_at + self._timing.patience_seconds:
+            self._seen_at = spans.TIMEKEEPER.now()
+        elif spans.TIMEKEEPER.now() > self._seen_at + self._timing.patience_seconds:
             reason = "there is no version" if error is None else f"{error}"
             root = self._subscriber.root
             raise StorageUnavailableError(
@@ -234,7 +235,7 @@ class Sidecar:
             self._health.pulled(report)
             self._pulls.succeeded()
         finally:
-            self._seen_at = TIMEKEEPER.now()
+            self._seen_at = spans.TIMEKEEPER.now()
 
     def _load(self) -> None:
         """Have the engine load what is in the folder, and note that it has."""
@@ -246,7 +247,7 @@ class Sidecar:
                 self._pulled = self._held = None
                 self._note(Record())
                 return
-            self._held, begin = held, TIMEKEEPER.now()
+            self._held, begin = held, spans.TIMEKEEPER.now()
             try:
                 self._folder.note_loading(held, self._engine.answer_seconds)
                 with self._health.doing("load", held.version):
@@ -257,10 +258,10 @@ class Sidecar:
             else:
                 self._note(Record(held))
                 self._health.works("engine")
-                self._health.told(held.version, TIMEKEEPER.now() - begin)
+                self._health.told(held.version, spans.TIMEKEEPER.now() - begin)
                 self._loads.succeeded()
-                self._next_check = TIMEKEEPER.now() + _CHECK_SECONDS
-        self._seen_at = TIMEKEEPER.now()
+                self._next_check = spans.TIMEKEEPER.now() + _CHECK_SECONDS
+        self._seen_at = spans.TIMEKEEPER.now()
 
     def _answers(self, subject: Held | None) -> bool:
         """Whether the engine answers, which is found out before the folder is locked for it."""
@@ -297,9 +298,9 @@ class Sidecar:
     def _check(self) -> None:
         """Ask the engine now and then whether it still has what it has taken."""
         told = self._folder.record.told
-        if told is None or TIMEKEEPER.now() < self._next_check:
+        if told is None or spans.TIMEKEEPER.now() < self._next_check:
             return
-        self._next_check = TIMEKEEPER.now() + _CHECK_SECONDS
+        self._next_check = spans.TIMEKEEPER.now() + _CHECK_SECONDS
         try:
             said = self._engine.version()
         except EngineError as error:
@@ -311,6 +312,6 @@ class Sidecar:
             self._note(Record())
 
     def _sleep(self, seconds: float) -> None:
-        deadline = TIMEKEEPER.now() + seconds
-        while (left := deadline - TIMEKEEPER.now()) > 0 and not self._timing.stop():
-            threading.Event().wait(min(left, LIVENESS_SECONDS))
+        deadline = spans.TIMEKEEPER.now() + seconds
+        while (left := deadline - spans.TIMEKEEPER.now()) > 0 and not self._timing.stop():
+            threading.Event().wait(min(left, waits.LIVENESS_SECONDS))

@@ -19,8 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple, Protocol
 
-from ...face.around.hf_weights import ADAPTER_CONFIG
-from ...plumbing import TIMEKEEPER
+from ...plumbing import hf_weights, spans
 from .web import EngineError, HttpClient, refusal
 
 # The time for an answer that takes an engine no work.
@@ -82,7 +81,9 @@ class _FolderServer(ABC):
         self.name, self.address = f"{self._kind} {self._client.url}", self._client.address
 
     def take(self, loading: Loading, deadline: float) -> None:
-        if (loading.folder / ADAPTER_CONFIG).exists():  # the server would look for the weights of a model there
+        if (
+            loading.folder / hf_weights.ADAPTER_CONFIG
+        ).exists():  # the server would look for the weights of a model there
             raise EngineError(
                 f"{loading.folder} has an adapter, and {self._kind} is told of whole models only; run the sidecar with "
                 f"--exec, and a program that asks for {self._adapters}"
@@ -221,7 +222,7 @@ class Program:
         except OSError as error:
             raise EngineError(f"{self._words[0]} cannot be run: {error.strerror or error}") from error
         try:
-            status = child.wait(max(0.0, deadline - TIMEKEEPER.now()))
+            status = child.wait(max(0.0, deadline - spans.TIMEKEEPER.now()))
         except subprocess.TimeoutExpired:
             raise EngineError(f"{self._words[0]} was killed, since it was at work for too long") from None
         finally:
@@ -284,7 +285,7 @@ def _nothing(folder: Path, version: int) -> None:
 
 def _version_in(client: HttpClient, path: str, advice: str) -> str:
     """The version that a server says it has. Raises EngineError if it says none."""
-    reply = client.get(path, deadline=TIMEKEEPER.now() + _PROBE_SECONDS)
+    reply = client.get(path, deadline=spans.TIMEKEEPER.now() + _PROBE_SECONDS)
     if not reply.is_fine:
         raise refusal(f"{client.url}{path}", reply, advice if reply.status == 404 else "")
     version = reply.fields().get("weight_version")

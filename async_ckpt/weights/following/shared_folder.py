@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...core.fields import count, number, parsed, row, table, text
 from ...errors import DestinationBusyError, StorageUnavailableError
-from ...plumbing import TIMEKEEPER, Wait, close_quietly, translated, wall_time
+from ...plumbing import disk, spans, waits
+from ...plumbing import fields as json_fields
 from ..confined import ConfinedFolder
 from ..publishing.folder_replica import FolderReplica, boot_id
 from ..publishing.notes import FOLDER, LOCK, Notes
@@ -65,7 +65,7 @@ class Record(NamedTuple):
 
     def is_loading(self) -> bool:
         """Whether the engine may still be loading: not after its time, nor after a restart of the machine."""
-        is_in_time = self.at <= wall_time() < self.at + self.seconds
+        is_in_time = self.at <= spans.wall_time() < self.at + self.seconds
         return self.loading is not None and is_in_time and self.boot == boot_id()
 
     def outlives_its_sidecar(self) -> bool:
@@ -92,8 +92,8 @@ class SharedFolder:
         """Be the only sidecar of this engine here. Raises DestinationBusyError if another process is."""
         with self._opened(_lock_of(self._id)) as fd:
             # The one before may be about to end.
-            deadline = TIMEKEEPER.now() + _CLAIM_SECONDS
-            if not self._wait(lambda: _lock(fd, alone=True), lambda: TIMEKEEPER.now() > deadline):
+            deadline = spans.TIMEKEEPER.now() + _CLAIM_SECONDS
+            if not self._wait(lambda: _lock(fd, alone=True), lambda: spans.TIMEKEEPER.now() > deadline):
                 raise DestinationBusyError(
                     f"another sidecar follows for {self._engine} with {self.path}; end it, or give another folder",
                     path=str(self.path),
@@ -147,17 +147,17 @@ class SharedFolder:
     def note(self, record: Record) -> None:
         """Record what the engine has been told. It survives this process, not the machine: nothing is synced."""
         self.record = record._replace(boot=boot_id())
-        with translated(self.path):
+        with disk.translated(self.path):
             os.makedirs(self.path, exist_ok=True)
         self._files.replace(f"{FOLDER}/follow.{self._id}.json", json.dumps(self.record._asdict()).encode())
 
     def note_loading(self, held: Held, seconds: float) -> None:
         """Record that the engine is about to load this version, which may take so many seconds."""
-        self.note(Record(None, held, wall_time(), seconds, address=self._address))
+        self.note(Record(None, held, spans.wall_time(), seconds, address=self._address))
 
     def _others_load(self) -> bool:
         """Whether another engine may be loading, by the records: its sidecar may have been killed, and hold no lock."""
-        with translated(self.path):
+        with disk.translated(self.path):
             names = os.listdir(self.path / FOLDER)
         others = {match[1] for name in names if (match := _RECORD.fullmatch(name))} - {self._id}
         return any(self._read(other).outlives_its_sidecar() for other in others)
@@ -165,10 +165,14 @@ class SharedFolder:
     def _read(self, sidecar: str) -> Record:
         """The record of a sidecar; an empty one if it cannot be read."""
         try:
-            fields = table(parsed(self._files.read(f"{FOLDER}/follow.{sidecar}.json")))
+            fields = json_fields.table(json_fields.parsed(self._files.read(f"{FOLDER}/follow.{sidecar}.json")))
             told, loading = (_held(fields[name]) for name in ("told", "loading"))
-            address = fields["address"] and row(fields["address"], (text, count))
-            at, seconds, boot = number(fields["at"]), number(fields["seconds"]), text(fields["boot"])
+            address = fields["address"] and json_fields.row(fields["address"], (json_fields.text, json_fields.count))
+            at, seconds, boot = (
+                json_fields.number(fields["at"]),
+                json_fields.number(fields["seconds"]),
+                json_fields.text(fields["boot"]),
+            )
             return Record(told, loading, at, seconds, boot, address or None)
         except (FileNotFoundError, StorageUnavailableError, ValueError, KeyError):
             return Record()
@@ -176,17 +180,17 @@ class SharedFolder:
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
         """A file that is opened for its lock, and unlocked at the end."""
-        with translated(self.path):
+        with disk.translated(self.path):
             os.makedirs(self.path, exist_ok=True)
         fd = self._files.open(name, os.O_CREAT | os.O_RDWR, make=True)
         try:
             yield fd
         finally:
-            close_quietly(fd)
+            disk.close_quietly(fd)
 
     def _wait(self, is_ready: Callable[[], bool], stop: Stop) -> bool:
         """Wait for other sidecars, whose locks go with them. False if `stop()` has come true before."""
-        wait = Wait("", _ENDS)
+        wait = waits.Wait("", _ENDS)
         while not is_ready():
             if stop():
                 return False
@@ -200,7 +204,7 @@ def _lock_of(sidecar: str) -> str:
 
 
 def _held(value: object) -> Held | None:
-    return None if value is None else Held(*row(value, (count, text)))
+    return None if value is None else Held(*json_fields.row(value, (json_fields.count, json_fields.text)))
 
 
 def _lock(fd: int, *, alone: bool) -> bool:

@@ -17,8 +17,8 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from ...core.fields import parsed
-from ...plumbing import TIMEKEEPER
+from ...plumbing import fields as json_fields
+from ...plumbing import spans
 
 # More of a reply than this is not read.
 _MAX_REPLY_BYTES: Final = 1 << 20
@@ -45,7 +45,7 @@ class Reply(NamedTuple):
     def fields(self) -> dict[str, Any]:
         """The body as a JSON object; empty if it is none."""
         try:
-            value = parsed(self.text)
+            value = json_fields.parsed(self.text)
         except ValueError:
             return {}
         return value if isinstance(value, dict) else {}
@@ -137,7 +137,7 @@ class _TimedHTTPS(_TimedHTTP, HTTPSConnection):
 
 def _left(deadline: float) -> float:
     """The seconds until the deadline. Raises TimeoutError if it has passed."""
-    left = deadline - TIMEKEEPER.now()
+    left = deadline - spans.TIMEKEEPER.now()
     if left <= 0:
         raise TimeoutError
     return left

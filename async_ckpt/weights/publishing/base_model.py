@@ -11,10 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ...core.storage.disk import refuse_dangling
 from ...errors import CorruptCheckpointError, NotAFolderError
-from ...face.around.export import files_of
-from ...plumbing import LocalStorage, translated
+from ...plumbing import LocalStorage, disk, hf_weights
 from ..delta import INDEX, VersionIndex, checksum, weight_map_in
 from .notes import SINGLE
 from .source import VersionSource
@@ -28,7 +26,7 @@ class BaseModel:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            refuse_dangling(folder)
+            disk.refuse_dangling(folder)
             raise NotAFolderError(f"base {folder} is not a folder; give the one with the model")
         self.folder = folder
         self._storage = LocalStorage(folder)
@@ -79,8 +77,8 @@ class _BaseModelSource(VersionSource):
 
     def other_files(self) -> list[str]:
         if self._small is None:
-            with translated(Path(self.path)):
-                self._small = files_of(Path(self.path))
+            with disk.translated(Path(self.path)):
+                self._small = hf_weights.files_of(Path(self.path))
         return list(self._small)
 
     def read(self, file: str) -> memoryview:

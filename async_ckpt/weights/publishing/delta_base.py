@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from ...errors import CheckpointError
-from ...plumbing import Crew, dtype_name, get_loop, held_memory, num_cpus
+from ...plumbing import get_loop, kept_memory, leaf_names, limits, threads
 from ..delta import Encoding, VersionIndex
 from .replica import MemoryReplica, update_replica
 from .source import TensorLocation, WeightsState
@@ -46,13 +46,13 @@ class DeltaBase:
     def __init__(self, policy: DeltaPolicy) -> None:
         self.policy = policy
         # Half of the CPUs: encoding reads memory beside the training, and slows it down.
-        self.crew = Crew("encode", max(1, num_cpus() // 2), background=True)
+        self.crew = threads.Crew("encode", max(1, limits.num_cpus() // 2), background=True)
         self._replica = MemoryReplica(self._allocate)
         self._num_since_anchor = 0
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         try:
-            return held_memory().lend(num_bytes, crew=get_loop().copiers, max_bytes=self.policy.max_bytes)
+            return kept_memory.held_memory().lend(num_bytes, crew=get_loop().copiers, max_bytes=self.policy.max_bytes)
         except MemoryError as error:
             raise MemoryError(
                 f"deltas need the weights of the version before in host memory: {error}; encoding=None needs none"
@@ -63,7 +63,7 @@ class DeltaBase:
         if self.policy.has_deltas:
             self._replica.lay_out(
                 {
-                    name: TensorLocation("", dtype_name(tensor.dtype), tuple(tensor.shape), 0, tensor.nbytes)
+                    name: TensorLocation("", leaf_names.dtype_name(tensor.dtype), tuple(tensor.shape), 0, tensor.nbytes)
                     for name, tensor in tensors.items()
                 }
             )

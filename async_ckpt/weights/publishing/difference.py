@@ -15,9 +15,7 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from ...core.staging.device import dense_blocks
-from ...core.storage.compressed import zstandard_package
-from ...plumbing import MIB, view_of
+from ...plumbing import compressed, device, hf_shards, spec
 from ..delta import (
     COUNT_BYTES,
     MAX_OVERWRITTEN_BYTES,
@@ -27,7 +25,7 @@ from ..delta import (
     new_hash,
 )
 
-_PIECE_BYTES: Final = MIB
+_PIECE_BYTES: Final = spec.MIB
 # Positions at a time: as indices they take eight times the memory of the bytes there.
 _NUM_AT_ONCE: Final = 2**18
 # The level of the format's other writers.
@@ -44,8 +42,8 @@ class WrongBaseError(ValueError):
 def checksum_of(tensor: torch.Tensor, checksum_format: str = OUR_CHECKSUMS) -> str:
     """The checksum of a tensor's bytes, in the order of a dense tensor."""
     digest = new_hash(checksum_format)
-    for _, block in dense_blocks(tensor, 0, tensor.nbytes):
-        digest.update(view_of(block))
+    for _, block in device.dense_blocks(tensor, 0, tensor.nbytes):
+        digest.update(hf_shards.view_of(block))
     return digest.hexdigest()
 
 
@@ -81,7 +79,7 @@ def apply(
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    for begin, block in dense_blocks(tensor, 0, tensor.nbytes):
+    for begin, block in device.dense_blocks(tensor, 0, tensor.nbytes):
         for at in range(0, block.numel(), _PIECE_BYTES):
             yield begin + at, block[at : at + _PIECE_BYTES]
 
@@ -90,15 +88,15 @@ def _pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _encode_xor(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str]:
-    library = zstandard_package()
+    library = compressed.zstandard_package()
     parameters = library.ZstdCompressionParameters.from_level(_LEVEL, source_size=new.nbytes, **_XOR_PARAMETERS)
     compressor = library.ZstdCompressor(compression_params=parameters).compressobj(size=new.nbytes)
     digest, scratch, out = xxhash.xxh3_128(), torch.empty(_PIECE_BYTES, dtype=torch.uint8), []
     for at, piece in _pieces(new):
         changed = scratch[: len(piece)]
         torch.bitwise_xor(piece, base[at : at + len(piece)], out=changed)
-        out.append(compressor.compress(view_of(changed)))
-        digest.update(view_of(piece))
+        out.append(compressor.compress(hf_shards.view_of(changed)))
+        digest.update(hf_shards.view_of(piece))
     out.append(compressor.flush())
     return b"".join(out), digest.hexdigest()
 
@@ -112,7 +110,7 @@ def _apply_xor(data: memoryview, region: torch.Tensor, wanted: str, checksum_for
                 raise WrongBaseError("the frame is longer than the tensor")
             torch.bitwise_xor(part, piece, out=part)
             num_done += len(piece)
-            digest.update(view_of(part))
+            digest.update(hf_shards.view_of(part))
         if num_done < len(region):
             raise WrongBaseError("the frame is shorter than the tensor")
         if digest.hexdigest() != wanted:
@@ -136,9 +134,9 @@ def _xor_again(data: memoryview, region: torch.Tensor) -> None:
 
 def _unpacked(data: memoryview) -> Iterator[torch.Tensor]:
     """The bytes in a frame, in pieces; each is overwritten by the next."""
-    library: Any = zstandard_package()
+    library: Any = compressed.zstandard_package()
     scratch = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
-    view = view_of(scratch)
+    view = hf_shards.view_of(scratch)
     with library.ZstdDecompressor().stream_reader(data) as reader:
         while True:
             try:
@@ -167,16 +165,16 @@ def _encode_overwrite(new: torch.Tensor, base: torch.Tensor) -> tuple[bytes, str
     """Compress positions as they are found: they may take eight times the changed bytes. Values are kept until then."""
     num_bytes = overwritten_bytes(new, base)
     count = (num_bytes - COUNT_BYTES) // (POSITION_BYTES + 1)
-    compressor = zstandard_package().ZstdCompressor(level=_LEVEL).compressobj(size=num_bytes)
+    compressor = compressed.zstandard_package().ZstdCompressor(level=_LEVEL).compressobj(size=num_bytes)
     digest, values = xxhash.xxh3_128(), []
     out = [compressor.compress(count.to_bytes(COUNT_BYTES, "little"))]
     for at, piece in _pieces(new):
         inner = torch.nonzero(piece != base[at : at + len(piece)]).flatten()
         low = (inner + at).view(torch.uint8).view(-1, 8)[:, :POSITION_BYTES].reshape(-1)
-        out.append(compressor.compress(view_of(low)) if len(low) else b"")
+        out.append(compressor.compress(hf_shards.view_of(low)) if len(low) else b"")
         values.append(piece[inner])
-        digest.update(view_of(piece))
-    out += [compressor.compress(view_of(part)) for part in values if len(part)]
+        digest.update(hf_shards.view_of(piece))
+    out += [compressor.compress(hf_shards.view_of(part)) for part in values if len(part)]
     out.append(compressor.flush())
     return b"".join(out), digest.hexdigest()
 

@@ -22,15 +22,8 @@ from typing import Final
 
 import torch
 
-from ...core.format import safetensors
-from ...core.host.waits import ENDS_THE_CALL
-from ...core.staging.device import dense_blocks
-from ...core.storage.disk import full, preallocate, refuse_dangling
 from ...errors import NotAFolderError, OccupiedError, StorageUnavailableError
-from ...face.around.export import is_left_out
-from ...face.around.hf_weights import ADAPTER_CONFIG, ADAPTER_FILE
-from ...face.around.shards import MAX_SHARD_BYTES, Shard, index_of
-from ...plumbing import Wait, Weights, close_quietly, dtype_name, free_bytes_at, shards_of, translated, view_of
+from ...plumbing import device, disk, hf_shards, hf_weights, leaf_names, safetensors, waits
 from ..confined import ConfinedFolder, read_at, write_at
 from ..delta import INDEX, checksum, identity_of, new_hash, structure_of
 from .difference import checksum_of
@@ -48,7 +41,7 @@ _POLL_SECONDS: Final = 0.05
 # Present in the root of an empty disk.
 _OF_DISKS: Final = frozenset({"lost+found"})
 # Files that are loaded instead of a model's.
-_DECOYS: Final = frozenset({SINGLE, INDEX, ADAPTER_CONFIG})
+_DECOYS: Final = frozenset({SINGLE, INDEX, hf_weights.ADAPTER_CONFIG})
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _log: Final = logging.getLogger("async_ckpt")
 
@@ -66,23 +59,23 @@ class FolderReplica:
         self._notes = Notes(self._files)
         self.state: WeightsState | None = None
         self._installed = InstalledFiles({}, (), "")  # the files that versions have put there
-        with translated(folder):
+        with disk.translated(folder):
             # In this order: another process that pulls here may make the folder at this moment.
             exists, is_folder = os.path.lexists(folder), folder.is_dir()
             names = {*os.listdir(folder)} - _OF_DISKS if is_folder else set()
         if exists and not is_folder:
-            refuse_dangling(folder)
+            disk.refuse_dangling(folder)
             raise NotAFolderError(f"{folder} is a file; give a folder to pull into")
         if names and FOLDER not in names:
             raise OccupiedError(f"{folder} has files that no version put there; give a folder that is new or empty")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        with translated(self.folder):
+        with disk.translated(self.folder):
             os.makedirs(self.folder, exist_ok=True)
         fd = self._files.open(LOCK, os.O_CREAT | os.O_RDWR, make=True)
         try:
-            wait = Wait("", ENDS_THE_CALL)
+            wait = waits.Wait("", waits.ENDS_THE_CALL)
             while not self._try_lock(fd):
                 wait.goes_on(lambda: f"another pull into {self.folder}")
                 threading.Event().wait(_POLL_SECONDS)
@@ -92,11 +85,11 @@ class FolderReplica:
             self.state = self._known_state()
             yield
         finally:
-            close_quietly(fd)
+            disk.close_quietly(fd)
 
     def _try_lock(self, fd: int) -> bool:
         try:
-            with translated(self.folder, passing=(BlockingIOError,)):
+            with disk.translated(self.folder, passing=(BlockingIOError,)):
                 if fcntl is not None:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -160,7 +153,7 @@ class FolderReplica:
                 try:
                     table, _ = _header(fd)
                 finally:
-                    close_quietly(fd)
+                    disk.close_quietly(fd)
                 kinds = [safetensors.loaded_as(code, shape) for code, shape in table.kinds]
                 tensors |= {name: (kinds[row[0]][0], tuple(kinds[row[0]][1])) for name, row in table.rows.items()}
         except (OSError, ValueError, StorageUnavailableError):
@@ -190,21 +183,21 @@ class FolderReplica:
         other_files: Mapping[str, bytes],
     ) -> None:
         """Replace the weights and files by these, which are an adapter's if its config is among them."""
-        structure = structure_of((n, dtype_name(t.dtype), t.shape) for n, t in tensors.items())
+        structure = structure_of((n, leaf_names.dtype_name(t.dtype), t.shape) for n, t in tensors.items())
         if self.state is not None and self.state.structure != structure:
             raise other_model(f"version {version}", tensors.keys() - self.state.checksums.keys())
-        stem = "adapter_model" if ADAPTER_CONFIG in other_files else "model"
+        stem = "adapter_model" if hf_weights.ADAPTER_CONFIG in other_files else "model"
         empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
-        shards = shards_of(Weights(stem, empty, {}, {}, dict), MAX_SHARD_BYTES)
+        shards = hf_shards.shards_of(hf_weights.Weights(stem, empty, {}, {}, dict), hf_shards.MAX_SHARD_BYTES)
         checksums: dict[str, str] = {}
 
-        def pieces(shard: Shard) -> Iterator[memoryview]:
+        def pieces(shard: hf_shards.Shard) -> Iterator[memoryview]:
             """The bytes of a file, of which one tensor at a time is in memory."""
             yield memoryview(shard.head)
             for name in shard.tensors:
                 whole = tensors[name].whole()
                 checksums[name] = checksum_of(whole)
-                yield from (view_of(block) for _, block in dense_blocks(whole, 0, whole.nbytes))
+                yield from (hf_shards.view_of(block) for _, block in device.dense_blocks(whole, 0, whole.nbytes))
 
         with self._cleared(sum(shard.num_bytes for shard in shards)):
             for name, data in other_files.items():
@@ -212,16 +205,16 @@ class FolderReplica:
             for shard in shards:
                 self._files.put(f"{NEW}/{shard.name}", pieces(shard))
             if len(shards) > 1:
-                self._files.put(f"{NEW}/{INDEX}", [index_of(shards)])
+                self._files.put(f"{NEW}/{INDEX}", [hf_shards.index_of(shards)])
             state = WeightsState(version, identity, structure, checksums)
             self._take_over([shard.name for shard in shards], state)
 
     @contextmanager
     def _cleared(self, num_bytes: int) -> Iterator[None]:
         """Clear the folders for new and old files, before and after a version is written."""
-        free = free_bytes_at(self.folder)
+        free = disk.free_bytes_at(self.folder)
         if free is not None and free < num_bytes:
-            raise full(self.folder, num_bytes, free)
+            raise disk.full(self.folder, num_bytes, free)
         try:
             self._clear()
             yield
@@ -273,14 +266,14 @@ class FolderReplica:
 
     def _refuse_decoys(self, ours: Collection[str]) -> None:
         """Raise StorageUnavailableError for a user's file that loads instead of a version; warn of other weights."""
-        for name in _DECOYS - {*ours} if ADAPTER_FILE not in ours else ():
+        for name in _DECOYS - {*ours} if hf_weights.ADAPTER_FILE not in ours else ():
             if self._files.stat(name) is not None:
                 raise StorageUnavailableError(
                     f"{self.folder / name} was not put there by a version, and would be loaded instead of one; move "
                     "it away",
                     path=str(self.folder / name),
                 )
-        with translated(self.folder):
+        with disk.translated(self.folder):
             others = [n for n in os.listdir(self.folder) if n.endswith(".safetensors") and n not in ours]
         if others:
             _log.warning(
@@ -294,11 +287,11 @@ class FolderReplica:
         """Copy config, tokenizer and the like, and write an index if there are several files of weights."""
         num_bytes = 0
         for name in source.other_files():
-            if source.index.is_sealed or not is_left_out(name):  # no weights, which deltas would not change
+            if source.index.is_sealed or not hf_weights.is_left_out(name):  # no weights, which deltas would not change
                 data = source.read(name)
                 self._files.put(f"{NEW}/{name}", [data])
                 num_bytes += len(data)
-        if source.index.tensor_files not in ([SINGLE], [ADAPTER_FILE]):
+        if source.index.tensor_files not in ([SINGLE], [hf_weights.ADAPTER_FILE]):
             plain = {"metadata": {}, "weight_map": dict(source.index.files)}
             self._files.put(f"{NEW}/{INDEX}", [(json.dumps(plain, indent=2, sort_keys=True) + "\n").encode()])
         return num_bytes
@@ -311,21 +304,21 @@ class FolderReplica:
         try:
             for name in anchor.source.index.tensor_files:
                 inner = f"{NEW}/{name}"
-                with translated(self.folder / inner), anchor.source.open(name) as reader:
+                with disk.translated(self.folder / inner), anchor.source.open(name) as reader:
                     fd = files[name] = self._files.open(inner, os.O_CREAT | os.O_EXCL | os.O_RDWR, make=True)
-                    preallocate(fd, reader.num_bytes, self.folder / inner)
+                    disk.preallocate(fd, reader.num_bytes, self.folder / inner)
                     head = memoryview(bytearray(begins.get(name, reader.num_bytes)))
                     anchor.source.fill(reader, name, 0, head)
                     write_at(fd, head, 0)
 
             def put(file: str, at: int, data: memoryview, parts: list[TensorPart]) -> None:  # noqa: ARG001
-                with translated(self.folder / NEW / file):
+                with disk.translated(self.folder / NEW / file):
                     write_at(files[file], data, at)
 
             return anchor.read(put)
         finally:
             for name, fd in files.items():
-                with translated(self.folder / NEW / name):
+                with disk.translated(self.folder / NEW / name):
                     os.close(fd)
 
     @contextmanager
@@ -358,7 +351,7 @@ class FolderReplica:
         try:
             for file in self._installed.weights:
                 try:
-                    with translated(self.folder / file, passing=(FileNotFoundError,)):
+                    with disk.translated(self.folder / file, passing=(FileNotFoundError,)):
                         file_parts = self._parts_of(file, names, maps)
                 except (FileNotFoundError, ValueError) as error:
                     path = str(self.folder / file)
@@ -387,7 +380,7 @@ class FolderReplica:
                     maps.append(mmap.mmap(fd, 0, access=mmap.ACCESS_READ if is_read else mmap.ACCESS_WRITE))
                     break
             finally:
-                close_quietly(fd)
+                disk.close_quietly(fd)
             self._files.part(file, by=f"{NEW}/{file}")
             is_own = True
         whole = memoryview(maps[-1])

@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 
-from ...core.backends import is_on_host
-from ...core.state.wrappers import plain_model, plain_state_dict
 from ...errors import StateMismatchError, UnsupportedStateError
-from ...face.around.hf_weights import OF_BASE, weights_of
-from ...plumbing import Crew, dtype_name, is_sharded, why_not
+from ...plumbing import backends, capture, hf_weights, leaf_names, sharded, threads, wrappers
 from .difference import checksum_of
 from .of_ranks.pieces import PiecedTensor
 
@@ -34,16 +31,16 @@ def refuse_misfit(module: torch.nn.Module, given: Kinds, adapter: Mapping[str, s
     """
     live = _live(module, adapter, source)
     _refuse_unfillable(module, live)
-    wanted = weights_of(module, {})
+    wanted = hf_weights.weights_of(module, {})
     if wanted.as_published(dict(wanted.tensors)).keys() != wanted.tensors.keys():
         raise StateMismatchError(
-            f"{source}: {type(plain_model(module)).__qualname__} has other weights in memory than in its "
+            f"{source}: {type(wrappers.plain_model(module)).__qualname__} has other weights in memory than in its "
             f"checkpoints; {_ADVICE}"
         )
     storages = {_memory_key(live[name]) for name in given if name in live}
     missing = sorted(name for name in wanted.tensors.keys() - given.keys() if _memory_key(live[name]) not in storages)
     unexpected = sorted(given.keys() - live.keys())
-    kinds = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in live.items()}
+    kinds = {name: (leaf_names.dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in live.items()}
     mismatched = sorted(name for name, kind in given.items() if kinds.get(name, kind) != kind)
     if missing or unexpected or mismatched:
         problems = [
@@ -73,10 +70,10 @@ def fill(
     tensors: Mapping[str, PiecedTensor],
     adapter: Mapping[str, str],
     source: str,
-    crew: Crew,
+    crew: threads.Crew,
 ) -> None:
     """Copy the new bytes to the module, tied tensors once. Raises as `refuse_misfit`, before anything is copied."""
-    refuse_misfit(module, {n: (dtype_name(t.dtype), t.shape) for n, t in tensors.items()}, adapter, source)
+    refuse_misfit(module, {n: (leaf_names.dtype_name(t.dtype), t.shape) for n, t in tensors.items()}, adapter, source)
     live = _live(module, adapter, source)
     copied = dict(tensors)
     for names in _tied(live, tensors):
@@ -88,7 +85,7 @@ def fill(
             )
         for name in names[1:]:
             del copied[name]
-    on_host = sorted((n for n in copied if is_on_host(live[n])), key=lambda n: -tensors[n].num_bytes)
+    on_host = sorted((n for n in copied if backends.is_on_host(live[n])), key=lambda n: -tensors[n].num_bytes)
     crew.run_all(partial(_copy, live[name], tensors[name]) for name in on_host)
     for name in copied.keys() - {*on_host}:  # on this thread, in the order of its stream
         _copy(live[name], tensors[name])
@@ -113,7 +110,7 @@ def _live(module: torch.nn.Module, adapter: Mapping[str, str], source: str) -> M
 
     Raises StateMismatchError if one of module and version is an adapter, or both are with other settings.
     """
-    has_adapter = bool(getattr(plain_model(module), "peft_config", None))
+    has_adapter = bool(getattr(wrappers.plain_model(module), "peft_config", None))
     if has_adapter is not bool(adapter):
         raise StateMismatchError(
             f"{source}: it is {'an adapter' if adapter else 'a whole model'}, and the module has "
@@ -122,11 +119,11 @@ def _live(module: torch.nn.Module, adapter: Mapping[str, str], source: str) -> M
             + ", or pull into a folder"
         )
     if not adapter:
-        live: Mapping[str, torch.Tensor] = plain_state_dict(module)
+        live: Mapping[str, torch.Tensor] = wrappers.plain_state_dict(module)
         return live
-    weights = weights_of(module, {})
+    weights = hf_weights.weights_of(module, {})
     settings = weights.adapter
-    for name in sorted((adapter.keys() | settings.keys()) - {*OF_BASE}):
+    for name in sorted((adapter.keys() | settings.keys()) - {*hf_weights.OF_BASE}):
         was, is_now = settings.get(name, "empty"), adapter.get(name, "empty")
         if was != is_now:
             raise StateMismatchError(
@@ -156,7 +153,7 @@ def _refuse_unfillable(module: torch.nn.Module, live: Mapping[str, Any]) -> None
         if _why_not(tensor) is None
     }
     for name, tensor in live.items():
-        if not isinstance(tensor, torch.Tensor) and not is_sharded(tensor):
+        if not isinstance(tensor, torch.Tensor) and not sharded.is_sharded(tensor):
             continue  # `weights_of` refuses it
         why = _why_not(tensor)
         if why is None and tensor.numel() and tensor.untyped_storage().data_ptr() not in own:
@@ -167,9 +164,9 @@ def _refuse_unfillable(module: torch.nn.Module, live: Mapping[str, Any]) -> None
 
 def _why_not(tensor: Any) -> str | None:
     """The reason why a tensor of a module cannot be filled; None if it can."""
-    if is_sharded(tensor):
+    if sharded.is_sharded(tensor):
         return f"it is spread over ranks, and only plain tensors are filled; {_ADVICE} into the model"
-    return why_not(tensor) or (
+    return capture.why_not(tensor) or (
         f"several of its elements share one place in memory; clone() it, or {_ADVICE}" if _overlaps(tensor) else None
     )
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from ...core.fields import count, entries, items, table, text
 from ...errors import StorageUnavailableError
+from ...plumbing import fields as json_fields
 from ..confined import ConfinedFolder
 from ..delta import INDEX, is_checksum, number_of, stays_inside
 from .source import WeightsState
@@ -63,15 +63,15 @@ class Notes:
     def marker(self) -> Marker | None:
         """The marker; None if there is none, or it cannot be read."""
         try:
-            fields = table(json.loads(self._files.read(_STATE)))
+            fields = json_fields.table(json.loads(self._files.read(_STATE)))
             version = number_of(fields["version"])
             if "identity" not in fields:
                 return Marker(version, None)
             identity, structure = _checksum(fields["identity"]), _checksum(fields["structure"])
-            checksums = dict(entries(fields["checksums"], _checksum))
-            state = WeightsState(version, identity, structure, checksums, text(fields.get("stamp", "")))
-            stamps = dict(entries(fields.get("stamps", {}), text))
-            return Marker(version, state, text(fields["boot"]), stamps)
+            checksums = dict(json_fields.entries(fields["checksums"], _checksum))
+            state = WeightsState(version, identity, structure, checksums, json_fields.text(fields.get("stamp", "")))
+            stamps = dict(json_fields.entries(fields.get("stamps", {}), json_fields.text))
+            return Marker(version, state, json_fields.text(fields["boot"]), stamps)
         except _UNREADABLE:
             return None
 
@@ -89,15 +89,15 @@ class Notes:
     def files(self) -> InstalledFiles:
         """The files that versions have put there; none if the note cannot be read."""
         try:
-            noted = table(json.loads(self._files.read(_FILES)))
+            noted = json_fields.table(json.loads(self._files.read(_FILES)))
             if not isinstance(noted.get("files"), dict):  # earlier releases noted only the sizes
                 weights = [name for name in noted if name.endswith(".safetensors")]
                 noted = {"files": noted, "weights": weights, "structure": ""}
-            sizes = {_inside(name): size for name, size in entries(noted["files"], count)}
-            weights_there = items(noted["weights"], text)
+            sizes = {_inside(name): size for name, size in json_fields.entries(noted["files"], json_fields.count)}
+            weights_there = json_fields.items(noted["weights"], json_fields.text)
             if not {*weights_there} <= sizes.keys():
                 raise ValueError("it lists files with weights that it does not list as files")
-            return InstalledFiles(sizes, weights_there, text(noted["structure"]))
+            return InstalledFiles(sizes, weights_there, json_fields.text(noted["structure"]))
         except _UNREADABLE:
             return InstalledFiles({}, (), "")
 
@@ -111,8 +111,8 @@ class Notes:
         weights = [SINGLE]
         if index is not None:
             try:
-                weight_map = table(json.loads(self._files.read(INDEX)))["weight_map"]
-                weights = sorted({_inside(name) for _, name in entries(weight_map, text)})
+                weight_map = json_fields.table(json.loads(self._files.read(INDEX)))["weight_map"]
+                weights = sorted({_inside(name) for _, name in json_fields.entries(weight_map, json_fields.text)})
             except _UNREADABLE:
                 weights = []
         sizes = {name: size for name in weights if (size := self._files.size(name)) is not None}
@@ -122,7 +122,7 @@ class Notes:
 def _checksum(value: object) -> str:
     if not is_checksum(value):
         raise ValueError(f"{value!r:.100} is not a checksum")
-    return text(value)
+    return json_fields.text(value)
 
 
 def _inside(name: str) -> str:

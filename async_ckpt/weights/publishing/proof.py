@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Protocol
 
 from ...errors import CorruptCheckpointError, NotCommittedError
-from ...plumbing import Crew
+from ...plumbing import threads
 from ..delta import OUR_CHECKSUMS, VersionIndex
 from .base_model import BaseModel
 from .source import Anchor, VersionSource, WeightsState
@@ -42,7 +42,7 @@ def is_that_version(
     chain: Sequence[VersionIndex],
     versions: Versions,
     target: int,
-    crew: Crew,
+    crew: threads.Crew,
     base: BaseModel | None = None,
 ) -> bool:
     """Whether held weights are those that a chain begins with; true if there is nothing to compare them with.
@@ -67,7 +67,9 @@ def is_that_version(
         return not state.is_marked  # weights that we noted ourselves were compared when they were applied
 
 
-def _leads_to(held: HeldWeights, state: WeightsState, versions: Versions, crew: Crew, base: BaseModel | None) -> bool:
+def _leads_to(
+    held: HeldWeights, state: WeightsState, versions: Versions, crew: threads.Crew, base: BaseModel | None
+) -> bool:
     """Whether the tensors of a state are those that the deltas up to its version make."""
     unchecked, number = set(state.checksums), state.version
     while unchecked:

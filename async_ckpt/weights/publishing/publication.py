@@ -22,33 +22,28 @@ import torch
 import xxhash
 
 from ... import SaveReport
-from ...core.format import safetensors
-from ...core.host.loop import OffLoop
-from ...core.host.operations import Kind
-from ...core.report import Progress
-from ...core.saving.copy_save import CopySave
-from ...core.spans import Spans
-from ...core.staging.guard import Optimizers
-from ...core.storage.bulk import Parcel, copy
-from ...core.storage.disk import full
-from ...core.storage.interface import Sink
 from ...errors import CheckpointError, ClosedError, StepExistsError, StorageUnavailableError, UnsupportedStateError
-from ...face.around.shards import MAX_SHARD_BYTES, Shard, ShardReader, index_of
 from ...plumbing import (
-    MIB,
-    Crew,
+    CopySave,
     LocalStorage,
-    Scratch,
-    SnapshotView,
+    OffLoop,
+    Sink,
     Storage,
-    Weights,
-    dtype_name,
-    free_bytes_at,
-    running_future,
-    shards_of,
-    sync_folder,
-    translated,
+    bulk,
+    captured,
+    disk,
+    guards,
+    hf_shards,
+    hf_weights,
+    leaf_names,
+    operations,
+    reports,
+    safetensors,
+    scratches,
+    spec,
+    threads,
 )
+from ...plumbing import spans as clock
 from ..delta import (
     INDEX,
     DeltaFields,
@@ -71,24 +66,24 @@ from .versions import UNFINISHED_VERSION
 
 # Encoded frames are kept in memory up to _FILE_BYTES, then written as a file, beside the batch of tensors being
 # encoded.
-_FILE_BYTES: Final = 256 * MIB
-_ENCODED_AT_ONCE_BYTES: Final = 512 * MIB
+_FILE_BYTES: Final = 256 * spec.MIB
+_ENCODED_AT_ONCE_BYTES: Final = 512 * spec.MIB
 # Most of the threads wait for the disk, which many small writes keep busier than a few large ones.
 _NUM_WRITERS: Final = 8
-_WRITE_BYTES: Final = 4 * MIB
-_PART_BYTES: Final = 8 * MIB
+_WRITE_BYTES: Final = 4 * spec.MIB
+_PART_BYTES: Final = 8 * spec.MIB
 
 
 class PublicationRequest(NamedTuple):
     """The arguments of one `publish` call, checked, and the time since it began."""
 
     version: int
-    weights: Weights  # with the small files to publish beside them
+    weights: hf_weights.Weights  # with the small files to publish beside them
     slices: OwnSlices | None  # of a model that is spread over ranks
     acknowledged: int | None
-    held: SnapshotView | None
-    optimizers: Optimizers
-    spans: Spans
+    held: captured.SnapshotView | None
+    optimizers: guards.Optimizers
+    spans: clock.Spans
     called: Future[float]  # resolves when the caller has its handle
 
 
@@ -121,13 +116,13 @@ class Publication(CopySave):
         self._weights = weights._replace(tensors=dict(zip(names, copies, strict=True)))
         self._result: tuple[VersionIndex, WeightsState, bytes] | None = None
         self._is_put = False  # whether the index may have been written
-        self.readable: Future[None] = running_future()  # resolves once it is lent or durable, or has failed
+        self.readable: Future[None] = threads.running_future()  # resolves once it is lent or durable, or has failed
 
     @property
     def version(self) -> int:
         return self._version
 
-    def told_as(self, roots: tuple[str, ...]) -> tuple[Kind, tuple[str, ...]]:  # noqa: ARG002
+    def told_as(self, roots: tuple[str, ...]) -> tuple[operations.Kind, tuple[str, ...]]:  # noqa: ARG002
         return "publish", (self._series.versions.root,)
 
     @property
@@ -135,9 +130,9 @@ class Publication(CopySave):
         return folder_of(self._version)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> reports.Progress:
         staged = self._total_bytes if self.staged.done() else 0
-        return Progress(self._total_bytes, staged, self._num_bytes)
+        return reports.Progress(self._total_bytes, staged, self._num_bytes)
 
     async def _write(self, off_loop: OffLoop) -> None:
         try:
@@ -175,7 +170,9 @@ class Publication(CopySave):
         weights = self._weights = self._weights._replace(
             tensors=self._weights.as_published(self._weights.tensors), as_published=dict
         )
-        structure = structure_of((n, dtype_name(t.dtype), tuple(t.shape)) for n, t in weights.tensors.items())
+        structure = structure_of(
+            (n, leaf_names.dtype_name(t.dtype), tuple(t.shape)) for n, t in weights.tensors.items()
+        )
         self._series.prepare(self._version, structure, weights.adapter, self._check)
         self._series.base.reserve(weights.tensors)
         self._offer(structure)
@@ -207,17 +204,17 @@ class Publication(CopySave):
             self._series.versions.begin(self._version, token=self._series.ownership.token)
             return storage, f"{self._folder}/{self._attempt}/"
         root = Path(storage.locate(""))
-        self._scratch = Scratch(root, UNFINISHED_VERSION)
+        self._scratch = scratches.Scratch(root, UNFINISHED_VERSION)
         self._series.ownership.check()  # whoever takes the root from now on takes the folder away
         return LocalStorage(self._scratch.folder), ""
 
     def _write_anchor(self, place: Storage, prefix: str, structure: str) -> tuple[VersionIndex, WeightsState, bytes]:
-        shards = shards_of(self._weights, MAX_SHARD_BYTES)
+        shards = hf_shards.shards_of(self._weights, hf_shards.MAX_SHARD_BYTES)
         small_files = sorted(self._weights.files.items())
         self._total_bytes = sum(shard.num_bytes for shard in shards) + sum(len(data) for _, data in small_files)
-        free = None if place.remote else free_bytes_at(Path(place.locate("")))
+        free = None if place.remote else disk.free_bytes_at(Path(place.locate("")))
         if free is not None and free < self._total_bytes:
-            raise full(Path(self.path), self._total_bytes, free)
+            raise disk.full(Path(self.path), self._total_bytes, free)
         checksums = self._copy_shards(shards, place, prefix)
         for name, data in small_files:
             self._check()
@@ -237,11 +234,11 @@ class Publication(CopySave):
             attempt=self._attempt,
         )
         state = WeightsState(self._version, identity, structure, checksums)
-        return index, state, seal(index_of(shards, index.weight_map, **index.metadata()))
+        return index, state, seal(hf_shards.index_of(shards, index.weight_map, **index.metadata()))
 
-    def _copy_shards(self, shards: list[Shard], place: Storage, prefix: str) -> dict[str, str]:
+    def _copy_shards(self, shards: list[hf_shards.Shard], place: Storage, prefix: str) -> dict[str, str]:
         """Write the files, several parts at once, and compute the checksums of the tensors meanwhile."""
-        parcels = [Parcel(partial(ShardReader, s), prefix + s.name, s.num_bytes) for s in shards]
+        parcels = [bulk.Parcel(partial(hf_shards.ShardReader, s), prefix + s.name, s.num_bytes) for s in shards]
         checksums = dict(self._lent or {})
 
         def finished(sink: Sink) -> None:
@@ -250,7 +247,7 @@ class Publication(CopySave):
             sink.close()
 
         def copy_all() -> None:
-            copy(
+            bulk.copy(
                 parcels,
                 place,
                 background=True,
@@ -264,7 +261,7 @@ class Publication(CopySave):
             self._check()
             checksums[name] = checksum_of(self._weights.tensors[name])
 
-        crew = Crew("anchor", 2, background=True)
+        crew = threads.Crew("anchor", 2, background=True)
         try:
             unknown = self._weights.tensors.keys() - checksums.keys()
             crew.run_all([copy_all, *(partial(add_checksum, name) for name in unknown)])
@@ -386,14 +383,14 @@ class Publication(CopySave):
         self._release_weights()
         series.base.crew.stop()
 
-    def _rename(self, scratch: Scratch, target: Path) -> None:
+    def _rename(self, scratch: scratches.Scratch, target: Path) -> None:
         """Put the folder in its place. Raises ClosedError if another publisher has the root."""
         try:
-            with translated(target):
+            with disk.translated(target):
                 if not scratch.is_there:
                     raise FileNotFoundError(errno.ENOENT, "the folder of the version was taken away", str(target))
                 os.replace(scratch.folder, target)  # fails if the target has files
-                sync_folder(target.parent)
+                disk.sync_folder(target.parent)
         except StorageUnavailableError as error:
             self._series.ownership.check()
             if os.path.lexists(target):

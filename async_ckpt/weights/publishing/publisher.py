@@ -15,31 +15,22 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from ... import SaveHandle
-from ...core.host.deadlines import PEER_SECONDS
-from ...core.host.process import OnceInProcess
-from ...core.host.shared_memory import CAN_SHARE
-from ...core.ranks.world import world_of
-from ...core.saving.handle import progress_of
-from ...core.spans import Spans
-from ...core.spec import whole_bytes, whole_count, whole_step
-from ...core.staging.guard import unwrapped
-from ...core.staging.held_snapshot import refuse_guard
-from ...core.storage.compressed import zstandard_package
 from ...errors import ClosedError, NotCommittedError, UnsupportedStateError
-from ...face.around.export import files_of
-from ...face.around.hf_weights import weights_of
 from ...plumbing import (
-    ENDS_THE_WAIT,
-    TIMEKEEPER,
-    Anywhere,
-    SnapshotView,
-    Wait,
-    growing_pauses,
-    local_place,
-    running_future,
-    wait_for,
-    written_at,
+    captured,
+    compressed,
+    guards,
+    hf_weights,
+    places,
+    process,
+    progress_of,
+    shared_memory,
+    spec,
+    threads,
+    waits,
+    worlds,
 )
+from ...plumbing import spans as clock
 from ..delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
 from ..hf_checks import refuse_unreadable
 from .delta_base import DeltaPolicy
@@ -57,7 +48,7 @@ def _counting(_: str) -> Iterator[int]:
 
 
 # By root: the number of this publisher of spread models there, the same on each rank.
-_publisher_numbers: Final = OnceInProcess(_counting)
+_publisher_numbers: Final = process.OnceInProcess(_counting)
 # From look to look whether all ranks have published a version.
 _FIRST_LOOK_SECONDS: Final = 0.005
 _LOOK_SECONDS: Final = 1.0
@@ -106,7 +97,7 @@ class Publisher:
 
     def __init__(
         self,
-        root: Anywhere,
+        root: places.Anywhere,
         *,
         anchor_every: int = 20,
         encoding: Encoding | None = "xor",
@@ -123,23 +114,23 @@ class Publisher:
         if on_rollback not in (None, "retire"):
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r:.100}')
         if encoding is not None:
-            zstandard_package()  # fail here rather than at the first delta
-        self._place = written_at(root)
+            compressed.zstandard_package()  # fail here rather than at the first delta
+        self._place = places.written_at(root)
         self._new_series = partial(
             VersionSeries,
             place=self._place,
             deltas=DeltaPolicy(
                 encoding,
-                whole_count("anchor_every", anchor_every),
+                spec.whole_count("anchor_every", anchor_every),
                 follows=acknowledged is None,
-                max_bytes=None if host_bytes is None else whole_bytes("host_bytes", host_bytes),
+                max_bytes=None if host_bytes is None else spec.whole_bytes("host_bytes", host_bytes),
             ),
-            keep=None if keep is None else whole_count("keep", keep),
+            keep=None if keep is None else spec.whole_count("keep", keep),
             retires=on_rollback == "retire",
         )
         if not isinstance(local, bool):
             raise TypeError(f"local must be True or False, got {local!r:.100}")
-        if local and not CAN_SHARE:
+        if local and not shared_memory.CAN_SHARE:
             raise ValueError("local=True needs Linux; leave it out, and readers take versions from the root")
         self._offer = MemoryOffer(host_bytes) if local else None
         self._root = self._place.storage()
@@ -184,19 +175,19 @@ class Publisher:
         self._refuse_if_forked()
         if self._is_closed:
             raise ClosedError(f"{self!r}: make another one")
-        number = whole_step(version, what="version")
+        number = spec.whole_step(version, what="version")
         if number > MAX_VERSION:
             raise ValueError(f"version must be below 10**18, got {number}; give the training step")
-        spans, called = Spans(), running_future()
+        spans, called = clock.Spans(), threads.running_future()
         try:
-            config_files = {} if config_folder is None else _config_files(local_place(config_folder))
-            held = state_or_snapshot if isinstance(state_or_snapshot, SnapshotView) else None
-            refuse_guard([held] if held is not None else [], guard)
-            weights = weights_of(state_or_snapshot, config_files)
+            config_files = {} if config_folder is None else _config_files(places.local_place(config_folder))
+            held = state_or_snapshot if isinstance(state_or_snapshot, captured.SnapshotView) else None
+            guards.refuse_guard([held] if held is not None else [], guard)
+            weights = hf_weights.weights_of(state_or_snapshot, config_files)
             refuse_unreadable(state_or_snapshot, weights)
             spread = weights.is_spread
             weights, slices = own_slices(weights) if spread else (weights, {})
-            if spread and world_of(None, None).rank:
+            if spread and worlds.world_of(None, None).rank:
                 weights, config_files = weights._replace(files={}), {}  # rank 0 publishes the small files
             series = self._get_series(spread=spread)
             if spread is not (series.start is not None):
@@ -206,10 +197,10 @@ class Publisher:
                     path="",
                 )
             base = None if self._acknowledged is None else self._acknowledged()
-            base = None if base is None else whole_step(base, what="what acknowledged() returns")
+            base = None if base is None else spec.whole_step(base, what="what acknowledged() returns")
             weights = weights._replace(files={**weights.files, **config_files})
             own = None if series.start is None else OwnSlices(slices, series.start.count(number))
-            request = PublicationRequest(number, weights, own, base, held, unwrapped(guard), spans, called)
+            request = PublicationRequest(number, weights, own, base, held, guards.unwrapped(guard), spans, called)
             publication = Publication(series, request)
             handle = publication.begin()
         finally:
@@ -225,7 +216,7 @@ class Publisher:
             if self._series is None and not spread:
                 self._series = self._new_series(self._root, offer=self._offer)
             elif self._series is None:
-                world = world_of(None, None)
+                world = worlds.world_of(None, None)
                 root = self._root.locate("")
                 start = RanksStart(world, root, next(_publisher_numbers(root)))
                 place = place_of_rank(self._place, world.rank, world.size)
@@ -244,15 +235,15 @@ class Publisher:
         failed, and NotCommittedError for one that was never published.
         """
         self._refuse_if_forked()
-        begin = TIMEKEEPER.now()
+        begin = clock.TIMEKEEPER.now()
         found = next((one for one in reversed(self._pending) if one.version == version), None)
         if found is not None:
-            wait = Wait("for readers", ENDS_THE_WAIT)
-            if not wait_for(found.readable, timeout, lambda: wait.goes_on(lambda: progress_of([found.handle]))):
+            wait = waits.Wait("for readers", waits.ENDS_THE_WAIT)
+            if not waits.wait_for(found.readable, timeout, lambda: wait.goes_on(lambda: progress_of([found.handle]))):
                 raise TimeoutError(f"version {version} cannot be read yet after {timeout} s")
             found.readable.result(0.0)
             if self._series is not None and self._series.start is not None:
-                deadline = TIMEKEEPER.now() + PEER_SECONDS if timeout is None else begin + timeout
+                deadline = clock.TIMEKEEPER.now() + waits.PEER_SECONDS if timeout is None else begin + timeout
                 self._wait_for_ranks(found, self._series.start, deadline)
             if found.has_failed:
                 found.handle.result(0.0)
@@ -262,17 +253,20 @@ class Publisher:
 
     def _wait_for_ranks(self, own: Publication, start: RanksStart, deadline: float) -> None:
         """Wait until readers can have what all ranks publish, or this rank has failed to."""
-        wait, pauses = Wait("for readers", ENDS_THE_WAIT), growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
+        wait, pauses = (
+            waits.Wait("for readers", waits.ENDS_THE_WAIT),
+            waits.growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS),
+        )
         goes_on = partial(wait.goes_on, lambda: f"all ranks to publish version {own.version}")
         token, name = start.word(goes_on), own.rank_slices.start
         ranks, memory = RankVersions(self._place), PublisherMemory()
         while not (memory.lends(token, own.version, name) or ranks.is_of_start(own.version, start.size, name)):
             if own.has_failed:
                 return
-            if TIMEKEEPER.now() > deadline:
+            if clock.TIMEKEEPER.now() > deadline:
                 raise TimeoutError(f"version {own.version} cannot be read yet: not all ranks have published it")
             goes_on()
-            TIMEKEEPER.sleep(next(pauses))
+            clock.TIMEKEEPER.sleep(next(pauses))
 
     def versions(self) -> list[int]:
         """The versions at the root, ascending.
@@ -306,9 +300,9 @@ class Publisher:
 
     def _wait(self) -> None:
         """Wait until all publications have ended, and old versions are deleted."""
-        wait = Wait("to close a Publisher", ENDS_THE_WAIT)
+        wait = waits.Wait("to close a Publisher", waits.ENDS_THE_WAIT)
         for one in self._pending:
-            wait_for(one.handle, goes_on=partial(wait.goes_on, lambda: self._root.locate("")))
+            waits.wait_for(one.handle, goes_on=partial(wait.goes_on, lambda: self._root.locate("")))
 
     def __enter__(self) -> Self:
         return self
@@ -322,7 +316,7 @@ class Publisher:
 
 def _config_files(folder: Path) -> dict[str, bytes]:
     """The small files to publish with the weights. Raises ValueError for a name that not every place can have."""
-    files = files_of(folder)
+    files = hf_weights.files_of(folder)
     for name in files:
         if not stays_inside(name) or not name.isprintable():
             raise ValueError(f"config_folder {folder} has a file that is called {name!a}; rename it")

@@ -18,9 +18,8 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
-from ...core.staging.device import dense_blocks
 from ...errors import CorruptCheckpointError, NotCommittedError, StateMismatchError
-from ...plumbing import Crew, dtype_named, num_cpus
+from ...plumbing import device, leaf_names, limits, threads
 from ..delta import INDEX, OUR_CHECKSUMS, VersionIndex, identity_of
 from .base_model import BaseModel
 from .difference import WrongBaseError, apply, checksum_of
@@ -79,7 +78,7 @@ def update_replica(
     replica: Replica,
     versions: Versions,
     target: int,
-    crew: Crew,
+    crew: threads.Crew,
     *,
     base: BaseModel | None = None,
     before_apply: Callable[[Sequence[VersionIndex]], None] = lambda _: None,
@@ -140,7 +139,7 @@ def _note_verified(replica: Replica, index: VersionIndex) -> None:
 
 
 def _apply_chain(
-    replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: Crew, base: BaseModel | None
+    replica: Replica, versions: Versions, chain: Sequence[VersionIndex], crew: threads.Crew, base: BaseModel | None
 ) -> int:
     num_bytes = 0
     for index in chain:
@@ -152,7 +151,7 @@ def _apply_chain(
     return num_bytes
 
 
-def _apply_delta(replica: Replica, source: VersionSource, crew: Crew) -> int:
+def _apply_delta(replica: Replica, source: VersionSource, crew: threads.Crew) -> int:
     """Apply one delta. All of it is read and parsed before anything is changed."""
     before, index = replica.state, source.index
     assert before is not None
@@ -270,11 +269,11 @@ class MemoryReplica:
         self.state = anchor.read(put)
         return anchor.num_bytes
 
-    def take_over(self, tensors: Mapping[str, torch.Tensor], crew: Crew) -> None:
+    def take_over(self, tensors: Mapping[str, torch.Tensor], crew: threads.Crew) -> None:
         """Replace the bytes of these tensors."""
 
         def copy_tensor(name: str) -> None:
-            for at, block in dense_blocks(tensors[name], 0, tensors[name].nbytes):
+            for at, block in device.dense_blocks(tensors[name], 0, tensors[name].nbytes):
                 self._regions[name][at : at + block.numel()].copy_(block)
 
         crew.run_all(partial(copy_tensor, name) for name in tensors)
@@ -289,7 +288,7 @@ class MemoryReplica:
     def tensor(self, name: str) -> torch.Tensor:
         """A view of one tensor."""
         location = self.tensors[name]
-        return self._regions[name].view(dtype_named(location.dtype)).view(location.shape)
+        return self._regions[name].view(leaf_names.dtype_named(location.dtype)).view(location.shape)
 
     def region(self, name: str) -> torch.Tensor:
         """The bytes of one tensor."""
@@ -299,6 +298,6 @@ class MemoryReplica:
         self.state = state
 
 
-def new_crew() -> Crew:
+def new_crew() -> threads.Crew:
     """The threads that apply versions for one `Subscriber`."""
-    return Crew("pull", max(2, num_cpus()))
+    return threads.Crew("pull", max(2, limits.num_cpus()))

@@ -15,10 +15,8 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from ...core.format import safetensors
-from ...core.spec import DTYPES
 from ...errors import CorruptCheckpointError
-from ...plumbing import MIB, Crew, Reader, Storage
+from ...plumbing import Reader, Storage, safetensors, spec, threads
 from ..delta import (
     CHECKSUM_DIGITS,
     INDEX,
@@ -31,7 +29,7 @@ from ..delta import (
     structure_of,
 )
 
-_CHUNK_BYTES: Final = 4 * MIB
+_CHUNK_BYTES: Final = 4 * spec.MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,7 @@ class VersionSource:
         self._compare(file, data)
         return data
 
-    def whole(self, file: str, crew: Crew) -> memoryview:
+    def whole(self, file: str, crew: threads.Crew) -> memoryview:
         """The bytes of a file, by several reads at once, compared with its digest."""
         with self.open(file) as reader:
             blob = memoryview(bytearray(reader.num_bytes))
@@ -220,7 +218,7 @@ class VersionSource:
             dtype, shape = safetensors.loaded_as(code, shape)
         except ValueError as error:
             raise self.corrupt(file, str(error)) from error
-        return dtype, tuple(shape), prod(shape) * DTYPES[dtype][0]
+        return dtype, tuple(shape), prod(shape) * spec.DTYPES[dtype][0]
 
     def corrupt(self, file: str, why: str, *, tensors: tuple[str, ...] = ()) -> CorruptCheckpointError:
         path = f"{self.path}/{file}"
@@ -242,7 +240,7 @@ def _header_bytes(begin: memoryview) -> int:
 class Anchor:
     """The weights of an anchor, to be read once, by a replica."""
 
-    def __init__(self, source: VersionSource, crew: Crew) -> None:
+    def __init__(self, source: VersionSource, crew: threads.Crew) -> None:
         self.source, self._crew = source, crew
         self.tensors = source.tensors()
         self.structure = structure_of((n, w.dtype, w.shape) for n, w in self.tensors.items())

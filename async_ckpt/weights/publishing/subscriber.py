@@ -16,8 +16,6 @@ from typing import Final, Protocol, Self
 import torch
 
 from ... import PullReport
-from ...core.host.operations import Operation, observed
-from ...core.spec import whole_step
 from ...errors import (
     CheckpointError,
     ClosedError,
@@ -26,7 +24,7 @@ from ...errors import (
     NotCommittedError,
     UsageError,
 )
-from ...plumbing import Anywhere, Crew, get_loop, held_memory, local_place, written_at
+from ...plumbing import get_loop, kept_memory, operations, places, spec, threads
 from ..delta import VersionIndex
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
@@ -65,9 +63,9 @@ class Subscriber:
     Raises NotADirectoryError if `base` is not a folder, and ValueError if it is not on this machine.
     """
 
-    def __init__(self, root: Anywhere, *, base: str | os.PathLike[str] | None = None) -> None:
-        place = written_at(root)
-        self._base = None if base is None else BaseModel(local_place(base).absolute())
+    def __init__(self, root: places.Anywhere, *, base: str | os.PathLike[str] | None = None) -> None:
+        place = places.written_at(root)
+        self._base = None if base is None else BaseModel(places.local_place(base).absolute())
         self._versions, self._ranks = Versions(place.storage()), RankVersions(place)
         self._sizes: dict[int, int] = {}  # the size of the world, by version that ranks have published
         self._slices = RankReplicas(self._ranks, _allocate)
@@ -170,15 +168,15 @@ class Subscriber:
         MemoryError, StorageUnavailableError and StorageFullError.
         """
         self._refuse_if_closed()
-        with observed("pull", (self.root,)) as operation:
+        with operations.observed("pull", (self.root,)) as operation:
             report = self._pull_now(into, version, operation)
             operation.end(report.version, report)
         return report
 
     def _pull_now(
-        self, into: str | os.PathLike[str] | torch.nn.Module, version: int | None, operation: Operation
+        self, into: str | os.PathLike[str] | torch.nn.Module, version: int | None, operation: operations.Operation
     ) -> PullReport:
-        number = None if version is None else whole_step(version, what="version")
+        number = None if version is None else spec.whole_step(version, what="version")
         if not self._pulling.acquire(blocking=False):
             raise UsageError("another pull of this Subscriber is under way; use one for each thread")
         try:
@@ -347,7 +345,7 @@ class Subscriber:
 
     @staticmethod
     def _folder(into: str | os.PathLike[str]) -> FolderReplica:
-        return FolderReplica(Path(local_place(into)).absolute())
+        return FolderReplica(Path(places.local_place(into)).absolute())
 
     def _replica(self, into: str | os.PathLike[str] | torch.nn.Module) -> Replica:
         if not isinstance(into, torch.nn.Module):
@@ -394,13 +392,13 @@ class WholeWeights(Protocol):
     def files(self) -> Mapping[str, bytes]:
         """The small files beside the weights."""
 
-    def read(self, crew: Crew) -> PullResult:
+    def read(self, crew: threads.Crew) -> PullResult:
         """Read and compare all bytes. Raises CorruptCheckpointError."""
 
 
 def _allocate(num_bytes: int) -> torch.Tensor:
     try:
-        return held_memory().lend(num_bytes, crew=get_loop().copiers)
+        return kept_memory.held_memory().lend(num_bytes, crew=get_loop().copiers)
     except MemoryError:
         raise MemoryError(
             f"a pull into a module, or of versions that ranks have published, takes the weights once in host memory, "

@@ -16,9 +16,8 @@ from shutil import rmtree
 from typing import NamedTuple
 
 from ... import Place, VerifyReport
-from ...core.loading.verify import verify_path
 from ...errors import CheckpointError, CorruptCheckpointError, FormatVersionError, NotCommittedError
-from ...plumbing import Anywhere, Clock, Crew, local_place, monotonic, place_of
+from ...plumbing import places, spans, threads, verification
 from ..delta import folder_of, version_of
 from .base_model import BaseModel
 from .folder_replica import FolderReplica
@@ -28,7 +27,7 @@ from .versions import Versions
 
 
 def verify_root(
-    path: Anywhere, *, base: str | os.PathLike[str] | None = None, clock: Clock = monotonic
+    path: places.Anywhere, *, base: str | os.PathLike[str] | None = None, clock: spans.Clock = spans.monotonic
 ) -> VerifyReport:
     """Verify the versions at a root, and the run or checkpoint that is there, too, if there is one.
 
@@ -39,8 +38,8 @@ def verify_root(
     errors: list[CheckpointError] = []
     missing: list[NotCommittedError] = []
     for verify in (
-        partial(verify_path, path, clock=clock),
-        partial(_verify_versions, place_of(path), base=base, clock=clock),
+        partial(verification.verify_path, path, clock=clock),
+        partial(_verify_versions, places.place_of(path), base=base, clock=clock),
     ):
         try:
             reports.append(verify())
@@ -75,10 +74,10 @@ def verify_root(
     return report
 
 
-def _verify_versions(place: Place, *, base: str | os.PathLike[str] | None, clock: Clock) -> VerifyReport:
+def _verify_versions(place: Place, *, base: str | os.PathLike[str] | None, clock: spans.Clock) -> VerifyReport:
     """Raises CorruptCheckpointError after all versions were read, and NotCommittedError if none is whole."""
     begin, root = clock(), place.storage().locate("")
-    checked = check_versions(place, base=None if base is None else local_place(base))
+    checked = check_versions(place, base=None if base is None else places.local_place(base))
     if checked.damaged:
         shown = (", ".join(map(str, numbers)) or "none" for numbers in (checked.damaged, checked.sound))
         first = next(check.error for check in checked.checks if check.version == checked.damaged[0] and check.error)
@@ -177,7 +176,7 @@ def _checks_of(place: Place, scratch: Path, *, base: Path | None) -> Iterator[Ve
 
 
 def _checks_at(
-    folder: str, versions: Versions, scratch: Path, base: BaseModel | None, crew: Crew
+    folder: str, versions: Versions, scratch: Path, base: BaseModel | None, crew: threads.Crew
 ) -> Iterator[VersionCheck]:
     damaged: set[int] = set()
     for number in versions.numbers():

@@ -19,13 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...core.fields import is_unicode, items
-from ...core.fields import parsed as parsed_json
-from ...core.storage.locks import temps_of
-from ...core.storage.scratch import take_away
-from ...core.storage.store_facts import PROBE
 from ...errors import CheckpointError, ClosedError, CorruptCheckpointError, NotCommittedError
-from ...plumbing import TEMP_SUFFIX, Scratch, Storage, sync_folder, translated
+from ...plumbing import Storage, disk, fields, locks, scratches, store_facts
 from ..delta import (
     INDEX,
     VersionIndex,
@@ -291,9 +286,13 @@ class Versions:
     @staticmethod
     def _remove_folder(root: Path, name: str) -> None:
         """Rename a folder first, to a name that the next publisher sweeps if this process is killed."""
-        with Scratch(root, UNFINISHED_VERSION) as scratch, translated(root / name), suppress(FileNotFoundError):
+        with (
+            scratches.Scratch(root, UNFINISHED_VERSION) as scratch,
+            disk.translated(root / name),
+            suppress(FileNotFoundError),
+        ):
             os.replace(root / name, scratch.folder)
-            sync_folder(root)
+            disk.sync_folder(root)
 
     def begin(self, *numbers: int, token: str) -> None:
         """Record that the folders of these versions are worthless without an index, before one of them has none.
@@ -316,7 +315,7 @@ class Versions:
         records = list(filter(_UNFINISHED.fullmatch, self.storage.names("")))
         for name in records:
             try:
-                begun: tuple[int, ...] = items(parsed_json(self.storage.read(name)[0])["versions"], number_of)
+                begun: tuple[int, ...] = fields.items(fields.parsed(self.storage.read(name)[0])["versions"], number_of)
             except (FileNotFoundError, ValueError, KeyError, TypeError):
                 begun = ()  # unreadable
             for number in begun:
@@ -380,15 +379,15 @@ class Ownership:
         owner = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
         self._note = json.dumps({**owner, "unsealed": self._unsealed()}, sort_keys=True).encode() + b"\n"
         names = self._storage.names("")
-        marks = [name for name in names if name.startswith(".replaced.") and name.endswith(TEMP_SUFFIX)]
-        probes = [name for name in names if name.startswith(PROBE)]
-        left = [*temps_of(_OWNER, names), *marks, *probes]
+        marks = [name for name in names if name.startswith(".replaced.") and name.endswith(locks.TEMP_SUFFIX)]
+        probes = [name for name in names if name.startswith(store_facts.PROBE)]
+        left = [*locks.temps_of(_OWNER, names), *marks, *probes]
         self._storage.sweep("", left, delete=True, decided=True)  # left by processes that were killed meanwhile
         self._storage.replace(_OWNER, self._note)
         if not self._storage.remote:  # a publisher that is overtaken renames nothing into place any more
             root = Path(self._storage.locate(""))
-            with translated(root):
-                take_away(root, UNFINISHED_VERSION)
+            with disk.translated(root):
+                scratches.take_away(root, UNFINISHED_VERSION)
         if self._storage.remote:  # it may have been emptied, and get other versions by the same numbers
             mark_replaced(self._storage)
         self.is_taken = True
@@ -424,7 +423,7 @@ class Ownership:
     def _owner(self) -> dict[str, object] | None:
         """The note of the publisher that has taken the root; None if none has."""
         try:
-            note = parsed_json(self._storage.read(_OWNER)[0])
+            note = fields.parsed(self._storage.read(_OWNER)[0])
         except FileNotFoundError:
             return None
         except ValueError:
@@ -435,7 +434,7 @@ class Ownership:
     def token_of_owner(cls, storage: Storage) -> str:
         """The token of the publisher that has this root; empty if none has."""
         token = (cls(storage)._owner() or {}).get("token")
-        return token if isinstance(token, str) and is_unicode(token) else ""
+        return token if isinstance(token, str) and fields.is_unicode(token) else ""
 
     def check(self) -> None:
         """Raises ClosedError if another publisher has taken the root since."""

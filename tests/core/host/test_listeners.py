@@ -281,11 +281,11 @@ def test_the_interpreter_waits_at_its_exit_until_listeners_know_of_the_last_save
 def test_a_listener_that_hangs_does_not_keep_the_interpreter_from_its_end(tmp_path, nursery):
     script = """
     import sys, threading
-    from async_ckpt.core.host import deadlines
+    from async_ckpt.core.host import waits
     from async_ckpt.core.host.operations import listen
     from states import open_run, state_at
 
-    deadlines.LISTENERS_SECONDS = 0.1
+    waits.LISTENERS_SECONDS = 0.1
     listen(lambda ended: threading.Event().wait())
     open_run(sys.argv[1]).save(state_at(1), step=1)
     """

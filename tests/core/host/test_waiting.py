@@ -397,7 +397,7 @@ def test_the_line_is_seen_on_stderr_without_any_configuration_and_says_what_ctrl
 @needs_fork
 @pytest.mark.parametrize(("end", "status"), [("pass", 130), ("try: ckpt.close()\nfinally: go.set()", -signal.SIGINT)])
 def test_ctrl_c_then_does_what_was_said(tmp_path, nursery, end, status):
-    child = nursery.start(script("async_ckpt.core.host.deadlines.ABANDON_SECONDS = 0.0\n" + end), tmp_path / "run")
+    child = nursery.start(script("async_ckpt.core.host.waits.ABANDON_SECONDS = 0.0\n" + end), tmp_path / "run")
     child.wait_for_line("Ctrl-C gives up", "err")
     child.send(signal.SIGINT)
 

@@ -332,7 +332,7 @@ def test_ctrl_c_ends_the_wait_and_not_the_save(nursery: Nursery, tmp_path):
 
 
 def test_after_close_what_was_given_up_is_not_waited_for(ckpt, disk, monkeypatch):
-    monkeypatch.setattr("async_ckpt.core.host.deadlines.ABANDON_SECONDS", 0.0)
+    monkeypatch.setattr("async_ckpt.core.host.waits.ABANDON_SECONDS", 0.0)
     stop = disk.stop("put_new")
     handle = ckpt.save(state_at(2), 2)
     stop.wait_reached()

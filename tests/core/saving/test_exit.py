@@ -316,7 +316,7 @@ def test_ctrl_c_during_a_save_call_leaves_a_checkpointer_that_can_be_left(tmp_pa
 def test_a_write_that_never_returns_does_not_keep_the_process_after_the_second_ctrl_c(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
-    async_ckpt.core.host.deadlines.ABANDON_SECONDS = 0.1
+    async_ckpt.core.host.waits.ABANDON_SECONDS = 0.1
     ckpt = open_run(root)
     ckpt.save(state_at(1, 5), step=1).result()
     slow_disk()
@@ -334,7 +334,7 @@ def test_a_write_that_never_returns_does_not_keep_the_process_after_the_second_c
 def test_after_the_exit_timeout_the_save_is_given_up_and_told(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
-    async_ckpt.core.host.deadlines.LEAST_ABANDON_SECONDS = 10.0  # for any machine
+    async_ckpt.core.host.waits.LEAST_ABANDON_SECONDS = 10.0  # for any machine
     ckpt = open_run(root, exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1).result()
     slow_disk()
@@ -413,7 +413,7 @@ def test_a_save_whose_root_does_not_open_is_given_up_after_the_exit_timeout(tmp_
     root = tmp_path / "run"
     body = f"""
     {HANG_OPEN}
-    async_ckpt.core.host.deadlines.LEAST_ABANDON_SECONDS = 3.0  # that the other root is cleaned up in, on any machine
+    async_ckpt.core.host.waits.LEAST_ABANDON_SECONDS = 3.0  # that the other root is cleaned up in, on any machine
     ckpt = open_run({roots}, commit="any", exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1)
     hung.wait()
@@ -457,7 +457,7 @@ def test_a_call_that_a_failed_save_has_left_behind_keeps_no_process(tmp_path, nu
 def test_the_grace_for_a_write_that_does_not_return_is_small_against_the_exit_timeout(tmp_path, nursery):
     root = tmp_path / "run"
     body = """
-    async_ckpt.core.host.deadlines.ABANDON_SECONDS = 1000.0  # longer than this test waits
+    async_ckpt.core.host.waits.ABANDON_SECONDS = 1000.0  # longer than this test waits
     ckpt = open_run(root, exit_timeout=0.0)
     ckpt.save(state_at(1, 5), step=1).result()
     hold_writes()
@@ -473,7 +473,7 @@ def test_the_grace_for_a_write_that_does_not_return_is_small_against_the_exit_ti
 
 def test_a_save_without_an_exit_timeout_is_drained_though_that_of_another_has_passed(tmp_path, nursery):
     body = """
-    async_ckpt.core.host.deadlines.LEAST_ABANDON_SECONDS = 10.0  # for any machine
+    async_ckpt.core.host.waits.LEAST_ABANDON_SECONDS = 10.0  # for any machine
     slow_disk()
     patient, hasty = open_run(root + "/patient"), open_run(root + "/hasty", exit_timeout=0.0)
     patient.save(state_at(1, 5), step=1)

@@ -238,7 +238,7 @@ def test_ctrl_c_while_a_handle_is_waited_for_lets_the_function_end(tmp_path, nur
 @pytest.mark.parametrize("kind", ["held folder", "held stream"])
 def test_ctrl_c_while_the_process_ends_gives_the_function_up(tmp_path, nursery, kind):
     body = f"""
-    async_ckpt.core.host.deadlines.ABANDON_SECONDS = 0.1
+    async_ckpt.core.host.waits.ABANDON_SECONDS = 0.1
     real_wait = async_ckpt.core.saving.exit.wait_for
     async_ckpt.core.saving.exit.wait_for = lambda *a: (print("waiting", flush=True), real_wait(*a))[1]
     {SAVES[kind]}

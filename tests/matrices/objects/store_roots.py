@@ -16,7 +16,8 @@ from buckets import PART
 from racing import Skipping
 
 from async_ckpt import AsyncCheckpointer, Place
-from async_ckpt.stores.s3 import client, store
+from async_ckpt.core.host import waits
+from async_ckpt.stores.s3 import store
 from tests.matrices.calls import attack_scenarios
 from tests.matrices.calls.plugin_scenarios import PLUGINS
 from tests.matrices.calls.scenario import Notes, Scenario, Told, state_of
@@ -57,7 +58,7 @@ class StoreRoot:
 def nobody_waits() -> None:
     """From now on in this process: between two tries of a request, time passes by the clock of the client alone."""
     store.ObjectStorage = partial(store.ObjectStorage, timer=Skipping())  # type: ignore[assignment,misc]
-    client.ABORT_SECONDS = 2.0  # type: ignore[misc]
+    waits.ABORT_SECONDS = 2.0  # type: ignore[misc]
 
 
 def act(scenario: str, where: str, notes: str) -> None:

@@ -24,7 +24,7 @@ from states import open_run
 
 import async_ckpt
 from async_ckpt import CorruptCheckpointError, NotCommittedError
-from async_ckpt.tools.command import soundness
+from async_ckpt.core.loading import verify as verification
 
 BASE = {"w": torch.arange(3e6)}
 
@@ -234,13 +234,13 @@ def test_trackers_and_journals_are_compared_with_the_manifests(root: Path) -> No
 
 def test_a_tracker_that_moves_on_meanwhile_is_no_fault(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "latest").write_text("step_00000002\n")
-    read = soundness.checks_of_run
+    read = verification.checks_of_run
 
     def read_and_commit(*arguments: Any) -> Any:
         yield from read(*arguments)
         (root / "latest").write_text("step_00000003\n")
 
-    monkeypatch.setattr(soundness, "checks_of_run", read_and_commit)
+    monkeypatch.setattr(verification, "checks_of_run", read_and_commit)
     assert documented("verify", root)["sound"]
 
 

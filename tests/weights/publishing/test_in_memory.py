@@ -485,7 +485,7 @@ def test_pages_that_the_kernel_does_not_give_are_an_error_and_not_the_end(monkey
 
 
 def test_a_system_without_such_memory_is_refused_at_once(root, monkeypatch):
-    monkeypatch.setattr("async_ckpt.weights.publishing.publisher.CAN_SHARE", False)
+    monkeypatch.setattr("async_ckpt.core.host.shared_memory.CAN_SHARE", False)
     with pytest.raises(ValueError, match="local=True needs Linux; leave it out"):
         Publisher(root, local=True)
     with pytest.raises(TypeError, match="local must be True or False"):

@@ -168,7 +168,7 @@ def test_config_and_tokenizer_come_with_an_anchor(root, tmp_path):
 
 
 def test_weights_of_several_files_are_followed(root, tmp_path, monkeypatch):
-    monkeypatch.setattr("async_ckpt.weights.publishing.publication.MAX_SHARD_BYTES", 20_000)
+    monkeypatch.setattr("async_ckpt.face.around.shards.MAX_SHARD_BYTES", 20_000)
     monkeypatch.setattr("async_ckpt.weights.publishing.publication._FILE_BYTES", 500)
     monkeypatch.setattr("async_ckpt.weights.publishing.publication._ENCODED_AT_ONCE_BYTES", 5_000)
     with Line(root) as line, line.subscriber() as subscriber:
@@ -579,7 +579,7 @@ def test_what_a_failed_version_was_to_retire_is_still_there(root, monkeypatch):
         line.publish(1, 2, 3)
     before = files_below(root)
     with Line(root, line.model, on_rollback="retire") as again, monkeypatch.context() as patch:
-        patch.setattr("async_ckpt.weights.publishing.publication.copy", lambda *_, **__: 1 / 0)
+        patch.setattr("async_ckpt.core.storage.bulk.copy", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             again.publish(2)
     assert {name for name in files_below(root) if "weight" in name} == {name for name in before if "weight" in name}

@@ -219,7 +219,7 @@ def test_a_link_in_place_of_a_note_is_replaced_and_what_it_leads_to_stays(line, 
 
 
 def test_a_folder_with_weights_of_the_users_that_would_be_loaded_instead_is_refused_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr("async_ckpt.weights.publishing.publication.MAX_SHARD_BYTES", 200)
+    monkeypatch.setattr("async_ckpt.face.around.shards.MAX_SHARD_BYTES", 200)
     state = {name: torch.randn(30) for name in "abc"}
     with Publisher(tmp_path / "weights") as publisher:
         publisher.publish(state, 1).result()

@@ -22,9 +22,10 @@ from ...runs.manifest import Manifest
 from ...runs.record import DCP_RECORD
 from ...slicing.cover import Box, Cover, cover, strided_copies
 from ...spec import BLOCK_BYTES, DTYPES, Extent
-from ...state.dtypes import dtype_named
-from ...state.names import Path, Select, Selector, selector, shown
-from ...state.tree import StoredLeaf, decode, top_keys
+from ...state.names import Path, Select, Selector, dtype_named, selector, shown
+from ...state.tree import StoredLeaf as StoredLeaf
+from ...state.tree import decode, top_keys
+from ...state.tree import replaced as replaced
 from ...storage.interface import Reader
 from ...storage.local import LocalReader
 
@@ -346,3 +347,27 @@ def _path_filter(groups: Groups, chosen: Selector | None) -> Callable[[Path], bo
     if groups is None:
         return chosen
     return lambda path: bool(path) and path[0] in groups and (chosen is None or chosen(path))
+
+
+def load_parts(parts: Sequence[Part], load: Callable[[Part], Any]) -> Any:
+    """The state of one archive or several: the first holds the step's own groups, the others those that it borrows.
+
+    Raises KeyError if `load` does so for all of them.
+    """
+    if len(parts) == 1:
+        return load(parts[0])
+    merged: dict[Any, Any] = {}
+    errors: list[KeyError] = []
+    for part in parts:
+        try:
+            merged.update(load(part))
+        except KeyError as error:
+            errors.append(error)
+    raise_unless_any(errors, len(parts))
+    return merged
+
+
+def raise_unless_any(errors: Sequence[KeyError], num_parts: int) -> None:
+    """Raises KeyError if no archive has anything that was selected."""
+    if len(errors) == num_parts:
+        raise KeyError("; ".join(error.args[0] for error in errors))

@@ -31,8 +31,7 @@ from ...pickles import saved_objects
 from ...pickles.object_digests import object_digest
 from ...slicing.cover import Box, cover
 from ...spec import DTYPES, Extent, Spread
-from ...state.dtypes import dtype_named
-from ...state.names import Path, Select, shown
+from ...state.names import Path, Select, dtype_named, shown
 from ...state.per_rank import nested
 from ...state.tree import Encoder, StoredLeaf, replaced
 from ...storage.interface import Reader, Storage

@@ -36,8 +36,8 @@ from ...state.plain import (
     member_of,
     method_of,
 )
-from ...state.state_dict_cache import SEQUENCES
 from ...state.tree import SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
+from ...state.wrappers import SEQUENCES
 from ..archives.contents import Contents
 from ..fill import Wanted
 from .containers import (

@@ -13,7 +13,7 @@ import torch
 from ...slicing.sharded import local_part
 from ...state.optimizers import has_own
 from ...state.plain import is_record
-from ...state.state_dict_cache import SEQUENCES
+from ...state.wrappers import SEQUENCES
 
 
 def is_looked_into(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:

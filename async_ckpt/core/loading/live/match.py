@@ -23,9 +23,8 @@ from ...slicing.slices import Ints
 from ...spec import with_article
 from ...state.capture import why_not
 from ...state.captured import SnapshotView
-from ...state.dtypes import dtype_name
 from ...state.megatron import name_of
-from ...state.names import Path, Selector, shown
+from ...state.names import Path, Selector, dtype_name, shown
 from ...state.optimizers import is_optimizer
 from ...state.plain import SCALARS, method_of
 from ...state.tree import StoredLeaf, ValuesByRank, classes_at, leaves

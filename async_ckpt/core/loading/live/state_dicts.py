@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...state.plain import method_of
-from ...state.state_dict_cache import StateDictCache, items_of
+from ...state.wrappers import StateDictCache, items_of
 from .kinds import is_plain_optimizer
 
 

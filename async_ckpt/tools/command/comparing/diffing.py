@@ -17,25 +17,9 @@ import torch
 import typer
 
 from .... import Place
-from ....core.state.names import dotted, printable
 from ....errors import CheckpointError, UntrustedObjectError
-from ....plumbing import StoredLeaf
-from ....plumbing import shown_name as shown
+from ....plumbing import contents, leaf_names, states
 from ..screen import NO, USAGE, Answer, counted, escaped, print_json, print_table, print_text
-from ..states.named_items import (
-    Container,
-    Items,
-    NamedItem,
-    Path,
-    PathForm,
-    Unread,
-    kind_of_tensor,
-    node_of,
-    shown_value,
-    side_by_side,
-    typed,
-)
-from ..states.sources import with_items
 from .equality import Equality, equality
 from .tensor_differences import TensorDifference
 
@@ -87,14 +71,14 @@ def show(a: Place, b: Place, *, select: Sequence[str], rtol: float, atol: float,
     """
     options: dict[str, Any] = {"select": list(select) or None, "trust": trust}
 
-    def compare(ours: Items) -> DiffResult | CheckpointError:
+    def compare(ours: states.Items) -> DiffResult | CheckpointError:
         try:
-            return with_items(b, lambda theirs: differences(ours, theirs, rtol=rtol, atol=atol), **options)
+            return states.with_items(b, lambda theirs: differences(ours, theirs, rtol=rtol, atol=atol), **options)
         except CheckpointError as error:
             return error  # it is no fault of A, which would be looked for anew
 
     try:
-        compared = with_items(a, compare, **options)
+        compared = states.with_items(a, compare, **options)
         if isinstance(compared, CheckpointError):
             raise compared
     except UntrustedObjectError as error:
@@ -140,7 +124,7 @@ def _print(rows: Sequence[DifferenceRow]) -> None:
 # --- names --------------------------------------------------------------------------------------------------------
 
 
-def differences(ours: Items, theirs: Items, *, rtol: float = 0.0, atol: float = 0.0) -> DiffResult:
+def differences(ours: states.Items, theirs: states.Items, *, rtol: float = 0.0, atol: float = 0.0) -> DiffResult:
     """The names that differ, the largest difference first; the number of names, and of those that are equal."""
     naming = max(ours.naming, theirs.naming)
     pairs = [*_pairs(ours.leaves, theirs.leaves, naming)]
@@ -150,25 +134,27 @@ def differences(ours: Items, theirs: Items, *, rtol: float = 0.0, atol: float = 
     compared = (_compared(a, b, names, rtol=rtol, atol=atol) for a, b in pairs)
     rows = [row for row in compared if row is not None]
     num_names, num_equal = len(pairs), len(pairs) - len(rows)
-    if naming is PathForm.EXACT:
+    if naming is states.PathForm.EXACT:
         around = [row for row in _containers_compared(ours.containers, theirs.containers, names) if row is not None]
         rows, num_names = rows + around, num_names + len(around)
     rows.sort(key=lambda row: (_ORDER.index(row.what), -(row.max_abs or 0.0), row.name))
     return DiffResult(rows, num_names, num_equal)
 
 
-_Pair = tuple[NamedItem | None, NamedItem | None]
+_Pair = tuple[states.NamedItem | None, states.NamedItem | None]
 
 
-def _pairs(ours: Iterable[NamedItem], theirs: Iterable[NamedItem], naming: PathForm) -> Iterator[_Pair]:
+def _pairs(
+    ours: Iterable[states.NamedItem], theirs: Iterable[states.NamedItem], naming: states.PathForm
+) -> Iterator[_Pair]:
     """The items of one name, in the order of A; None for one that the other checkpoint lacks.
 
     First those of the very same path. Then, as one of the formats keeps no more of a path than `naming` says, those
     whose paths are the same in that format, unless several are.
     """
-    a, b = ({typed(item.path): item for item in items} for items in (ours, theirs))
+    a, b = ({states.typed(item.path): item for item in items} for items in (ours, theirs))
     partner = {path: path for path in a if path in b}
-    if naming is not PathForm.EXACT:
+    if naming is not states.PathForm.EXACT:
         loose = _loose(naming)
         alone_a, alone_b = (_alone(loose, (p for p in one if p not in partner), one) for one in (a, b))
         partner |= {path: alone_b[name] for name, path in alone_a.items() if name in alone_b}
@@ -177,13 +163,15 @@ def _pairs(ours: Iterable[NamedItem], theirs: Iterable[NamedItem], naming: PathF
     yield from ((None, item) for item in b.values())
 
 
-def _loose(naming: PathForm) -> Callable[[Path], Hashable]:
-    return dotted if naming is PathForm.FLAT else lambda path: tuple(map(str, path))
+def _loose(naming: states.PathForm) -> Callable[[states.Path], Hashable]:
+    return leaf_names.dotted if naming is states.PathForm.FLAT else lambda path: tuple(map(str, path))
 
 
 def _alone(
-    loose: Callable[[Path], Hashable], paths: Iterable[Path], items: Mapping[Path, NamedItem]
-) -> dict[Hashable, Path]:
+    loose: Callable[[states.Path], Hashable],
+    paths: Iterable[states.Path],
+    items: Mapping[states.Path, states.NamedItem],
+) -> dict[Hashable, states.Path]:
     """The paths by their loose names, without those that have one in common."""
     named = [(loose(items[path].path), path) for path in paths]
     counts = Counter(name for name, _ in named)
@@ -193,28 +181,30 @@ def _alone(
 class _Names:
     """The names of paths for people: dotted, unless two paths would look the same."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        typed_of: dict[str, Path] = {}
+    def __init__(self, paths: Iterable[states.Path]) -> None:
+        typed_of: dict[str, states.Path] = {}
         self._ambiguous = {
-            name for path in paths if typed_of.setdefault(name := dotted(path), key := typed(path)) != key
+            name
+            for path in paths
+            if typed_of.setdefault(name := leaf_names.dotted(path), key := states.typed(path)) != key
         }
 
-    def of(self, path: Path) -> str:
-        if dotted(path) not in self._ambiguous:
-            return shown(path)
-        return printable(".".join(shown_value(key) for key in path)) or "the state"
+    def of(self, path: states.Path) -> str:
+        if leaf_names.dotted(path) not in self._ambiguous:
+            return leaf_names.shown(path)
+        return leaf_names.printable(".".join(states.shown_value(key) for key in path)) or "the state"
 
 
 # --- containers ---------------------------------------------------------------------------------------------------
 
 
 def _containers_compared(
-    ours: Iterable[Container], theirs: Iterable[Container], names: _Names
+    ours: Iterable[states.Container], theirs: Iterable[states.Container], names: _Names
 ) -> Iterator[DifferenceRow | None]:
     """The differences of containers that both have, beside those of their items."""
-    others = {typed(one.path): one for one in theirs}
+    others = {states.typed(one.path): one for one in theirs}
     for a in ours:
-        b = others.get(typed(a.path))
+        b = others.get(states.typed(a.path))
         if b is None:
             continue
         row = DifferenceRow(names.of(a.path), "", a.of[-_SHOWN_LENGTH:], b.of[-_SHOWN_LENGTH:])
@@ -225,7 +215,7 @@ def _containers_compared(
 
 
 def _compared(
-    a: NamedItem | None, b: NamedItem | None, names: _Names, *, rtol: float, atol: float
+    a: states.NamedItem | None, b: states.NamedItem | None, names: _Names, *, rtol: float, atol: float
 ) -> DifferenceRow | None:
     """The difference of two items; None if they are equal in every bit."""
     if a is None or b is None:
@@ -235,7 +225,7 @@ def _compared(
         return DifferenceRow(names.of(one.path), what, _about(a), _about(b))
     row = DifferenceRow(names.of(a.path), "", _about(a), _about(b))
     if a.kind != b.kind:  # an array may have been pickled
-        return replace(row, what=_NOT_COMPARED if Unread in (type(a.value), type(b.value)) else "kind")
+        return replace(row, what=_NOT_COMPARED if states.Unread in (type(a.value), type(b.value)) else "kind")
     if a.dtype is None or b.dtype is None:
         return _with_equality(row, _equality_of_values(a, b))
     if a.chunks is None or b.chunks is None:
@@ -254,7 +244,7 @@ def _compared(
 
 
 def _with_difference(
-    row: DifferenceRow, a: NamedItem, b: NamedItem, difference: TensorDifference
+    row: DifferenceRow, a: states.NamedItem, b: states.NamedItem, difference: TensorDifference
 ) -> DifferenceRow | None:
     """The row of two tensors or arrays of one shape, whose items have been compared."""
     facts = Equality.EQUAL if None in (a.facts, b.facts) else equality(a.facts, b.facts)
@@ -277,32 +267,32 @@ def _with_difference(
 def _measured(
     ours: Iterator[torch.Tensor], theirs: Iterator[torch.Tensor], difference: TensorDifference
 ) -> TensorDifference:
-    for left, right in side_by_side(ours, theirs):
+    for left, right in states.side_by_side(ours, theirs):
         difference.add(left, right)
     return difference
 
 
-def _dtype_in(item: NamedItem) -> Any:
+def _dtype_in(item: states.NamedItem) -> Any:
     """The dtype of an array, as numpy describes it."""
     return item.dtype if item.facts is None else json.loads(item.facts)[0]
 
 
-def _array(item: NamedItem) -> Any:
+def _array(item: states.NamedItem) -> Any:
     """An array that is stored as bytes. Raises ValueError if its bytes do not fit."""
     assert item.chunks is not None
     descr, shape = json.loads(item.facts)
     pieces = [piece.clone() for piece in item.chunks()]
     data = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-    return StoredLeaf("ndarray", 0, descr, shape).as_array(data)
+    return contents.StoredLeaf("ndarray", 0, descr, shape).as_array(data)
 
 
-def _equality_of_values(a: NamedItem, b: NamedItem) -> Equality:
-    if isinstance(a.value, Unread) or isinstance(b.value, Unread):
+def _equality_of_values(a: states.NamedItem, b: states.NamedItem) -> Equality:
+    if isinstance(a.value, states.Unread) or isinstance(b.value, states.Unread):
         return Equality.EQUAL if a.value == b.value else Equality.UNKNOWN
     if a.kind == "value":
-        node = node_of(a.value)
+        node = states.node_of(a.value)
         if node is not None:
-            return Equality.EQUAL if node == node_of(b.value) else Equality.DIFFERENT
+            return Equality.EQUAL if node == states.node_of(b.value) else Equality.DIFFERENT
     return equality(a.value, b.value)
 
 
@@ -312,14 +302,14 @@ def _with_equality(row: DifferenceRow, found: Equality) -> DifferenceRow | None:
     return replace(row, what="value" if found is Equality.DIFFERENT else _NOT_COMPARED)
 
 
-def _about(item: NamedItem | None) -> str:
+def _about(item: states.NamedItem | None) -> str:
     """An item in few words."""
     if item is None:
         return ""
     if item.kind in ("empty", "code"):
         return item.kind
     if item.dtype is None:
-        return shown_value(item.value)[:_SHOWN_LENGTH]
+        return states.shown_value(item.value)[:_SHOWN_LENGTH]
     if item.facts is not None and item.kind == "array":
         descr, shape = json.loads(item.facts)
         return f"array of {descr!s:.30} {_shown_shape(shape)}"
@@ -331,13 +321,13 @@ def _shown_shape(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _extras(item: NamedItem) -> Iterator[str]:
+def _extras(item: states.NamedItem) -> Iterator[str]:
     """Further facts about a tensor in a file of torch."""
     if item.kind != "tensor" or item.facts is None:
         return
     kind, requires_grad, attributes = item.facts
     if item.chunks is None:
-        yield kind_of_tensor(item.value)
+        yield states.kind_of_tensor(item.value)
     if kind is not torch.Tensor:
         yield kind.__qualname__
     if requires_grad and kind is not torch.nn.Parameter:

@@ -20,17 +20,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from ....core.state.plain import class_name
-from ..states.named_items import (
-    attributes_of,
-    beside_items,
-    has_items,
-    pieces,
-    plain_tensor,
-    shape_of,
-    side_by_side,
-    typed,
-)
+from ....plumbing import states
 
 # Objects that make new ones whenever they are asked for their parts would never end.
 _MAX_PAIRS: Final = 50_000_000
@@ -111,7 +101,7 @@ def _parts(a: Any, b: Any) -> _Pairs:
     """The parts of two objects that have to be equal. Raises _DifferentError and _UnknownError."""
     kind, other = type(a), type(b)
     if kind is not other:
-        if class_name(kind) != class_name(other):
+        if states.class_name(kind) != states.class_name(other):
             raise _DifferentError
         return [(kind, other), *_parts_of_one_kind(a, b)]
     return _parts_of_one_kind(a, b)
@@ -153,7 +143,7 @@ def _parts_of_dicts(a: Any, b: Any) -> _Pairs:
     others = [*zip(others_a, others_b, strict=True)]
     if any(equality(left, right) is not Equality.EQUAL for left, right in others):
         raise _UnknownError  # they may be equal in another order
-    yield beside_items(a), beside_items(b)
+    yield states.beside_items(a), states.beside_items(b)
     yield from ((item, plain_b[key]) for key, item in plain_a.items())
     yield from ((a[left], b[right]) for left, right in others)
 
@@ -164,7 +154,7 @@ def _by_plain_key(items: Any) -> tuple[dict[Any, Any], list[Any]]:
     others: list[Any] = []
     for key in items:
         try:
-            plain[typed((key,))] = items[key] if isinstance(items, dict) else None
+            plain[states.typed((key,))] = items[key] if isinstance(items, dict) else None
         except Exception:
             others.append(key)
     return plain, others
@@ -182,12 +172,12 @@ def _parts_of_sets(a: Any, b: Any) -> _Pairs:
         if Equality.EQUAL not in found:
             raise _UnknownError if Equality.UNKNOWN in found else _DifferentError
         del others_b[found.index(Equality.EQUAL)]
-    return [(attributes_of(a), attributes_of(b))]
+    return [(states.attributes_of(a), states.attributes_of(b))]
 
 
 def _parts_of_classes(a: Any, b: Any) -> _Pairs:
     """Two classes of one name, each made while its file was read."""
-    if class_name(a) != class_name(b):
+    if states.class_name(a) != states.class_name(b):
         raise _DifferentError
     if issubclass(a, torch.fx.GraphModule):  # each has one of its own; its code is in its attributes
         return ()
@@ -243,10 +233,10 @@ def _parts_of_tensors(a: torch.Tensor, b: torch.Tensor) -> _Pairs:
     if torch.nn.parameter.is_lazy(a):
         return _parts_by_pickling(a, b)
     facts = [(one.dtype, one.layout, one.is_meta, one.requires_grad, one.is_quantized, one.is_nested) for one in (a, b)]
-    if facts[0] != facts[1] or shape_of(a) != shape_of(b):
+    if facts[0] != facts[1] or states.shape_of(a) != states.shape_of(b):
         raise _DifferentError
-    plain = [plain_tensor(one) for one in (a, b)]
-    return [(attributes_of(a), attributes_of(b)), tuple(map(_items_of, plain))]
+    plain = [states.plain_tensor(one) for one in (a, b)]
+    return [(states.attributes_of(a), states.attributes_of(b)), tuple(map(_items_of, plain))]
 
 
 def _parts_of_wrappers(a: Any, b: Any) -> _Pairs:
@@ -255,7 +245,7 @@ def _parts_of_wrappers(a: Any, b: Any) -> _Pairs:
     if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__ or not hasattr(kind, "__tensor_flatten__"):
         return _parts_by_pickling(a, b)
     (names, context), (other_names, other_context) = a.__tensor_flatten__(), b.__tensor_flatten__()
-    rest = [{n: item for n, item in attributes_of(one).items() if n not in names} for one in (a, b)]
+    rest = [{n: item for n, item in states.attributes_of(one).items() if n not in names} for one in (a, b)]
     inner = [[getattr(one, name) for name in names] for one in (a, b)]
     shapes = [(one.dtype, one.shape, one.requires_grad) for one in (a, b)]
     return [(names, other_names), (context, other_context), *(tuple(two) for two in (rest, inner, shapes))]
@@ -280,7 +270,7 @@ def _items_of(tensor: torch.Tensor) -> Any:
         return tensor.is_coalesced(), tensor._indices(), tensor._values()
     if tensor.layout in _COMPRESSED:
         return [getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]]
-    if not has_items(tensor):
+    if not states.has_items(tensor):
         raise _UnknownError
     return _Bits(tensor)
 
@@ -294,7 +284,7 @@ def _quantised(tensor: torch.Tensor) -> Any:
 
 
 def _parts_of_bits(a: _Bits, b: _Bits) -> _Pairs:
-    for left, right in side_by_side(pieces(a.tensor), pieces(b.tensor)):
+    for left, right in states.side_by_side(states.pieces(a.tensor), states.pieces(b.tensor)):
         if not torch.equal(left.view(torch.uint8), right.view(torch.uint8)):
             raise _DifferentError
     return ()
@@ -315,7 +305,7 @@ def _parts_of_arrays(numpy: Any, a: Any, b: Any) -> _Pairs:
         raise _DifferentError
     yield a.dtype, b.dtype
     if type(a) not in (numpy.ndarray, numpy.memmap):
-        yield attributes_of(a), attributes_of(b)  # such as the mask of a masked array
+        yield states.attributes_of(a), states.attributes_of(b)  # such as the mask of a masked array
         a, b = a.view(numpy.ndarray), b.view(numpy.ndarray)
     if a.dtype != b.dtype:
         return

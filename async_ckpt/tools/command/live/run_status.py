@@ -18,16 +18,9 @@ from statistics import median
 from typing import Any, Final
 
 from .... import Place
-from ....core.events.log import EventLog
-from ....core.events.shapes import Event
-from ....core.loading.run_history import event_of
-from ....core.runs.manifest import is_retired_name, parse_intent
-from ....core.runs.receipts import broken_folders
-from ....core.runs.starts import split_starts
 from ....errors import CheckpointError
-from ....plumbing import MANIFEST_NAME as MANIFEST
-from ....plumbing import Clock, Manifest, bandwidth_of, parse_step_name, run_together, sized
-from ....plumbing import parse_manifest as parse
+from ....plumbing import events as run_events
+from ....plumbing import reports, runs, spans, threads
 from ..listing import USUAL_NAMINGS
 
 # The saves in the table, and those that the trend is of.
@@ -72,7 +65,7 @@ class RunStatus:
     usual_seconds: float | None = None
     free_bytes: int | None = None
     under_way: UnderWay | None = None
-    saves: tuple[Event, ...] = ()
+    saves: tuple[run_events.Event, ...] = ()
     stalls: tuple[float, ...] = ()
     bandwidths: tuple[float, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -85,15 +78,15 @@ class RunStatus:
 class RunWatch:
     """The looks at one run. `watch` creates it, and uses it on one thread."""
 
-    def __init__(self, place: Place, clock: Clock) -> None:
+    def __init__(self, place: Place, clock: spans.Clock) -> None:
         self._place, self._storage, self._clock = place, place.storage(), clock
-        self._log = EventLog(self._storage, clock)
+        self._log = run_events.EventLog(self._storage, clock)
         self._naming: str | None = None  # the rest of a folder's name, without the step; None: not known
-        self._before: list[Event] | None = None  # the events that were put away last; None: not read
+        self._before: list[run_events.Event] | None = None  # the events that were put away last; None: not read
         self._num_newest = 0  # of the events that are not put away
-        self._manifests: dict[str, Manifest | None] = {}  # of step folders; None for a damaged one
+        self._manifests: dict[str, runs.Manifest | None] = {}  # of step folders; None for a damaged one
         self._last: tuple[float, UnderWay] | None = None  # when a step was seen under way
-        self._checked: tuple[Manifest, str | None] | None = None  # the newest commit, and what it lacks
+        self._checked: tuple[runs.Manifest, str | None] | None = None  # the newest commit, and what it lacks
         self._num_requests = 0
 
     def look(self) -> RunStatus:
@@ -118,35 +111,39 @@ class RunWatch:
             under_way,
             tuple(reversed(saves[-_SHOWN:])),
             tuple(one["stall_seconds"] for one in committed[-_IN_TREND:] if one["stall_seconds"] is not None),
-            tuple(filter(None, map(bandwidth_of, committed[-_IN_TREND:]))),
+            tuple(filter(None, map(run_events.bandwidth_of, committed[-_IN_TREND:]))),
             num_requests=self._num_requests,
         )
         damaged = sorted(name for name in folders.values() if name in self._manifests and not self._manifests[name])
         broken = None if newest is None else self._lack_of(newest, folders[newest.step])
         return _with_warnings(status, saves, damaged, broken)
 
-    def _lack_of(self, newest: Manifest, folder: str) -> str | None:
+    def _lack_of(self, newest: runs.Manifest, folder: str) -> str | None:
         """The damage of the newest step, in words. A store is asked once for each step."""
         if self._checked is None or self._checked[0] != newest or not self._storage.remote:
             self._num_requests += 2 + len({folder, *(lent.folder for lent in newest.elsewhere)})
-            self._checked = newest, broken_folders(self._storage, {folder: newest}).get(folder)
+            self._checked = newest, runs.broken_folders(self._storage, {folder: newest}).get(folder)
         return self._checked[1]
 
     def _folders(self, names: Sequence[str]) -> dict[int, str]:
         """The folders of the run's steps, by step. Until one is committed, those of all usual namings."""
-        others, _ = split_starts(sorted(names))
-        found = [(one, name) for name in others if parse_intent(name) is None and (one := parse_step_name(name))]
+        others, _ = runs.split_starts(sorted(names))
+        found = [
+            (one, name) for name in others if runs.parse_intent(name) is None and (one := runs.parse_step_name(name))
+        ]
         if self._naming is None:
             newest: dict[str, list[str]] = {}
             for one, name in sorted(found, reverse=True):
                 newest.setdefault(one.rest, []).append(name)
-            namings = {f"{name}/{MANIFEST}": rest for rest, last in newest.items() for name in last[:_LOOKED_INTO]}
+            namings = {
+                f"{name}/{runs.MANIFEST_NAME}": rest for rest, last in newest.items() for name in last[:_LOOKED_INTO]
+            }
             self._num_requests += len(namings)
             self._naming = next((namings[path] for path in self._storage.existing([*namings])), None)
         namings_here = USUAL_NAMINGS if self._naming is None else {self._naming}
         return {one.step: name for one, name in found if one.rest in namings_here}
 
-    def _newest(self, folders: dict[int, str]) -> tuple[Manifest | None, UnderWay | None]:
+    def _newest(self, folders: dict[int, str]) -> tuple[runs.Manifest | None, UnderWay | None]:
         """The manifest of the newest committed step, and the step above it that is being written."""
         under_way: UnderWay | None = None
         for step in sorted(folders, reverse=True):
@@ -155,9 +152,9 @@ class RunWatch:
                 self._read(folder)  # again: it may have been retired or replaced
             if folder not in self._manifests:
                 inside = self._sizes(folder)
-                if MANIFEST in inside:
+                if runs.MANIFEST_NAME in inside:
                     self._read(folder)
-                elif under_way is None and not any(map(is_retired_name, inside)):
+                elif under_way is None and not any(map(runs.is_retired_name, inside)):
                     under_way = self._seen_under_way(step, folder, sum(inside.values()))
             if (manifest := self._manifests.get(folder)) is not None:
                 return manifest, under_way
@@ -175,7 +172,7 @@ class RunWatch:
         self._last = now, seen
         return seen
 
-    def _events(self, folders: dict[int, str]) -> list[Event]:
+    def _events(self, folders: dict[int, str]) -> list[run_events.Event]:
         """The last events of the history; without one, those that follow from the manifests of the last steps."""
         self._num_requests += 1
         newest = self._log.read_newest()
@@ -189,9 +186,9 @@ class RunWatch:
         last = [folders[step] for step in sorted(folders)[-_SHOWN:]]
         missing = [folder for folder in last if folder not in self._manifests]
         self._num_requests += len(missing)
-        run_together("read", [partial(self._parse, folder) for folder in missing], max_threads=_SHOWN)
+        threads.run_together("read", [partial(self._parse, folder) for folder in missing], max_threads=_SHOWN)
         made = (self._manifests.get(folder) for folder in last)
-        return [*(event_of(manifest) for manifest in made if manifest is not None), *events]
+        return [*(runs.event_of(manifest) for manifest in made if manifest is not None), *events]
 
     def _names(self, folder: str) -> list[str]:
         names = self._storage.names(folder)
@@ -209,23 +206,25 @@ class RunWatch:
 
     def _parse(self, folder: str) -> None:
         """The same without counting the request: several threads may do it, each for a folder of its own."""
-        path = f"{folder}/{MANIFEST}"
+        path = f"{folder}/{runs.MANIFEST_NAME}"
         try:
-            self._manifests[folder] = parse(self._storage.read(path)[0], path=self._storage.locate(path))
+            self._manifests[folder] = runs.parse_manifest(self._storage.read(path)[0], path=self._storage.locate(path))
         except FileNotFoundError:
             pass
         except CheckpointError:
             self._manifests[folder] = None
 
 
-def _usual_seconds(committed: Sequence[Event]) -> float | None:
+def _usual_seconds(committed: Sequence[run_events.Event]) -> float | None:
     """The median time between two saves, by those for which the clock went on."""
     times = [one["time"] for one in committed[-_IN_TREND:]]
     between = [later - earlier for earlier, later in pairwise(times) if later > earlier]
     return median(between) if between else None
 
 
-def _with_warnings(status: RunStatus, saves: Sequence[Event], damaged: Sequence[str], broken: str | None) -> RunStatus:
+def _with_warnings(
+    status: RunStatus, saves: Sequence[run_events.Event], damaged: Sequence[str], broken: str | None
+) -> RunStatus:
     found = (*_late(status), *_failures(saves), *_space(status, saves), *_damage(damaged))
     if broken is not None:
         found = (f"step {status.step} is broken: {broken}; look into it with async-ckpt verify", *found)
@@ -243,7 +242,7 @@ def _late(status: RunStatus) -> Iterator[str]:
         yield f"step {status.step} was committed {ahead:,.0f} s from now, by the clock of its writer"
 
 
-def _failures(saves: Sequence[Event]) -> Iterator[str]:
+def _failures(saves: Sequence[run_events.Event]) -> Iterator[str]:
     failed = [one for one in saves[-_SHOWN:] if one["kind"] == "failed"]
     if failed:
         last = failed[-1]
@@ -252,7 +251,7 @@ def _failures(saves: Sequence[Event]) -> Iterator[str]:
         yield f"{count} {of_last}step {last['step']}: {last['error']}: {last['message']}".strip()
 
 
-def _space(status: RunStatus, saves: Sequence[Event]) -> Iterator[str]:
+def _space(status: RunStatus, saves: Sequence[run_events.Event]) -> Iterator[str]:
     """A warning if what the last saves have taken leaves room for few more."""
     free = [one["free_bytes"] for one in saves[-_SHOWN:] if one.get("free_bytes") is not None]
     left = status.free_bytes if status.free_bytes is not None else free[-1] if free else None
@@ -260,7 +259,7 @@ def _space(status: RunStatus, saves: Sequence[Event]) -> Iterator[str]:
         return
     per_save = (free[0] - free[-1]) / (len(free) - 1)
     if left < _FEW * per_save:
-        yield f"{sized(left)} are free, and each save takes {sized(per_save)}: room for {left / per_save:.0f} more"
+        yield f"{reports.sized(left)} are free, and each save takes {reports.sized(per_save)}: room for {left / per_save:.0f} more"
 
 
 def _damage(damaged: Sequence[str]) -> Iterator[str]:

@@ -18,10 +18,8 @@ from typing import Any, Final
 import typer
 
 from .... import Place
-from ....core.events.shapes import Event
-from ....core.runs.starts import split_starts
 from ....errors import StorageUnavailableError
-from ....plumbing import TIMEKEEPER, bandwidth_of, sized, wall_time
+from ....plumbing import events, reports, runs, spans
 from ..listing import kind_of, nothing_at
 from ..screen import (
     JSON_VERSION,
@@ -56,7 +54,7 @@ def show(place: Place, *, once: bool, interval: float, as_json: bool) -> None:
     if not interval > 0:
         raise Answer(f"--interval is a number of seconds above 0, not {interval:g}", USAGE)
     _refuse_other(place, once=once)
-    watch = RunWatch(place, wall_time)
+    watch = RunWatch(place, spans.wall_time)
     status = watch.look()
     if once:
         _draw_once(status, as_json=as_json)
@@ -67,7 +65,9 @@ def show(place: Place, *, once: bool, interval: float, as_json: bool) -> None:
         draw: Callable[[RunStatus], None] = _print_document if as_json else screen.draw if screen else _print
         while True:
             draw(status)
-            TIMEKEEPER.sleep(max(interval, status.num_requests / _REQUESTS_PER_SECOND if place.storage().remote else 0))
+            spans.TIMEKEEPER.sleep(
+                max(interval, status.num_requests / _REQUESTS_PER_SECOND if place.storage().remote else 0)
+            )
             try:
                 status = watch.look()
             except StorageUnavailableError as error:
@@ -85,7 +85,7 @@ def _refuse_other(place: Place, *, once: bool) -> None:
     }
     if kind in there:
         raise Answer(f"{place.shown} {there[kind]}", USAGE)
-    if kind == "nothing" and not split_starts(sorted(names))[1] and (once or names):
+    if kind == "nothing" and not runs.split_starts(sorted(names))[1] and (once or names):
         raise nothing_at(place)
 
 
@@ -137,7 +137,7 @@ def lines_of(status: RunStatus, width: int) -> list[str]:
     if status.stalls:
         lines.append(f"stall      {sparkline(status.stalls, width // 2)}  {shown_seconds(status.stalls[-1])}")
     if status.bandwidths:
-        lines.append(f"bandwidth  {sparkline(status.bandwidths, width // 2)}  {sized(status.bandwidths[-1])}/s")
+        lines.append(f"bandwidth  {sparkline(status.bandwidths, width // 2)}  {reports.sized(status.bandwidths[-1])}/s")
     if status.saves:
         rows = [_row(one, status.time) for one in status.saves]
         head, *table = table_lines(_COLUMNS, rows, right=_COLUMNS)
@@ -160,30 +160,30 @@ def _newest(status: RunStatus) -> list[str]:
         shown = _span(status.age_seconds) if status.age_seconds is not None else age(status.created, status.time)
         lines.append(f"step {status.step}, {shown} ago{every}")
     if (seen := status.under_way) is not None:
-        of_all = "" if seen.total_bytes is None else f" of {sized(seen.total_bytes)}"
-        rate = "" if seen.bytes_per_second is None else f", {sized(seen.bytes_per_second)}/s"
-        lines.append(f"step {seen.step} under way: {sized(seen.num_bytes)}{of_all}{rate}")
+        of_all = "" if seen.total_bytes is None else f" of {reports.sized(seen.total_bytes)}"
+        rate = "" if seen.bytes_per_second is None else f", {reports.sized(seen.bytes_per_second)}/s"
+        lines.append(f"step {seen.step} under way: {reports.sized(seen.num_bytes)}{of_all}{rate}")
     if status.free_bytes is not None:
-        lines.append(f"{sized(status.free_bytes)} free")
+        lines.append(f"{reports.sized(status.free_bytes)} free")
     return lines
 
 
-def _row(one: Event, now: float) -> Sequence[str]:
+def _row(one: events.Event, now: float) -> Sequence[str]:
     ago = _span(max(0.0, now - one["time"]))
     if one["kind"] == "failed":
         return str(one["step"]), ago, "", "", "", ""
-    seconds, stall, bandwidth = one["total_seconds"], one["stall_seconds"], bandwidth_of(one)
+    seconds, stall, bandwidth = one["total_seconds"], one["stall_seconds"], events.bandwidth_of(one)
     return (
         str(one["step"]),
         ago,
         "" if one["num_bytes"] is None else in_table(one["num_bytes"]),
         "" if seconds is None else shown_seconds(seconds),
         "" if stall is None else shown_seconds(stall),
-        "" if bandwidth is None else f"{sized(bandwidth)}/s",
+        "" if bandwidth is None else f"{reports.sized(bandwidth)}/s",
     )
 
 
-def _with_failure(line: str, one: Event) -> str:
+def _with_failure(line: str, one: events.Event) -> str:
     return line if one["kind"] == "save" else f"{line}  failed: {escaped(one['error'])}: {escaped(one['message'])}"
 
 

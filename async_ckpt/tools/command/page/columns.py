@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
-from ....plumbing import bandwidth_of
+from ....plumbing import events as run_events
 from ..screen import counted
 
 Unit: TypeAlias = Literal["text", "number", "count", "step", "time", "seconds", "bytes", "rate"]
@@ -105,7 +105,9 @@ def columns_of(name: str, events: Sequence[Mapping[str, Any]], broken: Mapping[i
         "borrowed": Column("borrowed", "text", [_borrowed(one) for one in events]),
         "unchanged": Column("unchanged", "text", [_shortened(", ".join(one.get("unchanged", ()))) for one in events]),
         "bandwidth": Column(
-            "bandwidth", "rate", [_rounded(bandwidth_of(one) if one["kind"] == "save" else None) for one in events]
+            "bandwidth",
+            "rate",
+            [_rounded(run_events.bandwidth_of(one) if one["kind"] == "save" else None) for one in events],
         ),
         "archived": Column("archives written after", "seconds", [_rounded(_written_after(one)) for one in events]),
         "stored": Column("on storage", "bytes", stored_bytes(events)),

@@ -19,7 +19,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from ....plumbing import shown_time
+from ....plumbing import spans
 from .columns import RunColumns, Value
 from .pictures import Best, Picture, comparison_of, pictures_of
 from .summary import facts_of, losses_of, title_of
@@ -61,7 +61,7 @@ def _document(title: str, now: float, body: Iterable[str], data: str) -> str:
 <body>
 <header>
 <h1>{escape(title)}</h1>
-<p>The checkpoints of a training, as they were at {escape(shown_time(now))}.</p>
+<p>The checkpoints of a training, as they were at {escape(spans.shown_time(now))}.</p>
 </header>
 <main>
 <noscript><p>The pictures and their tables need JavaScript. The facts and sentences do without.</p></noscript>

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from ....plumbing import sized
+from ....plumbing import reports
 from ..screen import counted, shown_seconds
 from .columns import RunColumns
 
@@ -214,7 +214,7 @@ def _sizes(run: RunColumns) -> Picture | None:
     row, newest = sizes[-1]
     columns = [f"group {number}" for number in range(len(run.groups))]
     parts = [
-        f"{run.columns[column].title} {sized(_float(value))}"
+        f"{run.columns[column].title} {reports.sized(_float(value))}"
         for column in columns
         if (value := run.columns[column].values[row])
     ]
@@ -229,7 +229,7 @@ def _sizes(run: RunColumns) -> Picture | None:
     return Picture(
         "sizes",
         "Size by entry of the state" + (", as rank 0 wrote them" if has_ranks else ""),
-        f"The last save wrote {sized(newest)}{f' on {num_ranks:,} ranks' if num_ranks > 1 else ''}{of_groups}. A "
+        f"The last save wrote {reports.sized(newest)}{f' on {num_ranks:,} ranks' if num_ranks > 1 else ''}{of_groups}. A "
         "borrowed group is not written again.",
         "step",
         stacked or [Series("size", "num_bytes", "area", "write")],
@@ -322,8 +322,8 @@ def _storage(run: RunColumns) -> Picture | None:
     return Picture(
         "storage",
         "Space, and what retention saves",
-        f"{len(kept):,} of {counted(len(run.saves), 'save')} are kept, {sized(_float(stored))} of the "
-        f"{sized(_float(written[-1]))} that were written. The area is what the run takes, the dashes what it would "
+        f"{len(kept):,} of {counted(len(run.saves), 'save')} are kept, {reports.sized(_float(stored))} of the "
+        f"{reports.sized(_float(written[-1]))} that were written. The area is what the run takes, the dashes what it would "
         "take if nothing were deleted.",
         "time",
         [
@@ -342,7 +342,7 @@ def _free(run: RunColumns) -> Picture | None:
     return Picture(
         "free",
         "Free space",
-        f"{sized(free[-1][1])} were free after the last save; the least was {sized(least)}, at {_step(run, row)}.",
+        f"{reports.sized(free[-1][1])} were free after the last save; the least was {reports.sized(least)}, at {_step(run, row)}.",
         "time",
         [Series("free", "free_bytes", "area", "kept")],
         ("step", "time", "free_bytes", "num_bytes"),
@@ -432,7 +432,7 @@ def _seconds(values: Sequence[tuple[int, float]]) -> str:
 
 
 def _rate(value: float) -> str:
-    return f"{sized(value)}/s"
+    return f"{reports.sized(value)}/s"
 
 
 def _float(value: Any) -> float:

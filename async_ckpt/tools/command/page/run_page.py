@@ -11,7 +11,7 @@ from typing import Final
 
 from .... import Place, history
 from ....errors import NotCommittedError
-from ....plumbing import wall_time
+from ....plumbing import spans
 from ..listing import broken_at, kind_of, parse_best, runs_in
 from ..options import place_below
 from ..screen import Answer, counted, escaped, print_json, print_text
@@ -38,7 +38,7 @@ def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwri
     for one in chosen:
         if not any(run.columns[entry].title == one.metric for run in runs for entry in run.entries):
             raise Answer(f"no record of these runs has the metric {one.metric!r}")
-    page = page_of(runs, wall_time(), chosen)
+    page = page_of(runs, spans.wall_time(), chosen)
     storage.replace(name, page)
     if as_json:
         told = [{"name": run.name, "num_events": len(run.events), "num_saves": len(run.saves)} for run in runs]
@@ -55,7 +55,7 @@ def _runs_at(place: Place) -> Iterator[RunColumns]:
     except NotCommittedError:
         if kind_of(place) != "runs":
             raise
-        for row in runs_in(place, clock=wall_time):
+        for row in runs_in(place, clock=spans.wall_time):
             yield from _runs_at(place_below(place, row.name))
 
 

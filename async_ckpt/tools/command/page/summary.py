@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
-from ....plumbing import shown_time, sized
+from ....plumbing import reports, spans
 from ..screen import age, counted, shown_seconds
 from .columns import RunColumns
 
@@ -38,10 +38,10 @@ def facts_of(run: RunColumns, now: float) -> dict[str, str]:
         "saves": f"{len(saves):,}",
         "kept": f"{len(durable):,}",
         "broken": _steps(sorted(run.broken)),
-        "on storage": sized(sum(save["num_bytes"] or 0 for save in durable)),
+        "on storage": reports.sized(sum(save["num_bytes"] or 0 for save in durable)),
         "median stall": _median(run, "stall_seconds", shown_seconds),
         "all stalls": shown_seconds(sum(stalls)) if stalls else "unknown",
-        "median bandwidth": _median(run, "bandwidth", lambda rate: f"{sized(rate)}/s"),
+        "median bandwidth": _median(run, "bandwidth", lambda rate: f"{reports.sized(rate)}/s"),
         "failed": f"{len(run.rows_of('failed')):,}",
         "skipped": f"{run.num_skipped:,}",
     }
@@ -62,7 +62,7 @@ def losses_of(run: RunColumns) -> list[Loss]:
 
 
 def _loss(one: Mapping[str, Any], about: str) -> Loss:
-    return Loss(shown_time(one["time"]), "" if one["step"] is None else f"{one['step']:,}", about)
+    return Loss(spans.shown_time(one["time"]), "" if one["step"] is None else f"{one['step']:,}", about)
 
 
 def title_of(runs: Sequence[RunColumns]) -> str:

@@ -17,9 +17,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ....core.host.shared_memory import ReadOnlyMaps, map_shared
 from ....errors import CorruptCheckpointError
-from ....plumbing import TIMEKEEPER, Crew, dtype_named, growing_pauses, view_of
+from ....plumbing import hf_shards, leaf_names, shared_memory, spans, threads, waits
 from ...delta import checksum
 from ...handover import received
 from ...lent import LentVersion, loan_of_rank, parse_lent, table_bytes
@@ -55,7 +54,7 @@ class BorrowedVersion:
         self.kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in sliced.items()}
         self.tensors = {
             name: PiecedTensor(
-                dtype_named(tensor.dtype),
+                leaf_names.dtype_named(tensor.dtype),
                 tensor.shape,
                 [
                     TensorPiece(box, _values(*parts[rank], key).view(box.sizes), parts[rank][0].tensors[key].checksum)
@@ -65,13 +64,13 @@ class BorrowedVersion:
             for name, tensor in sliced.items()
         }
 
-    def read(self, crew: Crew) -> PullResult:
+    def read(self, crew: threads.Crew) -> PullResult:
         """Compare all bytes with their checksums. Raises CorruptCheckpointError."""
         self.verify(crew)
         num_bytes = sum(piece.values.nbytes for tensor in self.tensors.values() for piece in tensor.pieces)
         return PullResult(None, 1, num_bytes)
 
-    def verify(self, crew: Crew) -> None:
+    def verify(self, crew: threads.Crew) -> None:
         """Compare all bytes with their checksums. Raises CorruptCheckpointError."""
 
         def compare(name: str, piece: TensorPiece) -> None:
@@ -91,7 +90,7 @@ def _values(lent: LentVersion, buffers: Sequence[torch.Tensor], name: str) -> to
     """The values of one of a rank's tensors, where they lie."""
     place = lent.tensors[name]
     data = buffers[place.buffer][place.begin :] if place.num_bytes else _NOTHING
-    return data[: place.num_bytes].view(dtype_named(place.dtype))
+    return data[: place.num_bytes].view(leaf_names.dtype_named(place.dtype))
 
 
 class PublisherMemory:
@@ -101,7 +100,7 @@ class PublisherMemory:
     """
 
     def __init__(self) -> None:
-        self._maps: list[ReadOnlyMaps] = []  # of each rank
+        self._maps: list[shared_memory.ReadOnlyMaps] = []  # of each rank
         # The publisher and the version of the last time that all ranks had the same; replaced as a whole.
         self._agreed: tuple[str, tuple[int, str]] | None = None
 
@@ -133,15 +132,18 @@ class PublisherMemory:
 
         None if it lends none, or another than the wanted one, or what cannot be used.
         """
-        deadline, pauses = TIMEKEEPER.now() + AGREEMENT_SECONDS, growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
+        deadline, pauses = (
+            spans.TIMEKEEPER.now() + AGREEMENT_SECONDS,
+            waits.growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS),
+        )
         while True:
             with _loans(token) as loans:
                 newest = max((notice.version for notice, _ in loans), default=None)
                 is_coming = bool(loans) and _version_of(loans) is None and version in (None, newest)
-                if not is_coming or TIMEKEEPER.now() > deadline:
+                if not is_coming or spans.TIMEKEEPER.now() > deadline:
                     yield self._found(loans, version)
                     return
-            TIMEKEEPER.sleep(next(pauses))
+            spans.TIMEKEEPER.sleep(next(pauses))
 
     def _found(self, loans: Sequence[_ReceivedLoan], version: int | None) -> BorrowedVersion | None:
         agreed = _version_of(loans)
@@ -149,7 +151,7 @@ class PublisherMemory:
             self.drop()
         if agreed is None or version not in (None, agreed[0]):
             return None
-        self._maps = [*self._maps, *(ReadOnlyMaps() for _ in loans[len(self._maps) :])][: len(loans)]
+        self._maps = [*self._maps, *(shared_memory.ReadOnlyMaps() for _ in loans[len(self._maps) :])][: len(loans)]
         try:
             parts = [_mapped(loan, maps) for loan, maps in zip(loans, self._maps, strict=True)]
             return BorrowedVersion(agreed[1], parts)
@@ -205,10 +207,10 @@ def _version_of(loans: Sequence[_ReceivedLoan]) -> tuple[int, str] | None:
     return first.version, identity_of_ranks(notice.identity for notice, _ in loans)
 
 
-def _mapped(loan: _ReceivedLoan, maps: ReadOnlyMaps) -> tuple[LentVersion, list[torch.Tensor]]:
+def _mapped(loan: _ReceivedLoan, maps: shared_memory.ReadOnlyMaps) -> tuple[LentVersion, list[torch.Tensor]]:
     """The table of a loan, and the buffers that it tells of. Raises OSError, ValueError, IndexError."""
-    table, buffers = map_shared(loan.fds[0]), maps.of(loan.fds[1:])
-    data = view_of(table)
+    table, buffers = shared_memory.map_shared(loan.fds[0]), maps.of(loan.fds[1:])
+    data = hf_shards.view_of(table)
     if checksum(data[: table_bytes(data)]) != loan.notice.digest:
         raise ValueError("its table is not the one that was published")
     return parse_lent(data, [len(buffer) for buffer in buffers]), buffers

@@ -18,11 +18,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ....core.backends import is_dense
-from ....core.host.memory import HostBuffer, shared_buffer_of
-from ....core.saving.default import host_memory
-from ....core.staging.device import dense_blocks
-from ....plumbing import Crew, dtype_name, get_loop, held_memory, num_cpus
+from ....plumbing import backends, device, get_loop, kept_memory, leaf_names, limits, threads
+from ....plumbing import memory as host_memory
 from ...delta import RankSlices, checksum, identity_of
 from ...handover import Giver, Handout
 from ...lent import LentTensor, LentVersion, dump_lent
@@ -64,7 +61,7 @@ class MemoryOffer:
         self._giver: Giver | None = None
         self._has_warned = False
         self._is_closed = False
-        for memory in (host_memory(), held_memory()):
+        for memory in (kept_memory.host_memory(), kept_memory.held_memory()):
             memory.share(self.withdraw)
 
     def offer(self, name: str, weights: OfferedWeights, check: Callable[[], None]) -> Mapping[str, str] | None:
@@ -72,7 +69,7 @@ class MemoryOffer:
 
         Returns None, after a warning, if they cannot be lent; then no version is.
         """
-        crew = Crew("offer", min(_MAX_THREADS, num_cpus()), background=True)
+        crew = threads.Crew("offer", min(_MAX_THREADS, limits.num_cpus()), background=True)
         try:
             if self._giver is None:
                 self._giver = Giver(name)
@@ -102,10 +99,10 @@ class MemoryOffer:
         self._has_warned = False
         return checksums
 
-    def _in_shared_memory(self, tensors: Mapping[str, torch.Tensor], crew: Crew) -> dict[str, torch.Tensor]:
+    def _in_shared_memory(self, tensors: Mapping[str, torch.Tensor], crew: threads.Crew) -> dict[str, torch.Tensor]:
         """The tensors, all dense and in shared memory."""
         homes = {name: _home(tensor) for name, tensor in tensors.items()}
-        used: Counter[HostBuffer] = Counter()
+        used: Counter[host_memory.HostBuffer] = Counter()
         for name, home in homes.items():
             if home is not None:
                 used[home] += tensors[name].nbytes
@@ -114,17 +111,17 @@ class MemoryOffer:
         others = [name for name, home in homes.items() if home not in kept and tensors[name].numel()]
         return {**tensors, **(self._copied({name: tensors[name] for name in others}, crew) if others else {})}
 
-    def _copied(self, tensors: Mapping[str, torch.Tensor], crew: Crew) -> dict[str, torch.Tensor]:
+    def _copied(self, tensors: Mapping[str, torch.Tensor], crew: threads.Crew) -> dict[str, torch.Tensor]:
         begins, at = {}, 0
         for name, tensor in tensors.items():
             begins[name] = at
             at += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory = held_memory().lend(at, crew=get_loop().copiers, max_bytes=self._max_bytes, shared=True)
-        if shared_buffer_of(memory.data_ptr(), at) is None:
+        memory = kept_memory.held_memory().lend(at, crew=get_loop().copiers, max_bytes=self._max_bytes, shared=True)
+        if host_memory.shared_buffer_of(memory.data_ptr(), at) is None:
             raise OSError("the system gives no shared memory")
 
         def copy(name: str) -> None:
-            for offset, block in dense_blocks(tensors[name], 0, tensors[name].nbytes):
+            for offset, block in device.dense_blocks(tensors[name], 0, tensors[name].nbytes):
                 memory[begins[name] + offset :][: block.numel()].copy_(block)
 
         crew.run_all(partial(copy, name) for name in tensors)
@@ -145,18 +142,18 @@ class MemoryOffer:
         self._is_closed = True
         if self._giver is not None:
             self._giver.close()
-        for memory in (host_memory(), held_memory()):
+        for memory in (kept_memory.host_memory(), kept_memory.held_memory()):
             memory.unshare(self.withdraw)
 
 
-def _home(tensor: torch.Tensor) -> HostBuffer | None:
+def _home(tensor: torch.Tensor) -> host_memory.HostBuffer | None:
     """The shared buffer that a tensor lies in; None if it has to be copied."""
-    if not tensor.numel() or not is_dense(tensor) or tensor.data_ptr() % tensor.element_size():
+    if not tensor.numel() or not backends.is_dense(tensor) or tensor.data_ptr() % tensor.element_size():
         return None
-    return shared_buffer_of(tensor.data_ptr(), tensor.nbytes)
+    return host_memory.shared_buffer_of(tensor.data_ptr(), tensor.nbytes)
 
 
-def _checksums(tensors: Mapping[str, torch.Tensor], crew: Crew, check: Callable[[], None]) -> dict[str, str]:
+def _checksums(tensors: Mapping[str, torch.Tensor], crew: threads.Crew, check: Callable[[], None]) -> dict[str, str]:
     checksums = dict.fromkeys(tensors, "")
 
     def add(name: str) -> None:
@@ -168,19 +165,21 @@ def _checksums(tensors: Mapping[str, torch.Tensor], crew: Crew, check: Callable[
 
 
 def _loan(weights: OfferedWeights, tensors: Mapping[str, torch.Tensor], checksums: Mapping[str, str]) -> Handout:
-    buffers: dict[HostBuffer, int] = {}
+    buffers: dict[host_memory.HostBuffer, int] = {}
     rows = {}
     for name, tensor in tensors.items():
         number, begin = 0, 0
-        home = shared_buffer_of(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else None
+        home = host_memory.shared_buffer_of(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else None
         if home is not None:
             number, begin = buffers.setdefault(home, len(buffers)), tensor.data_ptr() - home.address
-        rows[name] = LentTensor(dtype_name(tensor.dtype), tuple(tensor.shape), number, begin, checksums[name])
+        rows[name] = LentTensor(
+            leaf_names.dtype_name(tensor.dtype), tuple(tensor.shape), number, begin, checksums[name]
+        )
     identity = identity_of(checksums)
     data = dump_lent(
         LentVersion(weights.version, identity, weights.structure, rows, weights.files, weights.adapter, weights.slices)
     )
-    table = HostBuffer.near(None, len(data), shared=True)
+    table = host_memory.HostBuffer.near(None, len(data), shared=True)
     table.view[:] = data
     fds = [buffer.fd for buffer in (table, *buffers) if buffer.fd is not None]
     # The tensors, and not their buffers, keep the memory from being lent to the next copy.

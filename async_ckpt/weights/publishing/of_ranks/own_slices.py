@@ -18,11 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from ....core.ranks.meeting import RankZeroWord
-from ....core.ranks.world import World
-from ....core.slicing.cover import Box
 from ....errors import UnsupportedStateError
-from ....plumbing import Slicer, Weights, dtype_name
+from ....plumbing import RankZeroWord, cover, hf_weights, leaf_names, sharded, worlds
 from ...delta import RankSlices, SliceOf
 
 
@@ -33,7 +30,7 @@ class OwnSlices(NamedTuple):
     num_before: int
 
 
-def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
+def own_slices(weights: hf_weights.Weights) -> tuple[hf_weights.Weights, dict[str, SliceOf]]:
     """The plain tensors that this rank publishes, by the names of their slices, and the slices.
 
     Of slices that several ranks hold alike, by their placements, the first rank publishes them. A plain tensor is
@@ -48,17 +45,17 @@ def own_slices(weights: Weights) -> tuple[Weights, dict[str, SliceOf]]:
             "export_hf instead",
             path="",
         )
-    slicer = Slicer()
+    slicer = sharded.Slicer()
     tensors: dict[str, torch.Tensor] = {}
     slices: dict[str, SliceOf] = {}
     for name, tensor in weights.tensors.items():
         sliced = slicer.slice(tensor, name=name)
         if sliced.slices.replicas().number:
             continue
-        shape, dtype = sliced.slices.global_shape, dtype_name(tensor.dtype)
-        held = list(zip(map(Box.of, sliced.slices.rectangles), sliced.parts, strict=True))
+        shape, dtype = sliced.slices.global_shape, leaf_names.dtype_name(tensor.dtype)
+        held = list(zip(map(cover.Box.of, sliced.slices.rectangles), sliced.parts, strict=True))
         if not prod(shape):  # an empty tensor, of which no rank holds a slice
-            held = [(Box.whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
+            held = [(cover.Box.whole(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
         for box, part in held:
             key = f"{name}{box}"
             tensors[key] = part.detach()
@@ -74,7 +71,7 @@ class RanksStart:
     publication is known by the name of the start, and by how often its number was published before.
     """
 
-    def __init__(self, world: World, root: str, number: int) -> None:
+    def __init__(self, world: worlds.World, root: str, number: int) -> None:
         self._world = world
         key = hashlib.blake2b(f"{root}/{number}".encode(), digest_size=8).hexdigest()
         self._word = RankZeroWord(world, lambda: world.words(f"publish/{key}"), "start", num_bytes=8)

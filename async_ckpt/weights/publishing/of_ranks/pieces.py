@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....core.slicing.cover import Box, cover
-from ....core.staging.device import as_integers
+from ....plumbing import cover, device
 from ...delta import SliceOf
 
 
@@ -22,7 +21,7 @@ class SlicedTensor(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    slices: list[tuple[int, str, Box]]
+    slices: list[tuple[int, str, cover.Box]]
 
 
 def sliced_tensors(of_ranks: Sequence[Mapping[str, SliceOf]]) -> dict[str, SlicedTensor]:
@@ -36,9 +35,9 @@ def sliced_tensors(of_ranks: Sequence[Mapping[str, SliceOf]]) -> dict[str, Slice
             tensor = tensors.setdefault(part.name, SlicedTensor(part.dtype, part.global_shape, []))
             if (tensor.dtype, tensor.shape) != (part.dtype, part.global_shape):
                 raise ValueError(f"ranks have {part.name!a} of other dtypes or shapes")
-            tensor.slices.append((rank, key, Box(part.offsets, part.sizes)))
+            tensor.slices.append((rank, key, cover.Box(part.offsets, part.sizes)))
     for name, tensor in tensors.items():
-        covered = cover(tensor.shape, [box for _, _, box in tensor.slices])
+        covered = cover.cover(tensor.shape, [box for _, _, box in tensor.slices])
         if covered.missing:
             raise ValueError(f"no rank has published {name}{covered.missing[0]}")
         tensor.slices[:] = [tensor.slices[number] for number in sorted({number for number, _ in covered.taken})]
@@ -48,7 +47,7 @@ def sliced_tensors(of_ranks: Sequence[Mapping[str, SliceOf]]) -> dict[str, Slice
 class TensorPiece(NamedTuple):
     """The values of one box of a tensor; `checksum` is that of their bytes, or empty if it is not known."""
 
-    box: Box
+    box: cover.Box
     values: torch.Tensor
     checksum: str = ""
 
@@ -64,7 +63,7 @@ class PiecedTensor(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> PiecedTensor:
         """A tensor in one piece."""
         shape = tuple(tensor.shape)
-        return cls(tensor.dtype, shape, [TensorPiece(Box.whole(shape), tensor)])
+        return cls(tensor.dtype, shape, [TensorPiece(cover.Box.whole(shape), tensor)])
 
     @property
     def num_bytes(self) -> int:
@@ -76,10 +75,10 @@ class PiecedTensor(NamedTuple):
         if whole is not None:
             target.copy_(whole)
             return
-        bits = as_integers(target)
+        bits = device.as_integers(target)
         for box, values, _ in reversed(self.pieces):
             inside = tuple(slice(at, at + size) for at, size in zip(*box, strict=True))
-            bits[inside].copy_(as_integers(values))
+            bits[inside].copy_(device.as_integers(values))
 
     def whole(self) -> torch.Tensor:
         """The tensor on the host, which must not be written to. It is not copied if it is in one piece."""
@@ -91,5 +90,5 @@ class PiecedTensor(NamedTuple):
 
     @property
     def _in_one_piece(self) -> torch.Tensor | None:
-        is_one = len(self.pieces) == 1 and self.pieces[0].box == Box.whole(self.shape)
+        is_one = len(self.pieces) == 1 and self.pieces[0].box == cover.Box.whole(self.shape)
         return self.pieces[0].values if is_one else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ....plumbing import Crew, dtype_named
+from ....plumbing import leaf_names, threads
 from ..replica import MemoryReplica, PullResult, update_replica
 from ..source import VersionSource
 from .pieces import PiecedTensor, TensorPiece
@@ -51,7 +51,7 @@ class VersionOfRanks:
         """The dtype and the shape of each tensor."""
         return {name: (tensor.dtype, tensor.shape) for name, tensor in self._whole.tensors.items()}
 
-    def read(self, crew: Crew) -> PullResult:
+    def read(self, crew: threads.Crew) -> PullResult:
         """Bring the slices of all ranks to this version. Raises as `update_replica`."""
         size, result = len(self._held), PullResult(None, 0, 0)
         for rank, replica in enumerate(self._held):
@@ -67,10 +67,12 @@ class VersionOfRanks:
         """The tensors, once the slices are at this version."""
         return {
             name: PiecedTensor(
-                dtype_named(tensor.dtype),
+                leaf_names.dtype_named(tensor.dtype),
                 tensor.shape,
                 [
-                    TensorPiece(box, self._held[rank].region(key).view(dtype_named(tensor.dtype)).view(box.sizes))
+                    TensorPiece(
+                        box, self._held[rank].region(key).view(leaf_names.dtype_named(tensor.dtype)).view(box.sizes)
+                    )
                     for rank, key, box in tensor.slices
                 ],
             )

@@ -11,18 +11,16 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ...core.loading.archives.archive import OpenArchive
+from ...core.loading.archives.contents import CPU, Contents, Part
 from ...core.loading.archives.merged_archives import MergedArchives
 from ...core.loading.archives.step_archives import Readers
+from ...core.loading.fill import Wanted
 from ...core.ranks.world import world_of
 from ...core.runs.record import DCP_RECORD
 from ...core.slicing.locator import StepItem
 from ...core.spec import with_article
-from ...core.state.names import Select, selector
-from ...core.state.tree import ValuesByRank, leaves, replaced
-from ...plumbing import ON_CPU as CPU
-from ...plumbing import Contents, Part, StoredLeaf, Wanted
-from ...plumbing import NamePath as Path
-from ...plumbing import shown_name as shown
+from ...core.state.names import Path, Select, selector, shown
+from ...core.state.tree import StoredLeaf, ValuesByRank, leaves, replaced
 from .fqn import flattened, planner_data_of
 from .step_layout import tensor_metadata
 

@@ -14,16 +14,19 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
+from ...core.loading.archives.contents import CPU, Part
+from ...core.loading.archives.find import from_path
 from ...core.loading.archives.step_archives import Readers
-from ...core.loading.fill import fill, planned
+from ...core.loading.fill import Wanted, fill, planned
 from ...core.loading.restore import RestoreOptions, restore_state
-from ...core.spec import GIB, flag
+from ...core.runs.foreign_entries import OF_DCP
+from ...core.runs.manifest import NAME as MANIFEST
+from ...core.spec import GIB, MIB, flag
 from ...core.state.capture import pickled
 from ...core.state.names import Select
+from ...core.storage.interface import Storage
+from ...core.storage.place import Anywhere, written_at
 from ...core.storage.sequential import Appender, AppenderFile
-from ...plumbing import MANIFEST_NAME as MANIFEST
-from ...plumbing import MIB, OF_DCP, Anywhere, Part, Storage, Wanted, from_path, written_at
-from ...plumbing import ON_CPU as CPU
 from .entries import (
     SavedItem,
     entries_of,

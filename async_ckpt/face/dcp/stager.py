@@ -20,15 +20,17 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import AsyncStager
 
+from ...core.host.loop import get_loop
+from ...core.host.threads import running_future
+from ...core.spans import monotonic
 from ...core.spec import whole_bytes
 from ...core.staging.guard import unwrapped
 from ...core.staging.host_copy import BufferPool, HostCopy
 from ...core.staging.tensors import Wording
+from ...core.state.capture import why_not
+from ...core.state.names import Path, shown
 from ...errors import UnsupportedStateError
-from ...face.around.arguments import deep_copy
-from ...plumbing import NamePath as Path
-from ...plumbing import get_loop, monotonic, running_future, why_not
-from ...plumbing import shown_name as shown
+from ..around.arguments import deep_copy
 
 # Before torch 2.9, a stager could only return the state dict itself.
 _MAY_RETURN_FUTURE: Final = hasattr(state_dict_saver, "AsyncSaveResponse")

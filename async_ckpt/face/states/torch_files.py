@@ -15,12 +15,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ....core.format.foreign_files import NEEDED_BYTES, ForeignFile, foreign_file
-from ....core.pickles.saved_objects import missing_class
-from ....core.storage.local import LocalReader
-from ....errors import CheckpointError, CorruptCheckpointError, UntrustedObjectError
-from ....plumbing import Reader
-from ..screen import Answer
+from ...core.format.foreign_files import NEEDED_BYTES, ForeignFile, foreign_file
+from ...core.pickles.saved_objects import missing_class
+from ...core.storage.interface import Reader
+from ...core.storage.local import LocalReader
+from ...errors import CheckpointError, CorruptCheckpointError, UntrustedObjectError, UsageError
 from .named_items import CHUNK_BYTES, ItemWalk, NamedItem
 
 _READ: Final = ("torch", "legacy torch", "torchscript")
@@ -38,7 +37,7 @@ def torch_file(reader: Reader, path: str, *, trust: bool, as_state: bool = False
     """The content of a file, mapped if torch can do that; None if torch has not written it.
 
     Raises UntrustedObjectError, CorruptCheckpointError, ImportError for an object whose class is not there, and, with
-    `as_state`, Answer for a TorchScript file, which is no state.
+    `as_state`, UsageError for a TorchScript file, which is no state.
     """
     head = bytearray(min(NEEDED_BYTES, reader.num_bytes))
     reader.read_into(0, memoryview(head))
@@ -53,7 +52,7 @@ def torch_file(reader: Reader, path: str, *, trust: bool, as_state: bool = False
             yield None
             return
         if kind.kind == "torchscript" and as_state:
-            raise Answer(
+            raise UsageError(
                 f"{path}: this is {kind.words}, which would be lost; extract its weights alone to safetensors, by "
                 "--trust and --select"
             )

@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, TypeAlias
 
-from ..notebooks.markup import bars, paragraph, table
-from ..report import sized
-from ..spec import DTYPES
-from ..state.names import dotted, shown
-from ..state.tree import StoredLeaf, ValuesByRank, leaves
-from ..storage.place import Anywhere, place_of
-from .archives.contents import Contents, Part
-from .archives.find import from_path
+from ...core.loading.archives.contents import Contents, Part
+from ...core.loading.archives.find import from_path
+from ...core.notebooks.markup import bars, paragraph, table
+from ...core.report import sized
+from ...core.spec import DTYPES
+from ...core.state.names import dotted, shown
+from ...core.state.tree import StoredLeaf, ValuesByRank, leaves
+from ...core.storage.place import Anywhere, place_of
 
 # The statistics of tensors by their numbers, for an archive and the tensors that will be asked for.
 Measuring: TypeAlias = Callable[[Contents, Sequence[int]], Callable[[int], dict[str, float] | None]]

@@ -26,10 +26,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from ... import Place
 from ...core.runs import layouts
-from ...core.runs.manifest import Archive, archive_name, attempt_of
-from ...core.runs.naming import pattern_of
+from ...core.runs.foreign_entries import OF_DCP
+from ...core.runs.manifest import NAME as MANIFEST
+from ...core.runs.manifest import Archive, Manifest, archive_name, attempt_of, parse
+from ...core.runs.naming import parse_step_name, pattern_of
 from ...core.runs.receipts import Table, layout_name
 from ...core.runs.record import DCP_RECORD
 from ...core.runs.root import Root
@@ -37,29 +38,17 @@ from ...core.runs.sweep import Sweeper
 from ...core.saving import default
 from ...core.saving.request import FileRequest
 from ...core.saving.targets import FileTarget
-from ...core.slicing.sharded import LocalShards
+from ...core.slicing.sharded import LocalShards, Slicer, is_sharded
 from ...core.slicing.slices import Rectangle, Slices
+from ...core.spans import wall_time
 from ...core.spec import RankFacts, Spread, TensorSpec, flag
 from ...core.state.capture import capture
 from ...core.state.division import RankShare
+from ...core.state.names import Path, shown
 from ...core.state.per_rank import nested
+from ...core.storage.interface import Storage
+from ...core.storage.place import Anywhere, Place, place_of, written_at
 from ...errors import CheckpointError, StepExistsError, UnsupportedStateError
-from ...plumbing import MANIFEST_NAME as MANIFEST
-from ...plumbing import (
-    OF_DCP,
-    Anywhere,
-    Manifest,
-    Slicer,
-    Storage,
-    is_sharded,
-    parse_step_name,
-    place_of,
-    wall_time,
-    written_at,
-)
-from ...plumbing import NamePath as Path
-from ...plumbing import parse_manifest as parse
-from ...plumbing import shown_name as shown
 from .fqn import metadata_to_keep, path_of
 from .stager import PinnedStager
 from .step_layout import layout_of

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ...core.slicing.locator import StepItem, StepLayout, name_of
-from ...plumbing import dtype_name, dtype_named
+from ...core.state.names import dtype_name, dtype_named
 from .fqn import path_of, planner_data_of
 
 Pieces = dict[str, list[tuple[Sequence[int], Sequence[int]]]]

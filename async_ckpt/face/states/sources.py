@@ -20,16 +20,18 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from .... import PerRank, Place
-from ....core.loading.archives.find import opened_as_file
-from ....core.loading.archives.foreign import MissingShard, OpenSafetensors
-from ....core.loading.archives.step_archives import Readers, selected_by
-from ....core.loading.load import LoadOptions, check_lent, check_select, state_of
-from ....core.loading.ranges import Range, read_ranges
-from ....core.spec import align_up
-from ....core.state.names import Select, Selector, dotted, selector
-from ....plumbing import Contents, Part, StoredLeaf, from_path
-from ..screen import Answer
+from ...core.loading.archives.contents import Contents, Part
+from ...core.loading.archives.find import from_path, opened_as_file
+from ...core.loading.archives.foreign import MissingShard, OpenSafetensors
+from ...core.loading.archives.step_archives import Readers, selected_by
+from ...core.loading.load import LoadOptions, check_lent, check_select, state_of
+from ...core.loading.ranges import Range, read_ranges
+from ...core.spec import align_up
+from ...core.state.names import Select, Selector, dotted, selector
+from ...core.state.per_rank import PerRank
+from ...core.state.tree import StoredLeaf
+from ...core.storage.place import Place
+from ...errors import UsageError
 from .named_items import CHUNK_BYTES, Items, ItemWalk, NamedItem, PathForm, Unread, described
 from .torch_files import TorchFile, torch_file
 
@@ -86,7 +88,7 @@ def with_state(
     with _torch_file(place, trust=trust, as_state=True) as of_torch:
         if of_torch is not None:
             if select is not None:
-                raise Answer(
+                raise UsageError(
                     f"{place.shown}: --select takes names out of an archive or step, not out of a file of torch"
                 )
             return use(of_torch.state)
@@ -99,7 +101,9 @@ def with_state(
             memory = partial(_memory_in, file.fileno())
             state = state_of(parts, options, memory=memory)
             if name := _name_by_rank(state, ()):
-                raise Answer(f"{place.shown}: each rank has its own {name}; pass --from-rank {name}=0, or another rank")
+                raise UsageError(
+                    f"{place.shown}: each rank has its own {name}; pass --from-rank {name}=0, or another rank"
+                )
             return use(state)
 
     return from_path(place, load, verify=True, readers=Readers(None, from_ranks, wants=selected_by(select)))

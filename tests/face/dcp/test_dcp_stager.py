@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 import async_ckpt
 from async_ckpt import TornSnapshotError, UnsupportedStateError
 from async_ckpt.core.host.loop import get_loop
-from async_ckpt.integrations.dcp import stager as module
+from async_ckpt.face.dcp import stager as module
 
 
 class Held(TarStorageWriter):

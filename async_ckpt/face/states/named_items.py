@@ -21,16 +21,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ....core.backends import is_host
-from ....core.spec import DTYPES
-from ....core.state.dtypes import is_describable
-from ....core.state.generators import SavedGenerator
-from ....core.state.names import dotted
-from ....core.state.per_rank import ListItems
-from ....core.state.plain import INLINE_BYTES, SCALARS, NotPlainError, class_name, fields_of, hashable_node, is_record
-from ....core.state.tree import Encoder, OfClass, ValuesByRank
-from ....plumbing import StoredLeaf
-from ....plumbing import shown_name as shown
+from ...core.backends import is_host
+from ...core.spec import DTYPES
+from ...core.state.generators import SavedGenerator
+from ...core.state.names import dotted, is_describable, shown
+from ...core.state.per_rank import ListItems
+from ...core.state.plain import INLINE_BYTES, SCALARS, NotPlainError, class_name, fields_of, hashable_node, is_record
+from ...core.state.tree import Encoder, OfClass, StoredLeaf, ValuesByRank
 
 # What is in memory at once of a tensor.
 CHUNK_BYTES: Final = 32 << 20

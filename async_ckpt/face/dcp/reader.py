@@ -25,16 +25,18 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
+from ...core.loading.archives.contents import CPU, Contents, Part
+from ...core.loading.archives.find import from_path
 from ...core.loading.archives.step_archives import check_from_ranks
-from ...core.loading.fill import fill, planned
+from ...core.loading.fill import Wanted, fill, planned
 from ...core.slicing.cover import Box
+from ...core.slicing.sharded import Slicer, is_sharded
 from ...core.slicing.slices import Rectangle
 from ...core.spec import flag
-from ...core.state.capture import pickled
+from ...core.state.capture import pickled, why_not
+from ...core.state.names import shown
+from ...core.storage.place import Anywhere, place_of
 from ...errors import StorageUnavailableError
-from ...plumbing import ON_CPU as CPU
-from ...plumbing import Anywhere, Contents, Part, Slicer, Wanted, from_path, is_sharded, place_of, why_not
-from ...plumbing import shown_name as shown
 from .entries import (
     SavedItem,
     entries_of,

@@ -16,9 +16,8 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ...core.spec import Json
-from ...core.state.tree import Encoder, decode
-from ...plumbing import NamePath as Path
-from ...plumbing import StoredLeaf
+from ...core.state.names import Path
+from ...core.state.tree import Encoder, StoredLeaf, decode
 
 
 def path_of(name: str, planner_data: Any) -> Path:
