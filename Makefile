@@ -55,7 +55,7 @@ test-%: .venv-frameworks/%/.ready
 
 # The CUDA build of torch over the runtime of tests/cuda. What this is made of may not be on a machine: then it is skipped.
 CUDA := .venv-frameworks/cuda
-CUDA_TESTS := tests/cuda tests/core/staging tests/core/state tests/integrations/test_gpu_dcp_stager.py
+CUDA_TESTS := tests/cuda tests/core/staging tests/core/state tests/face/dcp/test_gpu_dcp_stager.py
 ON_SIMULATED_CUDA = env LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/sim/lib LD_PRELOAD=$$(cat $(CUDA)/sim/lib/preload) PYTHONPATH=$(CURDIR) $(CUDA)/bin/python
 
 test-cuda:                 ## torch's own CUDA build over a simulated runtime: tests/cuda, and the tests marked gpu
