@@ -7,6 +7,7 @@ from pathlib import Path
 
 import cuda_simulation
 import pytest
+import torch
 from children import Ended, Nursery
 
 ABOVE = """
@@ -35,6 +36,8 @@ def _on_the_simulation() -> Iterator[None]:
     yield
     reports = cuda_simulation.reports()
     cuda_simulation.start_over()
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)  # memory of this test is lent to the next one, whose accesses are ordered behind
     assert not reports, "\n".join(reports)
 
 

@@ -6,7 +6,7 @@ import cuda_simulation
 import pytest
 import torch
 from cuda_simulation import refuse
-from states import MIB, open_run
+from states import MIB
 
 from async_ckpt.core.backends import backend_of
 from async_ckpt.core.host.memory import HostBuffer
