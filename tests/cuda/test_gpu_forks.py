@@ -188,6 +188,20 @@ with open_run(root) as ckpt:
     )
 
 
+def test_a_forked_child_gives_no_memory_of_the_side_stream_back(apart):
+    """Where torch's allocator keeps none, to end a tensor is a call of the runtime."""
+    apart(
+        FORKED
+        + """
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+state = {"small": [torch.ones(n, device="cuda") for n in range(9)], "t": torch.ones(300, 200, device="cuda").t()}
+with open_run(root) as ckpt:
+    ckpt.save(state, step=1).result()
+    forked(gc.collect)
+"""
+    )
+
+
 def test_a_finished_save_leaves_no_event_behind(apart):
     """Those of the side stream are the last that say what it has to wait for; there are at most a handful."""
     apart(

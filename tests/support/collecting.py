@@ -26,4 +26,5 @@ def epochs(context: str, num_epochs: int = 2) -> Iterator[list[Any]]:
 
 
 def draw(context: str) -> None:
-    assert all(sorted(sum(batches, [])) == [*range(8)] for batches in epochs(context))
+    for batches in epochs(context):
+        assert sorted(index for batch in batches for index in batch) == [*range(8)]

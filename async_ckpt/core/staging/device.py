@@ -196,7 +196,7 @@ class Device:
             self._side.make_room()
             try:
                 flat = _flat_items(block)
-            except RuntimeError:  # out of memory; a broken device raises at the next call as well
+            except RuntimeError:  # no memory is left; if the device is broken, the next call raises, too
                 flat = flat_bytes(self._on_host(block))
             self._copy(into, target + at + begin - first, flat[begin:end])
 
