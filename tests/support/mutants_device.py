@@ -109,34 +109,6 @@ MUTANTS = [
     Mutant("nobody waits for the event of a copy", "            event.synchronize()\n", "            pass\n"),
     Mutant("a save during a capture is not refused", "if device is not None and is_capturing():", "if False:"),
     # --- memory of devices
-    Mutant(
-        "nobody looks for memory that is gone at the end", "torn = self._source.gone_from_devices()", "torn = set()"
-    ),
-    Mutant("memory that is gone may be anybody's", "and not device.has_order(at)", "and False"),
-    Mutant("memory of any stream is the training's", 'bool(part["stream"] == stream.cuda_stream)', "True"),
-    Mutant(
-        "samples need memory of their own on the device",
-        "(joined := self._side.scratch(num_bytes)) is None:",
-        "(joined := torch.empty(num_bytes, dtype=torch.uint8, device=self.device)) is None:",
-    ),
-    Mutant(
-        "a strided tensor needs memory of the device",
-        "except RuntimeError:  # no memory is left;",
-        "except KeyError:  #",
-    ),
-    Mutant(
-        "conjugated items are copied as they lie", "return found.neg() if block.is_neg() else found", "return found"
-    ),
-    # --- a forked child
-    Mutant(
-        "a forked child ends the events of its parent", "ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))", "pass"
-    ),
-    Mutant("a forked child ends the side stream of its parent", "            never_end(made)\n", "            pass\n"),
-    Mutant(
-        "a save that has ended waits for the garbage collection",
-        "self._may_miss = partial(_may_miss, rule)",
-        "self._may_miss = lambda error: _may_miss(self._rule, error)",
-    ),
     Mutant("two threads enqueue at once", "self.lock = threading.Lock()", "self.lock = threading.Semaphore(99)"),
     Mutant("a scratch buffer that is too small is used", "self._scratch.numel() < num_bytes", "False"),
     Mutant(
@@ -268,17 +240,6 @@ MUTANTS = [
     Mutant("the stream of copies waits for the default stream", "_NON_BLOCKING: Final = 1", "_NON_BLOCKING: Final = 0"),
     Mutant("a stream that was refused is used", "return None if any(codes) else stream.value", "return stream.value"),
     Mutant("the context of the device stays current", "driver.cuCtxPopCurrent_v2(ctypes.byref(before))", "0"),
-    Mutant(
-        "a refusal of memory is left to the next launch",
-        "                    self.forget_refusal()\n",
-        "                    pass\n",
-    ),
-    Mutant(
-        "memory is not known to be registered",
-        "            if code != 0:\n                raise\n",
-        "            raise\n",
-    ),
-    Mutant("a thread of the library breaks a capture", "mode = ctypes.c_int(_THREAD_LOCAL)", "mode = ctypes.c_int(0)"),
     # --- the pool
     Mutant("leases are served in any order", "while self._waiting[0] != order or not (", "while not ("),
     Mutant("the budget is passed", "at_once, self._max_segments - self._num_segments))", "at_once))"),
@@ -290,6 +251,49 @@ MUTANTS = [
 ]
 
 
+# Those that only the tests of tests/cuda notice.
+OF_CUDA_ALONE = [
+    Mutant(
+        "nobody looks for memory that is gone at the end", "torn = self._source.gone_from_devices()", "torn = set()"
+    ),
+    Mutant("memory that is gone may be anybody's", "and not device.has_order(at)", "and False"),
+    Mutant("memory of any stream is the training's", 'bool(part["stream"] == stream.cuda_stream)', "True"),
+    Mutant(
+        "samples need memory of their own on the device",
+        "(joined := self._side.scratch(num_bytes)) is None:",
+        "(joined := torch.empty(num_bytes, dtype=torch.uint8, device=self.device)) is None:",
+    ),
+    Mutant(
+        "a strided tensor needs memory of the device",
+        "except RuntimeError:  # no memory is left;",
+        "except KeyError:  #",
+    ),
+    Mutant(
+        "conjugated items are copied as they lie", "return found.neg() if block.is_neg() else found", "return found"
+    ),
+    # --- a forked child
+    Mutant(
+        "a forked child ends the events of its parent", "ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))", "pass"
+    ),
+    Mutant("a forked child ends the side stream of its parent", "            never_end(made)\n", "            pass\n"),
+    Mutant(
+        "a save that has ended waits for the garbage collection",
+        "self._may_miss = partial(_may_miss, rule)",
+        "self._may_miss = lambda error: _may_miss(self._rule, error)",
+    ),
+    # --- refusals
+    Mutant(
+        "a refusal of memory is left to the next launch",
+        "                    self.forget_refusal()\n",
+        "                    pass\n",
+    ),
+    Mutant(
+        "memory is not known to be registered",
+        "            if code != 0:\n                raise\n",
+        "            raise\n",
+    ),
+    Mutant("a thread of the library breaks a capture", "mode = ctypes.c_int(_THREAD_LOCAL)", "mode = ctypes.c_int(0)"),
+]
 # What the tests of tests/cuda have nothing of: tensors on the host, other accelerators, the bookkeeping of memory.
 NOT_OF_CUDA: frozenset[str] = frozenset()
 
@@ -445,7 +449,7 @@ def _turn_to_cuda() -> None:
     _FIRST.clear()
     Copy.options = ("-m", "gpu")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    MUTANTS[:] = [mutant for mutant in MUTANTS if mutant.what not in NOT_OF_CUDA]
+    MUTANTS[:] = [*OF_CUDA_ALONE, *(mutant for mutant in MUTANTS if mutant.what not in NOT_OF_CUDA)]
 
 
 def main() -> int:
