@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # Frameworks that need an environment of their own: each has constraints/<name>.txt and tests/frameworks/<name>/.
 FRAMEWORKS := $(basename $(notdir $(wildcard constraints/*.txt)))
 
-.PHONY: demo demo-s3 demo-ranks demo-rollout test test-all test-python test-frameworks test-cuda test-stores durations check audit attack bench bench-check bench-frameworks bench-gpu bench-s3 bench-scale docs format clean
+.PHONY: demo demo-s3 demo-ranks demo-rollout test test-all test-python test-frameworks test-cuda mutants-cuda test-stores durations check audit attack bench bench-check bench-frameworks bench-gpu bench-s3 bench-scale docs format clean
 
 demo: $(VENV)/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
@@ -66,6 +66,9 @@ test-cuda:                 ## torch's own CUDA build over a simulated runtime: t
 	else \
 		$(MAKE) $(CUDA)/.ready && $(ON_SIMULATED_CUDA) -m pytest -n 2 -m gpu $(CUDA_TESTS); \
 	fi
+
+mutants-cuda: $(CUDA)/.ready ## mutants of the device code, by the same tests
+	$(ON_SIMULATED_CUDA) tests/support/mutants_device.py --cuda --results $(CUDA)/mutants.jsonl
 
 $(CUDA)/.installed: constraints/cuda.txt
 	$(PYTHON) -m venv $(@D)
