@@ -54,7 +54,9 @@ test-%: .venv-frameworks/%/.ready
 	PYTHONPATH=$(CURDIR) $(<D)/bin/python -m pytest -n 2 tests/frameworks/$* tests/frameworks/test_measured.py
 
 # The CUDA build of torch over the runtime of tests/cuda. What this is made of may not be on a machine: then it is skipped.
-CUDA := .venv-frameworks/cuda
+# Another version than that of constraints/cuda.txt: make test-cuda CUDA_TORCH=2.15.0
+CUDA_TORCH ?=
+CUDA := .venv-frameworks/cuda$(CUDA_TORCH:%=-%)
 CUDA_TESTS := tests/cuda tests/core/staging tests/core/state tests/face/dcp/test_gpu_dcp_stager.py
 ON_SIMULATED_CUDA = env LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/sim/lib LD_PRELOAD=$$(cat $(CUDA)/sim/lib/preload) PYTHONPATH=$(CURDIR) $(CUDA)/bin/python
 
@@ -72,7 +74,8 @@ mutants-cuda: $(CUDA)/.ready ## mutants of the device code, by the same tests
 
 $(CUDA)/.installed: constraints/cuda.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	sed '$(CUDA_TORCH:%=s/^torch==.*/torch==%/)' $< > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(@D)/requirements.txt
 	$(@D)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D)/sim/headers $$(sed -n 's/^# headers: //p' $<)
 	touch $@
 

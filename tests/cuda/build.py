@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 RUNTIME = ("libcudart.so", "libcuda.so", "libnvidia-ml.so")
-_OF_THE_SYSTEM = re.compile(r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+|gomp)\.so|ld-linux")
+_OF_NVIDIA = re.compile("lib(cu|nv|nccl)")
 
 
 def _output_of(*command: str | Path) -> str:
@@ -38,12 +38,9 @@ def _libraries() -> list[Path]:
 
 
 def needed() -> set[str]:
-    """The sonames that torch's libraries name and do not have themselves."""
-    ours = {path.name for path in _libraries()}
-    named = {
-        name for path in _libraries() for name in re.findall(r"NEEDED.*\[(.*)\]", _output_of("readelf", "-d", path))
-    }
-    return {name for name in named - ours if not _OF_THE_SYSTEM.match(name)}
+    """The sonames of NVIDIA's libraries that torch's own name."""
+    found = (re.findall(r"NEEDED.*\[(.*)\]", _output_of("readelf", "-d", path)) for path in _libraries())
+    return {name for names in found for name in names if _OF_NVIDIA.match(name)}
 
 
 def _symbols(paths: Iterable[Path], which: str) -> Iterator[tuple[str, str]]:
