@@ -76,8 +76,17 @@ def wanted() -> dict[str, dict[str, str]]:
     return found
 
 
+# torch's profiler asks for the text of each refusal, and goes on without what was refused.
+_WRITTEN = {
+    "cuptiGetResultString": 'int cuptiGetResultString(int code, const char** text) { *text = "not simulated"; return 0; }\n'
+}
+
+
 def _stub(name: str) -> str:
-    return f'int {name}(void) {{ fputs("simulated CUDA: {name} is a stub\\n", stderr); return 801; }}\n'
+    return (
+        _WRITTEN.get(name)
+        or f'int {name}(void) {{ fputs("simulated CUDA: {name} is a stub\\n", stderr); return 801; }}\n'
+    )
 
 
 def _link(target: Path, parts: Iterable[str | Path], functions: dict[str, str]) -> None:

@@ -52,8 +52,8 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 def apart(processes: Nursery, tmp_path: Path) -> Callable[..., Ended]:
     """Runs a script in a process of its own, which may break the device, and has to come to its end in order."""
 
-    def run(script: str, *arguments: object) -> Ended:
-        ended = processes.run(ABOVE + script + BELOW, tmp_path, *arguments)
+    def run(script: str, *arguments: object, whole_exit: bool = False) -> Ended:
+        ended = processes.run(ABOVE + script + BELOW, tmp_path, *arguments, whole_exit=whole_exit)
         assert "all is well" in ended.out, ended
         assert ended.status == 0, ended
         return ended

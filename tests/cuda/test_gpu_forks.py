@@ -202,6 +202,65 @@ with open_run(root) as ckpt:
     )
 
 
+def test_a_forked_child_ends_as_any_interpreter_does(apart):
+    """Behind its last exit hook, everything that it has inherited is destroyed."""
+    apart(
+        """
+state = {f"w{n}": torch.ones(65_536, device="cuda") for n in range(160)}
+ckpt = open_run(root)
+with held(torch.cuda.current_stream()):
+    handle = ckpt.save(state, step=1)
+    child = os.fork()
+    if child == 0:
+        del state, handle
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+handle.result()
+ckpt.close()
+""",
+        whole_exit=True,
+    )
+
+
+@pytest.mark.parametrize("when", ["at once", "in a garbage collection", "at the end of the interpreter"])
+def test_a_forked_child_drops_an_event_that_was_recorded(apart, when):
+    """Wherever the library has it; to end such an event would be a call of the runtime."""
+    apart(
+        f"""
+from async_ckpt.core.backends import backend_of
+event = backend_of(torch.device("cuda", 0)).timing_event()
+event.record()
+child = os.fork()
+if child == 0:
+    if {when == "at once"}:
+        del event
+    elif {when == "in a garbage collection"}:
+        cycle = [event]
+        cycle.append(cycle)
+        del cycle, event
+        gc.collect()
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+""",
+        whole_exit=True,
+    )
+
+
+def test_what_a_finished_save_had_of_a_device_goes_without_a_garbage_collection(apart):
+    apart(
+        """
+from async_ckpt.core.staging.device import Device
+state = {"w": torch.ones(65_536, device="cuda")}
+with open_run(root) as ckpt:
+    gc.disable()
+    for step in range(10):
+        ckpt.save(state, step=step).result()
+    ckpt.wait()
+    assert sum(isinstance(one, Device) for one in gc.get_objects()) <= 2  # of the last ones
+"""
+    )
+
+
 def test_a_finished_save_leaves_no_event_behind(apart):
     """Those of the side stream are the last that say what it has to wait for; there are at most a handful."""
     apart(

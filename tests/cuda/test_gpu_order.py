@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import threading
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import cuda_simulation
 import pytest
 import torch
 from cuda_simulation import held
 from scripted_disk import scripted
-from states import MIB, open_run
+from states import MIB, leftovers, open_run
 
 import async_ckpt
 from async_ckpt import SaveHandle, TornSnapshotError
+from async_ckpt.core.host.loop import get_loop
+from async_ckpt.core.saving import ledger
+from async_ckpt.core.saving.story import StateSave
+from async_ckpt.core.staging.side_stream import side_of
 from async_ckpt.errors import UsageError
 from async_ckpt.integrations.dcp import PinnedStager
 
@@ -123,19 +130,61 @@ def test_a_save_waits_for_no_device(tmp_path):
     handle.result()
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_a_save_makes_no_call_that_torch_takes_for_one_that_waits(tmp_path):
-    state = mixed(3.0)
-    p, optimizer = guarded(1.0)
-    with open_run(tmp_path) as ckpt:
+@pytest.fixture
+def objecting() -> Iterator[None]:
+    """torch raises wherever it waits for a stream."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a prototype
         torch.cuda.set_sync_debug_mode("error")
-        try:
-            for step in range(2):
-                handle = ckpt.save({**state, "p": p}, step=step, guard=optimizer)
-                optimizer.step()
-                handle.result()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_saves_loads_and_snapshots_wait_for_no_stream_as_a_whole(tmp_path, objecting):
+    p, optimizer = guarded(3.0)
+    with open_run(tmp_path) as ckpt:
+        ckpt.save({"p": p, **mixed(3.0)}, step=1, guard=optimizer).result()
+        optimizer.step()
+        with async_ckpt.snapshot({"p": p}) as snap:
+            ckpt.save(snap, step=2).result()
+        loaded = ckpt.load(1, map_location="cuda")
+        torch.cuda.set_sync_debug_mode("default")
+        assert_all(loaded, 3.0)
+        assert_all(ckpt.load(2), 2.0)
+
+
+def test_a_failed_save_waits_for_no_stream_as_a_whole(tmp_path, objecting):
+    p, optimizer = guarded(3.0, 8 * MIB)
+    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.fail("write", error=async_ckpt.StorageUnavailableError("gone", path="/ckpt"), times=None)
+        handle = ckpt.save({"p": p}, step=1, guard=optimizer)
+        optimizer.step()
+        assert isinstance(handle.exception(), async_ckpt.StorageUnavailableError)
+
+
+def test_the_stall_of_a_stream_is_as_long_as_its_wait_for_the_copies(tmp_path):
+    """What another stream does meanwhile, by the device's clock, takes no longer."""
+    state, other = {"w": torch.full((MIB,), 3.0, device="cuda")}, torch.cuda.Stream()
+    copies = side_of(torch.device("cuda", 0)).stream
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    with open_run(tmp_path) as ckpt:
+        with held(copies):
+            handle = ckpt.save(state, step=1)
+            get_loop().sync()  # which lists the save
+            [save] = [save for save in ledger.all_saves() if save.handle is handle]
+            assert isinstance(save, StateSave)
+            [device] = save.snapshot._source.devices.values()
+            before, after = device._holds[0]
+            before.synchronize()
+            with torch.cuda.stream(other):
+                begin.record()
+                torch.cuda._sleep(100_000_000)
+                end.record()
+            end.synchronize()
+            assert save.snapshot.stall_seconds < begin.elapsed_time(end) / 1e3  # what is not over counts nothing
+        after.synchronize()
+        assert handle.result().stall_seconds >= begin.elapsed_time(end) / 1e3
 
 
 def test_two_saves_one_behind_the_other_are_each_as_of_their_call(tmp_path):
@@ -407,15 +456,45 @@ def test_a_graph_is_captured_on_any_stream_of_torchs_pool_while_copies_go_on(tmp
         assert_all(ckpt.load(33), 3.0)
 
 
-def test_a_save_is_refused_while_a_graph_is_captured_which_goes_on(tmp_path):
+SAVES: dict[str, Callable[[async_ckpt.AsyncCheckpointer, Any], Any]] = {
+    "a run's": lambda ckpt, state: ckpt.save(state, step=1),
+    "one file's": lambda ckpt, state: async_ckpt.save(state, str(Path(ckpt.root) / "one.tar")),
+    "a snapshot's": lambda ckpt, state: async_ckpt.snapshot(state),
+    "another's": lambda ckpt, state: async_ckpt.wrap(torch.save)(state, str(Path(ckpt.root) / "one.pt")),
+}
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+def test_a_save_is_refused_while_a_graph_is_captured_which_goes_on(tmp_path, save):
     w, graph = torch.ones(1000, device="cuda"), torch.cuda.CUDAGraph()
     with open_run(tmp_path) as ckpt:
         with torch.cuda.graph(graph):
             y = w + 1
-            with pytest.raises(UsageError, match="captured"):
-                ckpt.save({"w": w}, step=1)
+            with pytest.raises(UsageError, match="while a graph is being captured"):
+                save(ckpt, {"w": w})
         graph.replay()
         assert bool((y == 2).all())
+        assert leftovers(tmp_path) == []
+        ckpt.save({"w": w}, step=2).result()
+        assert ckpt.steps() == [2]
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_a_guarded_step_that_is_captured_waits_on_the_host_and_takes_no_event_into_its_graph(tmp_path, mode):
+    p, optimizer = guarded(3.0, 8 * MIB)
+    torch.cuda.synchronize()
+    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.stop("write")
+        handle = ckpt.save({"p": p}, step=1, guard=optimizer)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode=mode):
+            disk.release_all()
+            optimizer.step()
+            assert handle.staging_completion.done()
+        handle.result()
+        assert_all(ckpt.load(1), 3.0)
+        graph.replay()
+        assert bool((p == 2).all())
 
 
 # --- back to the device, and by other ways -----------------------------------------------------------------------------

@@ -103,11 +103,7 @@ MUTANTS = [
         "for device in devices.values():\n                    device.hold_training()",
         "for device in list(devices.values())[:1]:\n                    device.hold_training()",
     ),
-    Mutant(
-        "a captured step takes an event into its graph", "            if is_capturing():\n", "            if False:\n"
-    ),
     Mutant("nobody waits for the event of a copy", "            event.synchronize()\n", "            pass\n"),
-    Mutant("a save during a capture is not refused", "if device is not None and is_capturing():", "if False:"),
     # --- memory of devices
     Mutant("two threads enqueue at once", "self.lock = threading.Lock()", "self.lock = threading.Semaphore(99)"),
     Mutant("a scratch buffer that is too small is used", "self._scratch.numel() < num_bytes", "False"),
@@ -237,9 +233,6 @@ MUTANTS = [
     Mutant("a tensor is at each device of its kind", "device.index in (None, tensor.device.index)", "True"),
     Mutant("a forked child asks for the accelerator", "None if is_in_bad_fork() or not", "None if not"),
     Mutant("memory of Ascend is not mapped", "register_flags = _MAPPED", "register_flags = 0"),
-    Mutant("the stream of copies waits for the default stream", "_NON_BLOCKING: Final = 1", "_NON_BLOCKING: Final = 0"),
-    Mutant("a stream that was refused is used", "return None if any(codes) else stream.value", "return stream.value"),
-    Mutant("the context of the device stays current", "driver.cuCtxPopCurrent_v2(ctypes.byref(before))", "0"),
     # --- the pool
     Mutant("leases are served in any order", "while self._waiting[0] != order or not (", "while not ("),
     Mutant("the budget is passed", "at_once, self._max_segments - self._num_segments))", "at_once))"),
@@ -281,6 +274,14 @@ OF_CUDA_ALONE = [
         "self._may_miss = partial(_may_miss, rule)",
         "self._may_miss = lambda error: _may_miss(self._rule, error)",
     ),
+    # --- captures and streams
+    Mutant(
+        "a captured step takes an event into its graph", "            if is_capturing():\n", "            if False:\n"
+    ),
+    Mutant("a save during a capture is not refused", "if device is not None and is_capturing():", "if False:"),
+    Mutant("the stream of copies waits for the default stream", "_NON_BLOCKING: Final = 1", "_NON_BLOCKING: Final = 0"),
+    Mutant("a stream that was refused is used", "return None if any(codes) else stream.value", "return stream.value"),
+    Mutant("the context of the device stays current", "driver.cuCtxPopCurrent_v2(ctypes.byref(before))", "0"),
     # --- refusals
     Mutant(
         "a refusal of memory is left to the next launch",
