@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import cuda_simulation
 import pytest
 import torch
-from cuda_simulation import refuse
-from states import MIB
+from cuda_simulation import held, refuse
+from racing import Call, until
+from states import MIB, open_run
 
+import async_ckpt
 from async_ckpt.core.backends import backend_of
 from async_ckpt.core.host.memory import HostBuffer
+from async_ckpt.core.staging.device import Device
+from async_ckpt.core.staging.filler import SegmentFiller
 
 pytestmark = pytest.mark.gpu
 
@@ -220,6 +227,7 @@ with open_run(root) as ckpt:
         handle = ckpt.save({"p": p}, step=2, guard=optimizer if sys.argv[2] == "guarded" else None)
         cuda_simulation.break_device()
     assert handle.exception() is not None
+    assert "leaked" in repr(ckpt._saver.pool)  # the device may still write to it
     assert ckpt.steps() == [1]
     p = optimizer = handle = None
     gc.collect()
@@ -227,6 +235,77 @@ with open_run(root) as ckpt:
 """,
         kind,
     )
+
+
+def test_a_device_that_breaks_after_staging_costs_no_checkpoint(apart):
+    apart(
+        """
+state = {"w": torch.full((MIB,), 3.0, device="cuda")}
+with open_run(root) as ckpt, scripted(ckpt) as disk:
+    disk.stop("write")
+    handle = ckpt.save(state, step=1)
+    handle.wait_staged()
+    cuda_simulation.break_device()
+    disk.release_all()
+    assert handle.result().stall_seconds < 60
+    assert bool((ckpt.load(1)["w"] == 3).all())
+"""
+    )
+
+
+# --- saves that fail ---------------------------------------------------------------------------------------------------
+
+
+def test_a_save_that_fails_ends_when_the_device_has_made_its_copies(tmp_path, monkeypatch):
+    p = torch.full((MIB,), 3.0, device="cuda")
+    enqueue = Device.enqueue
+
+    def failing(self: Device, *arguments: Any) -> None:
+        enqueue(self, *arguments)
+        raise OSError("lost")
+
+    with open_run(tmp_path) as ckpt:
+        ckpt.save({"p": p}, step=1).result()
+        monkeypatch.setattr(Device, "enqueue", failing)
+        before = cuda_simulation.num_calls("cudaEventSynchronize")
+        with held(torch.cuda.current_stream()):
+            call = Call(lambda: ckpt.save({"p": p}, step=2))
+            until(lambda: cuda_simulation.num_calls("cudaEventSynchronize") > before or not call.is_alive())
+            assert call.is_alive()
+        with pytest.raises(OSError, match="lost"):
+            call.outcome().result()
+        assert ", 0 of " in repr(ckpt._saver.pool)
+        assert "leaked" not in repr(ckpt._saver.pool)
+
+
+def test_training_follows_the_copies_of_a_save_that_failed_during_its_call(tmp_path, monkeypatch):
+    goes_on = threading.Event()
+    fill_run, wait, is_quiet = SegmentFiller._fill_run, Device.wait, Device.is_quiet
+
+    def fill_and_fail(self: SegmentFiller, *arguments: Any, **options: Any) -> None:
+        fill_run(self, *arguments, **options)
+        gone = async_ckpt.StorageUnavailableError("gone", path="/ckpt")
+        threading.Thread(target=self._on_end, args=(gone,)).start()
+        until(lambda: self._error is not None)
+
+    def wait_later(self: Device, event: Any) -> None:
+        goes_on.wait()
+        wait(self, event)
+
+    def is_quiet_later(self: Device) -> bool:
+        goes_on.wait()
+        return is_quiet(self)
+
+    monkeypatch.setattr(SegmentFiller, "_fill_run", fill_and_fail)
+    monkeypatch.setattr(Device, "wait", wait_later)
+    monkeypatch.setattr(Device, "is_quiet", is_quiet_later)
+    w = torch.full((MIB,), 3.0, device="cuda")
+    with open_run(tmp_path) as ckpt:
+        failing = ckpt.save({"w": w}, step=1)
+        w.fill_(2)  # would be reported
+        goes_on.set()
+        with pytest.raises(async_ckpt.StorageUnavailableError):
+            failing.result()
 
 
 # --- a device without memory -------------------------------------------------------------------------------------------

@@ -296,7 +296,35 @@ OF_CUDA_ALONE = [
     Mutant("a thread of the library breaks a capture", "mode = ctypes.c_int(_THREAD_LOCAL)", "mode = ctypes.c_int(0)"),
 ]
 # What the tests of tests/cuda have nothing of: tensors on the host, other accelerators, the bookkeeping of memory.
-NOT_OF_CUDA: frozenset[str] = frozenset()
+NOT_OF_CUDA = frozenset(
+    {
+        "deferred tensors on the host are read as they are later",
+        "headers are left out",
+        "small tensors are read where they lie later",
+        "small tensors of any layout are copied as they lie",
+        "a call copies any number of small tensors",
+        "a call copies small tensors of any size in all",
+        "small tensors of a held snapshot come later",
+        "a call waits for segments of literals",
+        "a tensor of just 1 MiB is not deferred",
+        "each save registers a hook",
+        "the wait of a step is not counted",
+        "a closed snapshot keeps its memory",
+        "a closed snapshot can be read",
+        "a guard beside a snapshot is not refused",
+        "a tensor is at each device of its kind",
+        "memory of Ascend is not mapped",
+        "leases are served in any order",
+        "the budget is passed",
+        "leaked memory is not counted",
+        "segments apart are lent as a run",
+        "one user of two ends a lease",
+        # They cost time or memory, and no byte is another.
+        "scratch has no bound",
+        "small tensors are copied one by one",
+        "each segment is a copy of its own",
+    }
+)
 
 
 def code() -> list[Path]:
