@@ -79,7 +79,7 @@ $(CUDA)/.installed: constraints/cuda.txt
 	$(@D)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D)/sim/headers $$(sed -n 's/^# headers: //p' $<)
 	touch $@
 
-$(CUDA)/.ready: $(CUDA)/.installed tests/cuda/build.py tests/cuda/operators.cpp $(wildcard tests/cuda/runtime/*)
+$(CUDA)/.ready: $(CUDA)/.installed tests/cuda/build.py $(wildcard tests/cuda/*.cpp tests/cuda/runtime/*)
 	$(@D)/bin/python tests/cuda/build.py $(@D)/sim
 	touch $@
 

@@ -1,8 +1,8 @@
 """`python tests/cuda/build.py FOLDER`: builds the simulated CUDA runtime for the torch of this Python, below FOLDER.
 
-It makes libcudart, libcuda and libnvidia-ml from `runtime/`, the operators from `operators.cpp`, and a stub of each other
-library that torch's own libraries name: with the right soname and the functions that they want, each of which says that it is
-a stub, and fails. The headers are those of two wheels, which are only unpacked: `pip download` has put them into FOLDER/headers.
+It makes libcudart, libcuda and libnvidia-ml from `runtime/`, libnccl from `nccl.cpp`, the operators from `operators.cpp`, and a
+stub of each other library that torch's own libraries name: with the right soname and the functions that they want, each of which
+says that it is a stub, and fails. The headers are those of two wheels, which are only unpacked: `pip download` has put them into FOLDER/headers.
 """
 
 from __future__ import annotations
@@ -102,7 +102,22 @@ def _link(target: Path, parts: Iterable[str | Path], functions: dict[str, str]) 
         encoding="utf-8",
     )
     script = [f"-Wl,--version-script={versions}"] if nodes else []
-    _output_of("gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{target.name}", *script, "-o", target, source, *parts)
+    _output_of(
+        "g++",
+        "-shared",
+        "-fPIC",
+        "-w",
+        f"-Wl,-soname,{target.name}",
+        *script,
+        "-o",
+        target,
+        "-x",
+        "c",
+        source,
+        "-x",
+        "none",
+        *parts,
+    )
 
 
 def _compile(source: Path, into: Path, *flags: str | Path) -> Path:
@@ -130,16 +145,18 @@ def build(folder: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         operators = pool.submit(_compile, HERE / "operators.cpp", parts, f"-I{cuda}", *of_torch)
         objects = list(pool.map(lambda source: _compile(source, parts, f"-I{cuda}"), HERE.glob("runtime/*.cpp")))
+        nccl = _compile(HERE / "nccl.cpp", parts)
         functions = wanted()
         [cudart] = [soname for soname in functions if soname.startswith("libcudart.")]
         written = {name for name, _ in _symbols(objects, "--defined-only")}
         for soname, names in sorted(functions.items(), key=lambda one: one[0] != cudart):  # others are linked to it
             if soname != cudart:
-                missing = {name: version for name, version in names.items() if name not in written}
-                own = soname.startswith(RUNTIME)
-                _link(
-                    libraries / soname, [f"-L{libraries}", "-Wl,--no-as-needed", f"-l:{cudart}"] if own else [], missing
-                )
+                own: list[str | Path] = [nccl] if soname.startswith("libnccl.") else []
+                has = written | {name for name, _ in _symbols([nccl] if own else [], "--defined-only")}
+                missing = {name: version for name, version in names.items() if name not in has}
+                if own or soname.startswith(RUNTIME):
+                    own += [f"-L{libraries}", "-Wl,--no-as-needed", f"-l:{cudart}"]
+                _link(libraries / soname, own, missing)
             else:
                 _link_runtime(libraries / soname, objects, names, written)
         _output_of(

@@ -9,23 +9,7 @@ import cuda_simulation
 import pytest
 import torch
 from children import Ended, Nursery
-
-ABOVE = """
-import gc, os, sys, threading
-import torch
-import async_ckpt, children, cuda_simulation
-from cuda_simulation import held, refuse
-from scripted_disk import scripted
-from states import MIB, open_run
-cuda_simulation.tell_of_gates()
-children.forks_on_purpose()
-root = sys.argv[1]
-"""
-BELOW = """
-reports = cuda_simulation.reports()
-assert not reports, reports
-print("all is well")
-"""
+from cuda_simulation import ABOVE, BELOW
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,24 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+# Around scripts that run in processes of their own: their first argument is a folder.
+ABOVE = """
+import gc, os, sys, threading
+import torch
+import async_ckpt, children, cuda_simulation
+from cuda_simulation import held, refuse
+from scripted_disk import scripted
+from states import MIB, open_run
+cuda_simulation.tell_of_gates()
+children.forks_on_purpose()
+root = sys.argv[1]
+"""
+BELOW = """
+reports = cuda_simulation.reports()
+assert not reports, reports
+print("all is well")
+"""
+
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NOT_READY, ASSERT = 1, 2, 3, 600, 710
 
 
