@@ -14,6 +14,7 @@ import cuda_simulation
 import pytest
 import torch
 from cuda_simulation import held
+from racing import until
 from scripted_disk import scripted
 from states import MIB, leftovers, open_run
 
@@ -115,7 +116,10 @@ def test_the_stream_of_copies_does_not_keep_the_default_stream(tmp_path):
             with torch.cuda.stream(stream):
                 torch.ones(1, device="cuda")
                 handle = ckpt.save(state, step=1)
-            torch.ones(3, device="cuda").add_(1).tolist()  # comes to its end, while the copies wait
+            torch.ones(3, device="cuda").add_(1)
+            done = torch.cuda.Event()
+            done.record()
+            until(done.query)  # while the copies wait
             assert not handle.staging_completion.done()
         handle.result()
 
