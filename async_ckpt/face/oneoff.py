@@ -87,8 +87,8 @@ def save(
 
 
 def save_within(host_bytes: int, obj: Any, path: Anywhere) -> SaveHandle:
-    """Save `obj` as `save` does, by a saver of its own that takes at most `host_bytes` of memory for it: for states that
-    are views of files. Raises as `save`, and ValueError for fewer bytes than a save needs.
+    """Save `obj` as `save` does, by a saver of its own that takes at most `host_bytes` of memory: for states that are
+    views of files. Raises as `save`, and ValueError for fewer bytes than a save needs.
     """
     return Saver(pool_for(host_bytes=host_bytes)).save(FileRequest(obj, FileTarget.at(written_at(path))))
 
