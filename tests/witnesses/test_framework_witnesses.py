@@ -114,6 +114,13 @@ def test_trackers_and_journals_that_were_lost_are_made_again_as_they_were(witnes
     assert run_command("repair", root).returncode == 0
 
 
+@pytest.mark.parametrize("name", ["deepspeed_archive_1", "skyrl_trainer"])
+def test_nothing_is_mended_where_nothing_is_broken(witness: Callable[[str], Path], name: str):
+    """Archives below DeepSpeed's tags are one-off saves, which have no journal."""
+    ended = run_command("repair", witness(name) / RUNS[name])
+    assert (ended.returncode, "nothing to mend" in ended.stdout) == (0, True)
+
+
 LAYOUTS = {
     **{f"deepspeed_archive_{stage}": ("run", "global_step4") for stage in (1, 2, 3)},
     **{f"torchtitan_{layout}": ("run/checkpoint", "step-4") for layout, size in TORCHTITAN.items() if size > 1},

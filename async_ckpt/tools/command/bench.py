@@ -152,8 +152,8 @@ def _refuse(request: BenchRequest) -> None:
     if request.num_bytes * _STATES_IN_MEMORY > free:
         raise Answer(
             f"a state of {reports.sized(request.num_bytes)} takes "
-            f"{reports.sized(request.num_bytes * _STATES_IN_MEMORY)} of memory here, and {reports.sized(free)} are free; pass "
-            "a smaller --size",
+            f"{reports.sized(request.num_bytes * _STATES_IN_MEMORY)} of memory here, and {reports.sized(free)} are "
+            "free; pass a smaller --size",
             USAGE,
         )
 
