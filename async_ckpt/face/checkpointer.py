@@ -136,7 +136,8 @@ class AsyncCheckpointer(RunReader):
         due = due or Due()
         notice = self._notice = Notice(due.signals)
         self._is_preempted = False
-        self._policy = SavePolicy(due, preempted=lambda: notice.is_given)
+        self._hears_signals = bool(due.signals)
+        self._policy = SavePolicy(due, preempted=lambda: notice.is_given or self._is_preempted)
         self._roots = open_roots(root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time)
         self.roots, self.root = self._roots.names, self._roots.names[0]
         self._guard = unwrapped(guard)  # raises errors now rather than at the first save
@@ -270,17 +271,20 @@ class AsyncCheckpointer(RunReader):
         more, one is attempted anyway. A signal makes one save due at the next step, and another only if that failed.
 
         The step that was saved last, or restored, is not due. Called again for the same step, it returns the same
-        answer. With several ranks and rules of time or signals, rank 0 answers for all of them: call it on every rank,
-        at every step. `Due(every=…)` alone depends only on the step, and needs no communication. Raises ValueError if
-        there is no rule, or if `step` is not a step.
+        answer. With several ranks and rules of time or signals, rank 0 answers for all of them, and the others tell it
+        here of a signal: call it on every rank, at every step. `Due(every=…)` alone depends only on the step, and needs
+        no communication. Raises ValueError if there is no rule, or if `step` is not a step.
         """
         number = whole_step(step)
         if self._policy.is_arithmetic:
             return self._policy.should_save(number)
-        answers = self._ranks.answers_of_rank_0(
-            "should_save()", number, lambda: (self._policy.should_save(number), self._notice.is_given)
-        )
-        is_due, self._is_preempted = answers
+        leaving = self._hears_signals and self._ranks.is_leaving(asked=self._notice.is_given)
+
+        def answer() -> tuple[bool, bool]:
+            self._is_preempted = leaving
+            return self._policy.should_save(number), leaving
+
+        is_due, self._is_preempted = self._ranks.answers_of_rank_0("should_save()", number, answer)
         return is_due
 
     @property
@@ -292,8 +296,8 @@ class AsyncCheckpointer(RunReader):
                 if ckpt.preempted:  # asked here, so that nothing is left unsaved
                     break
 
-        Always False without `signals`. With several ranks, all of them return what rank 0 knew at the last
-        `should_save`.
+        Always False without `signals`. With several ranks, a signal at any of them counts, and all return what rank 0
+        knew at the last `should_save`.
         """
         return self._notice.is_given if self._ranks.is_alone else self._is_preempted
 
