@@ -174,7 +174,7 @@ class Ranks:
         return self._answers.of_rank_0(self._answers.question(what, step), ask if self.world.rank == 0 else None)
 
     def is_leaving(self, *, asked: bool) -> bool:
-        """Whether this rank was asked to leave; on rank 0, whether any was, as far as it knows: the others tell it here.
+        """Whether this rank was asked to leave, which it tells rank 0 here; on rank 0, whether any has told it so.
 
         Raises ValueError where the process group is another one by now.
         """

@@ -180,9 +180,9 @@ class FolderTarget(JointTarget):
             self._folder.clear(self._replaces[0] if self._replaces else None)
 
 
-class StepCheck:
-    """What refuses a step at one root: asked on the rank that decides, at once where no network is asked, and once more
-    before the commit where the answer is not known by then. Made by `begin_step`; a target asks it elsewhere.
+class StepAdmission:
+    """The admission of a step to one root: what refuses it is asked on the rank that decides, at once where no network
+    is asked, and before the commit where that gave no answer. Made by `begin_step`; a target asks it elsewhere.
     """
 
     def __init__(self, lineage: Lineage, run: Run, call: StepCall, agreement: Agreement | Alone) -> None:
@@ -252,7 +252,7 @@ class StepTarget(JointTarget):
         contents: StepContents,
         token: str,
         agreement: Agreement | Alone,
-        check: StepCheck,
+        check: StepAdmission,
     ) -> None:
         """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step."""
         call = contents.call
@@ -480,7 +480,7 @@ def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> Callable[[Step
         joint.is_any = lineage.rule == "any" and not lineage.has_one_root
         token = joint.attempt
         agreements = [Agreement(ranks, joint, run, [other for other in runs if other is not run]) for run in runs]
-    begun = [(run, one, StepCheck(lineage, run, call, one)) for run, one in zip(runs, agreements, strict=True)]
+    begun = [(run, one, StepAdmission(lineage, run, call, one)) for run, one in zip(runs, agreements, strict=True)]
     return lambda contents: [StepTarget(lineage, run, contents, token, one, check) for run, one, check in begun]
 
 
