@@ -89,7 +89,9 @@ class AsyncCheckpointer(RunReader):
         ranks: (rank, world size), for processes that have no process group of torch.distributed, such as Ray actors.
             (0, 1) stands for a process that saves alone, whatever group it is in. By default the ranks are those of the
             default process group, and every one of them calls `save` and `restore`.
-        run_id: with `ranks`, a text that is the same on all ranks, and new at every start of them.
+        store: with `ranks`, a store of torch.distributed to which all ranks are connected, such as a TCPStore. By it
+            they agree as those of a process group do.
+        run_id: with `ranks` and without `store`, a text that is the same on all ranks, and new at every start of them.
         differing: plain values and small tensors should be the same on all ranks. Values that differ are kept for each
             rank, with a warning; with "fail", such a save fails.
         check_replicas: at every save, compare the replicas of tensors on several ranks. By default, only the first save
@@ -122,6 +124,7 @@ class AsyncCheckpointer(RunReader):
         max_bandwidth: float | None = None,
         trace: str | os.PathLike[str] | None = None,
         ranks: tuple[int, int] | None = None,
+        store: Any = None,
         run_id: str | None = None,
         differing: Differing = "keep",
         check_replicas: bool = False,
@@ -142,7 +145,7 @@ class AsyncCheckpointer(RunReader):
         self.roots, self.root = self._roots.names, self._roots.names[0]
         self._guard = unwrapped(guard)  # raises errors now rather than at the first save
         self._ranks = Ranks(
-            Meeting(ranks, run_id, self._needing_group(on_overlap, commit)),
+            Meeting(ranks, run_id, self._needing_group(on_overlap, commit), store=store),
             whole_count("max_in_flight", max_in_flight),
             differing=differing,
             check_replicas=check_replicas,
@@ -172,7 +175,7 @@ class AsyncCheckpointer(RunReader):
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
 
     def _needing_group(self, on_overlap: OnOverlap, commit: CommitRule) -> dict[str, bool]:
-        """The arguments for which several ranks need a process group, and True for those that were given."""
+        """The arguments for which several ranks need a group or a store, and True for those that were given."""
         return {
             'on_overlap="skip"': on_overlap == "skip",
             "due= with rules of time or signals": not self._policy.is_arithmetic,
