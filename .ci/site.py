@@ -88,7 +88,7 @@ def _reference() -> dict[str, list[str]]:
     integrations = (ROOT / "async_ckpt" / "integrations").iterdir()
     names = sorted(path.stem for path in integrations if path.stem not in ("__init__", "__pycache__", "common"))
     return {
-        "Reference": ["async_ckpt", *(f"async_ckpt.{name}" for name in ("errors", "files", "testing"))],
+        "Reference": ["async_ckpt", *(f"async_ckpt.{name}" for name in ("errors", "files", "plumbing", "testing"))],
         "Reference of integrations": [f"async_ckpt.integrations.{name}" for name in names],
     }
 

@@ -39,8 +39,8 @@ from async_ckpt.core.runs.roots import Roots
 from async_ckpt.core.runs.run import Run
 from async_ckpt.core.saving.admission import Admission
 from async_ckpt.core.saving.ledger import Ledger
-from async_ckpt.core.saving.lineage import Lineage, StepCall
-from async_ckpt.core.saving.targets import step_targets
+from async_ckpt.core.saving.lineage import Lineage, StepCall, StepContents
+from async_ckpt.core.saving.targets import begin_step
 from async_ckpt.core.slicing.sharded import LocalShards, Slicer
 from async_ckpt.core.slicing.shares import MODULUS
 from async_ckpt.core.slicing.slices import Cut, Mesh, Slices
@@ -328,7 +328,8 @@ class _Rank:
         joint = self.ranks.called(step)
         assert joint is not None
         self.joint = joint
-        (self._target,) = step_targets(self._lineage, StepCall(step, joint), self.ranks)
+        call = StepCall(step, joint)
+        (self._target,) = begin_step(self._lineage, call, self.ranks)(StepContents(call))
         divided, facts, part = self.ranks.divider.divided(self._capture, joint)
         assert part is not None
         self.part = part

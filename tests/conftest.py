@@ -7,9 +7,10 @@ import gc
 import logging
 import os
 import signal
+import tarfile
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -192,6 +193,18 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
     assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def witness(tmp_path: Path) -> Callable[[str], Path]:
+    """The folder of a witness of `tests/witnesses`, to do with what a test likes."""
+
+    def unpacked(name: str) -> Path:
+        with tarfile.open(Path(__file__).parent / "witnesses" / f"{name}.tar.gz") as tar:
+            tar.extractall(tmp_path / name, filter="fully_trusted")
+        return tmp_path / name
+
+    return unpacked
 
 
 @pytest.fixture

@@ -47,7 +47,6 @@ NEIGHBOURS = {
     "__main__": {"tools"},
     "core.report": {"core.notebooks"},
     "core.trace": {"core.spans"},
-    "face": {"weights"},
     "files": {"face"},
 }
 # What stands at the top: the names that users import, plumbing, the core, and the wings.

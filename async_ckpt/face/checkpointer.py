@@ -89,7 +89,9 @@ class AsyncCheckpointer(RunReader):
         ranks: (rank, world size), for processes that have no process group of torch.distributed, such as Ray actors.
             (0, 1) stands for a process that saves alone, whatever group it is in. By default the ranks are those of the
             default process group, and every one of them calls `save` and `restore`.
-        run_id: with `ranks`, a text that is the same on all ranks, and new at every start of them.
+        store: with `ranks`, a store of torch.distributed to which all ranks are connected, such as a TCPStore. By it
+            they agree as those of a process group do.
+        run_id: with `ranks` and without `store`, a text that is the same on all ranks, and new at every start of them.
         differing: plain values and small tensors should be the same on all ranks. Values that differ are kept for each
             rank, with a warning; with "fail", such a save fails.
         check_replicas: at every save, compare the replicas of tensors on several ranks. By default, only the first save
@@ -122,6 +124,7 @@ class AsyncCheckpointer(RunReader):
         max_bandwidth: float | None = None,
         trace: str | os.PathLike[str] | None = None,
         ranks: tuple[int, int] | None = None,
+        store: Any = None,
         run_id: str | None = None,
         differing: Differing = "keep",
         check_replicas: bool = False,
@@ -136,12 +139,13 @@ class AsyncCheckpointer(RunReader):
         due = due or Due()
         notice = self._notice = Notice(due.signals)
         self._is_preempted = False
-        self._policy = SavePolicy(due, preempted=lambda: notice.is_given)
+        self._hears_signals = bool(due.signals)
+        self._policy = SavePolicy(due, preempted=lambda: notice.is_given or self._is_preempted)
         self._roots = open_roots(root, keep=keep_of(keep), naming=naming_of(naming), clock=wall_time)
         self.roots, self.root = self._roots.names, self._roots.names[0]
         self._guard = unwrapped(guard)  # raises errors now rather than at the first save
         self._ranks = Ranks(
-            Meeting(ranks, run_id, self._needing_group(on_overlap, commit)),
+            Meeting(ranks, run_id, self._needing_group(on_overlap, commit), store=store),
             whole_count("max_in_flight", max_in_flight),
             differing=differing,
             check_replicas=check_replicas,
@@ -171,7 +175,7 @@ class AsyncCheckpointer(RunReader):
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
 
     def _needing_group(self, on_overlap: OnOverlap, commit: CommitRule) -> dict[str, bool]:
-        """The arguments for which several ranks need a process group, and True for those that were given."""
+        """The arguments for which several ranks need a group or a store, and True for those that were given."""
         return {
             'on_overlap="skip"': on_overlap == "skip",
             "due= with rules of time or signals": not self._policy.is_arithmetic,
@@ -270,17 +274,20 @@ class AsyncCheckpointer(RunReader):
         more, one is attempted anyway. A signal makes one save due at the next step, and another only if that failed.
 
         The step that was saved last, or restored, is not due. Called again for the same step, it returns the same
-        answer. With several ranks and rules of time or signals, rank 0 answers for all of them: call it on every rank,
-        at every step. `Due(every=…)` alone depends only on the step, and needs no communication. Raises ValueError if
-        there is no rule, or if `step` is not a step.
+        answer. With several ranks and rules of time or signals, rank 0 answers for all of them, and the others tell it
+        here of a signal: call it on every rank, at every step. `Due(every=…)` alone depends only on the step, and needs
+        no communication. Raises ValueError if there is no rule, or if `step` is not a step.
         """
         number = whole_step(step)
         if self._policy.is_arithmetic:
             return self._policy.should_save(number)
-        answers = self._ranks.answers_of_rank_0(
-            "should_save()", number, lambda: (self._policy.should_save(number), self._notice.is_given)
-        )
-        is_due, self._is_preempted = answers
+        leaving = self._hears_signals and self._ranks.is_leaving(asked=self._notice.is_given)
+
+        def answer() -> tuple[bool, bool]:
+            self._is_preempted = leaving
+            return self._policy.should_save(number), leaving
+
+        is_due, self._is_preempted = self._ranks.answers_of_rank_0("should_save()", number, answer)
         return is_due
 
     @property
@@ -292,8 +299,8 @@ class AsyncCheckpointer(RunReader):
                 if ckpt.preempted:  # asked here, so that nothing is left unsaved
                     break
 
-        Always False without `signals`. With several ranks, all of them return what rank 0 knew at the last
-        `should_save`.
+        Always False without `signals`. With several ranks, a signal at any of them counts, and all return what rank 0
+        knew at the last `should_save`.
         """
         return self._notice.is_given if self._ranks.is_alone else self._is_preempted
 

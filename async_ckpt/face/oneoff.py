@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 
 import torch
 
@@ -35,6 +36,9 @@ from ..core.state.names import Select
 from ..core.state.wrappers import StateDictCache
 from ..core.storage.compressed import refuse_archive_name
 from ..core.storage.place import Anywhere, storage_at, written_at
+
+# The wing that verifies published versions, imported when something is verified.
+_VERSIONS: Final = "async_ckpt.weights.publishing.version_checks"
 
 
 def save(
@@ -87,8 +91,8 @@ def save(
 
 
 def save_within(host_bytes: int, obj: Any, path: Anywhere) -> SaveHandle:
-    """Save `obj` as `save` does, by a saver of its own that takes at most `host_bytes` of memory for it: for states that
-    are views of files. Raises as `save`, and ValueError for fewer bytes than a save needs.
+    """Save `obj` as `save` does, by a saver of its own that takes at most `host_bytes` of memory: for states that are
+    views of files. Raises as `save`, and ValueError for fewer bytes than a save needs.
     """
     return Saver(pool_for(host_bytes=host_bytes)).save(FileRequest(obj, FileTarget.at(written_at(path))))
 
@@ -243,10 +247,10 @@ def verify(path: Anywhere, *, base: str | os.PathLike[str] | None = None) -> Ver
     torch.distributed.checkpoint without checksums or a `base` without versions, and StorageUnavailableError, also if
     the archive is replaced while it is read.
     """
-    from ..weights.publishing.version_checks import has_versions, verify_root
-
-    if has_versions(storage_at(path).names("")):
-        return verify_root(path, base=base)
+    versions = import_module(_VERSIONS)
+    if versions.has_versions(storage_at(path).names("")):
+        report: VerifyReport = versions.verify_root(path, base=base)
+        return report
     if base is not None:
         raise ValueError("base= is for published versions, and there are none at this path; leave it out")
     return verify_path(path)

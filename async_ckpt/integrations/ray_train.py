@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -47,8 +46,9 @@ class RayCheckpointer(AsyncCheckpointer):
                     handle = ckpt.save(state, step, record={"loss": loss})
                     ckpt.report({"loss": loss}, handle)
 
-    The ranks are those of the process group, or else of Ray's context. Ray lists and deletes the checkpoints by the
-    rules of its `CheckpointConfig`. So `keep=` is refused, and so is `unchanged=`: a step must not need others.
+    The ranks are those of the process group, or else of Ray's context; then they agree by a store at rank 0. Ray lists
+    and deletes the checkpoints by the rules of its `CheckpointConfig`. So `keep=` is refused, and so is `unchanged=`: a
+    step must not need others.
 
     Args:
         options: of the client of the store, where the storage path is a URL; as for `Place`.
@@ -71,8 +71,8 @@ class RayCheckpointer(AsyncCheckpointer):
         require_names(ray, storage, ("storage_filesystem", "experiment_fs_path"))
         self._filesystem, self._folder = storage.storage_filesystem, storage.experiment_fs_path
         if not dist.is_initialized():
-            others["ranks"] = context.get_world_rank(), context.get_world_size()
-            others["run_id"] = train.collective.broadcast_from_rank_zero(os.urandom(8).hex())
+            rank, size = others["ranks"] = context.get_world_rank(), context.get_world_size()
+            others["store"] = _store_of_workers(train, rank) if size > 1 else None
         super().__init__(_root_of(self._filesystem.type_name, self._folder, options), **others)
 
     def save(self, state: Any, step: int, *, unchanged: Collection[str] = (), **others: Any) -> SaveHandle:
@@ -159,8 +159,18 @@ _DECIDED: Final = {
     "root": "the root is the run's storage path, which RunConfig(storage_path=…, name=…) gives",
     "keep": "give RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=…, checkpoint_score_attribute=…))",
     "ranks": "the ranks are those of the workers",
+    "store": "the ranks are those of the workers",
     "run_id": "the ranks are those of the workers",
 }
+
+
+def _store_of_workers(train: Any, rank: int) -> Any:
+    """A store for the workers of a training without a process group, at rank 0, which ends with it."""
+    make: Any = dist.TCPStore  # type: ignore[attr-defined]
+    server = make("0.0.0.0", 0, is_master=True, wait_for_workers=False) if rank == 0 else None  # nosec B104
+    address = (importlib.import_module("ray.util").get_node_ip_address(), server.port) if server else None
+    host, port = train.collective.broadcast_from_rank_zero(address)
+    return server or make(host, port, is_master=False)
 
 
 def _root_of(kind: str, folder: str, options: Mapping[str, Any] | None) -> Place | str:

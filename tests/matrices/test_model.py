@@ -13,19 +13,22 @@ from tests.matrices.model.commit_model import STANDS_FOR, Move, moves
 from tests.matrices.model.commit_replay import Replay, without_waiting
 from tests.matrices.model.commit_search import search, told
 from tests.matrices.model.commit_state import Configuration, first_state
+from tests.matrices.model.next_configurations import BROKEN_NEXT, QUICK_NEXT, NextConfiguration
 from tests.matrices.model.roots_model import RootsConfiguration
 
-Explored = Configuration | RootsConfiguration
+Explored = Configuration | RootsConfiguration | NextConfiguration
 
 
-@pytest.mark.parametrize("configuration", [*QUICK, *QUICK_ROOTS], ids=lambda one: one.name)
+@pytest.mark.parametrize("configuration", [*QUICK, *QUICK_ROOTS, *QUICK_NEXT], ids=lambda one: one.name)
 def test_what_is_promised_holds_in_every_state(configuration: Explored) -> None:
     found = search(configuration)
     assert not found.violation, told(found)
     assert found.is_whole
 
 
-@pytest.mark.parametrize(("configuration", "violation"), some(BROKEN, 5), ids=lambda one: getattr(one, "name", ""))
+@pytest.mark.parametrize(
+    ("configuration", "violation"), [*some(BROKEN, 5), *some(BROKEN_NEXT, 3)], ids=lambda one: getattr(one, "name", "")
+)
 def test_a_broken_protocol_is_found(configuration: Explored, violation: str) -> None:
     found = search(configuration)
     assert found.violation == violation, told(found)

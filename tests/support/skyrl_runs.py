@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -74,12 +76,15 @@ def plain_strategy() -> PlainStrategy:
     return PlainStrategy(FSDPConfig(), OptimizerConfig(lr=1e-2), ModelConfig(), num_training_steps=20)
 
 
-def model_of() -> LlamaForCausalLM:
+SIZES: Mapping[str, int] = MappingProxyType({"hidden_size": 16, "intermediate_size": 32})
+
+
+def model_of(sizes: Mapping[str, int] = SIZES) -> LlamaForCausalLM:
     """A small model, always the same."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        tie_word_embeddings=False, attention_dropout=0.2, attn_implementation="eager",
+        **sizes, vocab_size=32, num_hidden_layers=2, num_attention_heads=2, tie_word_embeddings=False,
+        attention_dropout=0.2, attn_implementation="eager",
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -87,11 +92,11 @@ def model_of() -> LlamaForCausalLM:
 class Training:
     """A worker of SkyRL by what its checkpoint calls need: a strategy, a model, an optimizer, a scheduler."""
 
-    def __init__(self, layout: str | None) -> None:
+    def __init__(self, layout: str | None, sizes: Mapping[str, int] = SIZES) -> None:
         """Without a `layout`, by plain SkyRL. Dropout draws from the generator of each rank."""
         self.strategy = strategy = Strategy(layout) if layout else plain_strategy()
         strategy.setup_distributed()
-        wrapper = HFModelWrapper(model_of().train())
+        wrapper = HFModelWrapper(model_of(sizes).train())
         self.model, self.optimizer, self.scheduler = strategy.prepare((wrapper, None, None))
         torch.manual_seed(7 + dist.get_rank())
         self.step = 0
@@ -191,8 +196,10 @@ def trainer_of(kind: type[RayPPOTrainer], root: str, dispatch: WorkerDispatch | 
 class TrainingByTrainer:
     """A training of one worker, whose checkpoints are those of a trainer. `data` is what the trainer's loader gave."""
 
-    def __init__(self, root: str, layout: str | None = "async_ckpt", keep: int = -1) -> None:
-        self.worker = Training(layout)
+    def __init__(
+        self, root: str, layout: str | None = "async_ckpt", keep: int = -1, sizes: Mapping[str, int] = SIZES
+    ) -> None:
+        self.worker = Training(layout, sizes)
         self.trainer = trainer_of(BackgroundTrainer if layout else RayPPOTrainer, root, OneWorker(self.worker), keep)
         self.data: list[int] = []
         self._batches: Any = None

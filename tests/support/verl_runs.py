@@ -11,8 +11,9 @@ import io
 import os
 import random
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 warnings.simplefilter("ignore")
@@ -41,12 +42,15 @@ torch.set_num_threads(1)
 VOCABULARY = 4096
 
 
-def model_of(*, tied: bool = False, lora: bool = False) -> torch.nn.Module:
+# A weight is larger than what is copied at once.
+SIZES: Mapping[str, int] = MappingProxyType({"vocab_size": VOCABULARY, "hidden_size": 160, "intermediate_size": 64})
+
+
+def model_of(*, tied: bool = False, lora: bool = False, sizes: Mapping[str, int] = SIZES) -> torch.nn.Module:
     torch.manual_seed(0)
-    # A weight is larger than what is copied at once.
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=160, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=tied, architectures=["Qwen2ForCausalLM"],
+        **sizes, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+        tie_word_embeddings=tied, architectures=["Qwen2ForCausalLM"],
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     if lora:
@@ -96,10 +100,12 @@ class Training:
 
     def __init__(
         self, root: Any, kind: str = "ours", *, version: int = 2, batch: int = 4, tied: bool = False, lora: bool = False,
-        keep: int | None = None, role: str = "actor", moves_state: bool = False, **config: Any,
+        keep: int | None = None, role: str = "actor", moves_state: bool = False, sizes: Mapping[str, int] = SIZES,
+        **config: Any,
     ) -> None:  # fmt: skip
         self.root, self.role, self.batch, self.global_steps = str(root), role, batch, 0
-        self.model = spread(model_of(tied=tied, lora=lora), version)
+        self.model = spread(model_of(tied=tied, lora=lora, sizes=sizes), version)
+        self.vocabulary = sizes["vocab_size"]
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.9)
         config = {"async_save": kind == "ours", **config}
@@ -159,7 +165,7 @@ class Training:
         """Train until a step, and save at some of them."""
         while self.global_steps < last:
             draw = torch.Generator().manual_seed(self.global_steps)
-            rows = torch.randint(0, VOCABULARY, (self.batch * dist.get_world_size(), 8), generator=draw)
+            rows = torch.randint(0, self.vocabulary, (self.batch * dist.get_world_size(), 8), generator=draw)
             noise = torch.rand(()) + np.random.rand() + random.random()  # of this rank alone
             mine = rows[dist.get_rank() :: dist.get_world_size()]
             loss = self.model(input_ids=mine, labels=mine).loss

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -377,15 +377,19 @@ def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-def main(target: Path, names: list[str]) -> None:
+def write(target: Path, makers: Mapping[str, Callable[[Path], None]]) -> None:
     target.mkdir(parents=True, exist_ok=True)
-    for name in names or WITNESSES:
+    for name, make in makers.items():
         folder = Path(tempfile.mkdtemp()) / name
         folder.mkdir()
-        WITNESSES[name](folder)
+        make(folder)
         (target / f"{name}.tar.gz").write_bytes(packed(folder))
         shutil.rmtree(folder.parent)
         print(f"{name}: {(target / f'{name}.tar.gz').stat().st_size:,} bytes", flush=True)
+
+
+def main(target: Path, names: list[str]) -> None:
+    write(target, {name: WITNESSES[name] for name in names or WITNESSES})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """What earlier code has written is read, verified, restored, gone on with and repaired by today's.
 
 The folders lie packed beside this file; `make.py` says how each was made, and `contents.py` what is in it.
+Those of frameworks that need an environment of their own are tried beside the other tests of the framework.
 """
 
 from __future__ import annotations
 
 import random
-import tarfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,24 +22,13 @@ from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, NotCommittedEr
 
 from .contents import RANKS, full_at, model_at, optimizer_at, state_at, values, weights_at
 from .make import WITNESSES
+from .make_frameworks import WITNESSES as OF_FRAMEWORKS
 
 HERE = Path(__file__).parent
 
 
-@pytest.fixture
-def witness(tmp_path: Path) -> Callable[[str], Path]:
-    """The folder of a witness, to do with what a test likes."""
-
-    def unpacked(name: str) -> Path:
-        with tarfile.open(HERE / f"{name}.tar.gz") as tar:
-            tar.extractall(tmp_path / name, filter="fully_trusted")
-        return tmp_path / name
-
-    return unpacked
-
-
 def test_each_kind_of_witness_is_kept():
-    assert {path.name.removesuffix(".tar.gz") for path in HERE.glob("*.tar.gz")} == set(WITNESSES)
+    assert {path.name.removesuffix(".tar.gz") for path in HERE.glob("*.tar.gz")} == {*WITNESSES, *OF_FRAMEWORKS}
 
 
 def plain_of(state: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from ...errors import PeerFailedError
 from ..host.waits import ENDS_THE_CALL, MEETING_SECONDS, SIGN_SECONDS, Wait
@@ -134,7 +134,8 @@ class Meeting:
     Args:
         given: the number of this rank and how many there are, as the user gave them; None for those of the process
             group.
-        run_id: a name of this start of the ranks, for ranks without a process group.
+        run_id: a name of this start of the ranks, for ranks without a process group and without a store.
+        store: of ranks without a process group, the store that all of them are connected to.
         needs_group: of arguments that can do nothing where ranks have no store, whether they were given.
         topic: of words that all ranks have, whichever meetings each of them has opened before; by default all ranks
             open theirs in the same order.
@@ -147,19 +148,19 @@ class Meeting:
         run_id: str | None = None,
         needs_group: Mapping[str, bool] = MappingProxyType({}),
         *,
+        store: Any = None,
         topic: str | None = None,
         advice: str = NOT_ALONE,
     ) -> None:
         self._topic, self.advice = topic, advice
         self._world: World | None = None
-        if given is not None or run_id is not None:
-            self._world = world_of(given, run_id)
+        if (given, run_id, store) != (None, None, None):
+            self._world = world_of(given, run_id, store)
             given_all_the_same = [argument for argument, is_given in needs_group.items() if is_given]
-            if given_all_the_same and not self._world.is_one:
+            if given_all_the_same and not self._world.is_one and self._world.store is None:
                 raise ValueError(
-                    f"{given_all_the_same[0]} needs a process group, by which ranks agree on what they do; "
-                    "with ranks= there is none, so "
-                    "leave it out"
+                    f"{given_all_the_same[0]} needs a process group or store=, by which ranks agree on what they do; "
+                    "give store=, or leave it out"
                 )
         self._words: Words | None = None
         self._token: str | None = None
@@ -171,7 +172,7 @@ class Meeting:
     def world(self) -> World:
         """Fixed when it is first asked for, which is at the first save or restore."""
         if self._world is None:
-            self._world = world_of(None, None)
+            self._world = world_of()
         return self._world
 
     def refuse_if_changed(self) -> None:
@@ -249,7 +250,8 @@ class Meeting:
             return None
         if world.store is None:
             raise ValueError(
-                "with ranks=, there is no process group by which ranks could agree on the newest step; give step="
+                "with ranks= and run_id=, there is nothing by which ranks could agree on the newest step; give step=, "
+                "or make the AsyncCheckpointer with store="
             )
         return Talk(world.rank, world.size, self.words, self.hear, f"restore/{next(self._restores)}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ...errors import PeerFailedError
@@ -26,6 +26,10 @@ from .shared_root import SharedRoot
 from .world import World
 
 Differing: TypeAlias = Literal["keep", "fail"]
+
+
+# Said by a rank that was asked to leave.
+_LEAVING: Final = "leaving"
 
 
 @dataclass(slots=True)
@@ -65,6 +69,7 @@ class Ranks:
             self.meeting, self.known.compared, mesh=mesh, check_replicas=flag("check_replicas", check_replicas)
         )
         self._skips, self._answers = skips, Answers(self.meeting.words, self.meeting.hear)
+        self._is_leaving = False  # rank 0 was told that some rank is to leave
         # Those of one-off saves go with these.
         self._roots: WeakKeyDictionary[AttemptPlace, SharedRoot] = WeakKeyDictionary()
 
@@ -167,6 +172,21 @@ class Ranks:
         if self.is_alone:
             return ask()
         return self._answers.of_rank_0(self._answers.question(what, step), ask if self.world.rank == 0 else None)
+
+    def is_leaving(self, *, asked: bool) -> bool:
+        """Whether this rank was asked to leave, which it tells rank 0 here; on rank 0, whether any has told it so.
+
+        Raises ValueError where the process group is another one by now.
+        """
+        self.meeting.refuse_if_changed()
+        if self.is_alone or self._is_leaving:
+            return asked or self._is_leaving
+        with suppress(RuntimeError):  # the store is gone: then rank 0's answer does not come either
+            words, is_rank_0 = self.meeting.words(), self.world.rank == 0
+            if asked and not is_rank_0:
+                words.say(_LEAVING, str(self.world.rank))
+            self._is_leaving = asked or (is_rank_0 and words.is_said(_LEAVING))
+        return asked or self._is_leaving
 
     def readers(self, from_ranks: Mapping[str, int] | None) -> tuple[tuple[int, int] | None, Mapping[str, int] | None]:
         """The reading rank and the number of ranks, where there are several; and the ranks whose values it wants.

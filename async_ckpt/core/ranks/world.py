@@ -34,7 +34,7 @@ class World:
     rank: int = 0
     size: int = 1
     run_id: str | None = None
-    store: Any = None  # torch's; None where the user has said which rank this is
+    store: Any = None  # torch's; None where the user has said which rank this is, and has given none
     has_group: bool = False  # even one process may have tensors that are spread over a group
     is_given: bool = False  # the user has said which rank this is
 
@@ -60,23 +60,28 @@ class World:
         return start.is_over
 
 
-def world_of(given: tuple[int, int] | None, run_id: str | None) -> World:
+def world_of(given: tuple[int, int] | None = None, run_id: str | None = None, store: Any = None) -> World:
     """The world that the user gives; else that of the initialised process group; else this process alone.
 
-    Raises ValueError for ranks that cannot be.
+    Raises ValueError for ranks that cannot be, and TypeError for a `store` that is none of torch.distributed.
     """
     if run_id is not None and not isinstance(run_id, str):
         raise TypeError(f"run_id must be a text, got {run_id!r:.100}")
+    if store is not None:
+        _check_store(store)
     if given is not None:
         rank, size = _checked(given)
-        if size > 1 and not run_id:
+        if run_id is not None and store is not None:
+            raise ValueError("run_id= is for ranks without a store; with store= leave it out")
+        if size > 1 and not run_id and store is None:
             raise ValueError(
-                f"ranks=({rank}, {size}) needs run_id=: a text that is the same on all ranks, and new at "
-                "every start of them"
+                f"ranks=({rank}, {size}) needs store=, a store of torch.distributed to which all ranks are connected; "
+                "or run_id=, a text that is the same on all ranks, and new at every start of them"
             )
-        return World(rank, size, run_id, is_given=True)
-    if run_id is not None:
-        raise ValueError("run_id= belongs to ranks=(rank, world_size); a process group needs none")
+        return World(rank, size, run_id, store=store if size > 1 else None, is_given=True)
+    if run_id is not None or store is not None:
+        name = "store=" if run_id is None else "run_id="
+        raise ValueError(f"{name} belongs to ranks=(rank, world_size); a process group needs none")
     if _group() is None:
         _check_environment()
     return world_of_group()
@@ -104,6 +109,15 @@ def refuse_if_changed(world: World) -> None:
         f"{size}, of which this "
         f"is {rank}; make a new AsyncCheckpointer for each process group"
     )
+
+
+def _check_store(store: Any) -> None:
+    import torch.distributed as dist
+
+    if not (dist.is_available() and isinstance(store, dist.Store)):  # type: ignore[attr-defined]
+        raise TypeError(
+            f'store must be a store of torch.distributed, such as TCPStore("host", 29500), got {store!r:.100}'
+        )
 
 
 def _checked(given: Any) -> tuple[int, int]:

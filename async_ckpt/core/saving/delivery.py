@@ -72,9 +72,6 @@ class Target:
         self.storage, self._name, self.name = storage, name, name.rpartition("/")[2]
         self.path = storage.locate(name if shown is None else shown)
 
-    def take(self, contents: Any) -> None:
-        """Take what is planned to be saved, before anything is written."""
-
     @property
     def in_order(self) -> bool:
         """True if its sink sends in file order, and holds what comes early."""

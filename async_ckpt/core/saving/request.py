@@ -6,8 +6,8 @@ In: arguments of `save`. Out: targets, and the state to write to them. Knows not
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from ..ranks.attempts import JointSave
 from ..ranks.one_off import OneOffFolder
@@ -21,7 +21,9 @@ from ..state.wrappers import StateDictOf, state_dict_of
 from .delivery import Target
 from .lineage import Lineage, StateOutline, StepCall, StepContents
 from .story import CommitRule, UnchangedIn
-from .targets import folder_target, step_targets
+from .targets import begin_step, folder_target
+
+MakeTargets: TypeAlias = Callable[[StepContents | None], Sequence[Target]]
 
 
 class Written(NamedTuple):
@@ -60,8 +62,10 @@ class SaveRequest(ABC):
         """Tell the history that the save was not begun, since others are under way."""
 
     @abstractmethod
-    def targets(self) -> Sequence[Target]:
-        """The places to write to, once it is this save's turn. Raises the refusal of the save."""
+    def begin(self) -> MakeTargets:
+        """Begin the save, whose turn it is, and return what makes the places to write to, by what is planned for them.
+        Raises the refusal of the save.
+        """
 
     @abstractmethod
     def written(self) -> Written:
@@ -112,8 +116,9 @@ class FileRequest(SaveRequest):
         self._state, self._target, self.guard, self.select = state, target, guard, select
         self.state_dict_of = state_dict_of
 
-    def targets(self) -> Sequence[Target]:
-        return [self._target]
+    def begin(self) -> MakeTargets:
+        target = self._target
+        return lambda _: [target]
 
     def written(self) -> Written:
         state, self._state = self._state, None  # so that the save does not keep it alive
@@ -137,8 +142,9 @@ class FolderRequest(SaveRequest):
         self._state, self._folder, self._ranks = state, folder, ranks
         self.guard, self.select, self.state_dict_of = guard, select, state_dict_of
 
-    def targets(self) -> Sequence[Target]:
-        return [folder_target(self._folder, self.joint, self._ranks)]
+    def begin(self) -> MakeTargets:
+        target = folder_target(self._folder, self.joint, self._ranks)
+        return lambda _: [target]
 
     def written(self) -> Written:
         state, self._state = self._state, None  # so that the save does not keep it alive
@@ -205,8 +211,9 @@ class StepRequest(SaveRequest):
         step = self._call.step
         self._lineage.note("skipped", step, first_step=step, count=1)
 
-    def targets(self) -> Sequence[Target]:
-        return step_targets(self._lineage, self._call, self._ranks)
+    def begin(self) -> MakeTargets:
+        made = begin_step(self._lineage, self._call, self._ranks)
+        return lambda contents: made(contents or StepContents(self._call))
 
     def written(self) -> Written:
         """The state without the groups that are borrowed from earlier steps."""

@@ -120,7 +120,7 @@ class Saver:
 
     def _plan(self, request: SaveRequest, slot: Slot) -> SavePlan:
         """Plan a save whose turn it is, from its targets to the place of each byte. Nothing is written yet."""
-        targets, written, joint = request.targets(), request.written(), request.joint
+        make_targets, written, joint, contents = request.begin(), request.written(), request.joint, None
         lenders = written.lenders
         slot.needs = lenders.values  # from now on, retention leaves these steps
         if isinstance(written.state, RankShare):  # divided already
@@ -128,9 +128,6 @@ class Saver:
         else:
             whole = self._captured(written.state, request.select, request.state_dict_of)
             contents = request.contents(written, whole)
-            if contents is not None:
-                for target in targets:
-                    target.take(contents)
             part = self._divided(whole, joint, per_rank=written.per_rank, borrowed=lenders)
         captured, step = part.captured, request.step
         layout = self._planner.lay_out(captured, step, part.facts)
@@ -139,7 +136,7 @@ class Saver:
             shared.lie_in(layout)
         return SavePlan(
             step,
-            targets,
+            make_targets(contents),
             request.rule,
             captured,
             first_device(captured.tensors),

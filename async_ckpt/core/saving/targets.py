@@ -180,95 +180,52 @@ class FolderTarget(JointTarget):
             self._folder.clear(self._replaces[0] if self._replaces else None)
 
 
-class StepTarget(JointTarget):
-    """One attempt at one step, at one root. The request creates it on the caller's thread; a delivery calls it
-    elsewhere.
+class StepAdmission:
+    """The admission of a step to one root: what refuses it is asked on the rank that decides, at once where no network
+    is asked, and before the commit where that gave no answer. Made by `begin_step`; a target asks it elsewhere.
     """
 
-    def __init__(
-        self,
-        lineage: Lineage,
-        run: Run,
-        call: StepCall,
-        token: str,
-        agreement: Agreement | Alone,
-    ) -> None:
-        """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step.
-
-        Raises at once what is known to refuse the step.
-        """
-        folder, name = run.folder(call.step), run.attempt_path(call.step, token, agreement.rank)
-        super().__init__(run.storage, name, folder if agreement.has_others else None)
-        self._lineage, self._run, self._call, self._token = lineage, run, call, token
-        self._contents = StepContents(call)  # until it is planned what the step borrows
-        self._agreement = agreement
-        self._rolled_back = lineage.rolled_back
+    def __init__(self, lineage: Lineage, run: Run, call: StepCall, agreement: Agreement | Alone) -> None:
+        """Raises at once what is known to refuse the step."""
+        self.rolled_back = lineage.rolled_back
+        self._lineage, self._run, self._call, self._agreement = lineage, run, call, agreement
         self._has_settled = run.has_start  # what the other roots show of earlier starts is known
-        self._is_checked = False  # when it was asked, the step could be committed
-        self._is_announced = False  # tracker and journal name the step
-        self._replaces: tuple[Manifest, str] | None = None
-        self._driver_sink: Sink | None = None
-        self.num_bytes_beside = len(call.driver.image) if call.driver else 0
+        self._is_done = False  # when it was asked, the step could be committed
         if agreement.decides:
-            self._check_at_once()
+            self._at_once()
 
-    def take(self, contents: StepContents) -> None:
-        self._contents = contents
-
-    def _check_at_once(self) -> None:
+    def _at_once(self) -> None:
         lineage, run = self._lineage, self._run
         run.check_start()
         run.check_known(self._call.step, overwrite=self._call.overwrite)
         if not run.storage.remote:
             try:
-                self._check()
+                self.again()
             except StorageUnavailableError:
                 if lineage.rule == "all" or lineage.has_one_root:
                     raise  # otherwise its delivery fails, unless it is back by then
 
-    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
-        if self._lineage.hangs(self._run):
-            raise StorageUnavailableError(f"{self.path}: earlier writes there have not returned yet", path=self.path)
-        self._agreement.claim()
-        if self._agreement.decides and not self.storage.remote:
-            if self._take():
-                self._check()
-            self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
-        return super().open(num_bytes, segment_bytes, max_segments)
+    def once(self) -> None:
+        """Ask, unless it was answered that the step can be committed. Raises what refuses it."""
+        if not self._is_done:
+            self.again()
 
-    def check(self) -> None:
-        if not self._agreement.decides:
-            return
-        if self.storage.remote:
-            self.storage.prove(for_run=True)
-            self._take()
-        if not self._is_checked:
-            self._check()
-        if self.storage.remote:
-            with suppress(CheckpointError):
-                self._run.learn()
-        if self._call.overwrite:
-            self._replaces = self._run.manifest_to_replace(self._call.step)
-
-    def _take(self) -> bool:
-        """Take the root for this process, at its first save there. True if it was taken now."""
-        return self._run.take(self._call.step, [run for run in self._lineage.roots.runs if run is not self._run])
-
-    def _check(self) -> None:
+    def again(self) -> None:
+        """Ask. Raises what refuses the step."""
         if not (self._lineage.has_one_root or self._has_settled):
             self._has_settled = True
             self._lineage.roots.settle()
-        with self._telling_ranks():
+        with self.telling_ranks():
             self._run.check(
                 self._call.step,
                 overwrite=self._call.overwrite,
-                rolled_back=self._rolled_back is not None,
+                rolled_back=self.rolled_back is not None,
                 retire=self._lineage.retire,
             )
-        self._is_checked = True
+        self._is_done = True
 
     @contextmanager
-    def _telling_ranks(self) -> Iterator[None]:
+    def telling_ranks(self) -> Iterator[None]:
         """Explain a step that exists already: if ranks save each for itself, another of them may have committed it."""
         try:
             yield
@@ -283,6 +240,57 @@ class StepTarget(JointTarget):
                 "first, so that all ranks save together",
                 step=self._call.step,
             ) from error.__cause__
+
+
+class StepTarget(JointTarget):
+    """One attempt at one step, at one root. A plan creates it; a delivery calls it elsewhere."""
+
+    def __init__(
+        self,
+        lineage: Lineage,
+        run: Run,
+        contents: StepContents,
+        token: str,
+        agreement: Agreement | Alone,
+        check: StepAdmission,
+    ) -> None:
+        """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step."""
+        call = contents.call
+        folder, name = run.folder(call.step), run.attempt_path(call.step, token, agreement.rank)
+        super().__init__(run.storage, name, folder if agreement.has_others else None)
+        self._lineage, self._run, self._call, self._token = lineage, run, call, token
+        self._contents, self._agreement, self._check = contents, agreement, check
+        self._is_announced = False  # tracker and journal name the step
+        self._replaces: tuple[Manifest, str] | None = None
+        self._driver_sink: Sink | None = None
+        self.num_bytes_beside = len(call.driver.image) if call.driver else 0
+
+    def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
+        if self._lineage.hangs(self._run):
+            raise StorageUnavailableError(f"{self.path}: earlier writes there have not returned yet", path=self.path)
+        self._agreement.claim()
+        if self._agreement.decides and not self.storage.remote:
+            if self._take():
+                self._check.again()
+            self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
+        return super().open(num_bytes, segment_bytes, max_segments)
+
+    def check(self) -> None:
+        if not self._agreement.decides:
+            return
+        if self.storage.remote:
+            self.storage.prove(for_run=True)
+            self._take()
+        self._check.once()
+        if self.storage.remote:
+            with suppress(CheckpointError):
+                self._run.learn()
+        if self._call.overwrite:
+            self._replaces = self._run.manifest_to_replace(self._call.step)
+
+    def _take(self) -> bool:
+        """Take the root for this process, at its first save there. True if it was taken now."""
+        return self._run.take(self._call.step, [run for run in self._lineage.roots.runs if run is not self._run])
 
     @property
     def is_cache(self) -> bool:
@@ -335,7 +343,7 @@ class StepTarget(JointTarget):
         self, archives: tuple[Archive, ...], elsewhere: tuple[GroupLocation, ...], *, retire: bool
     ) -> Manifest:
         try:
-            with self._agreement.committing(), self._telling_ranks():
+            with self._agreement.committing(), self._check.telling_ranks():
                 return self._run.commit(
                     self._call.step,
                     self._token,
@@ -356,7 +364,7 @@ class StepTarget(JointTarget):
         self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
         self._lineage.groups.committed(self._run, manifest.lenders, self._contents)
         if not late:
-            self._lineage.committed(since=self._rolled_back)
+            self._lineage.committed(since=self._check.rolled_back)
 
     def _announce(self) -> None:
         self._run.announce(self._call.step, in_flight=self._lineage.in_flight())
@@ -456,21 +464,24 @@ class StepTarget(JointTarget):
         get_loop().note_hanging(quiet)
 
 
-def step_targets(lineage: Lineage, call: StepCall, ranks: Ranks) -> list[StepTarget]:
-    """Begin an attempt at a step, at each root; of all ranks together, if there are several. Raises what refuses it."""
+def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> Callable[[StepContents], list[StepTarget]]:
+    """Begin an attempt at a step, at each root; of all ranks together, if there are several. Raises what refuses it.
+
+    Returns what makes its targets, once it is planned what they get.
+    """
     joint, runs = call.joint, lineage.roots.runs
     if joint is None:
         token = os.urandom(4).hex()
-        return [StepTarget(lineage, run, call, token, Alone()) for run in runs]
-    ranks.attempts.begin(joint, partial(listen_again, get_loop(), ranks, runs))
-    for run in runs:
-        run.join(ranks.meeting.token()[:8])
-    joint.is_any = lineage.rule == "any" and not lineage.has_one_root
-    agreements = [Agreement(ranks, joint, run, [other for other in runs if other is not run]) for run in runs]
-    return [
-        StepTarget(lineage, run, call, joint.attempt, agreement)
-        for run, agreement in zip(runs, agreements, strict=True)
-    ]
+        agreements: list[Agreement | Alone] = [Alone() for _ in runs]
+    else:
+        ranks.attempts.begin(joint, partial(listen_again, get_loop(), ranks, runs))
+        for run in runs:
+            run.join(ranks.meeting.token()[:8])
+        joint.is_any = lineage.rule == "any" and not lineage.has_one_root
+        token = joint.attempt
+        agreements = [Agreement(ranks, joint, run, [other for other in runs if other is not run]) for run in runs]
+    begun = [(run, one, StepAdmission(lineage, run, call, one)) for run, one in zip(runs, agreements, strict=True)]
+    return lambda contents: [StepTarget(lineage, run, contents, token, one, check) for run, one, check in begun]
 
 
 def folder_target(folder: OneOffFolder, joint: JointSave, ranks: Ranks) -> FolderTarget:

@@ -77,7 +77,7 @@ class ExportMessages:
     def __init__(self, destination: Storage) -> None:
         self._words: Words | None = None
         with contextlib.suppress(ValueError):  # without a process group there are no other ranks
-            world = world_of(None, None)
+            world = world_of()
             if world.store is not None:
                 # The key has no number of the start: a rank that exports alone must not count one. Messages of an
                 # earlier start, in a store that outlives it, are those that the same program sends again.
@@ -148,7 +148,7 @@ class PartsFolder:
 
     def __init__(self, place: Place, destination: Storage, check: Callable[[], None]) -> None:
         """`check` is called while rank 0 has not named the folder, and raises to end that wait."""
-        self.world = world_of(None, None)
+        self.world = world_of()
         self.folder = f"{_FOLDER}-{_token(self.world, check)}-{next(_counter)}"
         self._destination = destination
         if destination.remote:

@@ -47,7 +47,7 @@ class SavedItem(NamedTuple):
 
 def readers_of_this_rank(from_ranks: Mapping[str, int] | None) -> Readers:
     """The readers for this rank: among several ranks, each gets its own values."""
-    world = world_of(None, None)
+    world = world_of()
     return Readers(None if world.is_one else (world.rank, world.size), from_ranks)
 
 

@@ -118,8 +118,8 @@ class TagFolder:
                 return
             if spans.monotonic() > deadline:
                 raise PeerFailedError(
-                    f"{self.target} is not saved: after {waits.PEER_SECONDS:.0f} s nothing was heard of rank {min(left)}; "
-                    "all ranks must see the same folder",
+                    f"{self.target} is not saved: after {waits.PEER_SECONDS:.0f} s nothing was heard of rank "
+                    f"{min(left)}; all ranks must see the same folder",
                     rank=min(left),
                 )
             spans.TIMEKEEPER.sleep(next(pauses))

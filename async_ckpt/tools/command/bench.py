@@ -151,8 +151,9 @@ def _refuse(request: BenchRequest) -> None:
     free = limits.free_memory_bytes()
     if request.num_bytes * _STATES_IN_MEMORY > free:
         raise Answer(
-            f"a state of {reports.sized(request.num_bytes)} takes {reports.sized(request.num_bytes * _STATES_IN_MEMORY)} of memory "
-            f"here, and {reports.sized(free)} are free; pass a smaller --size",
+            f"a state of {reports.sized(request.num_bytes)} takes "
+            f"{reports.sized(request.num_bytes * _STATES_IN_MEMORY)} of memory here, and {reports.sized(free)} are "
+            "free; pass a smaller --size",
             USAGE,
         )
 
@@ -208,7 +209,8 @@ class _Candidates:
             needed = _STATES_ON_DISK * request.num_bytes
             if free is not None and free < needed:
                 raise StorageFullError(
-                    f"{root.shown}: {reports.sized(needed)} are needed there, {reports.sized(free)} are free; pass a smaller --size",
+                    f"{root.shown}: {reports.sized(needed)} are needed there, {reports.sized(free)} are free; pass a "
+                    "smaller --size",
                     path=root.shown,
                 )
         self._state = _state(request)

@@ -194,8 +194,8 @@ def _by_name(request: ConversionRequest, items: states.Items) -> dict[str, state
         if item.kind != "empty" and by_name.setdefault(name, item) is not item:
             without = f" without {request.strip!r}" if request.strip else ""
             raise Answer(
-                f"safetensors has flat names, and two are {leaf_names.printable(name)!r}{without}; nothing was written. Choose "
-                "one of them with --select, or convert to an archive"
+                f"safetensors has flat names, and two are {leaf_names.printable(name)!r}{without}; nothing was "
+                "written. Choose one of them with --select, or convert to an archive"
             )
     return by_name
 

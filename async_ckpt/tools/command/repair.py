@@ -140,7 +140,8 @@ def _announced(one: ChosenRun, commits: runs.Commits) -> Iterator[Damage]:
             yield Damage(tracker.name, f"{is_says}; the newest step is {newest}{why}", mend)
     expected = runs.journal.dump([(m.path_in(run.folder(step)), m) for step, m in commits.items() if m is not None])
     there = _content(storage, runs.journal.NAME)
-    if there != expected:
+    has_one = there is not None or any(m.start for m in commits.values() if m is not None)  # else one-off saves alone
+    if has_one and there != expected:
         have, need = len((there or b"").splitlines()), len(expected.splitlines())
         yield Damage(
             runs.journal.NAME,

@@ -187,7 +187,7 @@ class Publisher:
             refuse_unreadable(state_or_snapshot, weights)
             spread = weights.is_spread
             weights, slices = own_slices(weights) if spread else (weights, {})
-            if spread and worlds.world_of(None, None).rank:
+            if spread and worlds.world_of().rank:
                 weights, config_files = weights._replace(files={}), {}  # rank 0 publishes the small files
             series = self._get_series(spread=spread)
             if spread is not (series.start is not None):
@@ -216,7 +216,7 @@ class Publisher:
             if self._series is None and not spread:
                 self._series = self._new_series(self._root, offer=self._offer)
             elif self._series is None:
-                world = worlds.world_of(None, None)
+                world = worlds.world_of()
                 root = self._root.locate("")
                 start = RanksStart(world, root, next(_publisher_numbers(root)))
                 place = place_of_rank(self._place, world.rank, world.size)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -327,20 +329,51 @@ def test_ranks_skip_a_save_when_rank_0_does_and_else_wait(worlds, busy, second):
         assert one.told == [["committed", second]]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_whether_a_save_is_due_is_the_same_on_all_ranks(worlds, rank):
-    script = f"""
-    import signal
-    from async_ckpt import Due
-    with open_run(here.root, due=Due(signals=True)) as ckpt:
-        if here.rank == {rank}:
-            signal.raise_signal(signal.SIGTERM)
-        here.meet("sent")
-        here.tell(ckpt.should_save(1))
-    """
-    first, second = worlds.run(2, script)
+LEAVING = """
+import signal
+from async_ckpt import Due
+with open_run(here.root, due=Due(signals=True)) as ckpt:
+    for step in range(1, 6):
+        for signum in [one for rank, at, one in {sent} if (rank, at) == (here.rank, step)]:
+            signal.raise_signal(signum)
+        here.meet(f"step {{step}}")  # as the collectives of a training do
+        is_due = ckpt.should_save(step)
+        handle = ckpt.save(small(step), step) if is_due or step == {saved} else None
+        here.tell([is_due, ckpt.preempted])
+        if is_due:
+            here.tell(handle.result().status)
+            break
+"""
 
-    assert first.told == second.told == [rank == 0]
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_signal_at_any_rank_makes_a_save_due_on_all_at_the_same_step(worlds, rank, step):
+    """A rank tells of it at its next `should_save`: rank 0 may have answered there already."""
+    first, *others = worlds.run(3, LEAVING.format(sent=[(rank, step, int(signal.SIGTERM))], saved=0))
+
+    (*before, due, status) = first.told
+    assert all(one.told == first.told for one in others)
+    assert (before, due, status) == ([[False, False]] * len(before), [True, True], "committed")
+    assert len(before) + 1 in ([step] if rank == 0 else [step, step + 1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_signals_at_several_ranks_at_any_step_beside_a_save_make_one_save_due(worlds, seed):
+    dice = random.Random(seed)
+    sent = [
+        (dice.randrange(3), dice.randint(2, 4), int(dice.choice([signal.SIGTERM, signal.SIGUSR1]))) for _ in range(2)
+    ]
+    sent = list(
+        {(rank, signum): (rank, step, signum) for rank, step, signum in sent}.values()
+    )  # a second one would end it
+    first, *others = worlds.run(3, LEAVING.format(sent=sent, saved=1))
+
+    assert all(one.told == first.told for one in others)
+    assert first.told[-2:] == [[True, True], "committed"]
+    earliest = min(step for _, step, _ in sent)
+    assert steps_of(worlds)[0] == 1
+    assert steps_of(worlds)[1:] in ([earliest], [earliest + 1])
 
 
 def test_record_and_driver_are_those_of_rank_0(worlds):

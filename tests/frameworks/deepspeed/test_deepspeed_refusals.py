@@ -99,13 +99,13 @@ def test_places_that_cannot_be_saved_to_are_refused(worlds, tmp_path):
 
 
 _SILENT = """
-from async_ckpt.integrations.deepspeed import tag_folder
+from async_ckpt.core.host import waits
 training, real = Training(1, "deepspeed"), torch.save
 def save(*args, **options):
     if here.rank == 1:
         here.hear("given up")
     real(*args, **options)
-torch.save, tag_folder.PEER_SECONDS = save, 0.0
+torch.save, waits.PEER_SECONDS = save, 0.0
 training.train(2, {folder!r})
 if here.rank == 0:
     training.checkpoints._pending.ended.exception()

@@ -213,6 +213,28 @@ def test_a_run_in_a_store_goes_on_after_a_kill_and_ray_deletes_there_by_its_own_
     assert set(async_ckpt.load(where)) == {"model", "optimizer"}
 
 
+def without_group(config: dict[str, Any]) -> None:
+    torch.distributed.destroy_process_group()
+    state = {"w": torch.zeros(3), "step": -1}
+    for newest in (None, 1):
+        with RayCheckpointer() as ckpt:
+            assert ckpt.restore(state) == newest
+            for step in range(2):
+                state["step"] = step + (newest or 0) + (newest is not None)
+                ckpt.report({}, ckpt.save(state, state["step"]))
+
+
+def test_workers_without_a_process_group_agree_by_a_store_of_their_own(tmp_path: Path) -> None:
+    trainer = TorchTrainer(
+        without_group,
+        train_loop_config={},
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+    )
+    trainer.fit()
+    assert async_ckpt.verify(tmp_path / "run").steps == (0, 1, 2, 3)
+
+
 def unknown_storage(config: dict[str, Any]) -> None:
     RayCheckpointer()
 

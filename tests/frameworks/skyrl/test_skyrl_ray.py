@@ -72,7 +72,8 @@ def test_two_workers_train_while_nothing_is_durable_and_killed_they_resume_with_
     assert again.train(4) == losses[2:4]
     again.on_each("break_disk_of", 1)
     again.trainer.save_checkpoints()
-    with pytest.raises(OSError, match="the disk of rank 1 is broken"):
+    # As that rank's own error, or as rank 0's PeerFailedError: Ray raises the one that comes first.
+    with pytest.raises(Exception, match="the disk of rank 1 is broken"):
         again.trainer.wait_for_checkpoints()
     again.trainer.save_checkpoints()
     assert again.train(6) == losses[4:]

@@ -9,15 +9,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from time import monotonic
+from typing import TypeAlias
 
 from .. import report
 from .commit_configurations import BROKEN, KNOWN, QUICK, QUICK_ROOTS, ROOTS, SLOW, VIOLATIONS, WHOLE
 from .commit_invariants import INVARIANTS
 from .commit_search import Found, search, told
 from .commit_state import Configuration
+from .next_configurations import BROKEN_NEXT, NEXT, QUICK_NEXT, NextConfiguration
 from .roots_model import INVARIANTS as ROOTS_INVARIANTS
 from .roots_model import RootsConfiguration
 
+Explored: TypeAlias = Configuration | RootsConfiguration | NextConfiguration
 HEAD = ("what is explored", "ranks", "states", "transitions", "longest way", "explored", "violations")
 
 
@@ -29,10 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="changes nothing: all orders are tried")
     parser.add_argument("--only", default="", help="part of the name of a configuration, or of a broken protocol")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--next", action="store_true", help="the next protocol of ranks, which the library does not have yet"
+    )
     options = parser.parse_args(arguments)
+    explored: Sequence[Explored] = (*QUICK, *QUICK_ROOTS) if options.quick else (*WHOLE, *ROOTS, KNOWN, *SLOW)
+    broken: Sequence[tuple[Explored, str]] = BROKEN
+    if options.next:
+        explored, broken = QUICK_NEXT if options.quick else NEXT, BROKEN_NEXT
     chosen = [
-        one if options.ranks is None else one._replace(num_ranks=options.ranks)
-        for one in ((*QUICK, *QUICK_ROOTS) if options.quick else (*WHOLE, *ROOTS, KNOWN, *SLOW))
+        one if options.ranks is None else _with_ranks(one, options.ranks)
+        for one in explored
         if options.only in one.name and options.starts in (None, _num_starts(one))
     ]
     begun = monotonic()
@@ -48,12 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if found.violation and not is_known:
             wrong += 1
             print(told(found), f"\nagain: python -m tests.matrices.model --only {one.name!r}", sep="\n")
-    missed = [one for one, violation in BROKEN if options.only in one.name and not _is_found(one, violation)]
+    missed = [one for one, violation in broken if options.only in one.name and not _is_found(one, violation)]
     for one in missed:
         print(f"no violation found: {one.name}")
-    tried = sum(options.only in one.name for one, _ in BROKEN)
+    tried = sum(options.only in one.name for one, _ in broken)
     print(f"{sums['states']:,} states, {tried - len(missed)} of {tried} broken protocols found")
-    if not options.only and options.ranks is None and options.starts is None and not options.quick:
+    if not (options.only or options.next) and options.ranks is None and options.starts is None and not options.quick:
         counts = {
             **sums,
             "invariants": len(INVARIANTS) + len(ROOTS_INVARIANTS),
@@ -63,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         command = "python -m tests.matrices.model"
         seconds = monotonic() - begun
-        details = {"invariants": [*INVARIANTS, *ROOTS_INVARIANTS], "broken": [one.name for one, _ in BROKEN]}
+        details = {"invariants": [*INVARIANTS, *ROOTS_INVARIANTS], "broken": [one.name for one, _ in broken]}
         kept = report.Report("model", HEAD, rows, counts, seconds, options.seed, command, details)
         report.show(report.keep(kept))
     return 1 if wrong or missed else 0
@@ -86,11 +96,16 @@ def _row(found: Found, is_known: bool) -> tuple[str | int, ...]:
     )
 
 
-def _num_starts(configuration: Configuration | RootsConfiguration) -> int:
+def _with_ranks(configuration: Explored, num_ranks: int) -> Explored:
+    """The same with other numbers of ranks, where all of them do the same."""
+    return configuration._replace(num_ranks=num_ranks) if "num_ranks" in configuration._fields else configuration  # type: ignore[arg-type]
+
+
+def _num_starts(configuration: Explored) -> int:
     return len(configuration.plans) if isinstance(configuration, Configuration) else 1
 
 
-def _is_found(broken: Configuration | RootsConfiguration, violation: str) -> bool:
+def _is_found(broken: Explored, violation: str) -> bool:
     found = search(broken)
     print(f"{broken.name}: {found.violation or 'nothing'}, after {len(found.path)} moves", flush=True)
     return found.violation == violation

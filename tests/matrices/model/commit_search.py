@@ -15,11 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from . import roots_model
+from . import line_model, roots_model, start_model, word_model
 from .commit_invariants import stuck, violated
 from .commit_model import moves, sorted_ranks
 from .commit_state import Configuration, State, first_state
+from .line_model import LineConfiguration
 from .roots_model import RootsConfiguration
+from .start_model import StartConfiguration
+from .word_model import WordConfiguration
 
 Key = tuple[int, ...]
 
@@ -31,7 +34,7 @@ class Model(NamedTuple):
     moves: Callable[[Any, Any], Sequence[Any]]
     sorted: Callable[[Any], Any]  # the same state with ranks of equal programs in one order
     violated: Callable[[Any, Any, Any], str | None]
-    stuck: Callable[[Any], str | None]
+    stuck: Callable[[Any, Any], str | None]
     apart: Callable[[Any], tuple[Any, ...]]
     together: Callable[[Sequence[Any]], Any]
     told: Callable[[Any], str]  # a move, for people
@@ -54,7 +57,7 @@ _MODELS: Final = {
         moves,
         sorted_ranks,
         violated,
-        stuck,
+        lambda _, state: stuck(state),
         lambda state: (state.store, *state.starts, (state.faults, state.slow)),
         _together,
         _told,
@@ -64,10 +67,40 @@ _MODELS: Final = {
         roots_model.moves,
         roots_model.sorted_ranks,
         roots_model.violated,
-        roots_model.stuck,
+        lambda _, state: roots_model.stuck(state),
         tuple,
         lambda parts: roots_model.State(*parts),
         roots_model.told,
+    ),
+    LineConfiguration: Model(
+        line_model.first_state,
+        line_model.moves,
+        line_model.sorted_ranks,
+        line_model.violated,
+        lambda _, state: line_model.stuck(state),
+        lambda state: (state.lines, state.manifests, state.put, *state.starts),
+        lambda parts: line_model.State(*parts[:3], tuple(parts[3:])),
+        line_model.told,
+    ),
+    StartConfiguration: Model(
+        start_model.first_state,
+        start_model.moves,
+        start_model.sorted_ranks,
+        start_model.violated,
+        start_model.stuck,
+        lambda state: (state.hello, state.welcome, state.here, *state.processes, state.left),
+        lambda parts: start_model.State(*parts[:3], tuple(parts[3:-1]), parts[-1]),
+        start_model.told,
+    ),
+    WordConfiguration: Model(
+        word_model.first_state,
+        word_model.moves,
+        word_model.sorted_ranks,
+        word_model.violated,
+        word_model.stuck,
+        lambda state: (state.store, state.archives, state.manifests, *state.ranks, state.left),
+        lambda parts: word_model.State(*parts[:3], tuple(parts[3:-1]), parts[-1]),
+        word_model.told,
     ),
 }
 
@@ -123,7 +156,7 @@ def search(configuration: Any, bound: int = 1_000_000) -> Found:
         following = model.moves(configuration, state)
         if not following:
             found.ends += 1
-            found.violation = model.stuck(state) or ""
+            found.violation = model.stuck(configuration, state) or ""
         for move in following:
             found.transitions += 1
             then = numbers.key(move.then)

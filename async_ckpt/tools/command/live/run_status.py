@@ -259,7 +259,10 @@ def _space(status: RunStatus, saves: Sequence[run_events.Event]) -> Iterator[str
         return
     per_save = (free[0] - free[-1]) / (len(free) - 1)
     if left < _FEW * per_save:
-        yield f"{reports.sized(left)} are free, and each save takes {reports.sized(per_save)}: room for {left / per_save:.0f} more"
+        yield (
+            f"{reports.sized(left)} are free, and each save takes {reports.sized(per_save)}: room for "
+            f"{left / per_save:.0f} more"
+        )
 
 
 def _damage(damaged: Sequence[str]) -> Iterator[str]:

@@ -229,8 +229,8 @@ def _sizes(run: RunColumns) -> Picture | None:
     return Picture(
         "sizes",
         "Size by entry of the state" + (", as rank 0 wrote them" if has_ranks else ""),
-        f"The last save wrote {reports.sized(newest)}{f' on {num_ranks:,} ranks' if num_ranks > 1 else ''}{of_groups}. A "
-        "borrowed group is not written again.",
+        f"The last save wrote {reports.sized(newest)}{f' on {num_ranks:,} ranks' if num_ranks > 1 else ''}{of_groups}. "
+        "A borrowed group is not written again.",
         "step",
         stacked or [Series("size", "num_bytes", "area", "write")],
         ("step", "time", "num_bytes", *columns, "borrowed", "unchanged"),
@@ -323,8 +323,8 @@ def _storage(run: RunColumns) -> Picture | None:
         "storage",
         "Space, and what retention saves",
         f"{len(kept):,} of {counted(len(run.saves), 'save')} are kept, {reports.sized(_float(stored))} of the "
-        f"{reports.sized(_float(written[-1]))} that were written. The area is what the run takes, the dashes what it would "
-        "take if nothing were deleted.",
+        f"{reports.sized(_float(written[-1]))} that were written. The area is what the run takes, the dashes what it "
+        "would take if nothing were deleted.",
         "time",
         [
             Series("written so far", "written", "dashes", "reference"),
@@ -342,7 +342,8 @@ def _free(run: RunColumns) -> Picture | None:
     return Picture(
         "free",
         "Free space",
-        f"{reports.sized(free[-1][1])} were free after the last save; the least was {reports.sized(least)}, at {_step(run, row)}.",
+        f"{reports.sized(free[-1][1])} were free after the last save; the least was {reports.sized(least)}, at "
+        f"{_step(run, row)}.",
         "time",
         [Series("free", "free_bytes", "area", "kept")],
         ("step", "time", "free_bytes", "num_bytes"),

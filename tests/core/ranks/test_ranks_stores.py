@@ -1,0 +1,71 @@
+"""Ranks without a process group that bring a store of torch.distributed: they agree by it as those of a group do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rank_oracle import saved
+from rank_states import numbered
+from rank_worlds import Worlds
+from states import open_run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+
+STORES = {
+    "TCPStore": "dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)",
+    "PrefixStore": "dist.PrefixStore('of saves', {TCPStore})",
+    "FileStore": "dist.FileStore({file!r}, here.size)",
+}
+
+_SAVES = """
+from async_ckpt import Due
+store = {store}
+state = {{"whole": numbered(300, 1000), "own": {{"rank": -1}}}}
+with open_run(here.root, ranks=(here.rank, here.size), store=store, on_overlap="skip", due=Due(seconds=1e-9)) as ckpt:
+    ckpt.prewarm(state, per_rank=["own"])
+    start = ckpt.restore(state)
+    here.tell([start, state["own"]["rank"]])
+    for step in ({steps}):
+        state["whole"], state["own"] = numbered(300, 1000) + step, {{"rank": here.rank}}
+        here.meet(f"step {{step}}")
+        here.tell(ckpt.should_save(step))
+        here.save(ckpt, state, step, per_rank=["own"])
+here.meet("saved")  # before the store goes with a rank
+"""
+
+
+def script(kind: str, file: Path, steps: str) -> str:
+    store = STORES[kind].format(file=str(file), TCPStore=STORES["TCPStore"])
+    return _SAVES.format(store=store, steps=steps)
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_ranks_with_a_store_share_the_work_agree_on_a_step_and_start_again(worlds: Worlds, tmp_path: Path, kind: str):
+    """The store outlives the first start, and has its words: none of them is taken for one of the second."""
+    first = worlds.start(2, script(kind, tmp_path / "store", "1, 2"), has_group=False)
+    ended = first.ended()
+    again = worlds.run(2, script(kind, tmp_path / "store", "3,"), has_group=False, after=first)
+
+    for rank, (one, other) in enumerate(zip(ended, again, strict=True)):
+        assert [save["status"] for save in (*one.saves, *other.saves)] == ["committed"] * 3
+        assert one.told[:2] == [[None, -1], True]
+        assert other.told[:2] == [[2, rank], True]
+    assert sum(saved(worlds.root, 1).num_bytes) == 300 * 1000 * 4  # each has written a share, as they met before
+    assert torch.equal(saved(worlds.root, 3).tensors["whole"], numbered(300, 1000) + 3)
+    assert open_run(worlds.root).steps() == [1, 2, 3]
+
+
+def test_a_rank_that_fails_in_its_call_is_told_to_the_others_by_the_store(worlds: Worlds):
+    body = f"""
+    with open_run(here.root, ranks=(here.rank, here.size), store={STORES["TCPStore"]}) as ckpt:
+        here.save(ckpt, {{"whole": numbered(3)}}, None if here.rank else 1)
+        here.save(ckpt, {{"whole": numbered(3)}}, 2)
+    here.meet("saved")
+    """
+    first, second = worlds.run(2, body, has_group=False)
+
+    assert (first.saves[0]["error"], second.saves[0]["error"]) == ("PeerFailedError", "ValueError")
+    assert [one.saves[1]["status"] for one in (first, second)] == ["committed"] * 2
