@@ -82,7 +82,7 @@ MUTANTS = [
         "        after.record(stream)\n        stream.wait_stream(self.side)\n",
     ),
     Mutant("waits that are not over count as stall", "if after.query():", "if True:"),
-    Mutant("the stall of a broken device fails the save", "                return 0.0\n", "                raise\n"),
+    Mutant("the stall of a broken device fails the save", "_counting, suppress(RuntimeError),", "_counting,"),
     Mutant(
         "copies follow the training of the first device only",
         "for device in devices:\n                device.follow_training()",
@@ -249,7 +249,7 @@ OF_CUDA_ALONE = [
     Mutant(
         "nobody looks for memory that is gone at the end", "torn = self._source.gone_from_devices()", "torn = set()"
     ),
-    Mutant("memory that is gone may be anybody's", "and not device.has_order(at)", "and False"),
+    Mutant("memory that is gone may be anybody's", "or not ((device := devices[i]) and device.has_order(at))", ""),
     Mutant("memory of any stream is the training's", 'bool(part["stream"] == stream.cuda_stream)', "True"),
     Mutant(
         "samples need memory of their own on the device",
@@ -266,7 +266,7 @@ OF_CUDA_ALONE = [
     ),
     # --- a forked child
     Mutant(
-        "a forked child ends the events of its parent", "ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))", "pass"
+        "a forked child ends the events of its parent", "ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))", "None"
     ),
     Mutant("a forked child ends the side stream of its parent", "            never_end(made)\n", "            pass\n"),
     Mutant(
@@ -281,7 +281,7 @@ OF_CUDA_ALONE = [
     Mutant("a save during a capture is not refused", "if device is not None and is_capturing():", "if False:"),
     Mutant("the stream of copies waits for the default stream", "_NON_BLOCKING: Final = 1", "_NON_BLOCKING: Final = 0"),
     Mutant("a stream that was refused is used", "return None if any(codes) else stream.value", "return stream.value"),
-    Mutant("the context of the device stays current", "driver.cuCtxPopCurrent_v2(ctypes.byref(before))", "0"),
+    Mutant("the context of the device stays current", "driver.cuCtxPopCurrent_v2(ctypes.byref(context))", "0"),
     # --- refusals
     Mutant(
         "a refusal of memory is left to the next launch",
@@ -290,8 +290,8 @@ OF_CUDA_ALONE = [
     ),
     Mutant(
         "memory is not known to be registered",
-        "            if code != 0:\n                raise\n",
-        "            raise\n",
+        "            if code != 0:  # or else it is done, and only the way back to the device before was refused\n",
+        "            if True:\n",
     ),
     Mutant("a thread of the library breaks a capture", "mode = ctypes.c_int(_THREAD_LOCAL)", "mode = ctypes.c_int(0)"),
 ]

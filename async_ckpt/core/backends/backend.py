@@ -40,18 +40,11 @@ thread: Final = _ThreadRole()
 # keeps all that it inherits: they are held before the fork, since hooks of others drop objects in the child.
 _events: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 _held_at_fork: Final[list[list[Any]]] = []
-
-
-def _keep_events() -> None:
-    for event in chain(*_held_at_fork):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))  # past the interpreter's end
-
-
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=lambda: _held_at_fork.append(list(_events)),
         after_in_parent=_held_at_fork.pop,
-        after_in_child=_keep_events,
+        after_in_child=lambda: [ctypes.pythonapi.Py_IncRef(ctypes.py_object(event)) for event in chain(*_held_at_fork)],
     )
 
 
@@ -115,8 +108,7 @@ class Backend:
         return self._event()
 
     def _event(self, **options: bool) -> Any:
-        event = self.module.Event(**options)
-        _events.add(event)
+        _events.add(event := self.module.Event(**options))
         return event
 
     # --- memory -------------------------------------------------------------------------------------------------
@@ -169,9 +161,8 @@ class Backend:
                 if code := int(call(*arguments)):
                     self.forget_refusal()
         except RuntimeError:
-            if code != 0:
+            if code != 0:  # or else it is done, and only the way back to the device before was refused
                 raise
-            # It is done: only the way back to the device before was refused.
         return code
 
     def forget_refusal(self) -> None:

@@ -69,15 +69,14 @@ def _stream_of_driver(device: torch.device) -> int | None:
     driver = _driver()
     if driver is None:
         return None
-    its_device, context = ctypes.c_int(), ctypes.c_void_p()
-    before, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    its_device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
     if (
         driver.cuDeviceGet(ctypes.byref(its_device), device.index)
         or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), its_device)
         or driver.cuCtxPushCurrent_v2(context)
     ):
         return None
-    codes = driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), driver.cuCtxPopCurrent_v2(ctypes.byref(before))
+    codes = driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), driver.cuCtxPopCurrent_v2(ctypes.byref(context))
     return None if any(codes) else stream.value
 
 

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import chain, groupby
 from typing import Any, Final, NamedTuple
 
@@ -79,10 +79,7 @@ class Device:
             self._holds.append((before, after))
 
     def has_order(self, address: int) -> bool:
-        """True if memory of a tensor that has none any more is lent again only behind the copies until now.
-
-        That is so if the allocator lends it to the training's stream alone, which waits for them.
-        """
+        """True if memory that a tensor has lost is lent to the training's stream alone, which waits for the copies."""
         return self._backend.lends_only_to(self._training, address, self.device)
 
     def take_scratch(self, num_bytes: int) -> None:
@@ -92,22 +89,15 @@ class Device:
             self._side.scratch(min(num_bytes, SCRATCH_BYTES))
 
     def stall_seconds(self) -> float:
-        """Seconds that streams of this device have waited for copies. A wait that is not over yet counts as zero.
-
-        Waits on a failed device count as zero, too: its save may be committed all the same.
-        """
-        with self._counting:
+        """Seconds that streams have waited for copies. Waits that are not over, or on a failed device, count as zero."""
+        with self._counting, suppress(RuntimeError), self._backend.on_device(self.device):
             waiting, self._holds = self._holds, []
-            try:
-                with self._backend.on_device(self.device):
-                    for before, after in waiting:
-                        if after.query():
-                            self._stall_seconds += before.elapsed_time(after) / 1e3
-                        else:
-                            self._holds.append((before, after))
-            except RuntimeError:
-                return 0.0
-            return self._stall_seconds
+            for before, after in waiting:
+                if after.query():
+                    self._stall_seconds += before.elapsed_time(after) / 1e3
+                else:
+                    self._holds.append((before, after))
+        return self._stall_seconds
 
     def enqueue(
         self,
@@ -205,16 +195,21 @@ class Device:
         plain = block.conj() if block.is_conj() else block
         plain = torch._neg_view(plain) if plain.is_neg() else plain
         found = torch.empty(block.shape, dtype=block.dtype, device="cpu")
-        copies = []
-        for part, into in _compact_parts(plain, found):
-            span = 1 + sum((length - 1) * stride for length, stride in zip(part.shape, part.stride(), strict=True))
-            copies.append((part, into, torch.empty(span, dtype=block.dtype, device="cpu")))
-            copies[-1][2].copy_(part.as_strided((span,), (1,)), non_blocking=True)
-        self._side.mark().synchronize()
-        for part, into, there in copies:
-            into.copy_(there.as_strided(part.shape, part.stride()))
+        self._copy_apart(plain, found)
         found = found.conj().resolve_conj() if block.is_conj() else found
         return found.neg() if block.is_neg() else found
+
+    def _copy_apart(self, view: torch.Tensor, into: torch.Tensor) -> None:
+        span = 1 + sum((length - 1) * stride for length, stride in zip(view.shape, view.stride(), strict=True))
+        if span > 2 * view.numel():  # much memory of others lies between the items
+            widest = max(range(view.dim()), key=lambda dim: (view.shape[dim] > 1) * view.stride(dim))
+            for part, place in zip(view.tensor_split(2, widest), into.tensor_split(2, widest), strict=True):
+                self._copy_apart(part, place)
+            return
+        there = torch.empty(span, dtype=view.dtype, device="cpu")
+        there.copy_(view.as_strided((span,), (1,)), non_blocking=True)
+        self._side.mark().synchronize()
+        into.copy_(there.as_strided(view.shape, view.stride()))
 
     def sample(self, parts: Sequence[torch.Tensor]) -> HostFetch:
         """Enqueue the copy of a few bytes of each of these tensors to the host, behind the copies until now."""
@@ -484,17 +479,6 @@ def dense_blocks(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[i
 def _flat_items(block: torch.Tensor) -> torch.Tensor:
     """The bytes of a view's items side by side, in memory that is allocated for them if they do not lie so."""
     return flat_bytes(as_integers(block.resolve_conj().resolve_neg()).contiguous())
-
-
-def _compact_parts(view: torch.Tensor, into: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of a view, each with its place in `into`, that have little memory of others between their items."""
-    span = 1 + sum((length - 1) * stride for length, stride in zip(view.shape, view.stride(), strict=True))
-    if span <= 2 * view.numel():
-        yield view, into
-        return
-    widest = max(range(view.dim()), key=lambda dim: view.stride(dim) if view.shape[dim] > 1 else 0)
-    for part, place in zip(view.tensor_split(2, widest), into.tensor_split(2, widest), strict=True):
-        yield from _compact_parts(part, place)
 
 
 def _blocks(

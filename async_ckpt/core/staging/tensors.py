@@ -28,9 +28,6 @@ class Wording(NamedTuple):
 
 
 _ANY_COPY: Final = Wording()
-_UNGUARDED: Final = (
-    "changed or was freed outside of the guarded optimizer's step() while being copied; leave guard= out, or "
-)
 
 # What `locate` may copy itself, beside deferred tensors. Waking a thread for it would hold the caller longer, and so
 # would every segment with such a tensor, of which few can be filled in two goes.
@@ -71,7 +68,7 @@ class SourceTensors:
         self._pointers = [0] * len(tensors)
         self._dense = [False] * len(tensors)
         self.aliases: dict[int, Alias] = {}  # deferred tensors are read through these
-        self._storages: dict[int, Any] = {}  # of the others, which are kept until all is copied
+        self._storages: list[Any] = []  # are kept until all is copied
         self._addresses: dict[int, int] = {}  # of those on devices
         # Under a guard no tensor is frozen, so that the bytes of all are there.
         self._small = self._small_ones() if deferred and copies_small else ()
@@ -104,9 +101,8 @@ class SourceTensors:
             self.aliases[i] = Alias(self.tensors[i])
         if self.devices or self.deferred:
             # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
-            self._storages = {i: t.untyped_storage() for i, t in enumerate(self.tensors) if i not in self.aliases}
-            on_devices = [i for i in self._storages if self._device_of[i] is not None]
-            self._addresses = {i: self._storages[i].data_ptr() for i in on_devices}
+            self._storages = [tensor.untyped_storage() for tensor in self.tensors]
+            self._addresses = {i: s.data_ptr() for i, s in enumerate(self._storages) if self._device_of[i] is not None}
         if self._small:
             self._copy_small()
 
@@ -188,24 +184,23 @@ class SourceTensors:
     def gone_from_devices(self) -> set[int]:
         """The tensors that have lost their memory, by `resize_` of their storages, before devices had copied it.
 
-        Their storages are kept meanwhile, and the allocator is not told of the copies: by `record_stream` it would be
-        told for as long as the tensor lives. To free it would then be a call of the runtime, which ends a process whose
-        device is broken, and a forked child.
+        `record_stream` would keep that memory, but mark a tensor for life: to free it would be a call of the runtime
+        from then on, which ends a forked child, and a process whose device is broken.
         """
-        deferred = {i for i, alias in self.aliases.items() if self._device_of[i] is not None and not alias.is_there()}
         moved = [(i, at) for i, at in self._addresses.items() if self._storages[i].data_ptr() != at]
-        return deferred.union(
-            i for i, at in moved if (device := self._device_of[i]) is not None and not device.has_order(at)
-        )
+        devices = self._device_of
+        return {i for i, at in moved if i in self.aliases or not ((device := devices[i]) and device.has_order(at))}
 
     def torn(self, numbers: Iterable[int]) -> TornSnapshotError:
         """The error for these tensors, and for all that have lost their memory by now."""
         gone = {i for i, alias in self.aliases.items() if not alias.is_there()}
         names = tuple(self.specs[i].dotted for i in sorted(gone.union(numbers)))
+        how, instead = "lost its memory by resize_ of its storage", ""
+        if self.deferred:
+            how, instead = "changed or was freed outside of the guarded optimizer's step()", "leave guard= out, or "
         return TornSnapshotError(
-            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} "
-            + (_UNGUARDED if self.deferred else "lost its memory by resize_ of its storage while being copied; ")
-            + f"wait until all is copied: {self.wording.wait_call}",
+            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} {how} while being copied; {instead}"
+            f"wait until all is copied: {self.wording.wait_call}",
             names=names,
         )
 
@@ -221,7 +216,7 @@ class SourceTensors:
         """Let go of the tensors; a handle may be kept for long. The devices stay, for `stall_seconds`."""
         self.specs, self.tensors, self.deferred = (), [], {}
         self._device_of, self._pointers, self._dense = [], [], []
-        self.aliases, self._storages, self._addresses, self._copies = {}, {}, {}, None
+        self.aliases, self._storages, self._addresses, self._copies = {}, [], {}, None
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:

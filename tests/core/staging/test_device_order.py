@@ -334,7 +334,7 @@ def no_keeping_alive(patch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: SourceTensors) -> None:
         look(self)
-        self._storages, self._addresses = {}, {}
+        self._storages, self._addresses = [], {}
 
     patch.setattr(Alias, "__init__", weak)
     patch.setattr(SourceTensors, "locate", forgetful)
