@@ -201,7 +201,7 @@ class Device:
 
     def _copy_apart(self, view: torch.Tensor, into: torch.Tensor) -> None:
         span = 1 + sum((length - 1) * stride for length, stride in zip(view.shape, view.stride(), strict=True))
-        if span > 2 * view.numel():  # much memory of others lies between the items
+        if span > 16 * view.numel():  # much memory of others lies between the items
             widest = max(range(view.dim()), key=lambda dim: (view.shape[dim] > 1) * view.stride(dim))
             for part, place in zip(view.tensor_split(2, widest), into.tensor_split(2, widest), strict=True):
                 self._copy_apart(part, place)
