@@ -357,6 +357,7 @@ class AsyncCheckpointer(RunReader):
             self._saver.close()
         finally:
             self._notice.close()
+            self._ranks.meeting.signs.end()
             if self._saver.belongs_here:
                 self._roots.close()
 
