@@ -357,7 +357,7 @@ class AsyncCheckpointer(RunReader):
             self._saver.close()
         finally:
             self._notice.close()
-            self._ranks.meeting.signs.end()
+            self._ranks.meeting.heartbeats.end()
             if self._saver.belongs_here:
                 self._roots.close()
 

@@ -281,7 +281,7 @@ class Agreement:
                 break
             if not self._root.is_shared and await off_loop(self._root.found_apart):
                 self._raise_apart()
-            lost = self._ranks.meeting.signs.lost(rank for rank in range(size) if rank not in receipts)
+            lost = self._ranks.meeting.heartbeats.lost(rank for rank in range(size) if rank not in receipts)
             if lost and was_lost:  # and it has left no receipt
                 self._raise_lost(lost)
             was_lost = bool(lost)
@@ -399,7 +399,7 @@ class Agreement:
                 self._raise_apart()
             if is_unknown or lost or monotonic() > deadline:
                 break
-            lost = self._ranks.meeting.signs.lost([0]).get(0, "")  # look once more: it may have committed before
+            lost = self._ranks.meeting.heartbeats.lost([0]).get(0, "")  # look once more: it may have committed before
             # Rank 0 does not know itself: look once more.
             is_unknown = _asks_group(number) and await off_loop(partial(self._root.is_unknown, self._joint.attempt))
         self._joint.life.go(JointState.LEFT)

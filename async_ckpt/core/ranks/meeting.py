@@ -23,7 +23,7 @@ from ..host.waits import ENDS_THE_CALL, MEETING_SECONDS, SIGN_SECONDS, Wait
 from ..runs.receipts import EMPTY, Table
 from ..slicing.locator import Classes
 from ..spans import TIMEKEEPER, monotonic
-from .signs import Signs
+from .heartbeats import Heartbeats
 from .world import Words, World, refuse_if_changed, world_of
 
 # Seconds between two calls of `look_around`.
@@ -165,7 +165,7 @@ class Meeting:
                 )
         self._words: Words | None = None
         self._token: str | None = None
-        self.signs = Signs()
+        self.heartbeats = Heartbeats()
         self._restores = itertools.count()
         self.has_met = False
         self.table = EMPTY  # of the ranks before the first decision
@@ -200,7 +200,7 @@ class Meeting:
                 self.words().say("token", self._token)
             else:
                 (self._token,) = self.hear(["token"], "the first save or restore of rank 0")
-            self.signs.begin(world, self._token)
+            self.heartbeats.begin(world, self._token)
         return self._token
 
     def knows_token(self) -> bool:
@@ -212,7 +212,7 @@ class Meeting:
         if self._token is None and self.world.store is not None:
             self._token = self.words().said("token")
             if self._token is not None:
-                self.signs.begin(self.world, self._token)
+                self.heartbeats.begin(self.world, self._token)
 
     def meet(self, structure: str, where: str) -> Table:
         """Tell rank 0 how the state looks here, and hear which ranks have states alike."""
@@ -258,7 +258,7 @@ class Meeting:
                 "with ranks= and run_id=, there is nothing by which ranks could agree on the newest step; give step=, "
                 "or make the AsyncCheckpointer with store="
             )
-        self.token()  # by which ranks give signs from here on
+        self.token()  # by which ranks give heartbeats from here on
         return Talk(world.rank, world.size, self.words, self.hear, f"restore/{next(self._restores)}")
 
     def hear(
@@ -289,7 +289,7 @@ class Meeting:
                     "all of them again",
                     rank=0,
                 )
-            for rank, why in self.signs.lost(self._ranks_of(keys)).items():
+            for rank, why in self.heartbeats.lost(self._ranks_of(keys)).items():
                 if not any(self.words().are_said([key]) for key in keys if rank in self._ranks_of([key])):
                     raise PeerFailedError(
                         f"waited for {what}, but of rank {rank}: {why}; start all ranks again", rank=rank

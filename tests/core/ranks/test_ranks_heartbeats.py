@@ -1,4 +1,4 @@
-"""Signs of life: a rank that has ended is named at once, one that is silent when it has been so for long, and no other."""
+"""Heartbeats of life: a rank that has ended is named at once, one that is silent when it has been so for long, and no other."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from racing import until
 from rank_worlds import Worlds
 from states import open_run
 
-from async_ckpt.core.ranks import signs
-from async_ckpt.core.ranks.signs import Signs
+from async_ckpt.core.ranks import heartbeats
+from async_ckpt.core.ranks.heartbeats import Heartbeats
 from async_ckpt.core.ranks.world import World
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells which processes live")
 
-# No deadline of a wait for another rank passes here: without signs, these would take half an hour.
+# No deadline of a wait for another rank passes here: without heartbeats, these would take half an hour.
 _OFTEN = """
-from async_ckpt.core.ranks import signs
-signs._INTERVAL_SECONDS = 0.05
+from async_ckpt.core.ranks import heartbeats
+heartbeats._INTERVAL_SECONDS = 0.05
 """
 _DYING = """
 with open_run(here.root) as ckpt:
@@ -70,7 +70,7 @@ state = small(1)  # by collectives
 with open_run(here.root) as ckpt:
     ckpt.restore(state)
     if here.rank == 1:
-        until(lambda: ckpt._ranks.meeting.signs._answered)  # it has given a sign
+        until(lambda: ckpt._ranks.meeting.heartbeats._answered)  # it has given a heartbeat
         here.hear("begins")
         here.die()
     if here.rank == 0:
@@ -88,8 +88,8 @@ def test_a_rank_that_is_silent_for_too_long_fails_that_save_and_is_a_rank_again(
     script = """
 import os, signal
 from racing import until
-from async_ckpt.core.ranks import signs
-signs._INTERVAL_SECONDS, signs.SILENCE_SECONDS = 0.5, 2.0
+from async_ckpt.core.ranks import heartbeats
+heartbeats._INTERVAL_SECONDS, heartbeats.SILENCE_SECONDS = 0.5, 2.0
 states = [small(step) for step in range(4)]  # by collectives
 with open_run(here.root) as ckpt:
     here.save(ckpt, states[1], 1)
@@ -98,7 +98,7 @@ with open_run(here.root) as ckpt:
     here.save(ckpt, states[2], 2)
     if here.rank == 0:
         here.say("failed")
-        until(lambda: not ckpt._ranks.meeting.signs.lost([1]))
+        until(lambda: not ckpt._ranks.meeting.heartbeats.lost([1]))
     here.save(ckpt, states[3], 3)
 """
     world = worlds.start(3, script)
@@ -125,13 +125,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(signs, "monotonic", made)
+    monkeypatch.setattr(heartbeats, "monotonic", made)
     return made
 
 
-def heard(clock: Clock, rank: int, seconds: float, *, every: float = 5.0, answers: bool = True) -> Signs:
-    """What a process has heard of a rank that gave one sign, and then none, while it read for so long."""
-    one = Signs()
+def heard(clock: Clock, rank: int, seconds: float, *, every: float = 5.0, answers: bool = True) -> Heartbeats:
+    """What a process has heard of a rank that gave one heartbeat, and then none, while it read for so long."""
+    one = Heartbeats()
     one._hear({rank: "0 elsewhere 1 1"})
     end = clock.now + seconds
     while clock.now < end:
@@ -166,7 +166,7 @@ def test_a_process_that_was_stopped_itself_hears_anew_before_it_blames_anybody(c
     assert one.lost([3]) == {}
 
 
-def test_the_next_sign_makes_it_a_rank_again(clock: Clock) -> None:
+def test_the_next_heartbeat_makes_it_a_rank_again(clock: Clock) -> None:
     one = heard(clock, 3, 200)
     assert one.lost([3])
     one._hear({3: "1 elsewhere 1 1"})
@@ -182,27 +182,27 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_process_of_this_machine_is_known_by_when_it_began(clock: Clock) -> None:
     with process() as child:
-        text = f"7 {signs._machine()} {child.pid} {signs._began(child.pid)}"
-        one = Signs()
-        one._hear({1: text, 2: f"7 {signs._machine()} {child.pid} 1", 3: f"7 another/1 {child.pid} 1"})
+        text = f"7 {heartbeats._machine()} {child.pid} {heartbeats._began(child.pid)}"
+        one = Heartbeats()
+        one._hear({1: text, 2: f"7 {heartbeats._machine()} {child.pid} 1", 3: f"7 another/1 {child.pid} 1"})
         assert one.lost([1]) == {}
         assert one.lost([2]) == {
             2: f"its process, {child.pid} on the same machine, has ended"
         }  # its number is another's
         assert one.lost([3]) == {}  # of another machine, or of another container
         child.kill()
-        until(lambda: signs._began(child.pid) is None)  # nobody has waited for it yet
+        until(lambda: heartbeats._began(child.pid) is None)  # nobody has waited for it yet
         assert [*one.lost([1])] == [1]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Signs]]:
-    """Makes signs that are given often, and that end before their server does."""
-    monkeypatch.setattr(signs, "_INTERVAL_SECONDS", 0.02)
-    made: list[Signs] = []
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Heartbeats]]:
+    """Makes heartbeats that are given often, and that end before their server does."""
+    monkeypatch.setattr(heartbeats, "_INTERVAL_SECONDS", 0.02)
+    made: list[Heartbeats] = []
 
-    def one() -> Signs:
-        made.append(Signs())
+    def one() -> Heartbeats:
+        made.append(Heartbeats())
         return made[-1]
 
     yield one
@@ -210,7 +210,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Signs]]:
         each.end()
 
 
-def test_signs_are_given_by_a_connection_of_their_own_also_below_prefixes(make: Callable[[], Signs]) -> None:
+def test_heartbeats_are_given_by_a_connection_of_their_own_also_below_prefixes(make: Callable[[], Heartbeats]) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [make(), make()]
     for rank, one in enumerate(ranks):
@@ -223,13 +223,13 @@ def test_signs_are_given_by_a_connection_of_their_own_also_below_prefixes(make: 
 
 
 @pytest.mark.parametrize("store", [None, dist.HashStore()], ids=["none", "HashStore"])
-def test_without_a_server_there_are_no_signs_and_nobody_is_lost(store: object) -> None:
-    one = Signs()
+def test_without_a_server_there_are_no_heartbeats_and_nobody_is_lost(store: object) -> None:
+    one = Heartbeats()
     one.begin(World(0, 2, store=store), "token")
     assert one.lost([1]) == {}
 
 
-def test_a_rank_that_has_closed_gives_no_more_signs(make: Callable[[], Signs]) -> None:
+def test_a_rank_that_has_closed_gives_no_more_heartbeats(make: Callable[[], Heartbeats]) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [make(), make()]
     for rank, one in enumerate(ranks):
@@ -241,14 +241,14 @@ def test_a_rank_that_has_closed_gives_no_more_signs(make: Callable[[], Signs]) -
 
 
 def test_a_server_that_is_gone_is_tried_again_without_a_word(
-    make: Callable[[], Signs], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    make: Callable[[], Heartbeats], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     one, port = make(), server.port
     world = World(0, 2, store=dist.TCPStore("127.0.0.1", port, is_master=False))
     tried: list[object] = []
-    connect = signs._connected
-    monkeypatch.setattr(signs, "_connected", lambda address: (tried.append(address), connect(address))[1])
+    connect = heartbeats._connected
+    monkeypatch.setattr(heartbeats, "_connected", lambda address: (tried.append(address), connect(address))[1])
     del server
     one.begin(world, "token")
     until(lambda: len(tried) > 3)

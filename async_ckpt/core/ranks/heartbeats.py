@@ -1,4 +1,4 @@
-"""Signs of life: which ranks of one start have ended, or are silent.
+"""Heartbeats: which ranks of one start have ended, or are silent.
 
 In: the store of the ranks, and the name of their start. Out: for a rank that is asked for, why it is taken for lost.
 Knows nothing of: saves.
@@ -6,8 +6,8 @@ Knows nothing of: saves.
 Every few seconds each process says a number that rises and which process it is, by a connection of its own: a call to a
 store that does not answer may take as long as it likes, and holds up nobody else. A process on the same machine that is
 gone is lost at once. Another is lost when nothing was heard of it for two minutes, by a store that answers. A rank that
-was busy, or stopped, is a rank again with its next sign. Only a TCPStore, of a process group or the user's own, has
-signs: a FileStore would grow with each of them.
+was busy, or stopped, is a rank again with its next heartbeat. Only a TCPStore, of a process group or the user's own,
+has heartbeats: a FileStore would grow with each of them.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from ..host.waits import SILENCE_SECONDS, growing_pauses
 from ..spans import monotonic
 from .world import World
 
-# Between two signs, and how many ranks of a start give one in a second.
+# Between two heartbeats, and how many ranks of a start give one in a second.
 _INTERVAL_SECONDS: Final = 5.0
-_SIGNS_PER_SECOND: Final = 2000
+_BEATS_PER_SECOND: Final = 2000
 _SAID_SECONDS: Final = 30.0  # a silence of which the log tells
 _CONNECT_SECONDS: Final = 10.0
 
 _log = logging.getLogger("async_ckpt")
 
 
-class Sign(NamedTuple):
-    """The sign of a rank: its text, since when that is known, and how often it was read."""
+class Heartbeat(NamedTuple):
+    """The last heartbeat of a rank: its text, since when that is known, and how often it was read."""
 
     text: str
     since: float
     reads: int
 
 
-class Signs:
-    """The signs that this process gives and hears. A meeting creates it. The loop's thread changes what was heard, and
-    any thread may ask.
+class Heartbeats:
+    """The heartbeats that this process gives and hears. A meeting creates it. The loop's thread changes what was heard,
+    and any thread may ask.
     """
 
     def __init__(self) -> None:
-        self._heard: Mapping[int, Sign] = {}  # replaced as a whole, like all below that any thread may ask for
+        self._heard: Mapping[int, Heartbeat] = {}  # replaced as a whole, like all below that any thread may ask for
         self._answered = 0.0  # when the store has answered last
         self._asked: Mapping[int, float] = {}  # ranks, and when somebody has asked for them last
         self._interval = _INTERVAL_SECONDS
@@ -60,16 +60,16 @@ class Signs:
         self._pid = 0  # of the process that gives them
 
     def begin(self, world: World, token: str) -> None:
-        """Give signs from now on, if the ranks have a store for them, until `end` or the interpreter's exit."""
+        """Give heartbeats from now on, if the ranks have a store for them, until `end` or the interpreter's exit."""
         address = _address_of(world.store)
         if address is None or world.is_one or self._pid == os.getpid():
             return
         self._pid, self._heard, self._answered = os.getpid(), {}, 0.0
-        self._interval = max(_INTERVAL_SECONDS, world.size / _SIGNS_PER_SECOND)
-        get_loop().begin(self._live(address, f"async_ckpt/sign/{token}", world.rank))
+        self._interval = max(_INTERVAL_SECONDS, world.size / _BEATS_PER_SECOND)
+        get_loop().begin(self._live(address, f"async_ckpt/heartbeat/{token}", world.rank))
 
     def end(self) -> None:
-        """Give no more signs: this rank has closed. May be called again."""
+        """Give no more heartbeats: this rank has closed. May be called again."""
         self._pid = 0
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
@@ -80,9 +80,9 @@ class Signs:
             return {}
         heard, reasons = self._heard, {}
         for rank in [rank for rank in wanted if rank in heard]:  # of others, which may not have begun, deadlines tell
-            sign = heard[rank]
-            silent = self._answered - sign.since if sign.reads > 1 else 0.0
-            if (pid := _gone(sign.text)) is not None:
+            beat = heard[rank]
+            silent = self._answered - beat.since if beat.reads > 1 else 0.0
+            if (pid := _gone(beat.text)) is not None:
                 reasons[rank] = f"its process, {pid} on the same machine, has ended"
             elif silent > SILENCE_SECONDS:
                 reasons[rank] = f"nothing was heard of it for {silent:.0f} s"
@@ -110,16 +110,16 @@ class Signs:
                 await asyncio.sleep(self._interval)
 
     def _hear(self, heard: Mapping[int, str]) -> None:
-        now, signs = monotonic(), dict(self._heard)
+        now, beats = monotonic(), dict(self._heard)
         was_deaf = now - self._answered > 3 * self._interval
         for rank, text in heard.items():
-            before = signs.get(rank)
+            before = beats.get(rank)
             if before is None or before.text != text or was_deaf:
-                signs[rank] = Sign(text, now, 1)
+                beats[rank] = Heartbeat(text, now, 1)
                 self._said -= {rank}
             else:
-                signs[rank] = Sign(text, before.since, before.reads + 1)
-        self._heard, self._answered = signs, now
+                beats[rank] = Heartbeat(text, before.since, before.reads + 1)
+        self._heard, self._answered = beats, now
 
 
 def _address_of(store: Any) -> tuple[str, int] | None:
@@ -143,7 +143,7 @@ def _connected(address: tuple[str, int]) -> Any:
 
 
 def _exchanged(store: Any, prefix: str, rank: int, text: str, wanted: Collection[int]) -> dict[int, str]:
-    """Give this rank's sign, and read those of others. Never asks for a key that may be missing: that would wait."""
+    """Give this rank's heartbeat, and read those of others. No key is got that may be missing: that would wait."""
     store.set(f"{prefix}/{rank}", text)
     keys = {one: f"{prefix}/{one}" for one in wanted}
     there = keys if store.check([*keys.values()]) else {one: key for one, key in keys.items() if store.check([key])}
@@ -176,7 +176,7 @@ def _began(pid: int) -> int | None:
 
 
 def _gone(text: str) -> int | None:
-    """The number of the process that gave this sign, if it is of this machine and has ended."""
+    """The number of the process that gave this heartbeat, if it is of this machine and has ended."""
     with suppress(ValueError):
         _, machine, pid, began = text.split()
         if machine == _machine() != "-" and int(began) and _began(int(pid)) != int(began):
