@@ -357,6 +357,7 @@ class AsyncCheckpointer(RunReader):
             self._saver.close()
         finally:
             self._notice.close()
+            self._ranks.meeting.heartbeats.end()
             if self._saver.belongs_here:
                 self._roots.close()
 
@@ -409,7 +410,8 @@ class AsyncCheckpointer(RunReader):
             from_ranks: for a step saved by a world of another size, the rank whose value to take where each rank had
                 its own, by name, such as {"rng": 0}. In a world of the same size, each rank gets its own.
             fallback: with several ranks and without `step`, whether a step that is corrupt for one of them is skipped
-                by all of them. By default that rank raises CorruptCheckpointError.
+                by all of them. By default that rank raises CorruptCheckpointError. Not for objects whose
+                `load_state_dict` is a collective, as under FSDP1.
             broadcast: a process group of ranks that hold the same tensors, such as `mesh.get_group("replicate")`, or
                 `dist.group.WORLD` under DDP. Each rank reads a part of them, and broadcasts it to the others. All ranks
                 of the group call this.

@@ -63,6 +63,7 @@ class Loop:
         self.callbacks = Crew("callback", 64)
         self._lock = threading.Lock()
         self._writers: dict[str, Crew] = {}  # under _lock
+        self._hurries = False  # under _lock
         self._hanging: list[Future[None]] = []  # under _lock
         self._calls: set[Future[Any]] = set()  # of `off_loop` that have not returned; under _lock
         prepare_for_exit()
@@ -92,7 +93,8 @@ class Loop:
         """
         with self._lock:
             if root not in self._writers:
-                self._writers[root] = Crew(f"write-{len(self._writers)}", _NUM_WRITERS, background=True)
+                background = not self._hurries
+                self._writers[root] = Crew(f"write-{len(self._writers)}", _NUM_WRITERS, background=background)
             return self._writers[root]
 
     def stop_writers(self, root: str) -> None:
@@ -181,6 +183,7 @@ class Loop:
     def hurry(self) -> None:
         """Let the background threads no longer give way to training, because the user waits for them."""
         with self._lock:
+            self._hurries = True  # also those that are made for the last saves
             crews = [self.readers, self.background, *self._writers.values()]
         for crew in crews:
             crew.hurry()

@@ -12,6 +12,7 @@ looks at the clock.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,9 @@ ABORT_SECONDS: Final = 10.0
 
 # --- other ranks --------------------------------------------------------------------------------------------------
 
+# Nothing was heard of another rank, though the store of the ranks answers: it is lost. A debugger, or a call that holds
+# the GIL for longer, needs more.
+SILENCE_SECONDS: Final = float(os.environ.get("ASYNC_CKPT_SILENCE_SECONDS") or 120.0)
 # The first save, export or publication of another rank.
 MEETING_SECONDS: Final = 600.0
 # Between two signs that a rank is still working: much less than the other ranks wait for its answer.

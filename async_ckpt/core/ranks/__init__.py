@@ -3,6 +3,7 @@ folder.
 
 - `world.py`: which rank this process is, and messages by the store of the process group; `peers.py`: all that one
   checkpointer knows.
+- `heartbeats.py`: which ranks are lost.
 - `meeting.py`: the words of ranks to each other, their token and classes, those of one restore; `answers.py`: rank
   0's for all.
 - `attempts.py`: the joint save of all ranks, its states, number and name; `divide.py`: the part of it that this rank

@@ -262,13 +262,13 @@ class Agreement:
         return more if copies is None else {**more, "copies": copies}
 
     async def _all_receipts(self, off_loop: OffLoop, check: Callable[[], None]) -> RankFiles:
-        size, deadline = self._ranks.world.size, monotonic() + PEER_SECONDS
+        size, deadline, was_lost = self._ranks.world.size, monotonic() + PEER_SECONDS, False
         for number, seconds in enumerate(_looks(self._run.storage.remote)):
             receipts = await off_loop(self._exchange.receipts)
             refused = [receipt for receipt in receipts.values() if not receipt.is_ok]
             if refused:
                 await off_loop(partial(self._raise_refusals, refused))
-            asks = _asks_group(number)
+            asks = was_lost or _asks_group(number)  # a rank may have said why, and ended
             if number == _LOOKS_BEFORE_GROUP:  # a rank that is so late may be saving something else
                 await off_loop(partial(self._ranks.attempts.say, self._joint))
             said = await off_loop(self._said_by_group) if asks else None
@@ -281,6 +281,10 @@ class Agreement:
                 break
             if not self._root.is_shared and await off_loop(self._root.found_apart):
                 self._raise_apart()
+            lost = self._ranks.meeting.heartbeats.lost(rank for rank in range(size) if rank not in receipts)
+            if lost and was_lost:  # and it has left no receipt
+                self._raise_lost(lost)
+            was_lost = bool(lost)
             if monotonic() > deadline:
                 self._raise_missing(receipts)
             await _pause(seconds, check)
@@ -323,6 +327,14 @@ class Agreement:
             rank=rank,
         )
 
+    def _raise_lost(self, lost: Mapping[int, str]) -> NoReturn:
+        causes = [Cause(rank, why) for rank, why in lost.items()]
+        self._joint.causes += causes
+        error = _peers_failed(self._joint, causes)
+        if self._joint.is_any:
+            raise StorageUnavailableError(str(error), path=self._root.where)
+        raise error
+
     def _raise_missing(self, receipts: dict[int, Receipt]) -> None:
         missing = [rank for rank in range(self._ranks.world.size) if rank not in receipts]
         who = ", ".join(map(str, missing[:20])) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
@@ -351,7 +363,7 @@ class Agreement:
         return None if self.decides else await self._heard(off_loop, check, in_time)
 
     async def _heard(self, off_loop: OffLoop, check: Callable[[], None], in_time: float) -> Manifest:
-        deadline, is_unknown = monotonic() + in_time, False
+        deadline, is_unknown, lost = monotonic() + in_time, False, ""
         remote = self._run.storage.remote
         for number, pause in enumerate(_looks(remote, self.world_size)):
             # Rank 0 is not that quick; and many ranks that have said yes at one moment do not all look then.
@@ -362,7 +374,7 @@ class Agreement:
                 decision = await off_loop(partial(self._exchange.decision, asks_for_verdict=asks_for_verdict))
                 if decision is None and asks_for_verdict and self._others:
                     decision = await off_loop(self._verdict_of_all)
-            if decision is None and _asks_group(number):
+            if decision is None and (lost or _asks_group(number)):
                 await self._refuse_other(off_loop)
                 decision = await off_loop(partial(self._root.verdict, self._joint.attempt))
                 if decision is None:
@@ -385,15 +397,19 @@ class Agreement:
                 raise _peers_failed(self._joint, decision.causes)
             if self._joint.is_any and await off_loop(self._root.found_apart):
                 self._raise_apart()
-            if is_unknown or monotonic() > deadline:
+            if is_unknown or lost or monotonic() > deadline:
                 break
+            lost = self._ranks.meeting.heartbeats.lost([0]).get(0, "")  # look once more: it may have committed before
             # Rank 0 does not know itself: look once more.
             is_unknown = _asks_group(number) and await off_loop(partial(self._root.is_unknown, self._joint.attempt))
         self._joint.life.go(JointState.LEFT)
-        silence = "cannot say" if is_unknown else f"has not said in {in_time:.0f} s"
+        silence = (
+            "cannot say" if is_unknown else "is lost and has not said" if lost else f"has not said in {in_time:.0f} s"
+        )
+        why = f" ({lost})" if lost and not is_unknown else ""
         raise PeerFailedError(
-            f"{self._joint.what}: rank 0 {silence} whether it is committed. It may be: look at what is committed when "
-            f"{self._root.where if is_unknown else 'rank 0'} is back",
+            f"{self._joint.what}: rank 0 {silence} whether it is committed{why}. It may be: look at what is committed "
+            f"when {self._root.where if is_unknown else 'rank 0'} is back",
             rank=0,
             undecided=True,
         )

@@ -23,6 +23,7 @@ from ..host.waits import ENDS_THE_CALL, MEETING_SECONDS, SIGN_SECONDS, Wait
 from ..runs.receipts import EMPTY, Table
 from ..slicing.locator import Classes
 from ..spans import TIMEKEEPER, monotonic
+from .heartbeats import Heartbeats
 from .world import Words, World, refuse_if_changed, world_of
 
 # Seconds between two calls of `look_around`.
@@ -164,6 +165,7 @@ class Meeting:
                 )
         self._words: Words | None = None
         self._token: str | None = None
+        self.heartbeats = Heartbeats()
         self._restores = itertools.count()
         self.has_met = False
         self.table = EMPTY  # of the ranks before the first decision
@@ -198,6 +200,7 @@ class Meeting:
                 self.words().say("token", self._token)
             else:
                 (self._token,) = self.hear(["token"], "the first save or restore of rank 0")
+            self.heartbeats.begin(world, self._token)
         return self._token
 
     def knows_token(self) -> bool:
@@ -208,6 +211,8 @@ class Meeting:
         """Ask the store for it, and do not wait."""
         if self._token is None and self.world.store is not None:
             self._token = self.words().said("token")
+            if self._token is not None:
+                self.heartbeats.begin(self.world, self._token)
 
     def meet(self, structure: str, where: str) -> Table:
         """Tell rank 0 how the state looks here, and hear which ranks have states alike."""
@@ -253,6 +258,7 @@ class Meeting:
                 "with ranks= and run_id=, there is nothing by which ranks could agree on the newest step; give step=, "
                 "or make the AsyncCheckpointer with store="
             )
+        self.token()  # by which ranks give heartbeats from here on
         return Talk(world.rank, world.size, self.words, self.hear, f"restore/{next(self._restores)}")
 
     def hear(
@@ -283,6 +289,16 @@ class Meeting:
                     "all of them again",
                     rank=0,
                 )
+            for rank, why in self.heartbeats.lost(self._ranks_of(keys)).items():
+                if not any(self.words().are_said([key]) for key in keys if rank in self._ranks_of([key])):
+                    raise PeerFailedError(
+                        f"waited for {what}, but of rank {rank}: {why}; start all ranks again", rank=rank
+                    )
             return goes_on
 
         return hear(self.words(), keys, lambda: wait.goes_on(lambda: f"{what}; {self.advice}"), late, look_around)
+
+    def _ranks_of(self, keys: Sequence[str]) -> set[int]:
+        """The other ranks that are to say these words: most are rank 0's."""
+        whose = {int(key.rpartition("/")[2]) if key.startswith("structure/") else 0 for key in keys}
+        return whose - {self.world.rank}

@@ -57,6 +57,12 @@ def test_a_process_without_an_accelerator_has_none():
     assert set(RngState().state_dict()) <= {"python", "numpy", "torch"}
 
 
+def test_a_device_that_does_not_say_whether_it_is_in_use_is_asked_which_one_is_current(sim, monkeypatch):
+    monkeypatch.delattr(simulated.Module, "is_initialized")
+
+    assert backends.current_device() == torch.device("sim:0")
+
+
 def test_tensors_of_a_device_without_streams_are_copied_while_save_waits_and_none_is_deferred(tmp_path, poor, caplog):
     p = torch.nn.Parameter(torch.full((2 * ITEMS,), 3.0, device="sim"))
     p.grad = torch.ones_like(p)

@@ -18,6 +18,7 @@ from states import MIB, SEGMENT
 from async_ckpt.core.host import limits as host
 from async_ckpt.core.host import threads
 from async_ckpt.core.host.limits import free_memory_bytes
+from async_ckpt.core.host.loop import Loop
 from async_ckpt.core.host.memory import HostBuffer
 from async_ckpt.core.host.numa import _node_at, prefer_node
 from async_ckpt.core.host.pool import MIN_SEGMENTS, SegmentPool
@@ -480,6 +481,7 @@ def test_who_is_waited_for_has_the_disk_like_all_others():
     if get_number is None:
         pytest.skip("the number of ioprio_get is not known here")
     crew, threads, may_end = Crew("test", 2, background=True), [], threading.Event()
+    loop = Loop()
 
     def task():
         threads.append(threading.get_native_id())
@@ -494,7 +496,12 @@ def test_who_is_waited_for_has_the_disk_like_all_others():
         pytest.skip("the kernel has no priorities for its disks")
     crew.hurry()
     crew.submit(task)  # one that starts later, too
-    until(lambda: len(threads) == 2)
+    loop.hurry()
+    writers = loop.writers()  # that are made for the last saves
+    writers.submit(task)
+    until(lambda: len(threads) == 3)
     assert 3 not in classes()
     may_end.set()
     crew.stop()
+    writers.stop()
+    loop.stop()

@@ -177,6 +177,12 @@ def test_where_nothing_is_committed_the_memory_is_taken_all_the_same(tmp_path):
         assert ckpt.steps() == []
 
 
+def test_the_first_save_leaves_memory_for_all_of_the_next_however_little_it_needed_at_once(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        ckpt.save(state_of(160), step=1).result()
+        until(lambda: ckpt._saver.pool.num_bytes >= 160 * MIB)
+
+
 def test_a_save_under_way_keeps_its_memory_while_another_step_is_restored(tmp_path):
     state = state_of(30)
     with open_run(tmp_path, host_bytes=16 * MIB) as ckpt:

@@ -246,6 +246,21 @@ def test_objects_that_ask_for_much_more_than_they_hold_are_refused(nursery: Nurs
     assert (ended.status, ended.err) == (0, "")
 
 
+def thirds() -> torch.Tensor:
+    return torch.tensor([1 / 3])
+
+
+def test_a_parameter_made_by_a_function_that_torch_was_told_is_safe_loads(saved: Path) -> None:
+    made = called(f"{__name__}.thirds")
+    objects_swapped(saved, zipped(called("torch._utils._rebuild_parameter", made, b"\x89", b"}")))
+
+    assert_refused(saved, UntrustedObjectError)
+    with torch.serialization.safe_globals([thirds]):
+        parameter = async_ckpt.load(saved)["seen"]
+    assert type(parameter) is nn.Parameter
+    assert torch.equal(parameter, thirds())
+
+
 def allowed() -> list[str]:
     """All that torch's weights-only unpickler calls, or takes for a value, without being told to."""
     from torch._weights_only_unpickler import _get_allowed_globals

@@ -299,6 +299,24 @@ def test_what_is_not_selected_stays(select: str, expected: Any, ckpt: AsyncCheck
     assert live == expected
 
 
+@dataclasses.dataclass
+class Later:
+    """A `Record` with another field in place of its lines."""
+
+    epoch: int = 0
+    patience: int = 0
+
+
+def test_a_record_with_other_fields_than_were_saved_is_a_difference_and_stays_as_it_is(ckpt: AsyncCheckpointer) -> None:
+    live = Later()
+    with pytest.raises(StateMismatchError) as raised:
+        restored(ckpt, {"h": Record(1, [2])}, {"h": live})
+
+    assert raised.value.missing == ("h.patience",)
+    assert raised.value.unexpected == ("h.lines",)
+    assert live == Later()
+
+
 def test_items_of_a_longer_list_cannot_be_selected(ckpt: AsyncCheckpointer) -> None:
     live = [0]
     with pytest.raises(StateMismatchError, match="h is selected in part, and has other items here"):

@@ -33,6 +33,7 @@ from async_ckpt import (
 )
 from async_ckpt.core.loading import load as load_module
 from async_ckpt.core.loading.archives import find
+from async_ckpt.core.loading.archives.archive import OpenArchive
 from async_ckpt.core.loading.archives.contents import Part
 from async_ckpt.core.loading.archives.find import from_newest
 from async_ckpt.core.loading.restore import RestoreOptions, restore_state
@@ -436,6 +437,20 @@ def test_another_tar_says_what_opens_it(tmp_path: Path) -> None:
     folder.handle.result()
     with pytest.raises(ForeignFileError, match=r"another tar; use unpack\(\)"):
         async_ckpt.load(tmp_path / "x.tar")
+
+
+def test_what_opening_has_read_of_an_archive_is_not_asked_for_again(
+    archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async_ckpt.save({"w": torch.ones(3)}, archive).result()
+    with LocalStorage(archive.parent).open(archive.name) as reader:
+        opened, asked = OpenArchive(reader, path=str(archive), verify=True), []
+        monkeypatch.setattr(LocalReader, "read_into", lambda self, offset, target: asked.append((offset, len(target))))
+        known = bytearray(opened.num_begun)
+        opened.read_into(0, memoryview(known))
+
+    assert known == archive.read_bytes()[: opened.num_begun] != b""
+    assert asked == []
 
 
 def test_what_is_no_checkpoint_is_told_apart(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from async_ckpt import (
     NotCommittedError,
     UntrustedObjectError,
 )
+from async_ckpt.core.loading.archives.dcp_folder import OpenDcp
 from async_ckpt.core.spec import BLOCK_BYTES, DTYPES, MIB
 from async_ckpt.core.storage.local import LocalStorage
 
@@ -609,3 +611,24 @@ def test_whatever_a_header_says_what_loads_lies_within_the_file(
     except CorruptCheckpointError:
         return
     assert sum(tensor.nbytes for tensor in loaded.values()) == num_bytes
+
+
+class Odd:
+    """Not plain data, so it is pickled."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_pickled_objects_of_dcp_have_equal_digests_if_they_are_equal(tmp_path: Path) -> None:
+    """So they are compared without being loaded, which would need trust."""
+    dcp.save({"w": torch.ones(3), "a": Odd(1), "b": Odd(2), "c": Odd(1)}, checkpoint_id=tmp_path, no_dist=True)
+
+    with ExitStack() as stack:
+        archive = OpenDcp(LocalStorage(tmp_path), stack, verify=True)
+        _, stored = archive.tree()
+        digest_of = archive.object_digests(stored)
+        told = {leaf.path[-1]: digest_of[leaf.number] for leaf in stored if leaf.kind == "object"}
+
+    assert sorted(told) == ["a", "b", "c"]
+    assert told["a"] == told["c"] != told["b"]

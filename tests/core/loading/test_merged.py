@@ -210,6 +210,22 @@ class Odd:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_pickled_objects_have_equal_digests_if_they_are_equal_whichever_rank_has_saved_them(tmp_path: Path):
+    """So they are compared without being loaded, which would need trust."""
+    paths = write_all(tmp_path, 2, lambda rank: {"shared": Odd(0), f"of{rank}": Odd(0), "odd": Odd(rank)})
+
+    with opened(paths, per_rank=["odd"]) as merged:
+        _, stored = merged.tree()
+        digest_of = merged.object_digests(stored)
+        told = [(leaf.path[0], digest_of[leaf.number]) for leaf in stored if leaf.kind == "object"]
+
+    shared = dict(told)["shared"]
+    assert sorted((name, digest == shared) for name, digest in told) == [
+        ("odd", False), ("odd", True), ("of0", True), ("of1", True), ("shared", True)
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_pickled_objects_are_those_of_the_lowest_rank_unless_they_are_of_each(tmp_path: Path):
     paths = write_all(tmp_path, 2, lambda rank: {"a": [Odd(-1)] * rank, "odd": Odd(rank)})
 

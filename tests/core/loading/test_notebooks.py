@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -12,6 +13,7 @@ from states import open_run, state_at
 import async_ckpt
 from async_ckpt import PullReport, StorageUnavailableError, VerifyReport
 from async_ckpt.core.loading.run_history import History
+from async_ckpt.core.notebooks.markup import bars
 from async_ckpt.core.report import Destination, Progress, SaveReport
 
 ATTACK = "<script>alert(1)</script>&\"'<img src=x onerror=y>"
@@ -141,3 +143,11 @@ def test_a_large_checkpoint_is_shown_in_part(tmp_path):
 
     assert "300 names" in reader.words
     assert "and 200 more" in reader.words
+
+
+def test_the_longest_bar_ends_where_its_picture_does():
+    drawn = bars("bytes", [("optimizer", 2.0), ("model", 1.0)])
+
+    (width,) = re.findall(r'viewBox="0 0 (\d+) ', drawn)
+    ends = [float(begin) + float(length) for begin, length in re.findall(r'<rect x="(\d+)".*? width="([\d.]+)"', drawn)]
+    assert max(ends) == float(width)

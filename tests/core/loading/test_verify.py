@@ -26,8 +26,9 @@ import zstandard
 from archives import flip, forge_manifest, parsed_index
 from buckets import Bucket, bucket, through  # noqa: F401
 from damage import STATE
+from rank_oracle import run_of
 from slices import some
-from states import difference, noise, open_run, state_at
+from states import assert_is_state, difference, noise, open_run, state_at
 
 import async_ckpt
 from async_ckpt import (
@@ -41,6 +42,7 @@ from async_ckpt import (
 )
 from async_ckpt.core.format import index, tar
 from async_ckpt.core.loading import verify as verify_module
+from async_ckpt.core.loading.catch_up import copy_step
 from async_ckpt.core.loading.fill import READ_BYTES
 from async_ckpt.core.report import VerifyReport
 from async_ckpt.core.spec import BLOCK_BYTES, MIB
@@ -705,6 +707,19 @@ def test_an_archive_of_a_store_that_is_replaced_while_it_is_read_is_an_error(
 def test_an_archive_in_memory_is_verified() -> None:
     async_ckpt.save(STATE, "memory://verify/x.tar").result()
     assert async_ckpt.verify("memory://verify/x.tar").num_archives == 1
+
+
+def test_a_copy_counts_the_bytes_of_an_archive_that_an_interrupted_copy_has_left(tmp_path: Path) -> None:
+    with open_run(tmp_path / "near") as ckpt:
+        ckpt.save(state_at(1), step=1).result()
+    source, counted, again = run_of(tmp_path / "near"), [], []
+    copy_step(source, run_of(tmp_path / "far"), 1, on_bytes=counted.append)
+    (tmp_path / "far" / "step_00000001" / "manifest.json").unlink()
+
+    copy_step(source, run_of(tmp_path / "far"), 1, on_bytes=again.append)
+
+    assert sum(again) == sum(counted) == source.manifest(1).archives[0].num_bytes
+    assert_is_state(async_ckpt.load(tmp_path / "far"), 1)
 
 
 # --- what others wrote, and what is published

@@ -57,6 +57,12 @@ def test_plain_data_of_every_protocol_are_what_python_makes_of_them(value: Any, 
     assert Plain().follow(pickle.dumps(value, protocol)) == value
 
 
+@pytest.mark.parametrize("text", ["", "aäb", "x" * 255])
+def test_a_text_of_python_2_is_what_python_makes_of_it(text: str) -> None:
+    program = b"\x80\x02U" + bytes([len(text)]) + text.encode("latin-1") + b"."
+    assert Plain().follow(program) == pickle.loads(program, encoding="latin-1") == text
+
+
 @given(values, st.data())
 def test_a_program_that_is_cut_off_is_refused(value: Any, data: st.DataObject) -> None:
     program = pickle.dumps(value, 2)

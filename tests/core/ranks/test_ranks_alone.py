@@ -257,6 +257,25 @@ def test_stages_of_a_pipeline_are_compared_once_and_then_only_what_has_changed(w
     assert load(worlds.root)["stage1"]["n"] == 6
 
 
+def test_replicas_are_read_for_their_comparison_at_the_first_save_alone_on_every_rank(worlds: Worlds) -> None:
+    script = """
+    from async_ckpt.core.ranks import divide
+    real, read = divide._digests, []
+
+    def digests(copies):
+        read.append(here.rank)
+        return real(copies)
+
+    divide._digests = digests
+    state = ddp()
+    with open_run(here.root) as ckpt:
+        for step in (1, 2, 3):
+            here.save(ckpt, state, step)
+    here.tell(read)
+    """
+    assert [one.told[-1] for one in worlds.run(2, script)] == [[0], [1]]
+
+
 def test_what_only_some_ranks_have_is_compared_among_these() -> None:
     def halves(state: dict[str, object], of_some: list[str]) -> tuple[str, str]:
         told = SharedValues(capture(state).skeleton, None, {}, [], (), of_some).digest()

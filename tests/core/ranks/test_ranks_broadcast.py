@@ -131,6 +131,14 @@ def test_a_rank_that_fails_fails_the_restore_on_all_and_nobody_waits(worlds: Wor
     assert ends[1][0] == "OSError"
 
 
+def test_ranks_that_restore_different_steps_are_all_told_so(worlds: Worlds):
+    before = "here.save(ckpt, state, 2, per_rank=['own'])"
+    ends = told(worlds, 2, "ddp(1)", "dist.group.WORLD", before=before, step="1 + here.rank")
+
+    assert [one[0] for one in ends] == ["ValueError"] * 2
+    assert "restore different steps: [1, 2]" in ends[0][1]
+
+
 def test_what_is_no_group_is_refused(worlds: Worlds):
     (end,) = told(worlds, 1, "fsdp()", "'replicate'")
 

@@ -6,10 +6,17 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_oracle import saved
 from rank_states import numbered
 from rank_worlds import Ended, Worlds
 from states import open_run
+
+from async_ckpt import PeerFailedError
+from async_ckpt.core.ranks.attempts import Attempts, JointSave
+from async_ckpt.core.ranks.meeting import Meeting
+from async_ckpt.core.ranks.world import World
+from async_ckpt.core.runs.receipts import Cause
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -307,6 +314,21 @@ def test_a_root_that_is_away_while_the_decision_is_waited_for_is_asked_again(wor
     assert column(ended, 0, "status") == ["committed"] * 2
 
 
+def test_saves_that_failed_while_rank_0_never_came_leave_their_step_undecided():
+    meeting = Meeting()
+    meeting._world = World(1, 2, store=dist.PrefixStore("", dist.HashStore()))  # where rank 0 says nothing
+    attempts, failed, asked = Attempts(meeting, max_in_flight=1), [JointSave(1), JointSave(1)], []
+    for joint in failed:
+        attempts.fail(joint, Cause(1, "no room here"))
+    for joint in failed:
+        attempts.forget(joint)
+
+    assert [joint.is_left for joint in failed] == [True, True]  # or what follows would wait for ever
+    with pytest.raises(PeerFailedError, match="does not know whether it is committed") as raised:
+        attempts.begin(JointSave(1), asked.append)
+    assert (raised.value.undecided, asked) == (True, failed[:1])
+
+
 UNSAID = """
 from async_ckpt import StorageUnavailableError
 from async_ckpt.core.ranks.shared_root import SharedRoot
@@ -330,6 +352,7 @@ def test_an_attempt_that_nobody_could_decide_keeps_its_step_and_no_other(worlds)
 
     assert column(ended, 2, "raised_by") == ["save"] * 2
     assert column(ended, 2, "undecided") == [True] * 2
+    assert column(ended, 2, "rank") == [0] * 2  # which has not said what it decided
     assert "save another step" in ended[0].saves[2]["text"]
 
 

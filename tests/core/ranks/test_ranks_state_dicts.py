@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 
 import pytest
+from archives import flip
 from rank_worlds import Worlds
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
@@ -109,3 +111,25 @@ def test_where_a_rank_looks_for_names_that_another_has_saved(worlds: Worlds) -> 
     )
 
     assert [one.told for one in ended] == [[[1, [1, 1, 1, 1, 1]]]] * 2
+
+
+def test_where_one_rank_alone_finds_the_newest_step_damaged(worlds: Worlds) -> None:
+    """The other fills its state already, and must not wait in a state dict for the first."""
+    worlds.run(
+        2, "own_parts = []" + COUNTED + SAVE.replace("ckpt.save(state, 1)", "[ckpt.save(state, n) for n in (1, 2)][1]")
+    )
+    (archive,) = worlds.root.glob("step_00000002/rank_00001.*.tar")
+    flip(archive, 700)  # in its index
+    script = """
+    import warnings
+    warnings.simplefilter("ignore")
+    state = objects()
+    del state["gathered"]  # its own loading waits for all ranks
+    with open_run(here.root) as ckpt:
+        step = ckpt.restore(state, fallback=True)
+    here.tell([step, [one.num_taken for one in (state["model"], state["optimizer"], *state["loaders"])]])
+    """
+
+    ended = worlds.run(2, "own_parts = []" + COUNTED + textwrap.dedent(script))
+
+    assert [one.told for one in ended] == [[[1, [1, 1, 1, 1]]]] * 2

@@ -184,6 +184,14 @@ def test_what_is_no_rule_at_all_is_refused(keep, tmp_path):
         AsyncCheckpointer(tmp_path, keep=keep)
 
 
+@pytest.mark.parametrize(("rule", "is_told"), [("last", True), ("every", False)])
+def test_whoever_asks_to_keep_no_steps_at_all_is_told_how_to_keep_every_one(rule, is_told):
+    with pytest.raises(ValueError, match=rf"Keep\({rule}=…\) must be a whole number from 1 on, got 0") as raised:
+        Keep(**{rule: 0})
+
+    assert ("None keeps every step" in str(raised.value)) is is_told
+
+
 def test_a_number_is_that_of_the_newest_steps():
     assert keep_of(3) == keep_of(torch.tensor(3)) == Keep(last=3)
     assert keep_of(None) == Keep()

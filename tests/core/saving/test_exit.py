@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import textwrap
@@ -9,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from racing import Gate
 from states import assert_is_state, leftovers, names_below, open_run
 
 import async_ckpt
@@ -509,6 +512,63 @@ def test_saves_that_are_given_up_together_have_one_grace_for_all(monkeypatch):
 
     assert waited == [10.0, 1.0, 4.0, 10.0]
     assert len(given_up) == 12
+
+
+def test_a_call_that_is_given_up_before_its_turn_writes_nothing(tmp_path):
+    gate, state = Gate(), {"w": torch.ones(3)}
+
+    def slow(state, path):
+        gate.passed()
+        torch.save(state, path)
+
+    first = async_ckpt.wrap(slow)(state, str(tmp_path / "first.pt"))
+    gate.wait_reached()
+    second = async_ckpt.wrap(torch.save)(state, str(tmp_path / "second.pt"))
+    (save,) = (save for save in ledger.all_saves() if save.handle is second)
+    save.give_up(async_ckpt.SaveAbandonedError("nobody waits for it"))
+    gate.open()
+
+    with pytest.raises(async_ckpt.SaveAbandonedError, match="nobody waits for it"):
+        second.result()
+    first.result()
+    assert names_below(tmp_path) == ["first.pt"]
+
+
+def test_what_is_written_while_the_process_exits_no_longer_gives_way_to_others_at_the_disk(tmp_path, nursery):
+    body = """
+    import ctypes
+    number = {"x86_64": 252, "aarch64": 31}[os.uname().machine]  # ioprio_get(2)
+
+    def is_idle():
+        return ctypes.CDLL(None).syscall(number, 1, threading.get_native_id()) >> 13 == 3
+
+    begun, go, write = threading.Event(), threading.Event(), LocalSink.write
+    real_wait_for = async_ckpt.core.saving.exit.wait_for
+
+    def told_write(self, *arguments):
+        before = is_idle()
+        begun.set()
+        go.wait()
+        print(before, is_idle(), flush=True)
+        write(self, *arguments)
+
+    def wait_for(*arguments):
+        go.set()
+        return real_wait_for(*arguments)
+
+    LocalSink.write, async_ckpt.core.saving.exit.wait_for = told_write, wait_for
+    open_run(root).save(state_at(1), step=1)
+    begun.wait()
+    """
+    if os.uname().machine not in ("x86_64", "aarch64"):
+        pytest.skip("the number of ioprio_get is not known here")
+    ended = nursery.run(script(body), tmp_path / "run")
+
+    assert ended.status == 0, ended.err
+    told = {*ended.out.splitlines()} - {"other hook"}
+    if told == {"False False"}:
+        pytest.skip("the kernel has no priorities for its disks")
+    assert told == {"True False"}
 
 
 # --- forks -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import json
 import threading
 
 import pytest
@@ -374,3 +375,11 @@ def test_a_run_that_never_asks_should_save_keeps_no_handle_of_each_save(tmp_path
             ckpt.save({"n": step}, step=step).result()
         ckpt.wait()
         assert living(SaveHandle) - before < 80
+
+
+def test_the_folder_of_a_trace_is_made_and_may_be_there_already(tmp_path):
+    trace = tmp_path / "traces" / "today" / "run.json"
+    for step in (1, 2):
+        with open_run(tmp_path / "run", trace=trace) as ckpt:
+            ckpt.save(state_at(step), step=step).result()
+        assert json.loads(trace.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from slices import examples
 
 from async_ckpt.core.slicing.cover import Box, cover, strided_copies
+from async_ckpt.core.slicing.locator import ShardLocator, StepLayout
 
 Ints = tuple[int, ...]
 
@@ -114,3 +116,15 @@ def test_what_is_regular_is_one_run_that_repeats(source: Box, target: Box, num_r
 
 def test_a_box_is_shown_as_python_writes_it():
     assert str(Box((0, 2), (4, 3))) == "[0:4, 2:5]"
+
+
+def test_a_value_that_is_no_tensor_is_looked_for_at_the_rank_that_has_written_it():
+    written = {"first": ["model.steps", "epoch"], "second": ["loader"]}  # as a planner has divided them
+    structures = {
+        digest: "\n".join(json.dumps([name, None, None, None]) for name in names) for digest, names in written.items()
+    }
+    locator = ShardLocator(StepLayout({"first": [0], "second": [1]}, structures))
+
+    assert locator.naming(["loader"]) == {1}
+    assert locator.naming(["epoch", "loader"]) == {0, 1}
+    assert locator.naming(["of no rank"]) == set()

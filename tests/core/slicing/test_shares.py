@@ -206,10 +206,14 @@ def test_small_whole_tensors_are_written_by_every_rank_up_to_16_mib_in_all():
     assert {times[name][0] for name in shapes} == {1, 2}
 
 
-def test_small_replicated_dtensors_are_shared_out_and_not_written_by_every_rank():
+@pytest.mark.parametrize("num_items", [8, 1])
+def test_small_replicated_dtensors_are_shared_out_and_not_written_by_every_rank(num_items: int):
     mesh = Mesh.of((2,), (0, 1))
 
-    by_rank = [rectangles_to_write({"t": cut((8,), mesh, (rank,)), "u": cut((8,), mesh, (rank,))}) for rank in (0, 1)]
+    by_rank = [
+        rectangles_to_write({name: cut((num_items,), mesh, (rank,), item_bytes=1) for name in ("t", "u")})
+        for rank in (0, 1)
+    ]
 
     assert [sorted(name for name in taken if taken[name]) for taken in by_rank] == [["t"], ["u"]]
 

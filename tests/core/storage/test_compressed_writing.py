@@ -239,6 +239,32 @@ def test_no_more_threads_compress_at_once_than_told(tmp_path, monkeypatch):
     assert most <= 3  # one may be on its way out
 
 
+def test_after_many_segments_no_more_threads_compress_than_before(tmp_path, monkeypatch):
+    segments = Segments(14, segment_bytes=64 * 1024)
+    sink = sink_for(LocalStorage(tmp_path), segments, threads=2)
+    for number in range(8):
+        segments.write(sink, number)
+    compress, inside, go_on = ZstdSink._compress, [], threading.Event()
+
+    def held(self: ZstdSink, number: int, *rest: Any) -> None:
+        inside.append(number)
+        assert go_on.wait(PATIENCE)
+        compress(self, number, *rest)
+
+    monkeypatch.setattr(ZstdSink, "_compress", held)
+    calls = [Call(lambda n=n: segments.write(sink, n)) for n in range(8, 14)]  # type: ignore[misc]
+    until(lambda: len(inside) + sum(not call.is_alive() for call in calls) == 6)
+    at_once = len(inside)
+    go_on.set()
+    for call in calls:
+        call.outcome()
+    sink.finish()
+    sink.close()
+
+    assert at_once == 2
+    assert_whole(tmp_path / "x.zst", segments)
+
+
 def test_an_object_that_lacks_a_segment_cannot_be_finished_and_leaves_no_trace(tmp_path):
     segments = Segments(4, segment_bytes=64 * 1024)
     sink = sink_for(LocalStorage(tmp_path), segments)

@@ -567,6 +567,50 @@ def test_a_folder_in_which_no_file_can_be_made_is_an_error_and_not_waited_for():
         async_ckpt.save({"x": 1}, "/proc/x.tar").result(60)
 
 
+@pytest.fixture
+def of_others(disk) -> list[str]:
+    """Two files that other ranks have written, one of them more than a day ago."""
+    for name, seconds in (("new", 86_400 - 600), ("old", 86_400 + 600)):
+        disk.put_new(f"step/{name}", b"from another rank")
+        written = os.stat(disk.root / "step" / name).st_mtime - seconds
+        os.utime(disk.root / "step" / name, (written, written))
+    return ["new", "old"]
+
+
+@needs_fcntl
+def test_of_the_files_that_other_ranks_have_written_only_those_older_than_a_day_are_swept(disk, of_others):
+    assert disk.sweep("step", of_others, delete=True, decided=True, of_ranks=True) == ["old"]
+    assert disk.names("step") == ["new"]
+
+
+def test_no_file_of_another_rank_is_swept_before_the_attempt_is_decided(disk, of_others):
+    assert disk.sweep("step", of_others, delete=True, of_ranks=True) == []
+    assert sorted(disk.names("step")) == of_others
+
+
+@needs_fcntl
+def test_a_file_that_this_process_holds_is_read_and_stays_held(tmp_path, nursery):
+    paths = [tmp_path / name for name in ("a", "b")]
+    for path in paths:
+        path.write_text(f"about {path.name}")
+    held = [locks.hold(path) for path in paths]
+
+    assert [locks.read_held(path) for path in paths] == [b"about a", b"about b"]
+    ended = nursery.run(
+        """
+        import sys
+        from pathlib import Path
+        from async_ckpt.core.storage import locks
+        print(*(locks.is_held(Path(path)) for path in sys.argv[1:]))
+        """,
+        *paths,
+    )
+    assert ended.out == "True True\n"
+    for fd in held:
+        assert fd is not None
+        locks.forget(fd)
+
+
 def test_garbage_that_holds_a_lock_may_be_collected_while_a_file_is_made(tmp_path, monkeypatch):
     """A finalizer runs at any allocation, also on the thread that makes a file."""
     (tmp_path / "held").touch()

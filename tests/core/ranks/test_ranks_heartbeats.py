@@ -1,0 +1,258 @@
+"""Heartbeats of life: a rank that has ended is named at once, one that is silent when it has been so for long, and no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+from racing import until
+from rank_worlds import Worlds
+from states import open_run
+
+from async_ckpt.core.ranks import heartbeats
+from async_ckpt.core.ranks.heartbeats import Heartbeats
+from async_ckpt.core.ranks.world import World
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells which processes live")
+
+# No deadline of a wait for another rank passes here: without heartbeats, these would take half an hour.
+_OFTEN = """
+from async_ckpt.core.ranks import heartbeats
+heartbeats._INTERVAL_SECONDS = 0.05
+"""
+_DYING = """
+with open_run(here.root) as ckpt:
+    here.save(ckpt, small(1), 1)
+    if here.rank == {who}:
+        here.at({point!r}, here.die, step=2)
+    here.save(ckpt, small(2), 2)
+"""
+
+
+@pytest.mark.parametrize("point", ["write", "receipt"])
+def test_a_rank_that_has_ended_fails_the_save_on_all_others_by_name(worlds: Worlds, point: str) -> None:
+    first, _, third = worlds.run(3, _OFTEN + _DYING.format(who=1, point=point), killed={1})
+
+    for one in (first, third):
+        told = one.saves[1]
+        assert (told["error"], told["rank"], told["undecided"]) == ("PeerFailedError", 1, False)
+        assert "rank 1: its process, " in told["text"]
+    assert open_run(worlds.root).steps() == [1]
+
+
+@pytest.mark.parametrize("point", ["write", "manifest"])
+def test_the_others_do_not_wait_for_the_decision_of_a_rank_0_that_has_ended(worlds: Worlds, point: str) -> None:
+    _, *others = worlds.run(3, _OFTEN + _DYING.format(who=0, point=point), killed={0})
+
+    for one in others:
+        told = one.saves[1]
+        assert (told["error"], told["rank"], told["undecided"]) == ("PeerFailedError", 0, True)
+        assert "rank 0 is lost and has not said whether it is committed (its process, " in told["text"]
+
+
+def test_what_rank_0_has_committed_before_its_end_is_heard_of(worlds: Worlds) -> None:
+    _, *others = worlds.run(3, _OFTEN + _DYING.format(who=0, point="after manifest"), killed={0})
+
+    assert [one.saves[1].get("status") for one in others] == ["committed"] * 2
+
+
+def test_a_rank_that_ends_before_its_first_save_is_named(worlds: Worlds) -> None:
+    """All have met at the restore; at the first save, rank 0 waits for what each of them says of its state."""
+    script = """
+from racing import until
+state = small(1)  # by collectives
+with open_run(here.root) as ckpt:
+    ckpt.restore(state)
+    if here.rank == 1:
+        until(lambda: ckpt._ranks.meeting.heartbeats._answered)  # it has given a heartbeat
+        here.hear("begins")
+        here.die()
+    if here.rank == 0:
+        here.say("begins")
+    here.save(ckpt, state, 1)
+"""
+    first, *_ = worlds.run(3, _OFTEN + script, killed={1})
+
+    assert (first.saves[0]["error"], first.saves[0]["rank"]) == ("PeerFailedError", 1)
+    assert "waited for the first save of the other ranks, but of rank 1: its process, " in first.saves[0]["text"]
+
+
+def test_a_rank_that_is_silent_for_too_long_fails_that_save_and_is_a_rank_again(worlds: Worlds) -> None:
+    """It is stopped, as by a debugger; on the same machine its process is seen to live."""
+    script = """
+import os, signal
+from racing import until
+from async_ckpt.core.ranks import heartbeats
+heartbeats._INTERVAL_SECONDS, heartbeats.SILENCE_SECONDS = 0.5, 2.0
+states = [small(step) for step in range(4)]  # by collectives
+with open_run(here.root) as ckpt:
+    here.save(ckpt, states[1], 1)
+    if here.rank == 1:
+        here.at("write", lambda: os.kill(os.getpid(), signal.SIGSTOP), step=2)
+    here.save(ckpt, states[2], 2)
+    if here.rank == 0:
+        here.say("failed")
+        until(lambda: not ckpt._ranks.meeting.heartbeats.lost([1]))
+    here.save(ckpt, states[3], 3)
+"""
+    world = worlds.start(3, script)
+    world.wait_for("failed")
+    world.children[1].send(signal.SIGCONT)
+    ended = world.ended()
+
+    assert [one.saves[1]["error"] for one in ended] == ["PeerFailedError"] * 3
+    assert "rank 1: nothing was heard of it for " in ended[0].saves[1]["text"]
+    assert [one.saves[2].get("status") for one in ended] == ["committed"] * 3
+
+
+# --- what is heard, and when ----------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(heartbeats, "monotonic", made)
+    return made
+
+
+def heard(clock: Clock, rank: int, seconds: float, *, every: float = 5.0, answers: bool = True) -> Heartbeats:
+    """What a process has heard of a rank that gave one heartbeat, and then none, while it read for so long."""
+    one = Heartbeats()
+    one._hear({rank: "0 elsewhere 1 1"})
+    end = clock.now + seconds
+    while clock.now < end:
+        clock.now += every
+        if answers:
+            one._hear({rank: "0 elsewhere 1 1"})
+    return one
+
+
+def test_silence_is_told_after_half_a_minute_and_counts_after_two(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert heard(clock, 3, 25).lost([3]) == {}
+    assert not caplog.records
+    one = heard(clock, 3, 100)
+    assert (one.lost([3]), one.lost([3])) == ({}, {})
+    assert [record.getMessage() for record in caplog.records] == [
+        "nothing was heard of rank 3 for 100 s; it is waited for"
+    ]
+    assert heard(clock, 3, 125).lost([3, 4]) == {3: "nothing was heard of it for 125 s"}
+
+
+def test_a_store_that_is_silent_blames_nobody(clock: Clock) -> None:
+    assert heard(clock, 3, 500, answers=False).lost([3]) == {}
+
+
+def test_a_process_that_was_stopped_itself_hears_anew_before_it_blames_anybody(clock: Clock) -> None:
+    one = heard(clock, 3, 100)
+    clock.now += 500  # it was stopped, or its machine was
+    assert one.lost([3]) == {}
+    one._hear({3: "0 elsewhere 1 1"})
+    assert one.lost([3]) == {}
+
+
+def test_the_next_heartbeat_makes_it_a_rank_again(clock: Clock) -> None:
+    one = heard(clock, 3, 200)
+    assert one.lost([3])
+    one._hear({3: "1 elsewhere 1 1"})
+    assert one.lost([3]) == {}
+
+
+@contextmanager
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield child
+        child.kill()
+
+
+def test_a_process_of_this_machine_is_known_by_when_it_began(clock: Clock) -> None:
+    with process() as child:
+        text = f"7 {heartbeats._machine()} {child.pid} {heartbeats._began(child.pid)}"
+        one = Heartbeats()
+        one._hear({1: text, 2: f"7 {heartbeats._machine()} {child.pid} 1", 3: f"7 another/1 {child.pid} 1"})
+        assert one.lost([1]) == {}
+        assert one.lost([2]) == {
+            2: f"its process, {child.pid} on the same machine, has ended"
+        }  # its number is another's
+        assert one.lost([3]) == {}  # of another machine, or of another container
+        child.kill()
+        until(lambda: heartbeats._began(child.pid) is None)  # nobody has waited for it yet
+        assert [*one.lost([1])] == [1]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Heartbeats]]:
+    """Makes heartbeats that are given often, and that end before their server does."""
+    monkeypatch.setattr(heartbeats, "_INTERVAL_SECONDS", 0.02)
+    made: list[Heartbeats] = []
+
+    def one() -> Heartbeats:
+        made.append(Heartbeats())
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.end()
+
+
+def test_heartbeats_are_given_by_a_connection_of_their_own_also_below_prefixes(make: Callable[[], Heartbeats]) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [make(), make()]
+    for rank, one in enumerate(ranks):
+        one.begin(World(rank, 2, store=dist.PrefixStore("a", dist.PrefixStore("b", server))), "token")
+    until(lambda: ranks[0].lost([1]) == {} and 1 in ranks[0]._heard)
+
+    assert ranks[0]._heard[1].text.split()[2] == str(os.getpid())
+    before = ranks[0]._heard[1].text
+    until(lambda: ranks[0].lost([1]) == {} and ranks[0]._heard[1].text != before)
+
+
+@pytest.mark.parametrize("store", [None, dist.HashStore()], ids=["none", "HashStore"])
+def test_without_a_server_there_are_no_heartbeats_and_nobody_is_lost(store: object) -> None:
+    one = Heartbeats()
+    one.begin(World(0, 2, store=store), "token")
+    assert one.lost([1]) == {}
+
+
+def test_a_rank_that_has_closed_gives_no_more_heartbeats(make: Callable[[], Heartbeats]) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [make(), make()]
+    for rank, one in enumerate(ranks):
+        one.begin(World(rank, 2, store=server), "token")
+    until(lambda: ranks[0].lost([1]) == {} and 1 in ranks[0]._heard)
+    ranks[1].end()
+
+    until(lambda: ranks[0].lost([1]) == {} and ranks[0]._heard[1].reads > 20)
+
+
+def test_a_server_that_is_gone_is_tried_again_without_a_word(
+    make: Callable[[], Heartbeats], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    one, port = make(), server.port
+    world = World(0, 2, store=dist.TCPStore("127.0.0.1", port, is_master=False))
+    tried: list[object] = []
+    connect = heartbeats._connected
+    monkeypatch.setattr(heartbeats, "_connected", lambda address: (tried.append(address), connect(address))[1])
+    del server
+    one.begin(world, "token")
+    until(lambda: len(tried) > 3)
+    one.end()
+
+    assert one.lost([1]) == {}
+    assert capfd.readouterr().err == ""
