@@ -280,8 +280,7 @@ OF_CUDA_ALONE = [
     ),
     Mutant("a save during a capture is not refused", "if device is not None and is_capturing():", "if False:"),
     Mutant("the stream of copies waits for the default stream", "_NON_BLOCKING: Final = 1", "_NON_BLOCKING: Final = 0"),
-    Mutant("a stream that was refused is used", "return None if any(codes) else stream.value", "return stream.value"),
-    Mutant("the context of the device stays current", "driver.cuCtxPopCurrent_v2(ctypes.byref(context))", "0"),
+    Mutant("a stream that was refused is used", "return bool(code == 0)", "return True"),
     # --- refusals
     Mutant(
         "a refusal of memory is left to the next launch",
