@@ -104,6 +104,27 @@ assert cuda_simulation.num_registered() <= 1  # a few bytes of the side stream's
     )
 
 
+def test_what_one_save_got_no_page_locked_memory_for_is_asked_for_again_by_the_next(apart):
+    """Or its samples would be copied into ordinary memory, and the call would wait for the device."""
+    apart(
+        """
+from racing import Call, until
+p = torch.nn.Parameter(torch.ones(MIB, device="cuda"))
+optimizer = torch.optim.SGD([p], lr=1.0)
+refuse("cudaHostRegister", times=1000)
+with open_run(root + "/first") as ckpt:
+    ckpt.save({"p": p}, step=1, guard=optimizer).result()
+cuda_simulation.start_over()
+with open_run(root + "/second") as ckpt:
+    ckpt.prewarm({"p": p})
+    with held(torch.cuda.current_stream()):
+        call = Call(lambda: ckpt.save({"p": p}, step=1, guard=optimizer))
+        until(lambda: not call.is_alive())
+    call.outcome().result()
+"""
+    )
+
+
 # --- any call that is refused ------------------------------------------------------------------------------------------
 
 # Not cudaSetDevice: torch's own destructors make that call, and end the process if it is refused.

@@ -280,7 +280,11 @@ OF_CUDA_ALONE = [
     ),
     Mutant("a save during a capture is not refused", "if device is not None and is_capturing():", "if False:"),
     Mutant("the stream of copies waits for the default stream", "_NON_BLOCKING: Final = 1", "_NON_BLOCKING: Final = 0"),
-    Mutant("a stream that was refused is used", "return bool(code == 0)", "return True"),
+    Mutant(
+        "the refusal of a stream is left to the next launch",
+        "        runtime.cudaGetLastError()\n    return",
+        "        pass\n    return",
+    ),
     # --- refusals
     Mutant(
         "a refusal of memory is left to the next launch",
