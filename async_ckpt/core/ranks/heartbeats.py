@@ -19,14 +19,13 @@ import os
 import socket
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..host.loop import get_loop
 from ..host.waits import SILENCE_SECONDS, growing_pauses
-from ..spans import monotonic
+from ..spans import duration, monotonic
 from .world import World
 
 # Between two heartbeats, and how many ranks of a start give one in a second.
@@ -139,7 +138,7 @@ def _connected(address: tuple[str, int]) -> Any:
     except OSError as error:
         raise RuntimeError(f"there is no store at {address}") from error
     connect: Any = dist.TCPStore  # type: ignore[attr-defined]
-    return connect(*address, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
+    return connect(*address, is_master=False, timeout=duration(_CONNECT_SECONDS))
 
 
 def _exchanged(store: Any, prefix: str, rank: int, text: str, wanted: Collection[int]) -> dict[int, str]:
