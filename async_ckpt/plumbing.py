@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from .core.ranks.meeting import RankZeroWord
     from .core.saving import default as kept_memory
     from .core.saving import ledger
-    from .core.saving.copy_save import CopySave
     from .core.saving.handle import progress_of
     from .core.slicing import cover, sharded
     from .core.staging import device
@@ -79,6 +78,7 @@ if TYPE_CHECKING:
     from .face import states
     from .face.around import hf_weights, pack
     from .face.around import shards as hf_shards
+    from .face.around.copy_save import CopySave
     from .face.around.torch_file import write_by_torch
     from .face.oneoff import save_within
 else:
@@ -96,7 +96,7 @@ else:
         ".core.ranks": "worlds=world",
         ".core.ranks.meeting": "RankZeroWord",
         ".core.saving": "kept_memory=default ledger",
-        ".core.saving.copy_save": "CopySave",
+        ".face.around.copy_save": "CopySave",
         ".core.saving.handle": "progress_of",
         ".core.slicing": "cover sharded",
         ".core.staging": "device guards=guard",
