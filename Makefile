@@ -1,4 +1,4 @@
-# The words of CI: `.ci/run` is `make check test test-all bench-check`, and the tests of some frameworks.
+# The words of CI: `.ci/run` is `make check test test-all bench-check test-cuda`, and the tests of some frameworks.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 # Frameworks that need an environment of their own: each has constraints/<name>.txt and tests/frameworks/<name>/.
 FRAMEWORKS := $(basename $(notdir $(wildcard constraints/*.txt)))
 
-.PHONY: demo demo-s3 demo-ranks demo-rollout test test-all test-python test-frameworks test-stores durations check audit attack bench bench-check bench-frameworks bench-gpu bench-s3 bench-scale docs format clean
+.PHONY: demo demo-s3 demo-ranks demo-rollout test test-all test-python test-frameworks test-cuda mutants-cuda test-stores durations check audit attack bench bench-check bench-frameworks bench-gpu bench-s3 bench-scale docs format clean
 
 demo: $(VENV)/.demo          ## train, kill, resume, compare: the whole story in under three minutes
 	$(BIN)/python -m examples.demo
@@ -52,6 +52,36 @@ $(VENV)/.stores: $(VENV)/.test
 # Two workers: most of these tests start several processes that all compute.
 test-%: .venv-frameworks/%/.ready
 	PYTHONPATH=$(CURDIR) $(<D)/bin/python -m pytest -n 2 tests/frameworks/$* tests/frameworks/test_measured.py
+
+# The CUDA build of torch over the runtime of tests/cuda. What this is made of may not be on a machine: then it is skipped.
+# Another version than that of constraints/cuda.txt: make test-cuda CUDA_TORCH=2.15.0
+CUDA_TORCH ?=
+CUDA := .venv-frameworks/cuda$(CUDA_TORCH:%=-%)
+CUDA_TESTS := tests/cuda tests/core/staging tests/core/state tests/face/dcp/test_gpu_dcp_stager.py
+ON_SIMULATED_CUDA = env LD_LIBRARY_PATH=$(CURDIR)/$(CUDA)/sim/lib LD_PRELOAD=$$(cat $(CUDA)/sim/lib/preload) PYTHONPATH=$(CURDIR) $(CUDA)/bin/python
+
+test-cuda:                 ## torch's own CUDA build over a simulated runtime: tests/cuda, and the tests marked gpu
+	@if ! command -v g++ > /dev/null || ! command -v readelf > /dev/null; then \
+		echo "skipped: the simulated CUDA runtime is built by g++ and binutils, which are not here"; \
+	elif ! $(MAKE) $(CUDA)/.installed; then \
+		echo "skipped: the package index has no CUDA build of torch for $(PYTHON), or not the headers for it"; \
+	else \
+		$(MAKE) $(CUDA)/.ready && $(ON_SIMULATED_CUDA) -m pytest -n 2 -m gpu $(CUDA_TESTS); \
+	fi
+
+mutants-cuda: $(CUDA)/.ready ## mutants of the device code, by the same tests
+	$(ON_SIMULATED_CUDA) tests/support/mutants_device.py --cuda --results $(CUDA)/mutants.jsonl
+
+$(CUDA)/.installed: constraints/cuda.txt
+	$(PYTHON) -m venv $(@D)
+	sed '$(CUDA_TORCH:%=s/^torch==.*/torch==%/)' $< > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(@D)/requirements.txt
+	$(@D)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D)/sim/headers $$(sed -n 's/^# headers: //p' $<)
+	touch $@
+
+$(CUDA)/.ready: $(CUDA)/.installed tests/cuda/build.py $(wildcard tests/cuda/*.cpp tests/cuda/runtime/*)
+	$(@D)/bin/python tests/cuda/build.py $(@D)/sim
+	touch $@
 
 check: $(VENV)/.check        ## lint, formatting, types, bandit, the site of the docs, and what the package index is given
 	$(BIN)/ruff check .

@@ -25,6 +25,7 @@ pytest.register_assert_rewrite("faulty", "children", "exported", "loans", "packi
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import clients
+import cuda_simulation
 import durations
 import simulated
 import torch
@@ -123,6 +124,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.write_durations and not hasattr(config, "workerinput"):
         config.pluginmanager.register(durations.Recorder())
     if config.option.markexpr == "gpu":
+        if cuda_simulation.is_here():
+            cuda_simulation.tell_of_gates()
         return
     # Of two accelerators torch takes the simulated one for that of the process: a run has one or the other.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

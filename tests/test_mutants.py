@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from mutants_device import CRASHED, MUTANTS, ROOT, TOO_LONG, Mutant, table
+from mutants_device import CRASHED, MUTANTS, OF_CUDA_ALONE, ROOT, TOO_LONG, Mutant, table
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.what)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *OF_CUDA_ALONE], ids=lambda mutant: mutant.what)
 def test_the_text_of_a_mutant_is_in_the_code_exactly_once_and_still_compiles_when_it_is_changed(mutant):
     place = ROOT / mutant.place()
     changed = place.read_text(encoding="utf-8").replace(mutant.old, mutant.new)

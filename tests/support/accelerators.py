@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
+import cuda_simulation
 import pytest
 import simulated
 import torch
@@ -69,13 +70,13 @@ class Simulated:
 
 
 class Cuda:
-    """The real one."""
+    """The real one, or `torch.cuda` itself over a simulated runtime, which tells of what is out of order."""
 
     kind = "cuda"
-    may_race = False
 
     def __init__(self) -> None:
         self.module: Any = torch.cuda
+        self.may_race = False
 
     def shortest_wait_seconds(self, num_bytes: int) -> float:
         """No bus moves a terabyte in a second. Two events without a wait between them are some microseconds apart."""
@@ -87,8 +88,13 @@ class Cuda:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        self.busy()
-        yield
+        """What is enqueued inside is enqueued before any of it runs."""
+        if cuda_simulation.is_here():
+            with cuda_simulation.held(*(torch.cuda.current_stream(n) for n in range(torch.cuda.device_count()))):
+                yield
+        else:
+            self.busy()
+            yield
 
     def stream(self, device: int = 0) -> Any:
         return torch.cuda.Stream(device)
@@ -98,7 +104,10 @@ class Cuda:
         yield
 
     def assert_in_order(self) -> None:
-        """Its streams tell nobody."""
+        """Streams of hardware tell nobody."""
+        if cuda_simulation.is_here():
+            reports = cuda_simulation.reports()
+            assert self.may_race or not reports, "\n".join(reports)
 
 
 Accelerator = Simulated | Cuda

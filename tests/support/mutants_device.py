@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE_IN = ROOT / "CONTRIBUTING.md"
 _MARKS = "<!-- mutants -->\n", "<!-- /mutants -->\n"
 # Where mutants are made.
-CODE = ("core/staging/*.py", "core/backends/*.py", "core/host/pool.py")
+CODE = ("core/staging/*.py", "core/backends/*.py", "core/host/pool.py", "core/host/process.py", "core/saving/story.py")
 # What must notice them, in this order; a file that is named like the mutated one comes first.
 TESTS = (
     "core/staging/test_device_order.py", "core/staging/test_device_faults.py", "core/staging/test_gpu.py", "core/staging/test_guard_storage.py",
@@ -43,6 +43,11 @@ _FIRST = {
     "pool": "core/host/test_pool.py", "backend": "core/backends/test_backends.py", "cuda": "core/backends/test_backends.py",
     "npu_xpu": "core/backends/test_backends.py", "__init__": "core/backends/test_backends.py",
 }  # fmt: skip
+# With `--cuda`, these notice them: torch's own code for CUDA over the simulated runtime of tests/cuda, which is there already.
+OF_CUDA = (
+    "cuda/test_gpu_order.py", "core/staging/test_gpu.py", "cuda/test_gpu_faults.py", "cuda/test_gpu_forks.py",
+    "core/state/test_gpu_rng.py", "face/dcp/test_gpu_dcp_stager.py",
+)  # fmt: skip
 LIMIT_SECONDS = 600.0
 SURVIVED = "survived"
 TOO_LONG = "no end in time"
@@ -76,8 +81,8 @@ MUTANTS = [
         "        stream.wait_stream(self.side)\n        after.record(stream)\n",
         "        after.record(stream)\n        stream.wait_stream(self.side)\n",
     ),
-    Mutant("waits that are not over count as stall", "in self._holds if after.query()]", "in self._holds]"),
-    Mutant("the stall of a broken device fails the save", "            return 0.0\n", "            raise\n"),
+    Mutant("waits that are not over count as stall", "if after.query():", "if True:"),
+    Mutant("the stall of a broken device fails the save", "_counting, suppress(RuntimeError),", "_counting,"),
     Mutant(
         "copies follow the training of the first device only",
         "for device in devices:\n                device.follow_training()",
@@ -98,22 +103,8 @@ MUTANTS = [
         "for device in devices.values():\n                    device.hold_training()",
         "for device in list(devices.values())[:1]:\n                    device.hold_training()",
     ),
-    Mutant(
-        "a captured step takes an event into its graph", "            if is_capturing():\n", "            if False:\n"
-    ),
     Mutant("nobody waits for the event of a copy", "            event.synchronize()\n", "            pass\n"),
-    Mutant("a save during a capture is not refused", "if device is not None and is_capturing():", "if False:"),
     # --- memory of devices
-    Mutant(
-        "the allocator is told of the training's stream",
-        "tensor.record_stream(self.side)",
-        "tensor.record_stream(self._backend.current_stream(self.device))",
-    ),
-    Mutant(
-        "the allocator is not told of deferred tensors",
-        "self.devices[place].keep(tensor)",
-        "i in self.deferred or self.devices[place].keep(tensor)",
-    ),
     Mutant("two threads enqueue at once", "self.lock = threading.Lock()", "self.lock = threading.Semaphore(99)"),
     Mutant("a scratch buffer that is too small is used", "self._scratch.numel() < num_bytes", "False"),
     Mutant(
@@ -126,7 +117,11 @@ MUTANTS = [
     # --- memory of the host
     Mutant("a box is lent twice", "                self._boxes.remove(box)\n", ""),
     Mutant("samples are read before they are copied", "self._device.wait(self._event)", "pass"),
-    Mutant("a device is quiet before its copies have ended", "mark().synchronize()", "mark()"),
+    Mutant(
+        "a device is quiet before its copies have ended",
+        "mark().synchronize()\n        except",
+        "mark()\n        except",
+    ),
     Mutant(
         "a broken device is quiet",
         "        except RuntimeError:\n            return False\n        return True\n",
@@ -238,9 +233,6 @@ MUTANTS = [
     Mutant("a tensor is at each device of its kind", "device.index in (None, tensor.device.index)", "True"),
     Mutant("a forked child asks for the accelerator", "None if is_in_bad_fork() or not", "None if not"),
     Mutant("memory of Ascend is not mapped", "register_flags = _MAPPED", "register_flags = 0"),
-    Mutant("the stream of copies waits for the default stream", "_NON_BLOCKING: Final = 1", "_NON_BLOCKING: Final = 0"),
-    Mutant("a stream that was refused is used", "return stream.value if code == 0 else None", "return stream.value"),
-    Mutant("the context of the device stays current", "driver.cuCtxPopCurrent_v2(ctypes.byref(before))", "pass"),
     # --- the pool
     Mutant("leases are served in any order", "while self._waiting[0] != order or not (", "while not ("),
     Mutant("the budget is passed", "at_once, self._max_segments - self._num_segments))", "at_once))"),
@@ -250,6 +242,89 @@ MUTANTS = [
     Mutant("refused page-locking is tried again", "if self._pin_refused or memory.pinned:", "if memory.pinned:"),
     Mutant("one user of two ends a lease", "            last = self._count == 0\n", "            last = True\n"),
 ]
+
+
+# Those that only the tests of tests/cuda notice.
+OF_CUDA_ALONE = [
+    Mutant(
+        "nobody looks for memory that is gone at the end", "torn = self._source.gone_from_devices()", "torn = set()"
+    ),
+    Mutant("memory that is gone may be anybody's", "or not ((device := devices[i]) and device.has_order(at))", ""),
+    Mutant("memory of any stream is the training's", 'bool(part["stream"] == stream.cuda_stream)', "True"),
+    Mutant(
+        "samples need memory of their own on the device",
+        "(joined := self._side.scratch(num_bytes)) is None:",
+        "(joined := torch.empty(num_bytes, dtype=torch.uint8, device=self.device)) is None:",
+    ),
+    Mutant(
+        "a strided tensor needs memory of the device",
+        "except RuntimeError:  # no memory is left;",
+        "except KeyError:  #",
+    ),
+    Mutant(
+        "conjugated items are copied as they lie", "return found.neg() if block.is_neg() else found", "return found"
+    ),
+    # --- a forked child
+    Mutant(
+        "a forked child ends the events of its parent", "ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))", "None"
+    ),
+    Mutant("a forked child ends the side stream of its parent", "            never_end(made)\n", "            pass\n"),
+    Mutant(
+        "a save that has ended waits for the garbage collection",
+        "self._may_miss = partial(_may_miss, rule)",
+        "self._may_miss = lambda error: _may_miss(self._rule, error)",
+    ),
+    # --- captures and streams
+    Mutant(
+        "a captured step takes an event into its graph", "            if is_capturing():\n", "            if False:\n"
+    ),
+    Mutant("a save during a capture is not refused", "if device is not None and is_capturing():", "if False:"),
+    Mutant("the stream of copies waits for the default stream", "_NON_BLOCKING: Final = 1", "_NON_BLOCKING: Final = 0"),
+    Mutant("a stream that was refused is used", "return None if any(codes) else stream.value", "return stream.value"),
+    Mutant("the context of the device stays current", "driver.cuCtxPopCurrent_v2(ctypes.byref(context))", "0"),
+    # --- refusals
+    Mutant(
+        "a refusal of memory is left to the next launch",
+        "                    self.forget_refusal()\n",
+        "                    pass\n",
+    ),
+    Mutant(
+        "memory is not known to be registered",
+        "            if code != 0:  # or else it is done, and only the way back to the device before was refused\n",
+        "            if True:\n",
+    ),
+    Mutant("a thread of the library breaks a capture", "mode = ctypes.c_int(_THREAD_LOCAL)", "mode = ctypes.c_int(0)"),
+]
+# What the tests of tests/cuda have nothing of: tensors on the host, other accelerators, the bookkeeping of memory.
+NOT_OF_CUDA = frozenset(
+    {
+        "deferred tensors on the host are read as they are later",
+        "headers are left out",
+        "small tensors are read where they lie later",
+        "small tensors of any layout are copied as they lie",
+        "a call copies any number of small tensors",
+        "a call copies small tensors of any size in all",
+        "small tensors of a held snapshot come later",
+        "a call waits for segments of literals",
+        "a tensor of just 1 MiB is not deferred",
+        "each save registers a hook",
+        "the wait of a step is not counted",
+        "a closed snapshot keeps its memory",
+        "a closed snapshot can be read",
+        "a guard beside a snapshot is not refused",
+        "a tensor is at each device of its kind",
+        "memory of Ascend is not mapped",
+        "leases are served in any order",
+        "the budget is passed",
+        "leaked memory is not counted",
+        "segments apart are lent as a run",
+        "one user of two ends a lease",
+        # They cost time or memory, and no byte is another.
+        "scratch has no bound",
+        "small tensors are copied one by one",
+        "each segment is a copy of its own",
+    }
+)
 
 
 def code() -> list[Path]:
@@ -396,16 +471,29 @@ def _import_for_all() -> None:
         importlib.import_module(name)
 
 
+def _turn_to_cuda() -> None:
+    """Run the tests marked gpu, in children that have used no device yet: torch counts devices by NVML."""
+    global TESTS
+    TESTS = OF_CUDA
+    _FIRST.clear()
+    Copy.options = ("-m", "gpu")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    MUTANTS[:] = [*OF_CUDA_ALONE, *(mutant for mutant in MUTANTS if mutant.what not in NOT_OF_CUDA)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shard", default="1/1", help="such as 1/4: the first of four")
     parser.add_argument("--only", default="", help="a word in the description of a mutant")
     parser.add_argument("--results", type=Path, default=Path(tempfile.gettempdir()) / "async_ckpt-mutants.jsonl")
+    parser.add_argument("--cuda", action="store_true", help="by the tests of tests/cuda; writes no table")
     options = parser.parse_args()
+    if options.cuda:
+        _turn_to_cuda()
     number, _, of = options.shard.partition("/")
     for mutant in MUTANTS:
         mutant.place()
-    found, known = Found(options.results), table()
+    found, known = Found(options.results), {} if options.cuda else table()
     chosen = [m for m in MUTANTS[int(number) - 1 :: int(of)] if options.only in m.what]
     _import_for_all()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -418,7 +506,7 @@ def main() -> int:
             if mutant.what not in found.killers:
                 found.note(mutant.what, copy.killer(mutant, known.get(mutant.what)))
             print(f"{mutant.what}: {found.killers[mutant.what]}", flush=True)
-    if all(mutant.what in found.killers for mutant in MUTANTS):
+    if not options.cuda and all(mutant.what in found.killers for mutant in MUTANTS):
         write_table(found.killers)
     survivors = [mutant.what for mutant in chosen if found.killers[mutant.what] == SURVIVED]
     print(f"{len(chosen)} mutants, {len(survivors)} survived: {', '.join(survivors) or 'none'}")

@@ -3,7 +3,7 @@
 It is a PrivateUse1 backend, as torch knows those of other makers, and has what such a one publishes: `torch.sim` with
 `Stream`, `Event`, `current_stream`, `stream`, `device`, `simrt()`. Every operation is enqueued on the current stream,
 and runs when the schedule says so (`sim_streams`). Memory that is freed is poisoned, and lent again as a caching
-allocator would. `SIM` is told to refuse memory or pinning, to break, to capture, to object to synchronising calls.
+allocator would. `SIM` is told to refuse memory or pinning, and to break.
 """
 
 from __future__ import annotations
@@ -279,12 +279,10 @@ class Stream(torch.Stream):
             SIM.thread.streams[index] = before
 
     def wait_event(self, event: Event) -> None:
-        SIM.object_to_capture(self)
         if event.mark is not None:
             SIM.scheduler.wait_in(self.queue, event.mark)
 
     def wait_stream(self, other: Stream) -> None:
-        SIM.object_to_capture(self)
         SIM.scheduler.wait_in(self.queue, SIM.scheduler.mark(other.queue))
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -296,7 +294,6 @@ class Stream(torch.Stream):
         return SIM.scheduler.is_reached(SIM.scheduler.mark(self.queue))
 
     def synchronize(self) -> None:
-        SIM.object_to_sync()
         SIM.scheduler.wait(SIM.scheduler.mark(self.queue))
 
 
@@ -429,10 +426,6 @@ class Module:
             if queue.device == index:
                 SIM.scheduler.wait(SIM.scheduler.mark(queue))
 
-    def is_current_stream_capturing(self) -> bool:
-        SIM.scheduler.check_process()
-        return SIM.is_capturing
-
     def simrt(self) -> Runtime:
         return Runtime()
 
@@ -491,7 +484,6 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Its values, waited for."""
     if tensor.device.type != "sim":
         return tensor
-    SIM.object_to_sync()
     queue = current_stream(tensor.device).queue
     SIM.scheduler.enqueue(queue, None, [Access(*_span(tensor), is_write=False)], "read")
     SIM.scheduler.wait(SIM.scheduler.mark(queue))
@@ -507,8 +499,6 @@ def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> tor
         waits = not (non_blocking and SIM.is_registered(target))
     elif source.device.type != "sim" and not (non_blocking and SIM.is_registered(source)):
         source = source.clone()  # pageable memory is read before the call returns
-    if waits and not non_blocking:
-        SIM.object_to_sync()
     into, of = seen_from_host(target), seen_from_host(source)
     accesses = [Access(*_span(source), is_write=False), Access(*_span(target), is_write=True)]
     SIM.settle()
@@ -633,8 +623,7 @@ class Simulation:
             self.scheduler.know_block(address)
         self.thread = _Thread()
         self._resized: dict[int, Any] = {}  # the first block of storages, which their destructors free
-        self.refuses_pinning = self.is_capturing = False
-        self.sync_debug = "default"
+        self.refuses_pinning = False
         self.copies: list[tuple[str, str, int]] = []
         self.generators = [torch.Generator().manual_seed(7 + device) for device in range(NUM_DEVICES)]
 
@@ -652,15 +641,6 @@ class Simulation:
         with self.scheduler.changed:
             for memory in self.memories:
                 memory.settle()
-
-    def object_to_sync(self) -> None:
-        if self.sync_debug == "error":
-            raise RuntimeError("called a synchronizing CUDA operation")
-
-    def object_to_capture(self, stream: Stream) -> None:
-        """All streams of the training's are captured, or none: one that is waits for nothing outside of its graph."""
-        if self.is_capturing and stream.queue.of_training:
-            raise RuntimeError("CUDA error: dependency created on uncaptured work in another stream (simulated)")
 
     def is_registered(self, tensor: torch.Tensor) -> bool:
         begin, end = _span(tensor)

@@ -8,9 +8,13 @@ PrivateUse1 backend. Its names are the same in all versions of torch. Where it l
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -31,6 +35,17 @@ class _ThreadRole(threading.local):
 
 
 thread: Final = _ThreadRole()
+
+# The events of this process. To end one is a call of the runtime, which fails in a forked child and ends it. So a child
+# keeps all that it inherits: they are held before the fork, since hooks of others drop objects in the child.
+_events: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+_held_at_fork: Final[list[list[Any]]] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=lambda: _held_at_fork.append(list(_events)),
+        after_in_parent=_held_at_fork.pop,
+        after_in_child=lambda: [ctypes.pythonapi.Py_IncRef(ctypes.py_object(event)) for event in chain(*_held_at_fork)],
+    )
 
 
 class Backend:
@@ -86,11 +101,15 @@ class Backend:
             yield
 
     def timing_event(self) -> Any:
-        return self.module.Event(enable_timing=True)
+        return self._event(enable_timing=True)
 
     def waiting_event(self) -> Any:
         """An event that is only waited for."""
-        return self.module.Event()
+        return self._event()
+
+    def _event(self, **options: bool) -> Any:
+        _events.add(event := self.module.Event(**options))
+        return event
 
     # --- memory -------------------------------------------------------------------------------------------------
 
@@ -98,6 +117,10 @@ class Backend:
         """The memory of a device that no process has; None if torch does not report it."""
         mem_get_info = getattr(self.module, "mem_get_info", None)
         return None if mem_get_info is None else int(mem_get_info(device)[0])
+
+    def lends_only_to(self, stream: Any, address: int, device: torch.device) -> bool:  # noqa: ARG002
+        """True if torch's allocator reports that it lends the memory at this address to this stream alone."""
+        return False
 
     def is_broken(self, device: torch.device) -> bool:
         """True if every call for this device fails by now, as after a failed assert of a kernel."""
@@ -122,19 +145,28 @@ class Backend:
         This process must use the device already. The runtime's call is named as CUDA and Ascend name it:
         `torch.npu.npurt().npuHostRegister(address, bytes, flags)`.
         """
-        call = self._of_runtime("HostRegister")
-        if call is None:
-            return UNSUPPORTED
-        with self.on_device(device):
-            return int(call(address, num_bytes, self.register_flags))
+        return self._call("HostRegister", device, address, num_bytes, self.register_flags)
 
     def unregister(self, address: int, device: torch.device) -> int:
         """Undo `register`; the runtime's error code. Raises RuntimeError on a device that is broken."""
-        call = self._of_runtime("HostUnregister")
+        return self._call("HostUnregister", device, address)
+
+    def _call(self, name: str, device: torch.device, *arguments: int) -> int:
+        call = self._of_runtime(name)
         if call is None:
             return UNSUPPORTED
-        with self.on_device(device):
-            return int(call(address))
+        code = UNSUPPORTED
+        try:
+            with self.on_device(device):
+                if code := int(call(*arguments)):
+                    self.forget_refusal()
+        except RuntimeError:
+            if code != 0:  # or else it is done, and only the way back to the device before was refused
+                raise
+        return code
+
+    def forget_refusal(self) -> None:
+        """Have the runtime forget the error of the call that it has just refused on this thread, if it keeps one."""
 
     def _of_runtime(self, name: str) -> Any:
         runtime = getattr(self.module, f"{self.kind}rt", None)

@@ -33,11 +33,9 @@ class Cuda(Backend):
         A thread of this library also opts out of breaking captures: by default, a query of an event or a registration
         of memory on any thread breaks a graph that the training captures meanwhile.
         """
-        if thread.is_ours and not thread.minds_captures:
-            thread.minds_captures = True
-            if (driver := _driver()) is not None:
-                mode = ctypes.c_int(_THREAD_LOCAL)
-                driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        if thread.is_ours and not thread.minds_captures and (driver := _driver()) is not None:
+            mode = ctypes.c_int(_THREAD_LOCAL)
+            thread.minds_captures = driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
         return super().on_device(device)
 
     def new_stream(self, device: torch.device) -> Any:
@@ -51,15 +49,19 @@ class Cuda(Backend):
 
     def waiting_event(self) -> Any:
         """An event for which a waiting thread sleeps instead of spinning."""
-        return self.module.Event(blocking=True)
+        return self._event(blocking=True)
 
-    def register(self, address: int, num_bytes: int, device: torch.device) -> int:
-        code = super().register(address, num_bytes, device)
-        if code != 0:
-            # CUDA keeps the refusal until a launch has reported it.
-            with self.on_device(device), suppress(RuntimeError):
-                torch.zeros(1, device=device)
-        return code
+    def lends_only_to(self, stream: Any, address: int, device: torch.device) -> bool:
+        with suppress(RuntimeError):  # an allocator of others does not report it
+            for part in torch.cuda.memory_snapshot():
+                if part["device"] == device.index and 0 <= address - part["address"] < part["total_size"]:
+                    return bool(part["stream"] == stream.cuda_stream)
+        return False
+
+    def forget_refusal(self) -> None:
+        """CUDA keeps a refusal until a launch has reported it, which would be the next one of the user's."""
+        with suppress(RuntimeError):
+            torch.cuda._sleep(0)  # a launch that needs no memory
 
 
 def _stream_of_driver(device: torch.device) -> int | None:
@@ -67,25 +69,35 @@ def _stream_of_driver(device: torch.device) -> int | None:
     driver = _driver()
     if driver is None:
         return None
-    its_device, context = ctypes.c_int(), ctypes.c_void_p()
-    before, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    its_device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
     if (
         driver.cuDeviceGet(ctypes.byref(its_device), device.index)
         or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), its_device)
         or driver.cuCtxPushCurrent_v2(context)
     ):
         return None
-    try:
-        code = driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING)
-    finally:
-        driver.cuCtxPopCurrent_v2(ctypes.byref(before))
-    return stream.value if code == 0 else None
+    codes = driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+    return None if any(codes) else stream.value
+
+
+_INT, _POINTER = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
+# The calls of the driver, each of which returns 0 or an error's code, and the types of their arguments.
+_CALLS: Final[dict[str, list[Any]]] = {
+    "cuDeviceGet": [_INT, ctypes.c_int],
+    "cuDevicePrimaryCtxRetain": [_POINTER, ctypes.c_int],
+    "cuCtxPushCurrent_v2": [ctypes.c_void_p],
+    "cuCtxPopCurrent_v2": [_POINTER],
+    "cuStreamCreate": [_POINTER, ctypes.c_uint],
+    "cuThreadExchangeStreamCaptureMode": [_INT],
+}
 
 
 @cache
 def _driver() -> Any:
-    """The driver of NVIDIA; None if there is none, as under ROCm."""
+    """The driver of NVIDIA; None if there is none with these calls, as under ROCm."""
     with suppress(OSError, AttributeError):
         driver = ctypes.CDLL(_DRIVER)
-        return driver if driver.cuStreamCreate and driver.cuThreadExchangeStreamCaptureMode else None
+        for name, types in _CALLS.items():
+            getattr(driver, name).argtypes = types
+        return driver
     return None

@@ -32,11 +32,12 @@ def in_forked_child(forget: Forget) -> Forget:
 
 
 class OnceInProcess(Generic[K, V]):
-    """Objects that a process creates once for each key, when the key is first used. A forked child begins with none."""
+    """Objects that a process creates once for each key. A forked child begins with none, and ends none of its parent."""
 
     def __init__(self, make: Callable[[K], V]) -> None:
         self._make = make
-        self._forget()
+        self._made: dict[K, V] = {}
+        self._making = threading.Lock()
         in_forked_child(self._forget)
 
     def __call__(self, key: K) -> V:
@@ -46,8 +47,9 @@ class OnceInProcess(Generic[K, V]):
             return self._made[key]
 
     def _forget(self) -> None:
-        self._made: dict[K, V] = {}
-        self._making = threading.Lock()
+        for made in self._made.values():
+            never_end(made)
+        self._made, self._making = {}, threading.Lock()
 
 
 def never_end(inherited: object) -> None:

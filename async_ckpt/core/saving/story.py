@@ -82,6 +82,8 @@ class Attempt:
     ) -> None:
         self.drain, self.targets, self.staging, self.spans = drain, targets, staging, spans
         self._rule, self._writers = rule, writers
+        # Not a method: a delivery keeps it, and in a cycle a save that has ended would wait for the garbage collection.
+        self._may_miss = partial(_may_miss, rule)
         # The seconds of the call, once the caller has its handle.
         self.called: Future[float] = running_future()
         self._deliveries: list[Delivery] = []  # from `open` on, in the order of the targets
@@ -287,11 +289,12 @@ class Attempt:
         """The archive as a manifest names it, the same at every target."""
         return (Archive(self.targets[0].name, self.drain.file_bytes, self.drain.digests.of_archive),)
 
-    def _may_miss(self, error: BaseException) -> bool:
-        """True if the save can do without a place that has this error: the place is away, and another may do."""
-        # The rank that decides has not been heard of at this place.
-        is_unheard = isinstance(error, PeerFailedError) and error.undecided
-        return self._rule == "any" and (is_unheard or isinstance(error, StorageUnavailableError))
+
+def _may_miss(rule: CommitRule, error: BaseException) -> bool:
+    """True if a save can do without a place that has this error: the place is away, and another may do."""
+    # The rank that decides has not been heard of at this place.
+    is_unheard = isinstance(error, PeerFailedError) and error.undecided
+    return rule == "any" and (is_unheard or isinstance(error, StorageUnavailableError))
 
 
 def _worst(errors: Sequence[BaseException]) -> BaseException:

@@ -15,9 +15,10 @@ import ctypes
 import errno
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from itertools import groupby
+from contextlib import AbstractContextManager, suppress
+from itertools import chain, groupby
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -48,7 +49,11 @@ class Device:
         self.device = device
         self._side = side_of(device)
         self._backend: Backend = self._side.backend
+        self._training: Any = None  # the stream that has waited for the first copies
+        # Under `_counting`: the waits that had not ended when somebody looked, and the seconds of the others.
         self._holds: list[tuple[Any, Any]] = []  # events before and after each
+        self._stall_seconds = 0.0
+        self._counting = threading.Lock()
 
     @property
     def side(self) -> Any:
@@ -69,17 +74,13 @@ class Device:
         before.record(stream)
         stream.wait_stream(self.side)
         after.record(stream)
-        self._holds.append((before, after))
+        self._training = self._training or stream
+        with self._counting:
+            self._holds.append((before, after))
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Keep the allocator from lending the tensor's memory before the copies enqueued until its release have ended.
-
-        That holds for a tensor of any stream, also of one whose order does not include these copies. Of a conjugated or
-        negated view torch would record a copy, so it is told of the memory itself.
-        """
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = bytes_of(tensor.untyped_storage(), self.device)
-        tensor.record_stream(self.side)
+    def has_order(self, address: int) -> bool:
+        """True if memory that a tensor has lost is lent to the training's stream alone, which waits for the copies."""
+        return self._backend.lends_only_to(self._training, address, self.device)
 
     def take_scratch(self, num_bytes: int) -> None:
         """Allocate the buffer on the device that copies of small and strided tensors need."""
@@ -88,16 +89,15 @@ class Device:
             self._side.scratch(min(num_bytes, SCRATCH_BYTES))
 
     def stall_seconds(self) -> float:
-        """Seconds that streams of this device have waited for copies. A wait that is not over yet counts as zero.
-
-        Waits on a failed device count as zero, too: its save may be committed all the same.
-        """
-        try:
-            with self._backend.on_device(self.device):
-                holds = [(before, after) for before, after in self._holds if after.query()]
-                return float(sum(before.elapsed_time(after) for before, after in holds)) / 1e3
-        except RuntimeError:
-            return 0.0
+        """Seconds that streams have waited for copies. Waits that are not over, or on a failed device, count as zero."""
+        with self._counting, suppress(RuntimeError), self._backend.on_device(self.device):
+            waiting, self._holds = self._holds, []
+            for before, after in waiting:
+                if after.query():
+                    self._stall_seconds += before.elapsed_time(after) / 1e3
+                else:
+                    self._holds.append((before, after))
+        return self._stall_seconds
 
     def enqueue(
         self,
@@ -182,17 +182,47 @@ class Device:
 
     def _copy_strided(self, into: torch.Tensor, target: int, tensor: torch.Tensor, first: int, last: int) -> None:
         """Copy some bytes of a tensor that is not dense through small blocks, which are allocated for it."""
-        for at, block in dense_blocks(tensor, first, last):
+        for at, block, begin, end in _blocks(tensor, first, last, _BLOCK_BYTES):
             self._side.make_room()
-            self._copy(into, target + at - first, block)
+            try:
+                flat = _flat_items(block)
+            except RuntimeError:  # no memory is left; if the device is broken, the next call raises, too
+                flat = flat_bytes(self._on_host(block))
+            self._copy(into, target + at + begin - first, flat[begin:end])
+
+    def _on_host(self, block: torch.Tensor) -> torch.Tensor:
+        """The items of a view side by side in memory of the host, for a device that has none left. Waits for them."""
+        plain = block.conj() if block.is_conj() else block
+        plain = torch._neg_view(plain) if plain.is_neg() else plain
+        found = torch.empty(block.shape, dtype=block.dtype, device="cpu")
+        self._copy_apart(plain, found)
+        found = found.conj().resolve_conj() if block.is_conj() else found
+        return found.neg() if block.is_neg() else found
+
+    def _copy_apart(self, view: torch.Tensor, into: torch.Tensor) -> None:
+        span = 1 + sum((length - 1) * stride for length, stride in zip(view.shape, view.stride(), strict=True))
+        if span > 16 * view.numel():  # much memory of others lies between the items
+            widest = max(range(view.dim()), key=lambda dim: (view.shape[dim] > 1) * view.stride(dim))
+            for part, place in zip(view.tensor_split(2, widest), into.tensor_split(2, widest), strict=True):
+                self._copy_apart(part, place)
+            return
+        there = torch.empty(span, dtype=view.dtype, device="cpu")
+        there.copy_(view.as_strided((span,), (1,)), non_blocking=True)
+        self._side.mark().synchronize()
+        into.copy_(there.as_strided(view.shape, view.stride()))
 
     def sample(self, parts: Sequence[torch.Tensor]) -> HostFetch:
         """Enqueue the copy of a few bytes of each of these tensors to the host, behind the copies until now."""
+        num_bytes = sum(part.numel() for part in parts)
         with self._side.lock, self.on_side():
-            joined = torch.cat(list(parts))
-            box = self._side.box(joined.numel())
-            box.tensor[: joined.numel()].copy_(joined, non_blocking=True)
-            return HostFetch(self, box, joined.numel(), self._side.mark())
+            box = self._side.box(num_bytes)
+            if (joined := self._side.scratch(num_bytes)) is None:
+                for at, byte in enumerate(chain(*(part.split(1) for part in parts))):
+                    self._copy(box.tensor, at, byte)
+            else:
+                self._side.make_room()
+                self._copy(box.tensor, 0, torch.cat(list(parts), out=joined))
+            return HostFetch(self, box, num_bytes, self._side.mark())
 
     def copy_now(self, num_bytes: int, pieces: Sequence[Piece], tensors: list[torch.Tensor], dense: list[bool]) -> None:
         """Copy a few small pieces to the host, as `enqueue` does, and drop them."""
@@ -443,8 +473,12 @@ def dense_blocks(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[i
     Blocks have a few MiB, so that a transposed 8 GB weight does not need another 8 GB. Conj and neg views are resolved.
     """
     for at, block, first, last in _blocks(tensor, begin, end, _BLOCK_BYTES):
-        flat = flat_bytes(as_integers(block.resolve_conj().resolve_neg()).contiguous())
-        yield at + first, flat[first:last]
+        yield at + first, _flat_items(block)[first:last]
+
+
+def _flat_items(block: torch.Tensor) -> torch.Tensor:
+    """The bytes of a view's items side by side, in memory that is allocated for them if they do not lie so."""
+    return flat_bytes(as_integers(block.resolve_conj().resolve_neg()).contiguous())
 
 
 def _blocks(

@@ -180,9 +180,12 @@ class Snapshot(StepHolder):
 
     def _on_end_of_fill(self, error: BaseException | None) -> None:
         try:
-            if error is None and (tripwires := self._tripwires) is not None:
-                tripwires.look_at_versions()
-                if torn := tripwires.torn():
+            if error is None:
+                torn = self._source.gone_from_devices()
+                if (tripwires := self._tripwires) is not None:
+                    tripwires.look_at_versions()
+                    torn.update(tripwires.torn())
+                if torn:
                     error = self._source.torn(torn)
         except BaseException as failure:
             error = failure

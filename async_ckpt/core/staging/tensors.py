@@ -68,7 +68,8 @@ class SourceTensors:
         self._pointers = [0] * len(tensors)
         self._dense = [False] * len(tensors)
         self.aliases: dict[int, Alias] = {}  # deferred tensors are read through these
-        self._storages: list[Any] = []
+        self._storages: list[Any] = []  # are kept until all is copied
+        self._addresses: dict[int, int] = {}  # of those on devices
         # Under a guard no tensor is frozen, so that the bytes of all are there.
         self._small = self._small_ones() if deferred and copies_small else ()
         self._copies: torch.Tensor | None = None  # of the small ones
@@ -94,14 +95,14 @@ class SourceTensors:
                 if place not in self.devices:
                     self.devices[place] = Device(place)
                 self._device_of[i] = self.devices[place]
-                self.devices[place].keep(tensor)
             elif dense:
                 self._pointers[i] = tensor.data_ptr()
         for i in sorted(self.deferred):
             self.aliases[i] = Alias(self.tensors[i])
         if self.devices or self.deferred:
             # Storages, not tensors: a Parameter's `.data` may be replaced while its old memory is being copied.
-            self._storages = [t.untyped_storage() for i, t in enumerate(self.tensors) if i not in self.aliases]
+            self._storages = [tensor.untyped_storage() for tensor in self.tensors]
+            self._addresses = {i: s.data_ptr() for i, s in enumerate(self._storages) if self._device_of[i] is not None}
         if self._small:
             self._copy_small()
 
@@ -171,7 +172,6 @@ class SourceTensors:
         try:
             return device.enqueue(into.tensor, pieces, self.tensors, self._dense, self.aliases)
         finally:
-            # Memory freed from now on is not lent before it is copied; memory freed until now may have been lent.
             self.refuse_gone(pieces)
 
     def refuse_gone(self, pieces: Iterable[Piece]) -> None:
@@ -181,14 +181,26 @@ class SourceTensors:
         if gone:
             raise self.torn(gone)
 
+    def gone_from_devices(self) -> set[int]:
+        """The tensors that have lost their memory, by `resize_` of their storages, before devices had copied it.
+
+        `record_stream` would keep that memory, but mark a tensor for life: to free it would be a call of the runtime
+        from then on, which ends a forked child, and a process whose device is broken.
+        """
+        moved = [(i, at) for i, at in self._addresses.items() if self._storages[i].data_ptr() != at]
+        devices = self._device_of
+        return {i for i, at in moved if i in self.aliases or not ((device := devices[i]) and device.has_order(at))}
+
     def torn(self, numbers: Iterable[int]) -> TornSnapshotError:
         """The error for these tensors, and for all that have lost their memory by now."""
         gone = {i for i, alias in self.aliases.items() if not alias.is_there()}
         names = tuple(self.specs[i].dotted for i in sorted(gone.union(numbers)))
+        how, instead = "lost its memory by resize_ of its storage", ""
+        if self.deferred:
+            how, instead = "changed or was freed outside of the guarded optimizer's step()", "leave guard= out, or "
         return TornSnapshotError(
-            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} changed or was freed outside of the "
-            "guarded optimizer's step() while being copied; leave guard= out, or wait until all is copied: "
-            f"{self.wording.wait_call}",
+            f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} {how} while being copied; {instead}"
+            f"wait until all is copied: {self.wording.wait_call}",
             names=names,
         )
 
@@ -204,7 +216,7 @@ class SourceTensors:
         """Let go of the tensors; a handle may be kept for long. The devices stay, for `stall_seconds`."""
         self.specs, self.tensors, self.deferred = (), [], {}
         self._device_of, self._pointers, self._dense = [], [], []
-        self.aliases, self._storages, self._copies = {}, [], None
+        self.aliases, self._storages, self._addresses, self._copies = {}, [], {}, None
 
 
 def _append(pieces: list[Piece], piece: Piece) -> None:

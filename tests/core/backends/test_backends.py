@@ -16,10 +16,8 @@ import async_ckpt
 from async_ckpt import RngState
 from async_ckpt.core import backends
 from async_ckpt.core.backends import backend as backend_module
-from async_ckpt.core.backends import cuda as cuda_module
 from async_ckpt.core.backends.backend import UNSUPPORTED, Backend
 from async_ckpt.core.backends.by_torch import backend_by_torch
-from async_ckpt.core.backends.cuda import Cuda
 from async_ckpt.core.backends.npu_xpu import Npu, Xpu
 from async_ckpt.core.host import memory as memory_module
 from async_ckpt.core.host import pool as pool_module
@@ -96,7 +94,6 @@ def test_a_device_that_publishes_no_more_than_is_needed_is_copied_from_beside_th
         "current_device",
         "get_rng_state",
         "is_initialized",
-        "is_current_stream_capturing",
     ):
         monkeypatch.delattr(simulated.Module, name)
     p = torch.nn.Parameter(torch.full((4 * ITEMS,), 3.0, device="sim"))
@@ -133,68 +130,6 @@ def test_memory_is_page_locked_by_the_names_that_the_runtime_of_each_maker_has()
     assert backend.register(4096, 8192, torch.device("sim:0")) == 0
     assert backend.unregister(4096, torch.device("sim:0")) == 507899
     assert called == [(4096, 8192, 2), (4096,)]
-
-
-class Driver:
-    """Of NVIDIA's driver what makes a stream."""
-
-    def __init__(self, *, refuses: str = "") -> None:
-        self.called: list[tuple[Any, ...]] = []
-        self._refuses = refuses
-
-    def _does(self, name: str, *told: Any) -> int:
-        self.called.append((name, *told))
-        return 2 if name == self._refuses else 0
-
-    def cuDeviceGet(self, device: Any, ordinal: int) -> int:  # noqa: N802
-        device._obj.value = ordinal
-        return self._does("cuDeviceGet", ordinal)
-
-    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:  # noqa: N802
-        context._obj.value = 100 + device.value
-        return self._does("cuDevicePrimaryCtxRetain", device.value)
-
-    def cuCtxPushCurrent_v2(self, context: Any) -> int:  # noqa: N802
-        return self._does("cuCtxPushCurrent_v2", context.value)
-
-    def cuStreamCreate(self, stream: Any, flags: int) -> int:  # noqa: N802
-        stream._obj.value = 4711
-        return self._does("cuStreamCreate", flags)
-
-    def cuCtxPopCurrent_v2(self, _: Any) -> int:  # noqa: N802
-        return self._does("cuCtxPopCurrent_v2")
-
-
-@pytest.fixture
-def cuda(monkeypatch) -> Backend:
-    """The backend of CUDA, where both kinds of streams only tell what they are."""
-    made = SimpleNamespace(Stream=lambda device: f"of the pool of {device}")
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda pointer, device: (pointer, str(device)))
-    return Cuda("cuda", made)
-
-
-def test_a_stream_of_cuda_is_no_other_s_and_does_not_wait_for_the_default_stream(cuda, monkeypatch):
-    driver = Driver()
-    monkeypatch.setattr(cuda_module, "_driver", lambda: driver)
-
-    assert cuda.new_stream(torch.device("cuda:3")) == (4711, "cuda:3")
-    assert driver.called == [
-        ("cuDeviceGet", 3),
-        ("cuDevicePrimaryCtxRetain", 3),
-        ("cuCtxPushCurrent_v2", 103),
-        ("cuStreamCreate", 1),  # CU_STREAM_NON_BLOCKING
-        ("cuCtxPopCurrent_v2",),
-    ]
-
-
-@pytest.mark.parametrize("refuses", ["", "cuDevicePrimaryCtxRetain", "cuStreamCreate"])
-def test_where_the_driver_makes_no_stream_torchs_pool_gives_one(cuda, monkeypatch, refuses):
-    driver = Driver(refuses=refuses) if refuses else None
-    monkeypatch.setattr(cuda_module, "_driver", lambda: driver)
-
-    assert cuda.new_stream(torch.device("cuda:0")) == "of the pool of cuda:0"
-    names = [name for name, *_ in driver.called] if driver else []
-    assert names.count("cuCtxPushCurrent_v2") == names.count("cuCtxPopCurrent_v2")
 
 
 def test_each_device_has_one_stream_for_all_saves_and_one_for_all_loads(tmp_path, sim, monkeypatch):

@@ -8,8 +8,6 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from scripted_disk import scripted
 from states import MIB, assert_is_state, leftovers, open_run, state_at
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, StorageUnavailableError
+from async_ckpt import StorageUnavailableError, TornSnapshotError
 from async_ckpt.core.host import memory as memory_module
 from async_ckpt.core.host.threads import is_library_thread
 from async_ckpt.core.saving import default
@@ -55,27 +53,10 @@ def guarded(value: float = 3.0, items: int = 4 * ITEMS, device: str = "sim"):
 both = pytest.mark.parametrize("sim", ["early", "late"], indirect=True)
 
 
-# --- under torch.cuda.set_sync_debug_mode("error") ----------------------------------------------------------------
-
-
-@both
-def test_saves_loads_and_snapshots_wait_for_no_stream_as_a_whole(tmp_path, sim):
-    p, optimizer = guarded()
-    sim.sim.sync_debug = "error"
-    with open_run(tmp_path) as ckpt:
-        ckpt.save({"p": p, **state_of(1.0)}, step=1, guard=optimizer).result()
-        optimizer.step()
-        with async_ckpt.snapshot({"p": p}) as held:
-            ckpt.save(held, step=2).result()
-        loaded = ckpt.load(1, map_location="sim")
-        sim.sim.sync_debug = "default"
-        assert_all({"p": loaded.pop("p")}, 3.0)
-        assert_all(loaded, 1.0)
-        assert_all(ckpt.load(2), 2.0)
+# --- a failed save -------------------------------------------------------------------------------------------------
 
 
 def test_memory_of_a_failed_save_is_lent_to_nobody_while_copies_still_write_to_it(tmp_path, sim):
-    sim.sim.sync_debug = "error"
     p, optimizer = guarded(items=32 * ITEMS)
     with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
         ckpt.prewarm({"p": p})  # a call that waits for memory learns of the failure, and ends with it
@@ -506,41 +487,6 @@ def test_a_state_on_a_device_that_broke_is_not_restored_and_loads_on_the_host(tm
 # --- what the training does ---------------------------------------------------------------------------------------
 
 
-SAVES: dict[str, Callable[[AsyncCheckpointer, Any], Any]] = {
-    "a run's": lambda ckpt, state: ckpt.save(state, step=1),
-    "one file's": lambda ckpt, state: async_ckpt.save(state, str(Path(ckpt.root) / "one.tar")),
-    "a snapshot's": lambda ckpt, state: async_ckpt.snapshot(state),
-    "another's": lambda ckpt, state: async_ckpt.wrap(torch.save)(state, str(Path(ckpt.root) / "one.pt")),
-}
-
-
-@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
-def test_a_save_during_the_capture_of_a_graph_is_refused(tmp_path, sim, save):
-    with open_run(tmp_path) as ckpt:
-        sim.sim.is_capturing = True
-        with pytest.raises(RuntimeError, match="while a graph is being captured"):
-            save(ckpt, state_of(3.0))
-        sim.sim.is_capturing = False
-        assert leftovers(tmp_path) == []
-        ckpt.save(state_of(3.0), step=2).result()
-        assert ckpt.steps() == [2]
-
-
-@both
-def test_a_guarded_step_that_is_captured_waits_on_the_host_and_takes_no_event_into_its_graph(tmp_path, sim):
-    p, optimizer = guarded(items=8 * ITEMS)
-    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
-        disk.stop("write")
-        handle = ckpt.save({"p": p}, step=1, guard=optimizer)
-        disk.release_all()
-        sim.sim.is_capturing = True
-        optimizer.step()
-        assert handle.staging_completion.done()
-        sim.sim.is_capturing = False
-        handle.result()
-        assert_all(ckpt.load(1), 3.0)
-
-
 @both
 @pytest.mark.parametrize("with_guard", [False, True])
 @pytest.mark.parametrize("to", ["sim:1", "cpu"])
@@ -562,15 +508,18 @@ def test_a_model_that_moves_right_after_save_is_saved_as_it_was(tmp_path, sim, t
 
 @both
 @pytest.mark.parametrize("num_bytes", [0, 4096, 64 * MIB])
-def test_a_storage_that_is_resized_right_after_save_is_saved_as_it_was(tmp_path, sim, num_bytes):
+def test_a_storage_that_is_resized_while_it_is_copied_fails_the_save_by_name(tmp_path, sim, num_bytes):
+    """torch's allocator for CUDA tells to whom it lends the memory, this one does not; see `tests/cuda`."""
+    sim.may_race = True  # the copy may read what others write
     state = {"w": torch.full((4 * ITEMS,), 3.0, device="sim")}
     with open_run(tmp_path) as ckpt:
         with sim.ahead():
             handle = ckpt.save(state, step=1)
             sim.sim.resize(state["w"], num_bytes)
             torch.full((4 * ITEMS,), -1.0, device="sim")
-        handle.result()
-        assert_all(ckpt.load(1), 3.0)
+        with pytest.raises(TornSnapshotError, match="w lost its memory by resize_ of its storage") as caught:
+            handle.result()
+        assert caught.value.names == ("w",)
 
 
 def test_a_forked_child_saves_what_is_on_the_host_and_leaves_the_devices_alone(tmp_path, sim):

@@ -14,7 +14,7 @@ from async_ckpt import TornSnapshotError
 from async_ckpt.core.host.threads import is_library_thread
 from async_ckpt.core.staging import guard as guard_module
 from async_ckpt.core.staging import side_stream
-from async_ckpt.core.staging.device import Alias, Device
+from async_ckpt.core.staging.device import Alias
 
 ITEMS = MIB // 4
 KIB = 1024
@@ -65,22 +65,6 @@ def test_a_guarded_save_page_locks_on_threads_of_the_library_alone(tmp_path, fre
 
     assert on
     assert all(on)
-
-
-# --- the memory of views --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("view", [torch.conj, torch._neg_view], ids=["conjugated", "negated"])
-def test_the_memory_of_a_view_is_kept_and_no_copy_of_it_is_made(fresh, view):
-    whole = torch.ones(1000, dtype=torch.complex64).to("sim")
-    device = Device(torch.device("sim", 0))
-    before = fresh.sim.scheduler.num_operations
-
-    device.keep(view(whole))
-
-    block = fresh.sim.memories[0].block_at(whole.data_ptr())
-    assert block.used_by == {device.side.queue}
-    assert fresh.sim.scheduler.num_operations == before
 
 
 # --- a device that is full ----------------------------------------------------------------------------------------

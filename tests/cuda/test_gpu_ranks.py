@@ -1,0 +1,119 @@
+"""Two ranks under FSDP2, a device each, whose collectives run on the devices' streams: torch's process group over a NCCL of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from children import Nursery
+from cuda_simulation import ABOVE, BELOW
+
+pytestmark = pytest.mark.gpu
+
+TRAINING = """
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+rank = int(sys.argv[2])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", store=dist.FileStore(root + "/store", 2), rank=rank, world_size=2)
+mesh = init_device_mesh("cuda", (2,))
+
+def training(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(600, 700), torch.nn.ReLU(), torch.nn.Linear(700, 601)).cuda()
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+def losses(model, optimizer, numbers):
+    found = []
+    for number in numbers:
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(2 * number + rank)
+        loss = model(torch.randn(8, 600, generator=generator).cuda()).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return [loss.item() for loss in found]
+
+model, optimizer = training(seed=0)
+losses(model, optimizer, range(2))
+"""
+END = """
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def on_two_ranks(processes: Nursery, tmp_path: Path) -> Callable[[str], None]:
+    def run(script: str) -> None:
+        children = [processes.start(ABOVE + TRAINING + script + END + BELOW, tmp_path, rank) for rank in range(2)]
+        for child in children:
+            ended = child.ended()
+            assert "all is well" in ended.out, ended
+            assert ended.status == 0, ended
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["guarded", "not guarded"])
+def test_a_sharded_training_is_restored_and_goes_on_exactly(on_two_ranks, kind):
+    on_two_ranks(
+        f"""
+state = {{"model": model, "optimizer": optimizer}}
+with open_run(root + "/run") as ckpt:
+    for step in range(2):
+        handle = ckpt.save(state, step=step, guard=optimizer if {kind == "guarded"} else None)
+        wanted = losses(model, optimizer, range(2, 5))
+        handle.result()
+    ckpt.restore(state)
+    assert losses(model, optimizer, range(2, 5)) == wanted
+    other = training(seed=1)
+    ckpt.restore(dict(zip(state, other)))
+    assert losses(*other, range(2, 5)) == wanted
+"""
+    )
+
+
+def test_what_is_gathered_and_freed_beside_a_save_changes_nothing_in_it(on_two_ranks):
+    """The parameters of the next forward pass are gathered into memory that the last one has freed."""
+    on_two_ranks(
+        """
+with open_run(root + "/run") as ckpt:
+    wanted = {name: tensor.full_tensor().cpu() for name, tensor in model.state_dict().items()}
+    with held(torch.cuda.current_stream()):
+        handle = ckpt.save({"model": model}, step=1)
+        optimizer.zero_grad()
+        loss = model(torch.ones(8, 600).pin_memory().to("cuda", non_blocking=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+    handle.result()
+    saved = {"model": training(seed=1)[0]}
+    ckpt.restore(saved)
+    for name, tensor in saved["model"].state_dict().items():
+        assert torch.equal(tensor.full_tensor().cpu(), wanted[name]), name
+"""
+    )
+
+
+def test_a_save_of_all_ranks_fails_when_one_device_breaks_while_it_is_copied_from(on_two_ranks):
+    on_two_ranks(
+        """
+with open_run(root + "/run") as ckpt:
+    ckpt.save({"model": model}, step=1).result()
+    dist.barrier()
+    torch.cuda.synchronize()
+    with held(torch.cuda.current_stream()):
+        handle = ckpt.save({"model": model}, step=2)
+        if rank == 1:
+            cuda_simulation.break_device(1)
+    assert handle.exception() is not None
+    assert ckpt.steps() == [1]
+cuda_simulation.reports()
+os.write(1, b"all is well")
+os._exit(0)  # the process group waits for a device that is broken
+"""
+    )
