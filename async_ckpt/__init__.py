@@ -59,11 +59,12 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .errors import (
         ClosedError as ClosedError, DestinationBusyError as DestinationBusyError, ForeignFileError as ForeignFileError,
         FormatVersionError as FormatVersionError, IsAFolderError as IsAFolderError, NotAFolderError as NotAFolderError,
-        NotFoundError as NotFoundError, NothingWrittenError as NothingWrittenError, NotUnchangedError as NotUnchangedError,
-        OccupiedError as OccupiedError, PeerFailedError as PeerFailedError, SaveAbandonedError as SaveAbandonedError,
-        StateMismatchError as StateMismatchError, RunTakenError as RunTakenError, StepBehindError as StepBehindError,
-        UnsafeArchiveError as UnsafeArchiveError, UnsupportedStateError as UnsupportedStateError,
-        UntrustedObjectError as UntrustedObjectError, UsageError as UsageError,
+        NotFoundError as NotFoundError, NothingWrittenError as NothingWrittenError,
+        NotUnchangedError as NotUnchangedError, OccupiedError as OccupiedError, PeerFailedError as PeerFailedError,
+        SaveAbandonedError as SaveAbandonedError, StateMismatchError as StateMismatchError,
+        RunTakenError as RunTakenError, StepBehindError as StepBehindError, UnsafeArchiveError as UnsafeArchiveError,
+        UnsupportedStateError as UnsupportedStateError, UntrustedObjectError as UntrustedObjectError,
+        UsageError as UsageError,
     )  # fmt: skip
     from .weights.following.follower import follow as follow
     from .weights.publishing.publisher import Publisher as Publisher

@@ -91,7 +91,8 @@ class Heartbeats:
         return reasons
 
     async def _live(self, address: tuple[str, int], prefix: str, rank: int) -> None:
-        off_loop = get_loop().off_loop
+        off_loop, pid = get_loop().off_loop, os.getpid()
+        own = f"{_machine()} {pid} {_began(pid) or 0}"
         store: Any = None
         pauses = growing_pauses(self._interval, 12 * self._interval)
         for number in itertools.count():
@@ -100,7 +101,7 @@ class Heartbeats:
             wanted = [one for one, at in self._asked.items() if monotonic() - at < 3 * self._interval]
             try:
                 store = store or await off_loop(partial(_connected, address))
-                heard = await off_loop(partial(_exchanged, store, prefix, rank, f"{number} {_own()}", wanted))
+                heard = await off_loop(partial(_exchanged, store, prefix, rank, f"{number} {own}", wanted))
             except RuntimeError:  # the store is gone, for now at least
                 store = None
                 await asyncio.sleep(next(pauses))
@@ -153,13 +154,9 @@ def _exchanged(store: Any, prefix: str, rank: int, text: str, wanted: Collection
 # --- processes of this machine ------------------------------------------------------------------------------------
 
 
-def _own() -> str:
-    """This process: the machine and its space of numbers, its number, and when it began."""
-    return f"{_machine()} {os.getpid()} {_began(os.getpid()) or 0}"
-
-
 @cache
 def _machine() -> str:
+    """This machine, and its space of process numbers."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

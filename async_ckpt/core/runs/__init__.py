@@ -23,7 +23,8 @@ from .retention import Commits as Commits, best_of as best_of, describe_missing_
 from .root import formats_at as formats_at
 from .run import Run as Run
 from .starts import (
-    Start as Start, about_start as about_start, lives as lives, refuse_if_alive as refuse_if_alive, split_starts as split_starts,
+    Start as Start, about_start as about_start, lives as lives, refuse_if_alive as refuse_if_alive,
+    split_starts as split_starts,
 )  # fmt: skip
 from .sweep import is_library_name as is_library_name
 

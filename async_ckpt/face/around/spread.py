@@ -275,8 +275,7 @@ class SpreadExport(Export):
             if monotonic() > deadline:
                 raise PeerFailedError(
                     f"{self.path}: after {PEER_SECONDS:.0f} s rank {missing_ranks[0]} has not left its slices of "
-                    "the model there; call export_hf on every rank, with the same destination, which all of them "
-                    "see",
+                    "the model there; call export_hf on every rank, with the same destination, which all of them see",
                     rank=missing_ranks[0],
                 )
             await asyncio.sleep(_LOOK_SECONDS[self._parts.storage.remote])
