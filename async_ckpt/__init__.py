@@ -27,56 +27,18 @@ from .errors import (
 __version__ = "0.1.0"
 
 __all__ = [
-    "AsyncCheckpointer",
-    "CheckpointError",
-    "CorruptCheckpointError",
-    "Due",
-    "HeldSnapshot",
-    "Keep",
-    "Naming",
-    "NotCommittedError",
-    "PerRank",
-    "Place",
-    "Publisher",
-    "PullReport",
-    "RngState",
-    "SaveHandle",
-    "SaveReport",
-    "StepExistsError",
-    "StorageFullError",
-    "StorageUnavailableError",
-    "Subscriber",
-    "TornSnapshotError",
-    "VerifyReport",
-    "Zstd",
-    "errors",
-    "export_hf",
-    "files",
-    "follow",
-    "history",
-    "inspect",
-    "load",
-    "merge",
-    "pack",
-    "release",
-    "save",
-    "snapshot",
-    "unpack",
-    "verify",
-    "wrap",
-]
+    "AsyncCheckpointer", "CheckpointError", "CorruptCheckpointError", "Due", "HeldSnapshot", "Keep", "Naming",
+    "NotCommittedError", "PerRank", "Place", "Publisher", "PullReport", "RngState", "SaveHandle", "SaveReport",
+    "StepExistsError", "StorageFullError", "StorageUnavailableError", "Subscriber", "TornSnapshotError",
+    "VerifyReport", "Zstd", "errors", "export_hf", "files", "follow", "history", "inspect", "load", "merge",
+    "pack", "release", "save", "snapshot", "unpack", "verify", "wrap",
+]  # fmt: skip
 
 
 if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `__getattr__`
     from . import files as files  # noqa: I001 - one import of errors, not one for each
     from .face.checkpointer import AsyncCheckpointer as AsyncCheckpointer
-    from .face.oneoff import (
-        load as load,
-        release as release,
-        save as save,
-        snapshot as snapshot,
-        verify as verify,
-    )
+    from .face.oneoff import load as load, release as release, save as save, snapshot as snapshot, verify as verify
     from .core.report import PullReport as PullReport, SaveReport as SaveReport, VerifyReport as VerifyReport
     from .core.runs.naming import Naming as Naming
     from .core.saving.handle import SaveHandle as SaveHandle
@@ -95,62 +57,46 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .face.around.unpack import unpack as unpack
     from .face.around.wrap import wrap as wrap
     from .errors import (
-        ClosedError as ClosedError,
-        DestinationBusyError as DestinationBusyError,
-        ForeignFileError as ForeignFileError,
-        FormatVersionError as FormatVersionError,
-        IsAFolderError as IsAFolderError,
-        NotAFolderError as NotAFolderError,
-        NotFoundError as NotFoundError,
-        NothingWrittenError as NothingWrittenError,
-        NotUnchangedError as NotUnchangedError,
-        OccupiedError as OccupiedError,
-        PeerFailedError as PeerFailedError,
-        SaveAbandonedError as SaveAbandonedError,
-        StateMismatchError as StateMismatchError,
-        RunTakenError as RunTakenError,
-        StepBehindError as StepBehindError,
-        UnsafeArchiveError as UnsafeArchiveError,
-        UnsupportedStateError as UnsupportedStateError,
-        UntrustedObjectError as UntrustedObjectError,
+        ClosedError as ClosedError, DestinationBusyError as DestinationBusyError, ForeignFileError as ForeignFileError,
+        FormatVersionError as FormatVersionError, IsAFolderError as IsAFolderError, NotAFolderError as NotAFolderError,
+        NotFoundError as NotFoundError, NothingWrittenError as NothingWrittenError,
+        NotUnchangedError as NotUnchangedError, OccupiedError as OccupiedError, PeerFailedError as PeerFailedError,
+        SaveAbandonedError as SaveAbandonedError, StateMismatchError as StateMismatchError,
+        RunTakenError as RunTakenError, StepBehindError as StepBehindError, UnsafeArchiveError as UnsafeArchiveError,
+        UnsupportedStateError as UnsupportedStateError, UntrustedObjectError as UntrustedObjectError,
         UsageError as UsageError,
-    )
+    )  # fmt: skip
     from .weights.following.follower import follow as follow
     from .weights.publishing.publisher import Publisher as Publisher
     from .weights.publishing.subscriber import Subscriber as Subscriber
 else:
     # Imported when they are first asked for: most programs need a few of them, and `async-ckpt ls` needs no torch.
-    _LATER = {
-        "AsyncCheckpointer": ".face.checkpointer",
-        "Due": ".core.saving.policy",
-        "HeldSnapshot": ".core.staging.held_snapshot",
-        "Keep": ".core.spec",
-        "Naming": ".core.runs.naming",
-        "PerRank": ".core.state.per_rank",
-        "Place": ".core.storage.place",
-        "PullReport": ".core.report",
-        "RngState": ".core.state.rng",
-        "SaveHandle": ".core.saving.handle",
-        "SaveReport": ".core.report",
-        "VerifyReport": ".core.report",
-        "Zstd": ".core.storage.compressed",
-        "history": ".core.loading.run_history",
-        "inspect": ".face.states.inspected",
-        "load": ".face.oneoff",
-        "release": ".face.oneoff",
-        "save": ".face.oneoff",
-        "snapshot": ".face.oneoff",
-        "verify": ".face.oneoff",
-        "Publisher": ".weights.publishing.publisher",
-        "Subscriber": ".weights.publishing.subscriber",
-        "export_hf": ".face.around.export",
-        "files": ".files",
-        "follow": ".weights.following.follower",
-        "merge": ".face.around.merge",
-        "pack": ".face.around.pack",
-        "unpack": ".face.around.unpack",
-        "wrap": ".face.around.wrap",
+    _NAMES = {
+        ".face.checkpointer": "AsyncCheckpointer",
+        ".core.saving.policy": "Due",
+        ".core.staging.held_snapshot": "HeldSnapshot",
+        ".core.spec": "Keep",
+        ".core.runs.naming": "Naming",
+        ".core.state.per_rank": "PerRank",
+        ".core.storage.place": "Place",
+        ".core.report": "PullReport SaveReport VerifyReport",
+        ".core.state.rng": "RngState",
+        ".core.saving.handle": "SaveHandle",
+        ".core.storage.compressed": "Zstd",
+        ".core.loading.run_history": "history",
+        ".face.states.inspected": "inspect",
+        ".face.oneoff": "load release save snapshot verify",
+        ".weights.publishing.publisher": "Publisher",
+        ".weights.publishing.subscriber": "Subscriber",
+        ".face.around.export": "export_hf",
+        ".files": "files",
+        ".weights.following.follower": "follow",
+        ".face.around.merge": "merge",
+        ".face.around.pack": "pack",
+        ".face.around.unpack": "unpack",
+        ".face.around.wrap": "wrap",
     }
+    _LATER = {name: home for home, names in _NAMES.items() for name in names.split()}
 
     def __getattr__(name: str) -> object:
         """Import the names that are imported late, and the errors that are not listed above, such as `ClosedError`."""

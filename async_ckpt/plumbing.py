@@ -35,201 +35,91 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "Appender",
-    "CopySave",
-    "LocalStorage",
-    "MemoryLoan",
-    "OffLoop",
-    "RankZeroWord",
-    "Reader",
-    "Sink",
-    "Storage",
-    "another_kind",
-    "backends",
-    "bulk",
-    "capture",
-    "captured",
-    "compressed",
-    "contents",
-    "copy_step",
-    "cover",
-    "device",
-    "disk",
-    "events",
-    "fields",
-    "fill",
-    "find",
-    "get_loop",
-    "guards",
-    "hf_shards",
-    "hf_weights",
-    "kept_memory",
-    "leaf_names",
-    "ledger",
-    "limits",
-    "locks",
-    "memory",
-    "operations",
-    "optimizer_parts",
-    "pack",
-    "places",
-    "process",
-    "progress_of",
-    "rebuild_layout",
-    "register_storage",
-    "reports",
-    "runs",
-    "safetensors",
-    "save_within",
-    "scratches",
-    "sharded",
-    "shared_memory",
-    "spans",
-    "spec",
-    "states",
-    "store_facts",
-    "threads",
-    "urls",
-    "verification",
-    "waits",
-    "worlds",
-    "wrappers",
-    "write_by_torch",
-]
+    "Appender", "CopySave", "LocalStorage", "MemoryLoan", "OffLoop", "RankZeroWord", "Reader", "Sink", "Storage",
+    "another_kind", "backends", "bulk", "capture", "captured", "compressed", "contents", "copy_step", "cover",
+    "device", "disk", "events", "fields", "fill", "find", "get_loop", "guards", "hf_shards", "hf_weights",
+    "kept_memory", "leaf_names", "ledger", "limits", "locks", "memory", "operations", "optimizer_parts", "pack",
+    "places", "process", "progress_of", "rebuild_layout", "register_storage", "reports", "runs", "safetensors",
+    "save_within", "scratches", "sharded", "shared_memory", "spans", "spec", "states", "store_facts", "threads",
+    "urls", "verification", "waits", "worlds", "wrappers", "write_by_torch",
+]  # fmt: skip
 
 if TYPE_CHECKING:
-    from .core import backends as backends
-    from .core import events as events
-    from .core import fields as fields
+    from .core import backends, events, fields, runs, spans, spec
     from .core import report as reports
-    from .core import runs as runs
-    from .core import spans as spans
-    from .core import spec as spec
-    from .core.format import safetensors as safetensors
-    from .core.host import limits as limits
-    from .core.host import memory as memory
-    from .core.host import operations as operations
-    from .core.host import process as process
-    from .core.host import shared_memory as shared_memory
-    from .core.host import threads as threads
-    from .core.host import waits as waits
-    from .core.host.loop import OffLoop as OffLoop
-    from .core.host.loop import get_loop as get_loop
-    from .core.loading import fill as fill
+    from .core.format import safetensors
+    from .core.host import limits, memory, operations, process, shared_memory, threads, waits
+    from .core.host.loop import OffLoop, get_loop
+    from .core.loading import fill
     from .core.loading import verify as verification
-    from .core.loading.archives import contents as contents
-    from .core.loading.archives import find as find
-    from .core.loading.catch_up import copy_step as copy_step
-    from .core.loading.live.optimizer_forms import another_kind as another_kind
-    from .core.loading.rebuild import rebuild_layout as rebuild_layout
+    from .core.loading.archives import contents, find
+    from .core.loading.catch_up import copy_step
+    from .core.loading.live.optimizer_forms import another_kind
+    from .core.loading.rebuild import rebuild_layout
     from .core.ranks import world as worlds
-    from .core.ranks.meeting import RankZeroWord as RankZeroWord
+    from .core.ranks.meeting import RankZeroWord
     from .core.saving import default as kept_memory
-    from .core.saving import ledger as ledger
-    from .core.saving.copy_save import CopySave as CopySave
-    from .core.saving.handle import progress_of as progress_of
-    from .core.slicing import cover as cover
-    from .core.slicing import sharded as sharded
-    from .core.staging import device as device
+    from .core.saving import ledger
+    from .core.saving.handle import progress_of
+    from .core.slicing import cover, sharded
+    from .core.staging import device
     from .core.staging import guard as guards
-    from .core.state import capture as capture
-    from .core.state import captured as captured
+    from .core.state import capture, captured, wrappers
     from .core.state import names as leaf_names
     from .core.state import optimizers as optimizer_parts
-    from .core.state import wrappers as wrappers
-    from .core.storage import bulk as bulk
-    from .core.storage import compressed as compressed
-    from .core.storage import disk as disk
-    from .core.storage import locks as locks
+    from .core.storage import bulk, compressed, disk, locks, store_facts
     from .core.storage import place as places
     from .core.storage import scratch as scratches
-    from .core.storage import store_facts as store_facts
     from .core.storage import url as urls
-    from .core.storage.interface import MemoryLoan as MemoryLoan
-    from .core.storage.interface import Reader as Reader
-    from .core.storage.interface import Sink as Sink
-    from .core.storage.interface import Storage as Storage
-    from .core.storage.local import LocalStorage as LocalStorage
-    from .core.storage.registry import register_storage as register_storage
-    from .core.storage.sequential import Appender as Appender
-    from .face import states as states
-    from .face.around import hf_weights as hf_weights
-    from .face.around import pack as pack
+    from .core.storage.interface import MemoryLoan, Reader, Sink, Storage
+    from .core.storage.local import LocalStorage
+    from .core.storage.registry import register_storage
+    from .core.storage.sequential import Appender
+    from .face import states
+    from .face.around import hf_weights, pack
     from .face.around import shards as hf_shards
-    from .face.around.torch_file import write_by_torch as write_by_torch
-    from .face.oneoff import save_within as save_within
+    from .face.around.copy_save import CopySave
+    from .face.around.torch_file import write_by_torch
+    from .face.oneoff import save_within
 else:
-    # Where each name is: a module, or a name in one.
-    _HOMES = {
-        "Appender": ".core.storage.sequential:Appender",
-        "CopySave": ".core.saving.copy_save:CopySave",
-        "LocalStorage": ".core.storage.local:LocalStorage",
-        "MemoryLoan": ".core.storage.interface:MemoryLoan",
-        "OffLoop": ".core.host.loop:OffLoop",
-        "RankZeroWord": ".core.ranks.meeting:RankZeroWord",
-        "Reader": ".core.storage.interface:Reader",
-        "Sink": ".core.storage.interface:Sink",
-        "Storage": ".core.storage.interface:Storage",
-        "another_kind": ".core.loading.live.optimizer_forms:another_kind",
-        "backends": ".core.backends",
-        "bulk": ".core.storage.bulk",
-        "capture": ".core.state.capture",
-        "captured": ".core.state.captured",
-        "compressed": ".core.storage.compressed",
-        "contents": ".core.loading.archives.contents",
-        "copy_step": ".core.loading.catch_up:copy_step",
-        "cover": ".core.slicing.cover",
-        "device": ".core.staging.device",
-        "disk": ".core.storage.disk",
-        "events": ".core.events",
-        "fields": ".core.fields",
-        "fill": ".core.loading.fill",
-        "find": ".core.loading.archives.find",
-        "get_loop": ".core.host.loop:get_loop",
-        "guards": ".core.staging.guard",
-        "hf_shards": ".face.around.shards",
-        "hf_weights": ".face.around.hf_weights",
-        "kept_memory": ".core.saving.default",
-        "leaf_names": ".core.state.names",
-        "ledger": ".core.saving.ledger",
-        "limits": ".core.host.limits",
-        "locks": ".core.storage.locks",
-        "memory": ".core.host.memory",
-        "operations": ".core.host.operations",
-        "optimizer_parts": ".core.state.optimizers",
-        "pack": ".face.around.pack",
-        "places": ".core.storage.place",
-        "process": ".core.host.process",
-        "progress_of": ".core.saving.handle:progress_of",
-        "rebuild_layout": ".core.loading.rebuild:rebuild_layout",
-        "register_storage": ".core.storage.registry:register_storage",
-        "reports": ".core.report",
-        "runs": ".core.runs",
-        "safetensors": ".core.format.safetensors",
-        "save_within": ".face.oneoff:save_within",
-        "scratches": ".core.storage.scratch",
-        "sharded": ".core.slicing.sharded",
-        "shared_memory": ".core.host.shared_memory",
-        "spans": ".core.spans",
-        "spec": ".core.spec",
-        "states": ".face.states",
-        "store_facts": ".core.storage.store_facts",
-        "threads": ".core.host.threads",
-        "urls": ".core.storage.url",
-        "verification": ".core.loading.verify",
-        "waits": ".core.host.waits",
-        "worlds": ".core.ranks.world",
-        "wrappers": ".core.state.wrappers",
-        "write_by_torch": ".face.around.torch_file:write_by_torch",
+    # The names in each package or module; "new=old" where plumbing has another name for it.
+    _NAMES = {
+        ".core": "backends events fields reports=report runs spans spec",
+        ".core.format": "safetensors",
+        ".core.host": "limits memory operations process shared_memory threads waits",
+        ".core.host.loop": "OffLoop get_loop",
+        ".core.loading": "fill verification=verify",
+        ".core.loading.archives": "contents find",
+        ".core.loading.catch_up": "copy_step",
+        ".core.loading.live.optimizer_forms": "another_kind",
+        ".core.loading.rebuild": "rebuild_layout",
+        ".core.ranks": "worlds=world",
+        ".core.ranks.meeting": "RankZeroWord",
+        ".core.saving": "kept_memory=default ledger",
+        ".face.around.copy_save": "CopySave",
+        ".core.saving.handle": "progress_of",
+        ".core.slicing": "cover sharded",
+        ".core.staging": "device guards=guard",
+        ".core.state": "capture captured leaf_names=names optimizer_parts=optimizers wrappers",
+        ".core.storage": "bulk compressed disk locks places=place scratches=scratch store_facts urls=url",
+        ".core.storage.interface": "MemoryLoan Reader Sink Storage",
+        ".core.storage.local": "LocalStorage",
+        ".core.storage.registry": "register_storage",
+        ".core.storage.sequential": "Appender",
+        ".face": "states",
+        ".face.around": "hf_shards=shards hf_weights pack",
+        ".face.around.torch_file": "write_by_torch",
+        ".face.oneoff": "save_within",
     }
+    _HOMES = {name.partition("=")[0]: (home, name) for home, names in _NAMES.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:
-        home = _HOMES.get(name)
-        if home is None:
+        if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module, _, own = home.partition(":")
-        found = import_module(module, __package__)
-        found = globals()[name] = getattr(found, own) if own else found
+        home, own = _HOMES[name]
+        own = own.rpartition("=")[2]
+        module = import_module(home, __package__)
+        found = globals()[name] = getattr(module, own, None) or import_module(f"{home}.{own}", __package__)
         return found
 
     def __dir__() -> list[str]:

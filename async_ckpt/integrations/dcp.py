@@ -1,4 +1,4 @@
-"""The path by which users import what saves and loads by torch.distributed.checkpoint.
+"""Plug-ins for torch.distributed.checkpoint, by the path that users import.
 
 In: nothing. Out: the names of the face's room `dcp`. Knows nothing of: what they do.
 """

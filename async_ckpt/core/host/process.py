@@ -32,7 +32,7 @@ def in_forked_child(forget: Forget) -> Forget:
 
 
 class OnceInProcess(Generic[K, V]):
-    """Objects that a process creates once for each key. A forked child begins with none, and ends no other."""
+    """Objects that a process creates once for each key. A forked child begins with none, and keeps its parent's."""
 
     def __init__(self, make: Callable[[K], V]) -> None:
         self._make = make

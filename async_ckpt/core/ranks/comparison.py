@@ -54,8 +54,7 @@ class Comparison:
         tables = {receipt.table for receipt in receipts} - {NO_TABLE}
         if tables - {self._joint.table.digest}:
             raise PeerFailedError(
-                f"{self._joint.what} is not committed: its ranks do not agree on who writes what, as "
-                "after saves that "
+                f"{self._joint.what} is not committed: its ranks do not agree on who writes what, as after saves that "
                 "only some of them have called; call save alike on every rank",
                 rank=0,
             )
@@ -100,8 +99,7 @@ class Comparison:
                     name = json.loads(min(gone))[0].replace("\x1f", ".")
                     raise UnsupportedStateError(
                         f"rank {rank} no longer has {name} as other ranks have it, which counted on that; "
-                        "have every rank change what "
-                        "it saves at the same step, and save again",
+                        "have every rank change what it saves at the same step, and save again",
                         path=name,
                     )
 
@@ -177,8 +175,7 @@ class Comparison:
             if alone:
                 raise UnsupportedStateError(
                     f"only some ranks have {', '.join(alone[:5])}; have all of them save the same entries, "
-                    "or name what each has for "
-                    "itself in per_rank=",
+                    "or name what each has for itself in per_rank=",
                     path=alone[0],
                 )
         common = set[str].intersection(*(set(alike[0].plain) for alike in by_structure.values()))

@@ -19,14 +19,13 @@ import os
 import socket
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ..host.loop import get_loop
 from ..host.waits import SILENCE_SECONDS, growing_pauses
-from ..spans import monotonic
+from ..spans import duration, monotonic
 from .world import World
 
 # Between two heartbeats, and how many ranks of a start give one in a second.
@@ -92,7 +91,8 @@ class Heartbeats:
         return reasons
 
     async def _live(self, address: tuple[str, int], prefix: str, rank: int) -> None:
-        off_loop = get_loop().off_loop
+        off_loop, pid = get_loop().off_loop, os.getpid()
+        own = f"{_machine()} {pid} {_began(pid) or 0}"
         store: Any = None
         pauses = growing_pauses(self._interval, 12 * self._interval)
         for number in itertools.count():
@@ -101,7 +101,7 @@ class Heartbeats:
             wanted = [one for one, at in self._asked.items() if monotonic() - at < 3 * self._interval]
             try:
                 store = store or await off_loop(partial(_connected, address))
-                heard = await off_loop(partial(_exchanged, store, prefix, rank, f"{number} {_own()}", wanted))
+                heard = await off_loop(partial(_exchanged, store, prefix, rank, f"{number} {own}", wanted))
             except RuntimeError:  # the store is gone, for now at least
                 store = None
                 await asyncio.sleep(next(pauses))
@@ -139,7 +139,7 @@ def _connected(address: tuple[str, int]) -> Any:
     except OSError as error:
         raise RuntimeError(f"there is no store at {address}") from error
     connect: Any = dist.TCPStore  # type: ignore[attr-defined]
-    return connect(*address, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
+    return connect(*address, is_master=False, timeout=duration(_CONNECT_SECONDS))
 
 
 def _exchanged(store: Any, prefix: str, rank: int, text: str, wanted: Collection[int]) -> dict[int, str]:
@@ -154,13 +154,9 @@ def _exchanged(store: Any, prefix: str, rank: int, text: str, wanted: Collection
 # --- processes of this machine ------------------------------------------------------------------------------------
 
 
-def _own() -> str:
-    """This process: the machine and its space of numbers, its number, and when it began."""
-    return f"{_machine()} {os.getpid()} {_began(os.getpid()) or 0}"
-
-
 @cache
 def _machine() -> str:
+    """This machine, and its space of process numbers."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

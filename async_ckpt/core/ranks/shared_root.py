@@ -86,8 +86,7 @@ class SharedRoot:
             # Saves that are begun at once both come here, and a put may arrive though it was answered with an error.
             if self._read_claim(self._own_claim)["nonce"] != self._nonce:
                 raise CheckpointError(
-                    f"{self.where}: run_id={world.run_id!r} was used by an earlier start "
-                    f"of rank {world.rank}; "
+                    f"{self.where}: run_id={world.run_id!r} was used by an earlier start of rank {world.rank}; "
                     "start all ranks together, and give a new one at every start"
                 ) from error
         self._is_claimed = True
@@ -127,8 +126,7 @@ class SharedRoot:
         world = self._world
         if of_rank_0 != world.size:
             raise CheckpointError(
-                f"{self.where}: rank 0 counts {of_rank_0} ranks and rank {world.rank} "
-                f"{world.size}; give ranks= the "
+                f"{self.where}: rank 0 counts {of_rank_0} ranks and rank {world.rank} {world.size}; give ranks= the "
                 "same number on every rank, and a new run_id"
             )
 

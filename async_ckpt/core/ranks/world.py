@@ -106,8 +106,7 @@ def refuse_if_changed(world: World) -> None:
     rank, size = group
     raise ValueError(
         f"there were {world.size} ranks, of which this was {world.rank}, and the process group now has "
-        f"{size}, of which this "
-        f"is {rank}; make a new AsyncCheckpointer for each process group"
+        f"{size}, of which this is {rank}; make a new AsyncCheckpointer for each process group"
     )
 
 

@@ -8,36 +8,24 @@ ranks: `receipts.py`, `layouts.py`, `coverage.py`. What is named here is for oth
 
 from __future__ import annotations
 
-from . import journal as journal
-from . import layouts as layouts
-from . import manifest
+# isort: off
+from . import journal as journal, layouts as layouts, manifest
 from .announce import event_of as event_of
-from .foreign_entries import OF_DCP as OF_DCP
-from .foreign_entries import possible_steps as possible_steps
-from .foreign_entries import step_formats as step_formats
-from .manifest import Manifest as Manifest
-from .manifest import is_retired_name as is_retired_name
-from .manifest import parse_intent as parse_intent
-from .naming import NAMINGS as NAMINGS
-from .naming import STEP_FORMAT as STEP_FORMAT
-from .naming import TRACKER as TRACKER
-from .naming import TRACKERS as TRACKERS
-from .naming import Tracker as Tracker
-from .naming import parse_step_name as parse_step_name
-from .naming import tracker_of as tracker_of
-from .naming import words_for as words_for
+from .foreign_entries import OF_DCP as OF_DCP, possible_steps as possible_steps, step_formats as step_formats
+from .manifest import Manifest as Manifest, is_retired_name as is_retired_name, parse_intent as parse_intent
+from .naming import (
+    NAMINGS as NAMINGS, STEP_FORMAT as STEP_FORMAT, TRACKER as TRACKER, TRACKERS as TRACKERS, Tracker as Tracker,
+    parse_step_name as parse_step_name, tracker_of as tracker_of, words_for as words_for,
+)  # fmt: skip
 from .receipts import broken_folders as broken_folders
 from .record import number as number
-from .retention import Commits as Commits
-from .retention import best_of as best_of
-from .retention import describe_missing_metric as describe_missing_metric
+from .retention import Commits as Commits, best_of as best_of, describe_missing_metric as describe_missing_metric
 from .root import formats_at as formats_at
 from .run import Run as Run
-from .starts import Start as Start
-from .starts import about_start as about_start
-from .starts import lives as lives
-from .starts import refuse_if_alive as refuse_if_alive
-from .starts import split_starts as split_starts
+from .starts import (
+    Start as Start, about_start as about_start, lives as lives, refuse_if_alive as refuse_if_alive,
+    split_starts as split_starts,
+)  # fmt: skip
 from .sweep import is_library_name as is_library_name
 
 MANIFEST_NAME = manifest.NAME

@@ -199,8 +199,7 @@ class Ledger:
         if undecided and is_library_thread():
             raise UsageError(
                 f"{reader} would have to wait for {name_of(undecided[0].handle)}, and a thread of "
-                "async_ckpt must not: it "
-                "would wait for itself. Call it on another thread, or when no save is under way"
+                "async_ckpt must not: it would wait for itself. Call it on another thread, or when no save is under way"
             )
         for save in begun if overwrites else ():
             save.staged.exception()

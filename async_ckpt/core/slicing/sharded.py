@@ -159,10 +159,8 @@ class Slicer:
             raise _refused(
                 name,
                 f"this rank holds a local tensor of shape {tuple(local.shape)}, but {list(spec.placements)} "
-                "on a mesh of "
-                f"{slices.mesh and slices.mesh.shape} puts {shape} of {slices.global_shape} here; "
-                "redistribute() it to Shard "
-                "or Replicate, or declare its slices as torch's CheckpointableTensor does",
+                f"on a mesh of {slices.mesh and slices.mesh.shape} puts {shape} of {slices.global_shape} here; "
+                "redistribute() it to Shard or Replicate, or declare its slices as torch's CheckpointableTensor does",
             )
         return slices, local
 
@@ -219,8 +217,7 @@ def _cuts(spec: Any, mesh: Mesh, num_dims: int, name: str) -> tuple[Cut, ...]:
             raise _refused(
                 name,
                 f"with this version of torch {list(spec.placements)} may have been cut from either end of "
-                "the mesh, and "
-                "nothing says from which; install torch 2.12 or newer",
+                "the mesh, and nothing says from which; install torch 2.12 or newer",
             )
     return cuts
 

@@ -93,7 +93,7 @@ class Device:
             self._side.scratch(min(num_bytes, SCRATCH_BYTES))
 
     def stall_seconds(self) -> float:
-        """Seconds that streams have waited for copies. Waits not over yet, or on a failed device, count as zero."""
+        """Seconds that streams have waited for copies. Waits that go on, or on a failed device, count as zero."""
         with self._counting, suppress(RuntimeError), self._backend.on_device(self.device):
             waiting, self._holds = self._holds, []
             for before, after in waiting:

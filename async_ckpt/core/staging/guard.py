@@ -270,6 +270,5 @@ def refuse_guard(completions: Collection[object], guard: Any) -> None:
     if completions and guard:
         raise ValueError(
             "guard= was for the snapshot, which is already taken; leave it out here, also if the snapshot "
-            "is only a part "
-            "of the state"
+            "is only a part of the state"
         )

@@ -266,8 +266,7 @@ class _CaptureWalk:
             if _needs_trust(pickled(value)):
                 _log.warning(
                     "async_ckpt: %s is %s, which is pickled: loading it will need trust=True. Store text or "
-                    "numbers instead "
-                    "to avoid this",
+                    "numbers instead to avoid this",
                     name,
                     with_article(type(value).__qualname__),
                 )
@@ -295,8 +294,7 @@ def _spread_over_ranks(tensor: torch.Tensor) -> str | None:
         return None
     return (
         f"{with_article(type(tensor).__qualname__)} is spread over ranks, each of which has a part of it; "
-        "save it on every "
-        "rank with an AsyncCheckpointer, or save its full_tensor()"
+        "save it on every rank with an AsyncCheckpointer, or save its full_tensor()"
     )
 
 

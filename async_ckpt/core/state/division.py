@@ -267,8 +267,7 @@ def _taken_of(captured: Capture, per_rank: tuple[str, ...], root: Mesh | None) -
         shown = _shown(next(name for name, count in Counter(names).items() if count > 1))
         raise UnsupportedStateError(
             f"{shown}: two tensors have this name, as by the keys 1 and '1' of one dict; ranks tell tensors "
-            "apart by their names, so "
-            "give them different ones",
+            "apart by their names, so give them different ones",
             path=shown,
         )
     lines = [_in_short([name, PER_RANK, [], None]) for name in per_rank]

@@ -49,8 +49,7 @@ class MegatronTensors:
                 raise _refused(
                     path,
                     "a ShardedTensor is spread over ranks, each of which has a part of it; save it on every "
-                    "rank with an "
-                    "AsyncCheckpointer, in a process group",
+                    "rank with an AsyncCheckpointer, in a process group",
                 )
             self._tensors.setdefault(name_of(value, path), {})[path] = value
             return True

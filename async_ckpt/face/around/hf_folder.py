@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from ...core.host.loop import OffLoop
 from ...core.report import Progress
-from ...core.saving.copy_save import CopySave
 from ...core.spans import Spans
 from ...core.staging.guard import Optimizers
 from ...core.state.captured import SnapshotView
@@ -23,6 +22,7 @@ from ...core.storage.interface import Storage
 from ...core.storage.local import LocalStorage
 from ...core.storage.scratch import Scratch, publish
 from ...errors import OccupiedError
+from .copy_save import CopySave
 from .hf_weights import ADAPTER_CONFIG, Weights
 from .shards import INDEX, Shard, index_of, shards_of
 

@@ -22,7 +22,6 @@ from ...core.loading.archives.contents import Contents, Part
 from ...core.loading.archives.find import committed_step, from_committed
 from ...core.loading.archives.step_archives import Readers
 from ...core.loading.load import check_lent
-from ...core.loading.ranges import Range, read_ranges
 from ...core.report import Destination, SaveReport
 from ...core.runs.manifest import NAME as MANIFEST
 from ...core.saving.targets import FileTarget
@@ -37,6 +36,7 @@ from ...core.storage.interface import Storage
 from ...core.storage.place import Anywhere, written_at
 from ...core.storage.sequential import Appender
 from ...errors import StateMismatchError
+from .ranges import Range, read_ranges
 
 
 def merge(

@@ -30,7 +30,6 @@ from ...core.host.waits import ENDS_THE_CALL, PEER_SECONDS, Wait
 from ...core.loading.archives.contents import Part
 from ...core.loading.archives.step_archives import opened_parts
 from ...core.loading.load import load_state
-from ...core.loading.ranges import Range, read_ranges
 from ...core.ranks.answers import in_words
 from ...core.ranks.meeting import RankZeroWord
 from ...core.ranks.world import Words, World, world_of
@@ -50,6 +49,7 @@ from ...core.storage.place import Place
 from ...errors import CheckpointError, PeerFailedError, UnsupportedStateError
 from .hf_folder import Export, ExportRequest
 from .hf_weights import Tensors, Weights
+from .ranges import Range, read_ranges
 from .shards import Shard
 
 _LOOK_SECONDS: Final = {False: 0.1, True: 1.0}  # between polls of a folder, and of a store
@@ -275,8 +275,7 @@ class SpreadExport(Export):
             if monotonic() > deadline:
                 raise PeerFailedError(
                     f"{self.path}: after {PEER_SECONDS:.0f} s rank {missing_ranks[0]} has not left its slices of "
-                    "the model there; call export_hf on every rank, with the same destination, which all of them "
-                    "see",
+                    "the model there; call export_hf on every rank, with the same destination, which all of them see",
                     rank=missing_ranks[0],
                 )
             await asyncio.sleep(_LOOK_SECONDS[self._parts.storage.remote])

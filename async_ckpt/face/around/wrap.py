@@ -29,7 +29,6 @@ from ...core.host.loop import OffLoop
 from ...core.host.process import in_forked_child
 from ...core.host.threads import running_future
 from ...core.report import Progress
-from ...core.saving.copy_save import CopySave
 from ...core.saving.default import files_saver
 from ...core.saving.handle import SaveHandle
 from ...core.saving.save import new_life
@@ -47,6 +46,7 @@ from ...core.storage.scratch import Scratch, publish, refuse_misfit, sync_all
 from ...core.storage.sequential import Appender, AppenderFile
 from ...errors import DestinationBusyError, NothingWrittenError, UnsupportedStateError
 from .arguments import closure_of, deep_copied, tensors_in
+from .copy_save import CopySave
 from .destination import (
     BoundCall,
     DestinationFinder,

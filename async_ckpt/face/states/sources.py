@@ -25,13 +25,13 @@ from ...core.loading.archives.find import from_path, opened_as_file
 from ...core.loading.archives.foreign import MissingShard, OpenSafetensors
 from ...core.loading.archives.step_archives import Readers, selected_by
 from ...core.loading.load import LoadOptions, check_lent, check_select, state_of
-from ...core.loading.ranges import Range, read_ranges
 from ...core.spec import align_up
 from ...core.state.names import Select, Selector, dotted, selector
 from ...core.state.per_rank import PerRank
 from ...core.state.tree import StoredLeaf
 from ...core.storage.place import Place
 from ...errors import UsageError
+from ..around.ranges import Range, read_ranges
 from .named_items import CHUNK_BYTES, Items, ItemWalk, NamedItem, PathForm, Unread, described
 from .torch_files import TorchFile, torch_file
 

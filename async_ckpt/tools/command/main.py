@@ -67,6 +67,10 @@ FromRank = Annotated[
     typer.Option(metavar="NAME=RANK", help="Whose value to take where each rank has its own, such as rng=0."),
 ]
 Strip = Annotated[str, typer.Option(metavar="PREFIX", help="The beginning that names lose, such as 'model.'.")]
+Unattended = Annotated[bool, typer.Option("--unattended", help="No process writes to the run; a store cannot tell.")]
+Base = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="The model that deltas start from where there is no anchor.")
+]
 Best = Annotated[
     str | None, typer.Option(metavar="METRIC", help="The best steps by a metric: loss, or accuracy:max:3.")
 ]
@@ -140,9 +144,7 @@ def inspect(
         list[str] | None,
         typer.Argument(metavar="NAME", help="Names, beginnings of names, or patterns.", show_default=False),
     ] = None,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Read every item: min, max, mean, std, norm, NaN, Inf.")
-    ] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Every item: min, max, mean, std, norm, NaN, Inf.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the names, shapes and values in a checkpoint.
@@ -159,9 +161,7 @@ def inspect(
 @with_place
 def verify(
     place: Where,
-    base: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="The model that deltas start from where there is no anchor.")
-    ] = None,
+    base: Base = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare every byte with its digest, and say how to mend it.
@@ -208,9 +208,7 @@ def prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which steps would go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
-    unattended: Annotated[
-        bool, typer.Option("--unattended", help="No process writes to the run; a store cannot tell.")
-    ] = False,
+    unattended: Unattended = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete the steps that no rule keeps.
@@ -226,18 +224,14 @@ def prune(
 @with_place
 def repair(
     place: Where,
-    unretire: Annotated[
-        int | None, typer.Option(metavar="STEP", help="Commit this step again, which a rollback has retired.")
-    ] = None,
+    unretire: Annotated[int | None, typer.Option(metavar="STEP", help="Commit again what a rollback retired.")] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Mend it; without this, nothing is changed.")] = False,
-    unattended: Annotated[
-        bool, typer.Option("--unattended", help="No process writes to the run; a store cannot tell.")
-    ] = False,
+    unattended: Unattended = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make again what of a run is not as its manifests say.
+    """Rebuild a run's tracker, journal and layout files from its manifests.
 
-    Tracker, journal and layouts are made again, and what dead writers have left is deleted. Only with --apply.
+    What dead writers have left is deleted. Without --apply, nothing is changed.
     """
     from .repair import show
 
@@ -250,8 +244,8 @@ def diff(
     a: Annotated[Place, typer.Argument(metavar="A", help="A checkpoint of any format.", show_default=False)],
     b: Annotated[Place, typer.Argument(metavar="B", help="Another one.", show_default=False)],
     select: Select = None,
-    rtol: Annotated[float, typer.Option(metavar="X", help="Differences up to X times the item of B are none.")] = 0.0,
-    atol: Annotated[float, typer.Option(metavar="X", help="Differences up to X are none.")] = 0.0,
+    rtol: Annotated[float, typer.Option(metavar="X", help="Items are equal if |a-b| <= X*|b|.")] = 0.0,
+    atol: Annotated[float, typer.Option(metavar="X", help="Items are equal if |a-b| <= X.")] = 0.0,
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
@@ -266,9 +260,7 @@ def diff(
 def extract(
     src: Annotated[Place, typer.Argument(metavar="SRC", help="A checkpoint of any format.", show_default=False)],
     select: Select = None,
-    to: Annotated[
-        str, typer.Option(metavar="PLACE", help="The file or folder that is written.", show_default=False)
-    ] = "",
+    to: Annotated[str, typer.Option(metavar="PLACE", help="The file or folder written.", show_default=False)] = "",
     as_: As = None,
     strip: Strip = "",
     from_rank: FromRank = None,
@@ -306,11 +298,8 @@ def convert(
     """
     from .conversion import ConversionRequest, show
 
-    show(
-        ConversionRequest(src, dst, tuple(select or ()), strip, trust, overwrite, tuple(from_rank or ())),
-        as_,
-        as_json=as_json,
-    )
+    request = ConversionRequest(src, dst, tuple(select or ()), strip, trust, overwrite, tuple(from_rank or ()))
+    show(request, as_, as_json=as_json)
 
 
 @app.command(epilog=_example("follow weights --into out/model --exec 'ls out/model' --once"))
@@ -344,9 +333,7 @@ def follow(
     status: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A JSON file that is written at each look at the root.")
     ] = None,
-    base: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="The model that deltas start from where there is no anchor.")
-    ] = None,
+    base: Base = None,
     once: Annotated[bool, typer.Option("--once", help="End when the engine has the newest version.")] = False,
     as_json: AsJson = False,
 ) -> None:

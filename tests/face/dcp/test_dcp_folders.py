@@ -33,7 +33,7 @@ from async_ckpt.core.format.dcp_metadata import ZipRecord
 from async_ckpt.core.loading.archives.contents import Part
 from async_ckpt.core.loading.archives.dcp_checksums import RecordCheck
 from async_ckpt.core.loading.archives.find import from_path
-from async_ckpt.core.loading.ranges import Range, read_ranges
+from async_ckpt.face.around.ranges import Range, read_ranges
 from async_ckpt.face.dcp import convert
 from async_ckpt.integrations.dcp import TarStorageWriter, restore, to_dcp
 

@@ -15,10 +15,10 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ..slicing.slices import flat_range
-from ..spec import DTYPES
-from .archives.contents import Contents
-from .fill import Wanted, fill, planned
+from ...core.loading.archives.contents import Contents
+from ...core.loading.fill import Wanted, fill, planned
+from ...core.slicing.slices import flat_range
+from ...core.spec import DTYPES
 
 # Any dtype with the size of an item.
 _ITEMS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -14,19 +14,19 @@ from typing import Final
 
 import torch
 
-from ..host.loop import OffLoop, get_loop
-from ..host.waits import all_of
-from ..report import Destination, Progress, SaveReport
-from ..spans import Spans, monotonic
-from ..staging.guard import Optimizers
-from ..staging.host_copy import HostCopy
-from ..staging.tensors import Wording
-from ..storage.interface import Storage
-from ..storage.scratch import Scratch
-from ..storage.sequential import Appender
-from .default import files_saver, host_memory
-from .handle import SaveHandle
-from .save import Save, SaveState
+from ...core.host.loop import OffLoop, get_loop
+from ...core.host.waits import all_of
+from ...core.report import Destination, Progress, SaveReport
+from ...core.saving.default import files_saver, host_memory
+from ...core.saving.handle import SaveHandle
+from ...core.saving.save import Save, SaveState
+from ...core.spans import Spans, monotonic
+from ...core.staging.guard import Optimizers
+from ...core.staging.host_copy import HostCopy
+from ...core.staging.tensors import Wording
+from ...core.storage.interface import Storage
+from ...core.storage.scratch import Scratch
+from ...core.storage.sequential import Appender
 
 
 class CopySave(Save):
