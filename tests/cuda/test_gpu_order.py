@@ -339,6 +339,20 @@ def test_a_write_outside_of_the_step_fails_the_save_by_name(tmp_path, how):
     assert cuda_simulation.reports()  # it is a race, too
 
 
+def test_a_write_to_the_second_device_outside_of_the_step_fails_the_save_by_name(tmp_path):
+    first, second = guarded(3.0)[0], guarded(3.0, 8 * MIB, "cuda:1")[0]
+    optimizer = torch.optim.SGD([first, second], lr=1.0)
+    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.stop("write")
+        handle = ckpt.save({"first": first, "second": second}, step=1, guard=optimizer)
+        second.data.add_(1)
+        disk.release_all()
+        error = handle.exception()
+    assert isinstance(error, TornSnapshotError)
+    assert error.names == ("second",)
+    assert cuda_simulation.reports()  # it is a race, too
+
+
 # --- memory that is freed or lent again --------------------------------------------------------------------------------
 
 
@@ -407,6 +421,8 @@ def test_the_data_of_a_parameter_is_replaced_while_it_is_copied(tmp_path):
         with held(here()):
             handle = ckpt.save({"p": p}, step=1, guard=optimizer)
             p.data = torch.full((MIB,), -1.0, device="cuda")
+            with torch.no_grad():
+                p.add_(1)  # is counted, but of other memory
             others()
         handle.result()
         assert_all(ckpt.load(1), 4.0)
