@@ -324,14 +324,17 @@ def test_a_step_waits_until_the_last_copy_is_enqueued(tmp_path):
         assert_all(ckpt.load(1), 3.0)
 
 
-@pytest.mark.parametrize("how", ["by data", "in place"])
+@pytest.mark.parametrize("how", ["by data", "in place", "to an item that is in no sample"])
 def test_a_write_outside_of_the_step_fails_the_save_by_name(tmp_path, how):
     p, optimizer = guarded(3.0, 8 * MIB)
     with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
         disk.stop("write")
         handle = ckpt.save({"p": p}, step=1, guard=optimizer)
         with torch.no_grad():
-            (p.data if how == "by data" else p).add_(1)
+            if how == "to an item that is in no sample":
+                p[1] = 9
+            else:
+                (p.data if how == "by data" else p).add_(1)
         disk.release_all()
         error = handle.exception()
     assert isinstance(error, TornSnapshotError)
