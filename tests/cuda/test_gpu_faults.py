@@ -365,8 +365,9 @@ def test_a_device_with_or_without_free_memory_is_saved_whatever_the_layout_of_it
         + """
 p = torch.nn.Parameter(torch.arange(2 * MIB, dtype=torch.float32, device="cuda"))
 q = torch.nn.Parameter(torch.ones(70_000, device="cuda"))
-optimizer = torch.optim.SGD([p, q], lr=1.0)
-state = {"p": p, "q": q, "small": [torch.full((n,), float(n), device="cuda") for n in range(1, 40)], **strange()}
+r = torch.nn.Parameter(torch.arange(700 * 900, dtype=torch.float32, device="cuda").view(700, 900).t())
+optimizer = torch.optim.SGD([p, q, r], lr=1.0)
+state = {"p": p, "q": q, "r": r, "small": [torch.full((n,), float(n), device="cuda") for n in range(1, 40)], **strange()}
 wanted = {name: tensor.detach().cpu() for name, tensor in state.items() if name != "small"}
 taken = fill_up() if sys.argv[3] == "without" else []
 guard = optimizer if sys.argv[2] == "guarded" else None

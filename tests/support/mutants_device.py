@@ -322,6 +322,14 @@ NOT_OF_CUDA = frozenset(
         "leaked memory is not counted",
         "segments apart are lent as a run",
         "one user of two ends a lease",
+        "strided tensors are deferred",
+        "the stall of a snapshot is that of the call alone",
+        "refused page-locking is tried again",
+        # torch's own CUDA code answers a forked child without the runtime.
+        "a forked child asks for the accelerator",
+        # Memory that a broken device has registered is not unregistered, and so it stays without them, too.
+        "memory that was written off is unmapped",
+        "a copy in memory is given back while a device writes to it",
         # They cost time or memory, and no byte is another.
         "scratch has no bound",
         "small tensors are copied one by one",
