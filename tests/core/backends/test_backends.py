@@ -193,7 +193,7 @@ def test_where_no_memory_can_be_page_locked_torchs_allocator_gives_it(tmp_path, 
         return given[-1]
 
     monkeypatch.setattr(Backend, "host_memory", host_memory)
-    registered = len(sim.sim.registered)
+    registered = set(sim.sim.registered)  # by others, whose boxes may go meanwhile
     state = {"w": torch.full((3 * ITEMS,), 3.0, device="sim")}
     with open_run(tmp_path) as ckpt:
         ckpt.save(state, step=1).result()
@@ -202,7 +202,7 @@ def test_where_no_memory_can_be_page_locked_torchs_allocator_gives_it(tmp_path, 
         assert all(bool((ckpt.load(step)["w"] == 3).all()) for step in (1, 2))
         assert all(segment.pinned for segment in ckpt._saver.pool._free)
     assert given
-    assert len(sim.sim.registered) == registered
+    assert registered.issuperset(sim.sim.registered)
 
 
 # --- memory that torch's allocator gives --------------------------------------------------------------------------
