@@ -222,6 +222,24 @@ ckpt.close()
     )
 
 
+def test_a_forked_child_saves_what_is_on_the_host_with_a_run_of_its_own(apart):
+    apart(
+        FORKED
+        + """
+state = {"w": torch.ones(65_536, device="cuda")}
+def save():
+    with open_run(root + "/child") as own:
+        own.prewarm({"w": torch.ones(65_536)})
+        own.save({"w": torch.ones(65_536)}, step=1).result()
+        async_ckpt.save({"w": torch.ones(65_536)}, root + "/child.tar").result()
+with open_run(root + "/parent") as ckpt:
+    ckpt.save(state, step=1).result()
+    forked(save)
+assert bool((async_ckpt.load(root + "/child.tar")["w"] == 1).all())
+"""
+    )
+
+
 @pytest.mark.parametrize("when", ["at once", "in a garbage collection", "at the end of the interpreter"])
 def test_a_forked_child_drops_an_event_that_was_recorded(apart, when):
     """Wherever the library has it; to end such an event would be a call of the runtime."""

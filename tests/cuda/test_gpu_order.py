@@ -324,18 +324,35 @@ def test_a_step_waits_until_the_last_copy_is_enqueued(tmp_path):
         assert_all(ckpt.load(1), 3.0)
 
 
-@pytest.mark.parametrize("how", ["by data", "in place"])
+@pytest.mark.parametrize("how", ["by data", "in place", "to an item that is in no sample"])
 def test_a_write_outside_of_the_step_fails_the_save_by_name(tmp_path, how):
     p, optimizer = guarded(3.0, 8 * MIB)
     with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
         disk.stop("write")
         handle = ckpt.save({"p": p}, step=1, guard=optimizer)
         with torch.no_grad():
-            (p.data if how == "by data" else p).add_(1)
+            if how == "to an item that is in no sample":
+                p[1] = 9
+            else:
+                (p.data if how == "by data" else p).add_(1)
         disk.release_all()
         error = handle.exception()
     assert isinstance(error, TornSnapshotError)
     assert error.names == ("p",)
+    assert cuda_simulation.reports()  # it is a race, too
+
+
+def test_a_write_to_the_second_device_outside_of_the_step_fails_the_save_by_name(tmp_path):
+    first, second = guarded(3.0)[0], guarded(3.0, 8 * MIB, "cuda:1")[0]
+    optimizer = torch.optim.SGD([first, second], lr=1.0)
+    with open_run(tmp_path, host_bytes=16 * MIB) as ckpt, scripted(ckpt) as disk:
+        disk.stop("write")
+        handle = ckpt.save({"first": first, "second": second}, step=1, guard=optimizer)
+        second.data.add_(1)
+        disk.release_all()
+        error = handle.exception()
+    assert isinstance(error, TornSnapshotError)
+    assert error.names == ("second",)
     assert cuda_simulation.reports()  # it is a race, too
 
 
@@ -407,6 +424,8 @@ def test_the_data_of_a_parameter_is_replaced_while_it_is_copied(tmp_path):
         with held(here()):
             handle = ckpt.save({"p": p}, step=1, guard=optimizer)
             p.data = torch.full((MIB,), -1.0, device="cuda")
+            with torch.no_grad():
+                p.add_(1)  # is counted, but of other memory
             others()
         handle.result()
         assert_all(ckpt.load(1), 4.0)

@@ -280,8 +280,11 @@ OF_CUDA_ALONE = [
     ),
     Mutant("a save during a capture is not refused", "if device is not None and is_capturing():", "if False:"),
     Mutant("the stream of copies waits for the default stream", "_NON_BLOCKING: Final = 1", "_NON_BLOCKING: Final = 0"),
-    Mutant("a stream that was refused is used", "return None if any(codes) else stream.value", "return stream.value"),
-    Mutant("the context of the device stays current", "driver.cuCtxPopCurrent_v2(ctypes.byref(context))", "0"),
+    Mutant(
+        "the refusal of a stream is left to the next launch",
+        "        runtime.cudaGetLastError()\n    return",
+        "        pass\n    return",
+    ),
     # --- refusals
     Mutant(
         "a refusal of memory is left to the next launch",
@@ -319,6 +322,14 @@ NOT_OF_CUDA = frozenset(
         "leaked memory is not counted",
         "segments apart are lent as a run",
         "one user of two ends a lease",
+        "strided tensors are deferred",
+        "the stall of a snapshot is that of the call alone",
+        "refused page-locking is tried again",
+        # torch's own CUDA code answers a forked child without the runtime.
+        "a forked child asks for the accelerator",
+        # Memory that a broken device has registered is not unregistered, and so it stays without them, too.
+        "memory that was written off is unmapped",
+        "a copy in memory is given back while a device writes to it",
         # They cost time or memory, and no byte is another.
         "scratch has no bound",
         "small tensors are copied one by one",

@@ -6,9 +6,9 @@ In: devices, addresses. Out: streams of its own, registered memory. Knows nothin
 from __future__ import annotations
 
 import ctypes
-import sys
 from contextlib import AbstractContextManager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -16,10 +16,9 @@ import torch
 from .backend import Backend, thread
 
 _HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: for all contexts
-# Constants of the CUDA driver API: CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_STREAM_NON_BLOCKING.
+# Constants of the CUDA runtime: cudaStreamCaptureModeThreadLocal and cudaStreamNonBlocking.
 _THREAD_LOCAL: Final = 1
 _NON_BLOCKING: Final = 1
-_DRIVER: Final = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
 class Cuda(Backend):
@@ -33,19 +32,22 @@ class Cuda(Backend):
         A thread of this library also opts out of breaking captures: by default, a query of an event or a registration
         of memory on any thread breaks a graph that the training captures meanwhile.
         """
-        if thread.is_ours and not thread.minds_captures and (driver := _driver()) is not None:
+        if thread.is_ours and not thread.minds_captures:
             mode = ctypes.c_int(_THREAD_LOCAL)
-            thread.minds_captures = driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
+            thread.minds_captures = _is_done("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         return super().on_device(device)
 
     def new_stream(self, device: torch.device) -> Any:
         """A stream that no other code uses, and that does not wait for the legacy default stream of the training.
 
         Streams of torch come from a pool of 32 in turn, so that a graph captured elsewhere may get the same one. They
-        are used only if the driver is not NVIDIA's, or creates no stream.
+        are used only if the runtime is not found, or creates no stream.
         """
-        stream = _stream_of_driver(device)
-        return super().new_stream(device) if stream is None else torch.cuda.ExternalStream(stream, device=device)
+        stream = ctypes.c_void_p()
+        with self.on_device(device):
+            if _is_done("cudaStreamCreateWithFlags", ctypes.byref(stream), _NON_BLOCKING) and stream.value:
+                return torch.cuda.ExternalStream(stream.value, device=device)
+        return super().new_stream(device)
 
     def waiting_event(self) -> Any:
         """An event for which a waiting thread sleeps instead of spinning."""
@@ -59,45 +61,29 @@ class Cuda(Backend):
         return False
 
     def forget_refusal(self) -> None:
-        """CUDA keeps a refusal until a launch has reported it, which would be the next one of the user's."""
-        with suppress(RuntimeError):
-            torch.cuda._sleep(0)  # a launch that needs no memory
+        """CUDA keeps a refusal until somebody asks for it, which the next launch of the user's would."""
+        if (runtime := _runtime()) is not None:
+            runtime.cudaGetLastError()
+        else:
+            with suppress(RuntimeError):
+                torch.cuda._sleep(0)  # a launch that needs no memory
 
 
-def _stream_of_driver(device: torch.device) -> int | None:
-    """A new stream in the context that torch uses, which need not be this thread's yet. None without such a driver."""
-    driver = _driver()
-    if driver is None:
-        return None
-    its_device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-    if (
-        driver.cuDeviceGet(ctypes.byref(its_device), device.index)
-        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), its_device)
-        or driver.cuCtxPushCurrent_v2(context)
-    ):
-        return None
-    codes = driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), driver.cuCtxPopCurrent_v2(ctypes.byref(context))
-    return None if any(codes) else stream.value
-
-
-_INT, _POINTER = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
-# The calls of the driver, each of which returns 0 or an error's code, and the types of their arguments.
-_CALLS: Final[dict[str, list[Any]]] = {
-    "cuDeviceGet": [_INT, ctypes.c_int],
-    "cuDevicePrimaryCtxRetain": [_POINTER, ctypes.c_int],
-    "cuCtxPushCurrent_v2": [ctypes.c_void_p],
-    "cuCtxPopCurrent_v2": [_POINTER],
-    "cuStreamCreate": [_POINTER, ctypes.c_uint],
-    "cuThreadExchangeStreamCaptureMode": [_INT],
-}
+def _is_done(name: str, *arguments: Any) -> bool:
+    """Make a call of the runtime. False if it is refused, or there is no such call."""
+    if (runtime := _runtime()) is None:
+        return False
+    if code := getattr(runtime, name)(*arguments):
+        runtime.cudaGetLastError()
+    return bool(code == 0)
 
 
 @cache
-def _driver() -> Any:
-    """The driver of NVIDIA; None if there is none with these calls, as under ROCm."""
+def _runtime() -> Any:
+    """The runtime that torch has loaded, found beside its own library; None if there is none, as under ROCm."""
     with suppress(OSError, AttributeError):
-        driver = ctypes.CDLL(_DRIVER)
-        for name, types in _CALLS.items():
-            getattr(driver, name).argtypes = types
-        return driver
+        runtime = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so"))
+        runtime.cudaStreamCreateWithFlags.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint]
+        runtime.cudaThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
+        return runtime if runtime.cudaGetLastError else None
     return None

@@ -55,12 +55,7 @@ class SegmentLender(Protocol):
         """The largest number of segments that lie one behind the other."""
 
     def lease_run(
-        self,
-        order: tuple[int, int],
-        num_segments: int,
-        *,
-        pin: torch.device | None,
-        check: Callable[[], None],
+        self, order: tuple[int, int], num_segments: int, *, pin: torch.device | None, check: Callable[[], None]
     ) -> list[Lease]:
         """Wait for up to `num_segments` segments, at least one, that lie one behind the other in the same memory.
 
@@ -263,12 +258,7 @@ class SegmentPool:
         return self.lease_run(order, 1, pin=pin, check=check)[0]
 
     def lease_run(
-        self,
-        order: tuple[int, int],
-        num_segments: int,
-        *,
-        pin: torch.device | None,
-        check: Callable[[], None],
+        self, order: tuple[int, int], num_segments: int, *, pin: torch.device | None, check: Callable[[], None]
     ) -> list[Lease]:
         """Wait for up to `num_segments` segments in a row; see `SegmentLender`."""
         with self._changed:

@@ -131,9 +131,7 @@ def _deadline(timeout: float | None) -> float | None:
 
 
 def wait_for_all(
-    futures: Sequence[Future[Any]],
-    timeout: float | None = None,
-    goes_on: Callable[[], None] = lambda: None,
+    futures: Sequence[Future[Any]], timeout: float | None = None, goes_on: Callable[[], None] = lambda: None
 ) -> bool:
     """Like `wait_for`, until all futures are done; `timeout` is for all of them together."""
     deadline = _deadline(timeout)

@@ -42,6 +42,10 @@ _BLOCK_BYTES: Final = 4 * MIB
 _UNCHECKED_BYTES: Final = 4 * MIB
 
 
+Tensors = list[torch.Tensor]
+Aliases = Mapping[int, "Alias"]  # by the numbers of tensors
+
+
 class Device:
     """The copies of one save from one device. Its snapshot creates it; threads of that snapshot enqueue by it."""
 
@@ -100,12 +104,7 @@ class Device:
         return self._stall_seconds
 
     def enqueue(
-        self,
-        into: torch.Tensor,
-        pieces: Iterable[Piece],
-        tensors: list[torch.Tensor],
-        dense: list[bool],
-        aliases: Mapping[int, Alias],
+        self, into: torch.Tensor, pieces: Iterable[Piece], tensors: Tensors, dense: list[bool], aliases: Aliases
     ) -> Any:
         """Enqueue the copies of `pieces` into these bytes. From any thread. The event fires when they have ended.
 
@@ -127,12 +126,7 @@ class Device:
             return self._side.mark()
 
     def _parts(
-        self,
-        into: torch.Tensor,
-        pieces: Iterable[Piece],
-        tensors: list[torch.Tensor],
-        dense: list[bool],
-        aliases: Mapping[int, Alias],
+        self, into: torch.Tensor, pieces: Iterable[Piece], tensors: Tensors, dense: list[bool], aliases: Aliases
     ) -> Iterator[_Gatherable]:
         """Enqueue the copies of all that crosses the bus alone. Yields the rest, which may be gathered before."""
         for target, number, source, length in pieces:

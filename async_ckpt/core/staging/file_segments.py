@@ -81,8 +81,7 @@ def _entry(path: str, name: str, status: os.stat_result, first_names: dict[tuple
         target = os.readlink(path)
         if not stays_inside(name, target):
             raise UnsupportedStateError(
-                f"{path} is a link to {target}, which may lead out of the folder; copy the file in instead",
-                path=path,
+                f"{path} is a link to {target}, which may lead out of the folder; copy the file in instead", path=path
             )
         return TarEntry(name, tarfile.SYMTYPE, mode, mtime, link=target)
     if not stat.S_ISREG(status.st_mode):
@@ -150,14 +149,7 @@ class FileFill:
     stall_seconds = 0.0
 
     def __init__(
-        self,
-        files: FilesImage,
-        receiver: SegmentReceiver,
-        *,
-        order: int,
-        pool: SegmentPool,
-        crew: Crew,
-        clock: Clock,
+        self, files: FilesImage, receiver: SegmentReceiver, *, order: int, pool: SegmentPool, crew: Crew, clock: Clock
     ) -> None:
         self._files, self._receiver, self._order = files, receiver, order
         self._pool, self._crew, self._clock = pool, crew, clock

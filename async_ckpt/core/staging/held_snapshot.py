@@ -28,14 +28,7 @@ class HeldSnapshot(SnapshotView):
     """
 
     def __init__(
-        self,
-        state: Any,
-        *,
-        optimizers: Optimizers,
-        max_bytes: int | None,
-        memory: BufferPool,
-        crew: Crew,
-        clock: Clock,
+        self, state: Any, *, optimizers: Optimizers, max_bytes: int | None, memory: BufferPool, crew: Crew, clock: Clock
     ) -> None:
         self._clock, self._began, self._call_seconds = clock, clock(), 0.0
         captured = capture(state, local_parts=True)

@@ -351,12 +351,7 @@ class HostCopy:
             raise
 
     def _stage(
-        self,
-        parts: Sequence[_SourceStorage],
-        optimizers: Optimizers,
-        crew: Crew,
-        clock: Clock,
-        wording: Wording,
+        self, parts: Sequence[_SourceStorage], optimizers: Optimizers, crew: Crew, clock: Clock, wording: Wording
     ) -> Snapshot:
         assert self._buffer is not None
         sources = [part.tensor for part in parts]

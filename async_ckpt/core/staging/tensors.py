@@ -137,13 +137,7 @@ class SourceTensors:
         return sum(s.num_bytes for s, pointer in zip(self.specs, self._pointers, strict=True) if pointer)
 
     def copy_from_host(
-        self,
-        pieces: Iterable[Piece],
-        segment: Segment,
-        begin: int,
-        on_device: dict[Device, list[Piece]],
-        *,
-        late: bool,
+        self, pieces: Iterable[Piece], segment: Segment, begin: int, on_device: dict[Device, list[Piece]], *, late: bool
     ) -> None:
         """Copy the pieces of tensors on the host into a segment. Pieces on devices are added to `on_device`.
 
