@@ -229,9 +229,9 @@ def repair(
     unattended: Unattended = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild a run's tracker, journal and layout files from its manifests.
+    """Rebuild a run's tracker, journal and layout files.
 
-    What dead writers have left is deleted. Without --apply, nothing is changed.
+    They are made from its manifests, and what dead writers have left is deleted. Without --apply, nothing is changed.
     """
     from .repair import show
 

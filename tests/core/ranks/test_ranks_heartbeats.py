@@ -97,8 +97,10 @@ with open_run(here.root) as ckpt:
         here.at("write", lambda: os.kill(os.getpid(), signal.SIGSTOP), step=2)
     here.save(ckpt, states[2], 2)
     if here.rank == 0:
+        beats = ckpt._ranks.meeting.heartbeats
+        before = beats._heard[1].text
         here.say("failed")
-        until(lambda: not ckpt._ranks.meeting.heartbeats.lost([1]))
+        until(lambda: not beats.lost([1]) and beats._heard[1].text != before)
     here.save(ckpt, states[3], 3)
 """
     world = worlds.start(3, script)

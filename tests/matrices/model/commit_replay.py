@@ -23,6 +23,7 @@ from async_ckpt import Keep, PeerFailedError, RunTakenError, StepBehindError, St
 from async_ckpt.core.ranks import agreement
 from async_ckpt.core.ranks.agreement import Agreement
 from async_ckpt.core.ranks.attempts import JointSave, JointState, OwnPart
+from async_ckpt.core.ranks.heartbeats import Heartbeats
 from async_ckpt.core.runs.manifest import Archive, Manifest, RankFiles, parse, parse_intent
 from async_ckpt.core.runs.receipts import EMPTY, Exchange, Receipt
 from async_ckpt.core.runs.run import Run
@@ -229,7 +230,7 @@ class Player:
             root=lambda run, one: root,
             attempts=attempts,
             known=SimpleNamespace(compared=set()),
-            meeting=SimpleNamespace(advice="see what they say"),
+            meeting=SimpleNamespace(advice="see what they say", heartbeats=Heartbeats()),
         )
         made = Agreement(ranks, joint, self.run)
         exchange = made._exchange
