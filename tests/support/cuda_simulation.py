@@ -143,13 +143,14 @@ def start_over() -> None:
 @contextmanager
 def held(*streams: Any) -> Iterator[None]:
     """Nothing that these streams of torch have runs inside."""
-    runtime = _runtime()
+    runtime, process = _runtime(), os.getpid()
     for stream in streams:
         runtime.sim_hold(stream.device.index, stream.cuda_stream or 1, 1)
     try:
         yield
     finally:
-        for stream in streams:
+        # A forked child that ends inside has none of the threads that would be told.
+        for stream in streams if os.getpid() == process else ():
             runtime.sim_hold(stream.device.index, stream.cuda_stream or 1, -1)
 
 
