@@ -390,7 +390,7 @@ CALLS = {
     "save": lambda root: async_ckpt.save({"a": 1}, root / "x.tar").result(),
     "load": lambda root: async_ckpt.load(root / "x.tar"),
     "verify": lambda root: async_ckpt.verify(root),
-    "pack_folder": lambda root: async_ckpt.files.pack_folder(root, root.parent / "p.tar"),
+    "pack_folder": lambda root: async_ckpt.files.pack_folder(root, root.parent / "p.tar").result(),
     "list_dir": async_ckpt.files.list_dir,
     "open_file": lambda root: async_ckpt.files.open_file(root / "x.tar"),
 }
