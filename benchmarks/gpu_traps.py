@@ -141,7 +141,9 @@ def _outcome(bench: Bench, name: str, folder: Path) -> str:
         scene.write()  # what is enqueued by now belongs to the instant
         handle = ckpt.save(scene.state, 1, guard=scene.optimizer if guarded else None)
         does(scene)
-        return _told(ckpt, handle.exception(), wanted)
+        outcome = _told(ckpt, handle.exception(), wanted)
+    bench.device.synchronize()  # the next scene may get this memory, to which the other stream may still write
+    return outcome
 
 
 def _told(ckpt: AsyncCheckpointer, error: BaseException | None, wanted: Mapping[str, torch.Tensor]) -> str:
