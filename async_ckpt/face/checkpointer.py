@@ -11,10 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..core.host.loop import get_loop
 from ..core.host.operations import observed
 from ..core.loading.run_reader import RunReader
-from ..core.ranks.agreement import tell_of_failure
 from ..core.ranks.meeting import Meeting
 from ..core.ranks.peers import Differing, Ranks
 from ..core.runs.naming import Naming, naming_of
@@ -91,7 +89,6 @@ class AsyncCheckpointer(RunReader):
             default process group, and every one of them calls `save` and `restore`.
         store: with `ranks`, a store of torch.distributed to which all ranks are connected, such as a TCPStore. By it
             they agree as those of a process group do.
-        run_id: with `ranks` and without `store`, a text that is the same on all ranks, and new at every start of them.
         differing: plain values and small tensors should be the same on all ranks. Values that differ are kept for each
             rank, with a warning; with "fail", such a save fails.
         check_replicas: at every save, compare the replicas of tensors on several ranks. By default, only the first save
@@ -125,7 +122,6 @@ class AsyncCheckpointer(RunReader):
         trace: str | os.PathLike[str] | None = None,
         ranks: tuple[int, int] | None = None,
         store: Any = None,
-        run_id: str | None = None,
         differing: Differing = "keep",
         check_replicas: bool = False,
         mesh: Any = None,
@@ -145,12 +141,11 @@ class AsyncCheckpointer(RunReader):
         self.roots, self.root = self._roots.names, self._roots.names[0]
         self._guard = unwrapped(guard)  # raises errors now rather than at the first save
         self._ranks = Ranks(
-            Meeting(ranks, run_id, self._needing_group(on_overlap, commit), store=store),
+            Meeting(ranks, store=store),
             whole_count("max_in_flight", max_in_flight),
             differing=differing,
             check_replicas=check_replicas,
             mesh=mesh,
-            skips=on_overlap == "skip",
         )
         writers = Writers(max_bandwidth)
         self._saver = Saver(
@@ -173,14 +168,6 @@ class AsyncCheckpointer(RunReader):
             ranks=self._ranks,
         )
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
-
-    def _needing_group(self, on_overlap: OnOverlap, commit: CommitRule) -> dict[str, bool]:
-        """The arguments for which several ranks need a group or a store, and True for those that were given."""
-        return {
-            'on_overlap="skip"': on_overlap == "skip",
-            "due= with rules of time or signals": not self._policy.is_arithmetic,
-            'commit="any" with several roots': commit == "any" and len(self.roots) > 1,
-        }
 
     # --- saving -----------------------------------------------------------------------------------------------
 
@@ -257,7 +244,7 @@ class AsyncCheckpointer(RunReader):
             handle = self._saver.save(request)
         except BaseException as error:
             if request.joint is not None:
-                tell_of_failure(self._ranks, request.joint, self._roots.runs, error, get_loop())
+                self._ranks.failed(request.joint, error)
             raise
         self._policy.follow(step, handle)
         return handle
@@ -357,7 +344,6 @@ class AsyncCheckpointer(RunReader):
             self._saver.close()
         finally:
             self._notice.close()
-            self._ranks.meeting.heartbeats.end()
             if self._saver.belongs_here:
                 self._roots.close()
 

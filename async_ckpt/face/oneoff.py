@@ -18,7 +18,6 @@ from ..core.loading.archives.find import from_path
 from ..core.loading.archives.step_archives import Readers, selected_by
 from ..core.loading.load import LoadOptions, check_verify, state_of
 from ..core.loading.verify import verify_path
-from ..core.ranks.agreement import tell_of_failure
 from ..core.ranks.one_off import OneOffFolder
 from ..core.ranks.world import World, warn_of_ranks, world_of_group
 from ..core.report import VerifyReport
@@ -113,7 +112,7 @@ def _save_on_ranks(
             raise ValueError("compression= is for one file, and several ranks write a folder; leave it out")
         return saver.save(request)
     except BaseException as error:  # the other ranks learn of it
-        tell_of_failure(ranks, request.joint, [folder], error, get_loop())
+        ranks.failed(request.joint, error)
         raise
 
 

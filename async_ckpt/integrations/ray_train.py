@@ -160,7 +160,6 @@ _DECIDED: Final = {
     "keep": "give RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=…, checkpoint_score_attribute=…))",
     "ranks": "the ranks are those of the workers",
     "store": "the ranks are those of the workers",
-    "run_id": "the ranks are those of the workers",
 }
 
 

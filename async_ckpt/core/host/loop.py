@@ -132,6 +132,16 @@ class Loop:
         await ended
         return outcome.result()
 
+    def note_call(self, outcome: Future[Any]) -> None:
+        """Note a blocking call of another thread, which may not return. On the loop's thread."""
+        with self._lock:
+            self._calls.add(outcome)
+        outcome.add_done_callback(self._returned)
+
+    def _returned(self, outcome: Future[Any]) -> None:
+        with self._lock:
+            self._calls.discard(outcome)
+
     def soon(self, fn: Callable[[], None]) -> None:
         """Run `fn` on the loop's thread, in the order of the calls. Raises ClosedError once the interpreter exits."""
         try:

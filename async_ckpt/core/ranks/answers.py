@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ...errors import PeerFailedError
-from .world import Words
+from .store import Words
 
 # Questions whose answers stay in the store: no rank is so many steps behind another.
 _KEPT: Final = 1000

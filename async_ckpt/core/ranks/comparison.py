@@ -20,7 +20,7 @@ from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from ..slicing.locator import Classes, StepLayout
 from ..slicing.shares import EVERYBODY_BYTES, MODULUS
 from ..spec import DTYPES
-from .attempts import AttemptPlace, JointSave
+from .calls import AttemptPlace, JointSave
 from .peers import Ranks
 from .shared_values import Values, apart, differing, lacking, values_of
 
@@ -37,10 +37,11 @@ class Comparison:
         self._ranks, self._joint, self._run, self._exchange = ranks, joint, run, exchange
         self._per_rank: tuple[str, ...] = ()  # as any of them say
 
-    def compare(self, receipts: Sequence[Receipt]) -> tuple[Table, RankFiles]:
+    def compare(self, receipts: Sequence[Receipt]) -> tuple[Table, Mapping[str, str], RankFiles]:
         """Check that the archives are of one state, and have all of it; then write what the manifest is to name.
 
-        What is known of the ranks from then on, and what it is to name. Raises PeerFailedError, UnsupportedStateError.
+        Returns what is known of the ranks from then on, their structures, and what it is to name. Raises
+        PeerFailedError, UnsupportedStateError.
         """
         known = self._ranks.known
         classes: dict[str, list[int]] = {}
@@ -71,7 +72,6 @@ class Comparison:
         self._check_balances(receipts)
         is_each = part.copies is not None
         self._compare_copies([one for one in receipts if is_each or one.structure not in known.compared])
-        known.texts = texts
         table = self._compare_values(receipts, classes)
         archives = self._exchange.put_archives(receipts)
         shared = {one: mates for one, mates in self._joint.table.classes.items() if one in texts}
@@ -79,7 +79,7 @@ class Comparison:
         layout = self._exchange.put_layout(layouts.dump(divided, table))
         num_bytes = sum(receipt.num_bytes for receipt in receipts)
         per_rank = tuple(sorted({*self._per_rank, *table.differing}))
-        return table, RankFiles(archives, layout, table.digest, num_bytes, per_rank)
+        return table, texts, RankFiles(archives, layout, table.digest, num_bytes, per_rank)
 
     def _check_shares(self, receipts: Sequence[Receipt], texts: Mapping[str, str]) -> None:
         """Check that ranks which share tensors all still have them, since each took its share counting on the others.

@@ -17,7 +17,7 @@ from ..spec import RankFacts
 from ..staging.device import dense_blocks
 from ..state.captured import Capture
 from ..state.division import StateDivider
-from .attempts import JointSave, OwnPart
+from .calls import JointSave, OwnPart
 from .meeting import Meeting
 from .shared_values import SharedValues
 
@@ -61,7 +61,7 @@ class Divider:
     def meet(self, captured: Capture, per_rank: tuple[str, ...]) -> None:
         """Ahead of the first save: wait until rank 0 knows how the states of all ranks look, so that no save has to."""
         states, meeting = self._ranked(), self._meeting
-        if states is not None and meeting.world.store is not None and not meeting.has_met:
+        if states is not None and not (meeting.world.is_one or meeting.has_met):
             meeting.token()
             self._per_rank = per_rank
             meeting.meet(states.structure(captured, self._own_in(captured)).digest, "prewarm()")

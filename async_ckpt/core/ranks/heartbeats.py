@@ -1,13 +1,12 @@
 """Heartbeats: which ranks of one start have ended, or are silent.
 
-In: the store of the ranks, and the name of their start. Out: for a rank that is asked for, why it is taken for lost.
+In: the store of the ranks, and the prefix of their start. Out: for a rank that is asked for, why it is taken for lost.
 Knows nothing of: saves.
 
-Every few seconds each process says a number that rises and which process it is, by a connection of its own: a call to a
-store that does not answer may take as long as it likes, and holds up nobody else. A process on the same machine that is
+Every few seconds each process says a number that rises and which process it is. A process on the same machine that is
 gone is lost at once. Another is lost when nothing was heard of it for two minutes, by a store that answers. A rank that
-was busy, or stopped, is a rank again with its next heartbeat. Only a TCPStore, of a process group or the user's own,
-has heartbeats: a FileStore would grow with each of them.
+was busy, or stopped, is a rank again with its next heartbeat. A store without a server has no heartbeats, since a
+FileStore grows with each of them: there, and before the first heartbeat, a rank is known by what it said when ranks met.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import asyncio
 import itertools
 import logging
 import os
-import socket
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
@@ -25,14 +23,13 @@ from typing import Any, Final, NamedTuple
 
 from ..host.loop import get_loop
 from ..host.waits import SILENCE_SECONDS, growing_pauses
-from ..spans import duration, monotonic
-from .world import World
+from ..spans import monotonic
+from .store import Connection
 
 # Between two heartbeats, and how many ranks of a start give one in a second.
 _INTERVAL_SECONDS: Final = 5.0
 _BEATS_PER_SECOND: Final = 2000
 _SAID_SECONDS: Final = 30.0  # a silence of which the log tells
-_CONNECT_SECONDS: Final = 10.0
 
 _log = logging.getLogger("async_ckpt")
 
@@ -46,72 +43,62 @@ class Heartbeat(NamedTuple):
 
 
 class Heartbeats:
-    """The heartbeats that this process gives and hears. A meeting creates it. The loop's thread changes what was heard,
-    and any thread may ask.
-    """
+    """The heartbeats that this process gives and hears. A start of the ranks creates it, and any thread may ask."""
 
-    def __init__(self) -> None:
-        self._heard: Mapping[int, Heartbeat] = {}  # replaced as a whole, like all below that any thread may ask for
-        self._answered = 0.0  # when the store has answered last
+    def __init__(self, connection: Connection, rank: int, size: int) -> None:
+        self.interval = max(_INTERVAL_SECONDS, size / _BEATS_PER_SECOND)
+        self._connection, self._rank = connection, rank
+        self._processes: dict[int, str] = {}  # as ranks have said when they met; entries are set once
+        self._heard: Mapping[int, Heartbeat] = {}  # replaced as a whole, like all below
         self._asked: Mapping[int, float] = {}  # ranks, and when somebody has asked for them last
-        self._interval = _INTERVAL_SECONDS
         self._said: frozenset[int] = frozenset()  # ranks of whose silence the log has told
-        self._pid = 0  # of the process that gives them
 
-    def begin(self, world: World, token: str) -> None:
-        """Give heartbeats from now on, if the ranks have a store for them, until `end` or the interpreter's exit."""
-        address = _address_of(world.store)
-        if address is None or world.is_one or self._pid == os.getpid():
-            return
-        self._pid, self._heard, self._answered = os.getpid(), {}, 0.0
-        self._interval = max(_INTERVAL_SECONDS, world.size / _BEATS_PER_SECOND)
-        get_loop().begin(self._live(address, f"async_ckpt/heartbeat/{token}", world.rank))
+    def begin(self, prefix: str) -> None:
+        """Give heartbeats below this prefix from now on, if the store is one for them."""
+        if self._connection.has_server:
+            get_loop().begin(self._live(f"{prefix}/heartbeat"))
 
-    def end(self) -> None:
-        """Give no more heartbeats: this rank has closed. May be called again."""
-        self._pid = 0
+    def note(self, rank: int, process: str) -> None:
+        """The process of a rank, as `own_process` of that rank has it."""
+        self._processes[rank] = process
 
     def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Why some of these ranks are lost, by their numbers. None are while the store does not answer this process."""
+        """Why some of these ranks are lost, by their numbers. Nobody is silent while the store does not answer."""
         now, wanted = monotonic(), list(ranks)
         self._asked = {**self._asked, **dict.fromkeys(wanted, now)}
-        if now - self._answered > 3 * self._interval:
-            return {}
-        heard, reasons = self._heard, {}
-        for rank in [rank for rank in wanted if rank in heard]:  # of others, which may not have begun, deadlines tell
+        reasons = {rank: why for rank in wanted if (why := _ended(self._processes.get(rank, "")))}
+        answered, heard = self._connection.answered_at, self._heard
+        if now - answered > 3 * self.interval:
+            return reasons
+        for rank in [rank for rank in wanted if rank in heard and rank not in reasons]:
             beat = heard[rank]
-            silent = self._answered - beat.since if beat.reads > 1 else 0.0
-            if (pid := _gone(beat.text)) is not None:
-                reasons[rank] = f"its process, {pid} on the same machine, has ended"
-            elif silent > SILENCE_SECONDS:
+            silent = answered - beat.since if beat.reads > 1 else 0.0
+            if silent > SILENCE_SECONDS:
                 reasons[rank] = f"nothing was heard of it for {silent:.0f} s"
             elif silent > _SAID_SECONDS and rank not in self._said:
                 self._said |= {rank}
                 _log.warning("nothing was heard of rank %s for %.0f s; it is waited for", rank, silent)
         return reasons
 
-    async def _live(self, address: tuple[str, int], prefix: str, rank: int) -> None:
-        off_loop, pid = get_loop().off_loop, os.getpid()
-        own = f"{_machine()} {pid} {_began(pid) or 0}"
-        store: Any = None
-        pauses = growing_pauses(self._interval, 12 * self._interval)
+    async def _live(self, prefix: str) -> None:
+        own, pid = own_process(), os.getpid()
+        pauses, was_heard = growing_pauses(self.interval, 12 * self.interval), monotonic()
         for number in itertools.count():
-            if not self._pid:
+            if self._connection.is_over or pid != os.getpid():
                 return
-            wanted = [one for one, at in self._asked.items() if monotonic() - at < 3 * self._interval]
+            wanted = [one for one, at in self._asked.items() if monotonic() - at < 3 * self.interval]
+            exchanged = partial(_exchanged, prefix, self._rank, f"{number} {own}", wanted)
             try:
-                store = store or await off_loop(partial(_connected, address))
-                heard = await off_loop(partial(_exchanged, store, prefix, rank, f"{number} {own}", wanted))
+                heard = await asyncio.wrap_future(self._connection.ask(exchanged))
             except RuntimeError:  # the store is gone, for now at least
-                store = None
                 await asyncio.sleep(next(pauses))
             else:
-                self._hear(heard)
-                await asyncio.sleep(self._interval)
+                was_deaf, was_heard = monotonic() - was_heard > 3 * self.interval, monotonic()
+                self._hear(heard, was_deaf=was_deaf)
+                await asyncio.sleep(self.interval)
 
-    def _hear(self, heard: Mapping[int, str]) -> None:
+    def _hear(self, heard: Mapping[int, str], *, was_deaf: bool) -> None:
         now, beats = monotonic(), dict(self._heard)
-        was_deaf = now - self._answered > 3 * self._interval
         for rank, text in heard.items():
             before = beats.get(rank)
             if before is None or before.text != text or was_deaf:
@@ -119,30 +106,10 @@ class Heartbeats:
                 self._said -= {rank}
             else:
                 beats[rank] = Heartbeat(text, before.since, before.reads + 1)
-        self._heard, self._answered = beats, now
+        self._heard = beats
 
 
-def _address_of(store: Any) -> tuple[str, int] | None:
-    """Host and port of a TCPStore, also below prefixes; None for any other store, and for none."""
-    import torch.distributed as dist
-
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
-
-
-def _connected(address: tuple[str, int]) -> Any:
-    import torch.distributed as dist
-
-    try:  # torch prints lines of its own where there is no server
-        socket.create_connection(address, _CONNECT_SECONDS).close()
-    except OSError as error:
-        raise RuntimeError(f"there is no store at {address}") from error
-    connect: Any = dist.TCPStore  # type: ignore[attr-defined]
-    return connect(*address, is_master=False, timeout=duration(_CONNECT_SECONDS))
-
-
-def _exchanged(store: Any, prefix: str, rank: int, text: str, wanted: Collection[int]) -> dict[int, str]:
+def _exchanged(prefix: str, rank: int, text: str, wanted: Collection[int], store: Any) -> dict[int, str]:
     """Give this rank's heartbeat, and read those of others. No key is got that may be missing: that would wait."""
     store.set(f"{prefix}/{rank}", text)
     keys = {one: f"{prefix}/{one}" for one in wanted}
@@ -152,6 +119,12 @@ def _exchanged(store: Any, prefix: str, rank: int, text: str, wanted: Collection
 
 
 # --- processes of this machine ------------------------------------------------------------------------------------
+
+
+def own_process() -> str:
+    """This process, for `Heartbeats.note` on another rank: its machine, its number, and when it began."""
+    pid = os.getpid()
+    return f"{_machine()} {pid} {_began(pid) or 0}"
 
 
 @cache
@@ -171,10 +144,10 @@ def _began(pid: int) -> int | None:
     return None
 
 
-def _gone(text: str) -> int | None:
-    """The number of the process that gave this heartbeat, if it is of this machine and has ended."""
+def _ended(process: str) -> str:
+    """Why a process is lost, if it was of this machine and has ended; else an empty text."""
     with suppress(ValueError):
-        _, machine, pid, began = text.split()
+        machine, pid, began = process.split()
         if machine == _machine() != "-" and int(began) and _began(int(pid)) != int(began):
-            return int(pid)
-    return None
+            return f"its process, {pid} on the same machine, has ended"
+    return ""

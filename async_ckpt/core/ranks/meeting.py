@@ -2,10 +2,9 @@
 
 In: words, by what they are about. Out: the words of other ranks. Knows nothing of: saves, archives.
 
-Before its first save rank 0 says what this start of the ranks is called (the token), and which ranks have states
-alike. A word is said once; a rank waits for the words of others until a deadline, and takes a rank that says nothing
-for dead. So a rank that has to wait for something of its own before it can say a word says meanwhile that this takes
-time.
+Before its first save rank 0 says which ranks have states alike. A word is said once; a rank waits for the words of
+others until a deadline, and takes a rank that says nothing for dead. So a rank that has to wait for something of its own
+before it can say a word says meanwhile that this takes time.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from ...errors import PeerFailedError
-from ..host.waits import ENDS_THE_CALL, MEETING_SECONDS, SIGN_SECONDS, Wait
+from ..host.waits import ENDS_THE_CALL, MEETING_SECONDS, SIGN_SECONDS, Wait, wait_for
 from ..runs.receipts import EMPTY, Table
 from ..slicing.locator import Classes
 from ..spans import TIMEKEEPER, monotonic
-from .heartbeats import Heartbeats
-from .world import Words, World, refuse_if_changed, world_of
+from .start import Start, start_of
+from .store import Words
+from .world import World, refuse_if_changed, world_of
 
 # Seconds between two calls of `look_around`.
 _LOOK_AROUND_SECONDS: Final = 5.0
@@ -32,59 +31,20 @@ NOT_ALONE: Final = "make the same calls on every rank; if this one alone saves, 
 _NO_STRUCTURE: Final = "-"
 
 
-def hear(
-    words: Words,
-    keys: Sequence[str],
-    check: Callable[[], None],
-    late: Callable[[], PeerFailedError],
-    look_around: Callable[[], bool] = lambda: False,
-) -> list[str]:
-    """Return the words of these keys once all of them are said. Raises the error that `late` makes, after
-    MEETING_SECONDS.
+def common_name(world: World, topic: str, num_bytes: int, check: Callable[[], None], whom: str) -> str:
+    """A name that all ranks of a world have alike for a topic, and no other start of them; a process alone has a random
+    one.
 
-    `check` is called between looks and may raise. `look_around` is called every few seconds, and the deadline begins
-    anew when it returns True.
+    Waits for rank 0 to begin anything at all, and calls `check` meanwhile. Raises PeerFailedError: "waited 600 s for"
+    `whom`.
     """
-    begin = looked = monotonic()
-
-    def go_on(seconds: float) -> None:
-        nonlocal begin, looked
-        check()
-        if monotonic() - begin > MEETING_SECONDS:
-            raise late()
-        if monotonic() - looked > _LOOK_AROUND_SECONDS:
-            looked = monotonic()
-            if look_around():
-                begin = looked
-        TIMEKEEPER.sleep(seconds)
-
-    return words.hear(keys, go_on)
-
-
-class RankZeroWord:
-    """A random word of rank 0 that names something for all ranks. Each rank creates its own for the same key.
-
-    A process without a store has a word of its own. Words are opened only where there is a store.
-    """
-
-    def __init__(self, world: World, words: Callable[[], Words], key: str, *, num_bytes: int) -> None:
-        self._words, self._key = words, key
-        self._word: str | None = None
-        if world.rank == 0 or world.store is None:
-            self._word = os.urandom(num_bytes).hex()
-            if world.store is not None:
-                words().say(key, self._word)
-
-    def hear(self, check: Callable[[], None], whom: str) -> str:
-        """Return the word, and wait for it if need be. Raises PeerFailedError: "waited 600 s for" `whom`."""
-        if self._word is None:
-            (self._word,) = hear(
-                self._words(),
-                [self._key],
-                check,
-                lambda: PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {whom}", rank=0),
-            )
-        return self._word
+    if world.store is None:
+        return os.urandom(num_bytes).hex()
+    late = PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {whom}", rank=0)
+    token = start_of(world).token
+    if not wait_for(token, MEETING_SECONDS, check):
+        raise late
+    return hashlib.blake2b(f"{token.result()}/{topic}".encode(), digest_size=num_bytes).hexdigest()
 
 
 class Hear(Protocol):
@@ -130,42 +90,33 @@ class Talk:
 
 
 class Meeting:
-    """The words of one checkpointer. On the thread that saves or restores, but for `token_if_said`.
+    """The words of one checkpointer. On the thread that saves or restores.
 
     Args:
         given: the number of this rank and how many there are, as the user gave them; None for those of the process
             group.
-        run_id: a name of this start of the ranks, for ranks without a process group and without a store.
         store: of ranks without a process group, the store that all of them are connected to.
-        needs_group: of arguments that can do nothing where ranks have no store, whether they were given.
         topic: of words that all ranks have, whichever meetings each of them has opened before; by default all ranks
             open theirs in the same order.
         advice: what to do if a rank does not come.
+        is_of_paths: calls are known by paths, which have no order, and not by steps.
     """
 
     def __init__(
         self,
         given: tuple[int, int] | None = None,
-        run_id: str | None = None,
-        needs_group: Mapping[str, bool] = MappingProxyType({}),
         *,
         store: Any = None,
-        topic: str | None = None,
+        topic: str = "",
         advice: str = NOT_ALONE,
+        is_of_paths: bool = False,
     ) -> None:
-        self._topic, self.advice = topic, advice
+        self._topic, self.advice, self.is_of_paths = topic, advice, is_of_paths
         self._world: World | None = None
-        if (given, run_id, store) != (None, None, None):
-            self._world = world_of(given, run_id, store)
-            given_all_the_same = [argument for argument, is_given in needs_group.items() if is_given]
-            if given_all_the_same and not self._world.is_one and self._world.store is None:
-                raise ValueError(
-                    f"{given_all_the_same[0]} needs a process group or store=, by which ranks agree on what they do; "
-                    "give store=, or leave it out"
-                )
+        if (given, store) != (None, None):
+            self._world = world_of(given, store)
         self._words: Words | None = None
         self._token: str | None = None
-        self.heartbeats = Heartbeats()
         self._restores = itertools.count()
         self.has_met = False
         self.table = EMPTY  # of the ranks before the first decision
@@ -177,42 +128,55 @@ class Meeting:
             self._world = world_of()
         return self._world
 
+    @property
+    def start(self) -> Start:
+        """The start of these ranks. Only where there are several."""
+        return start_of(self.world)
+
     def refuse_if_changed(self) -> None:
         """Raises ValueError where the process group is another one by now."""
         refuse_if_changed(self.world)
 
+    @property
+    def topic(self) -> str:
+        """The topic of this meeting among all that are said at this start, the same on all ranks."""
+        if not self._topic:
+            self._topic = str(next(self.start.openings))
+        return self._topic
+
     def words(self) -> Words:
-        """The words of this meeting, on all ranks."""
+        """The words of this meeting, on all ranks. Waits for rank 0, as `token`."""
         if self._words is None:
-            self._words = self.world.opening() if self._topic is None else self.world.words(self._topic)
+            self.token()
+            self._words = self.start.words(self.topic)
         return self._words
 
     # --- the first save -----------------------------------------------------------------------------------
 
-    def token(self) -> str:
-        """The name of this start of the world: the same on all ranks, and of no other start."""
+    def token(self, where: str = "save()") -> str:
+        """The name of this meeting: the same on all ranks, and of no other start. Waits for rank 0.
+
+        Raises PeerFailedError.
+        """
         if self._token is None:
-            world = self.world
-            if world.run_id is not None:
-                self._token = hashlib.blake2b(world.run_id.encode(), digest_size=8).hexdigest()
-            elif world.rank == 0:
-                self._token = os.urandom(8).hex()
-                self.words().say("token", self._token)
-            else:
-                (self._token,) = self.hear(["token"], "the first save or restore of rank 0")
-            self.heartbeats.begin(world, self._token)
+            of_start, wait = self.start.token, Wait(f"in {where}", ENDS_THE_CALL)
+            what = "the first save or restore of rank 0"
+
+            def goes_on() -> None:
+                wait.goes_on(lambda: f"{what}; {self.advice}")
+                for why in self.start.heartbeats.lost([0]).values():
+                    raise PeerFailedError(f"waited for {what}, but of rank 0: {why}; start all ranks again", rank=0)
+
+            if not wait_for(of_start, MEETING_SECONDS, goes_on):
+                raise PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {what}. {self.advised}", rank=0)
+            text = f"{of_start.result()}/{self.topic}"
+            self._token = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return self._token
 
-    def knows_token(self) -> bool:
-        """True if `token` would not wait."""
-        return self._token is not None or self.world.rank == 0 or self.world.run_id is not None
-
-    def look_for_token(self) -> None:
-        """Ask the store for it, and do not wait."""
-        if self._token is None and self.world.store is not None:
-            self._token = self.words().said("token")
-            if self._token is not None:
-                self.heartbeats.begin(self.world, self._token)
+    @property
+    def advised(self) -> str:
+        """The advice as a sentence."""
+        return f"{self.advice[0].upper()}{self.advice[1:]}"
 
     def meet(self, structure: str, where: str) -> Table:
         """Tell rank 0 how the state looks here, and hear which ranks have states alike."""
@@ -221,10 +185,7 @@ class Meeting:
         return self.table
 
     def _classes(self, structure: str, where: str) -> Classes:
-        rank, size = self.world.rank, self.world.size
-        if self.world.store is None:
-            return {}  # they learn it from the first receipts
-        words = self.words()
+        rank, size, words = self.world.rank, self.world.size, self.words()
         words.say(f"structure/{rank}", structure)
         if rank == 0:
             structures = self.hear([f"structure/{n}" for n in range(size)], "the first save of the other ranks", where)
@@ -240,25 +201,29 @@ class Meeting:
         """Tell rank 0 not to wait for the structure of this rank's state, since the call has raised before it was
         known.
         """
-        if not self.has_met and self.world.store is not None:
-            self.has_met = True
-            self.words().say(f"structure/{self.world.rank}", _NO_STRUCTURE)
-            if self.world.rank == 0:
-                self.words().say("classes", json.dumps(EMPTY.packed()))
+        if self.has_met or self.world.is_one:
+            return
+        self.has_met, start, rank = True, self.start, self.world.rank
+
+        def say(_: Any) -> None:  # rank 0 may not have come yet
+            if start.token.exception() is not None:
+                return
+            prefix = f"async_ckpt/{start.token.result()}/{self.topic}"
+            start.connection.ask(lambda store: store.set(f"{prefix}/structure/{rank}", _NO_STRUCTURE))
+            if rank == 0:
+                classes = json.dumps(EMPTY.packed())
+                start.connection.ask(lambda store: store.set(f"{prefix}/classes", classes))
+
+        start.token.add_done_callback(say)
 
     # --- waiting ------------------------------------------------------------------------------------------
 
     def talk(self) -> Talk | None:
-        """The words of one restore; None for a rank alone. Raises ValueError without a store."""
+        """The words of one restore; None for a rank alone. Waits for rank 0."""
         world = self.world
         if world.is_one:
             return None
-        if world.store is None:
-            raise ValueError(
-                "with ranks= and run_id=, there is nothing by which ranks could agree on the newest step; give step=, "
-                "or make the AsyncCheckpointer with store="
-            )
-        self.token()  # by which ranks give heartbeats from here on
+        self.token("restore()")
         return Talk(world.rank, world.size, self.words, self.hear, f"restore/{next(self._restores)}")
 
     def hear(
@@ -272,31 +237,43 @@ class Meeting:
         just now that this takes longer.
         """
         wait = Wait(f"in {where}", ENDS_THE_CALL)
+        begin = looked = monotonic()
 
         def late() -> PeerFailedError:
-            missing = [key.rpartition("/")[2] for key in keys if not self.words().is_said(key)]
+            missing = [key.rpartition("/")[2] for key in self._missing(keys)]
             who = f"; nothing was heard of ranks {', '.join(missing[:20])}" if len(keys) > 1 else ""
             return PeerFailedError(
-                f"waited {MEETING_SECONDS:.0f} s for {what}{who}. {self.advice[0].upper()}{self.advice[1:]}",
+                f"waited {MEETING_SECONDS:.0f} s for {what}{who}. {self.advised}",
                 rank=int(missing[0]) if missing and len(keys) > 1 else 0,
             )
 
         def look_around() -> bool:
             goes_on = takes_time()
-            if self.world.is_over():
-                raise PeerFailedError(
-                    f"waited for {what}, but rank 0 is at a later start of the ranks than this one; start "
-                    "all of them again",
-                    rank=0,
-                )
-            for rank, why in self.heartbeats.lost(self._ranks_of(keys)).items():
-                if not any(self.words().are_said([key]) for key in keys if rank in self._ranks_of([key])):
+            lost = self.start.heartbeats.lost(self._ranks_of(keys))
+            missing = self._ranks_of(self._missing(keys)) if lost else ()
+            for rank, why in lost.items():
+                if rank in missing:
                     raise PeerFailedError(
                         f"waited for {what}, but of rank {rank}: {why}; start all ranks again", rank=rank
                     )
             return goes_on
 
-        return hear(self.words(), keys, lambda: wait.goes_on(lambda: f"{what}; {self.advice}"), late, look_around)
+        def go_on(seconds: float) -> None:
+            nonlocal begin, looked
+            wait.goes_on(lambda: f"{what}; {self.advice}")
+            if monotonic() - begin > MEETING_SECONDS:
+                raise late()
+            if monotonic() - looked > _LOOK_AROUND_SECONDS:
+                looked = monotonic()
+                if look_around():
+                    begin = looked
+            TIMEKEEPER.sleep(seconds)
+
+        return self.words().hear(keys, go_on)
+
+    def _missing(self, keys: Sequence[str]) -> list[str]:
+        said = set(self.words().said_of(keys))
+        return [key for key in keys if key not in said]
 
     def _ranks_of(self, keys: Sequence[str]) -> set[int]:
         """The other ranks that are to say these words: most are rank 0's."""

@@ -13,12 +13,13 @@ from typing import Any, Final, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ...errors import PeerFailedError
+from ..host.waits import ENDS_THE_CALL, MEETING_SECONDS, Wait, wait_for
 from ..runs.receipts import Cause
 from ..runs.run import Run
 from ..spec import entry_names, flag
 from ..state.captured import Capture
 from .answers import Answers, in_words
-from .attempts import AttemptPlace, Attempts, JointSave, JointState
+from .calls import AttemptPlace, Calls, JointSave, JointState
 from .divide import Divider
 from .meeting import Meeting
 from .one_off import OneOffFolder
@@ -40,12 +41,18 @@ class KnownStates:
     # Tables whose ranks hold everything, and the names of what each rank has for itself there.
     covered: dict[str, tuple[str, ...]] = field(default_factory=dict)
     compared: set[str] = field(default_factory=set)  # structures in which what ranks hold alike was compared
+    committed: str = ""  # the structure of this rank's part in the last commit
+
+    def note_committed(self, structure: str) -> None:
+        """This rank's part in a commit has this structure."""
+        self.compared.add(structure)
+        self.committed = structure
 
 
 class Ranks:
     """The other ranks of one checkpointer, which creates it. From the thread that saves or restores.
 
-    `meeting` has their words, `attempts` their joint saves, `divider` the part that this rank writes, `known` what
+    `meeting` has their words, `calls` their joint saves, `divider` the part that this rank writes, `known` what
     commits have taught.
     """
 
@@ -57,18 +64,16 @@ class Ranks:
         differing: Differing = "keep",
         check_replicas: bool = False,
         mesh: Any = None,
-        skips: bool = False,
     ) -> None:
-        """`skips`: whether overlapping saves are skipped."""
         if differing not in ("keep", "fail"):
             raise ValueError(f'differing must be "keep" or "fail", got {differing!r}')
         self.may_differ, self.known = differing == "keep", KnownStates()
         self.meeting = meeting
-        self.attempts = Attempts(self.meeting, max_in_flight)
+        self.calls = Calls(self.meeting, max_in_flight, self.known.note_committed)
         self.divider = Divider(
             self.meeting, self.known.compared, mesh=mesh, check_replicas=flag("check_replicas", check_replicas)
         )
-        self._skips, self._answers = skips, Answers(self.meeting.words, self.meeting.hear)
+        self._answers = Answers(self.meeting.words, self.meeting.hear)
         self._is_leaving = False  # rank 0 was told that some rank is to leave
         # Those of one-off saves go with these.
         self._roots: WeakKeyDictionary[AttemptPlace, SharedRoot] = WeakKeyDictionary()
@@ -81,56 +86,56 @@ class Ranks:
     def is_alone(self) -> bool:
         return self.world.is_one
 
-    def called(self, step: int) -> JointSave | None:
-        """`save` was called; None where there is one rank. Raises ValueError where the process group is another one
-        by now.
+    def called(self, step: int | None, path: str = "") -> JointSave | None:
+        """`save` was called, with something that is no step if it is None; nothing is returned where there is one rank.
+
+        Raises ValueError where the process group is another one by now.
         """
         self.meeting.refuse_if_changed()
         if self.is_alone:
             return None
-        return JointSave(step, question=self._answers.question("save()", step) if self._skips else "")
+        joint = JointSave(step, path)
+        self.calls.enter(joint)
+        return joint
 
     def called_in_vain(self, error: BaseException) -> None:
-        """`save` was called with something that is no step: tell the other ranks, whose save by the same call fails.
-
-        Where overlapping saves are skipped, nobody knows whether such a call counts, and nobody is told.
-        """
-        with suppress(ValueError, RuntimeError):  # the group has changed, or its store is gone: the caller raises
-            if not (self.is_alone or self._skips):
-                self.attempts.begin_nothing(in_words(error))
-                self.meeting.does_not_meet()
+        """`save` was called with something that is no step: tell the other ranks, whose save by the same call fails."""
+        with suppress(ValueError):  # the group has changed: the caller raises
+            joint = self.called(None)
+            if joint is not None:
+                self.failed(joint, error)
 
     def called_once(self, folder: OneOffFolder) -> JointSave:
         """A one-off `save` to a folder was called. Raises as `called`."""
-        self.meeting.refuse_if_changed()
-        return JointSave(folder.number, folder.path)
+        joint = self.called(folder.number, folder.path)
+        assert joint is not None, "one rank saves no folder"
+        return joint
 
     def enters(self, joint: JointSave, ask: Callable[[], bool]) -> bool:
         """True if a save is made, and not skipped, on all ranks; `ask` says so on rank 0. Raises its errors,
         PeerFailedError.
         """
-        question, joint.question = joint.question, ""
-        (enters,) = self._answers.of_rank_0(question, (lambda: (ask(),)) if self.world.rank == 0 else None)
-        return enters
+        if self.world.rank == 0:
+            enters = ask()
+            if not enters:
+                self.calls.skip(joint)
+            return enters
+        wait, what = Wait("in save()", ENDS_THE_CALL), f"rank 0's word on {joint.what}"
+
+        def goes_on() -> None:
+            wait.goes_on(lambda: f"{what}; {self.meeting.advice}")
+            for why in self.meeting.start.heartbeats.lost([0]).values():
+                raise PeerFailedError(f"waited for {what}, but of rank 0: {why}; start all ranks again", rank=0)
+
+        if not wait_for(joint.begun, MEETING_SECONDS, goes_on):
+            raise PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {what}. {self.meeting.advised}", rank=0)
+        joint.begun.result()
+        return joint.life.now is not JointState.SKIPPED
 
     def failed(self, joint: JointSave, error: BaseException) -> None:
-        """The call has raised on this rank. Waits at most for rank 0's word on whether the save is skipped."""
-        if joint.question and not self._is_begun(joint, error):
-            joint.life.go(JointState.SKIPPED)
-            return
-        self.attempts.fail(joint, Cause(self.world.rank, in_words(error)))
+        """The call has raised on this rank: the others learn why. Does not wait."""
+        self.calls.fail(joint, Cause(self.world.rank, in_words(error)))
         self.meeting.does_not_meet()
-
-    def _is_begun(self, joint: JointSave, error: BaseException) -> bool:
-        """True if the other ranks make this save, which has failed here before that was known."""
-        if self.world.rank == 0:
-            self._answers.fail(joint.question, error)
-        elif isinstance(error, Exception):  # whoever interrupts does not want to wait
-            try:
-                return self.enters(joint, lambda: True)
-            except PeerFailedError:
-                pass  # all have failed
-        return True
 
     @contextmanager
     def meeting_ahead(self, per_rank: Collection[str]) -> Iterator[Callable[[Capture], None]]:
@@ -145,17 +150,17 @@ class Ranks:
             self.meeting.does_not_meet()
             raise
 
-    def root(self, place: AttemptPlace, joint: JointSave) -> SharedRoot:
-        """The knowledge of one root. All ranks ask for their roots in the same order."""
+    def root(self, place: AttemptPlace, number: int, joint: JointSave) -> SharedRoot:
+        """The knowledge of one root, the one of this number."""
         if place not in self._roots:
+            is_own = bool(joint.path)  # the folder of a one-off save is claimed by each of its attempts
             self._roots[place] = SharedRoot(
                 place.storage,
-                f"save/{joint.number}" if joint.path else f"root/{len(self._roots)}",
+                f"save/{joint.attempt}" if is_own else f"root/{number}",
                 self.world,
-                # The folder of a one-off save is claimed by each of its attempts.
-                (lambda: f"{self.meeting.token()}.{joint.attempt}") if joint.path else self.meeting.token,
-                lambda: None if self.world.store is None else self.meeting.words(),
-                folder=place.folder(joint.step) if joint.path else "",
+                f"{self.meeting.token()}.{joint.attempt}" if is_own else self.meeting.token(),
+                self.meeting.words(),
+                folder=place.folder(joint.step or 0) if is_own else "",
             )
         return self._roots[place]
 

@@ -1,40 +1,25 @@
-"""The processes of a distributed training: which of them this one is, and what they tell each other once.
+"""The processes of a distributed training: which of them this one is.
 
-In: torch.distributed, what a launcher has set, or what the user says. Out: worlds; words of one rank to another.
-Knows nothing of: checkpoints. There are no collectives here: a word is a key in the store that the process group was
-started with, which any rank may read at any time.
+In: torch.distributed, what a launcher has set, or what the user says. Out: worlds. Knows nothing of: what ranks tell each
+other.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
-from weakref import WeakKeyDictionary
-
-from ..host.process import in_forked_child
-from ..host.waits import growing_pauses
-
-# From look to look at the store; it grows to the second.
-_FIRST_LOOK_SECONDS: Final = 0.005
-_LOOK_SECONDS: Final = 0.2
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All processes that save one state together, and the rank of this process.
-
-    `run_id` is what the user calls this start of them; None where they have a store to agree by.
-    """
+    """All processes that save one state together, and the rank of this process."""
 
     rank: int = 0
     size: int = 1
-    run_id: str | None = None
-    store: Any = None  # torch's; None where the user has said which rank this is, and has given none
+    store: Any = None  # torch's; None for a process alone
     has_group: bool = False  # even one process may have tensors that are spread over a group
     is_given: bool = False  # the user has said which rank this is
 
@@ -42,46 +27,24 @@ class World:
     def is_one(self) -> bool:
         return self.size == 1
 
-    def words(self, topic: str) -> Words:
-        """The words of the ranks about a topic, without those of an earlier start of the ranks."""
-        return Words(self.store, f"{_start_of(self).prefix}/{topic}")
 
-    def opening(self) -> Words:
-        """Words of something that all ranks open in the same order: those of the next such thing at this start."""
-        start = _start_of(self)
-        return Words(self.store, f"{start.prefix}/{next(start.openings)}")
-
-    def is_over(self) -> bool:
-        """True if rank 0 is at a later start than this rank, of which it knows nothing. The next one is the same for
-        both.
-        """
-        start = _start_of(self)
-        start.is_over = start.is_over or start.missed(self.store)
-        return start.is_over
-
-
-def world_of(given: tuple[int, int] | None = None, run_id: str | None = None, store: Any = None) -> World:
+def world_of(given: tuple[int, int] | None = None, store: Any = None) -> World:
     """The world that the user gives; else that of the initialised process group; else this process alone.
 
     Raises ValueError for ranks that cannot be, and TypeError for a `store` that is none of torch.distributed.
     """
-    if run_id is not None and not isinstance(run_id, str):
-        raise TypeError(f"run_id must be a text, got {run_id!r:.100}")
     if store is not None:
         _check_store(store)
     if given is not None:
         rank, size = _checked(given)
-        if run_id is not None and store is not None:
-            raise ValueError("run_id= is for ranks without a store; with store= leave it out")
-        if size > 1 and not run_id and store is None:
+        if size > 1 and store is None:
             raise ValueError(
-                f"ranks=({rank}, {size}) needs store=, a store of torch.distributed to which all ranks are connected; "
-                "or run_id=, a text that is the same on all ranks, and new at every start of them"
+                f"ranks=({rank}, {size}) needs store=, a store of torch.distributed to which all ranks are connected, "
+                'such as TCPStore("host of rank 0", 29500, is_master=rank == 0)'
             )
-        return World(rank, size, run_id, store=store if size > 1 else None, is_given=True)
-    if run_id is not None or store is not None:
-        name = "store=" if run_id is None else "run_id="
-        raise ValueError(f"{name} belongs to ranks=(rank, world_size); a process group needs none")
+        return World(rank, size, store if size > 1 else None, is_given=True)
+    if store is not None:
+        raise ValueError("store= belongs to ranks=(rank, world_size); a process group needs none")
     if _group() is None:
         _check_environment()
     return world_of_group()
@@ -95,7 +58,7 @@ def world_of_group() -> World:
     from torch.distributed import distributed_c10d
 
     rank, size = group
-    return World(rank, size, store=distributed_c10d._get_default_store() if size > 1 else None, has_group=True)
+    return World(rank, size, distributed_c10d._get_default_store() if size > 1 else None, has_group=True)
 
 
 def refuse_if_changed(world: World) -> None:
@@ -143,89 +106,6 @@ def _check_environment() -> None:
             f"RANK={rank} and WORLD_SIZE={size} in the environment cannot be: the ranks of {size} processes are 0 to "
             f"{size - 1}"
         )
-
-
-class _WorldStart:
-    """One start of a world, as this rank counts them by its store.
-
-    A store may outlive the ranks: torchrun keeps its own, and starts all of them again. So each rank counts its
-    starts in worlds of this size, which may grow and shrink. One that ended before this rank could count it is known
-    by rank 0's count, which is ahead then; and where one agent has started all ranks, by the number of restarts,
-    which agents of several nodes count each for itself. A rank that starts again alone is ahead of rank 0, and hears
-    nothing.
-    """
-
-    def __init__(self, world: World) -> None:
-        is_of_one_agent = os.environ.get("GROUP_WORLD_SIZE") == "1"
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_of_one_agent else "0"
-        counter = f"async_ckpt/starts/{world.size}/{restarts}"
-        self._own, self._of_rank_0 = f"{counter}/{world.rank}", f"{counter}/0"
-        self._number = int(world.store.add(self._own, 1))
-        self.missed(world.store)
-        self.prefix = f"async_ckpt/{world.size}/{restarts}.{self._number}"
-        self.openings = itertools.count(1)
-        self.is_over = False  # rank 0 is at a later one
-
-    def missed(self, store: Any) -> bool:
-        """True if rank 0 has counted more starts; then this rank counts these, too."""
-        missed = int(store.add(self._of_rank_0, 0)) - self._number
-        if missed > 0:
-            self._number = int(store.add(self._own, missed))
-        return missed > 0
-
-
-# By store: a new group in the same process has another.
-_starts: WeakKeyDictionary[Any, _WorldStart] = WeakKeyDictionary()
-_counting = threading.Lock()
-
-
-@in_forked_child
-def _forget_starts() -> None:
-    global _starts, _counting
-    _starts, _counting = WeakKeyDictionary(), threading.Lock()
-
-
-def _start_of(world: World) -> _WorldStart:
-    with _counting:  # one short question to the store: of two threads that asked it, each would count a start
-        if world.store not in _starts:
-            _starts[world.store] = _WorldStart(world)
-        return _starts[world.store]
-
-
-class Words:
-    """Messages of ranks by keys in the store of their process group; each key is written once.
-
-    Only short questions are asked, never one that waits in the store: that would hold up other calls of the process.
-    """
-
-    def __init__(self, store: Any, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-
-    def say(self, key: str, word: str) -> None:
-        self._store.set(f"{self._prefix}/{key}", word)
-
-    def hear(self, keys: Sequence[str], wait: Callable[[float], None]) -> list[str]:
-        """The words of these keys, once all are there. `wait` is called with seconds between looks, and may raise."""
-        full = [f"{self._prefix}/{key}" for key in keys]
-        pauses = growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
-        while not self._store.check(full):
-            wait(next(pauses))
-        return [word.decode() for word in self._store.multi_get(full)]
-
-    def forget(self, key: str) -> None:
-        """Delete a word that no rank asks for any more. A key that was never said is no error."""
-        self._store.delete_key(f"{self._prefix}/{key}")
-
-    def is_said(self, key: str) -> bool:
-        return self.are_said([key])
-
-    def are_said(self, keys: Sequence[str]) -> bool:
-        """True if all of these words are there."""
-        return bool(self._store.check([f"{self._prefix}/{key}" for key in keys]))
-
-    def said(self, key: str) -> str | None:
-        """The word of a key, if it is there already."""
-        return self.hear([key], lambda _: None)[0] if self.is_said(key) else None
 
 
 def warn_of_ranks(*, stacklevel: int) -> None:

@@ -1,15 +1,13 @@
-"""Objects through which the ranks of one attempt exchange messages: receipts, a verdict, lists beside the manifest.
+"""Receipts of the ranks of one attempt, and the objects of all ranks beside its manifest.
 
-In: a storage and an attempt. Out: the receipts, and the decision. Knows nothing of: waiting.
+In: a storage and an attempt. Out: what the ranks say of their archives. Knows nothing of: waiting.
 
-    <step>/receipts.<attempt>/<rank>.<table>.<structure>.<values>.<copies>.<digest>.<size>.<balance>.<times>.<ok|err>
-                                       one small object per rank
-    <step>/verdict.<attempt>.json      rank 0's refusal: the manifest of this attempt will never be put
+    <step>/receipts.<attempt>/<rank>.json    what a rank says beyond its receipt, at the first save of a structure
     <step>/archives.<attempt>.bin      sizes and digests of the archives, 24 bytes for each rank, to be read by range
     <step>/layout.<attempt>.json       which ranks have states of which structure, and the tensors of each structure
 
-Only rank 0 decides: its manifest is the commit. The name of a receipt says all that rank 0 needs as long as structures
-are known; one listing has the names of all.
+Only rank 0 decides: its manifest is the commit. Receipts go by the store of the ranks; earlier versions put them as names
+of files, and a verdict.<attempt>.json, which are swept.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import json
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
@@ -75,10 +72,6 @@ NO_TABLE: Final = "0" * 16
 # The number of concurrent requests to a store.
 _READS_IN_FLIGHT: Final = 128
 _RECORD: Final = struct.Struct("<Q16s")
-_NAME: Final = re.compile(
-    r"(\d{5,8})\.([0-9a-f]{16})\.([0-9a-f]{16})\.([0-9a-f]{32})\.([0-9a-f]{16})\.([0-9a-f]{32})\."
-    r"(\d{1,18})\.([0-9a-f]{16})\.(\d{1,15})\.(\d{1,15})\.(ok|err)"
-)
 _ALL: Final = re.compile(r"archives\.([0-9a-f]{8})\.bin")
 _FOLDER: Final = re.compile(r"receipts\.[0-9a-f]{8}")
 _BESIDE: Final = re.compile(
@@ -106,14 +99,14 @@ def is_beside(name: str) -> bool:
 
 
 class Receipt(NamedTuple):
-    """One rank's report on an attempt. If `is_ok`, its archive is durable; otherwise there is none.
+    """One rank's report on an attempt: its archive is durable.
 
     `table` is the digest of the Table by which the rank took its share; `NO_TABLE` if it wrote everything that it
     holds. `structure` is the digest of its state's structure. `values` has two halves: the digest of the values that
     should be equal on all ranks, and of those that should be equal on all ranks of its structure. `copies` is the
     digest of the values that it has compared with other ranks this time, `NO_TABLE` for none. The balances of ranks
     that share add up (`slicing.shares`). `seconds` is the time from the call until the archive was durable, and
-    `stall_seconds` what it cost the training; names have both in microseconds.
+    `stall_seconds` what it cost the training. `has_details`: there is an object with more.
     """
 
     rank: int
@@ -123,27 +116,10 @@ class Receipt(NamedTuple):
     copies: str = NO_TABLE
     digest: str = "0" * 32
     num_bytes: int = 0
-    is_ok: bool = True
     balance: int = 0
     seconds: float = 0.0
     stall_seconds: float = 0.0
-
-    @property
-    def name(self) -> str:
-        end = f"{self.seconds * 1e6:.0f}.{self.stall_seconds * 1e6:.0f}.{'ok' if self.is_ok else 'err'}"
-        digests = f"{self.table}.{self.structure}.{self.values}.{self.copies}.{self.digest}"
-        return f"{self.rank:05d}.{digests}.{self.num_bytes}.{self.balance:016x}.{end}"
-
-    @classmethod
-    def named(cls, name: str) -> Receipt | None:
-        """The receipt of a name; None for any other name."""
-        match = _NAME.fullmatch(name)
-        if match is None:
-            return None
-        rank, table, structure, values, copies, digest, num_bytes, balance, micros, stall_micros, end = match.groups()
-        size, is_ok = int(num_bytes), end == "ok"
-        times = int(micros) / 1e6, int(stall_micros) / 1e6
-        return cls(int(rank), table, structure, values, copies, digest, size, is_ok, int(balance, 16), *times)
+    has_details: bool = False
 
 
 def spread_of(receipts: Sequence[Receipt]) -> dict[str, Any]:
@@ -167,112 +143,41 @@ class Cause(NamedTuple):
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Rank 0's refusal of an attempt, with the table for the next attempt."""
-
-    attempt: str
-    causes: tuple[Cause, ...]
-    table: Table = EMPTY
-
-    def packed(self) -> dict[str, Any]:
-        """The verdict as JSON."""
-        return {"attempt": self.attempt, "causes": self.causes, "table": self.table.packed()}
-
-    @classmethod
-    def unpacked(cls, raw: Mapping[str, Any]) -> Self:
-        causes = items(raw["causes"], lambda cause: Cause(*row(cause, of=(count, text))))
-        return cls(text(raw["attempt"]), causes, Table.unpacked(table(raw["table"])))
-
-
 class Exchange:
     """The objects of one attempt at a step, at one root. All calls block. From any thread."""
 
     def __init__(self, storage: Storage, folder: str, attempt: str) -> None:
         self.storage, self.folder, self.attempt = storage, folder, attempt
-        self._receipts = self._receipts_of(attempt)
 
-    # --- receipts ---------------------------------------------------------------------------------------------
+    def put_details(self, rank: int, details: Mapping[str, Any]) -> None:
+        """Put what this rank says beyond its receipt, which is read only if `details_of` asks for it."""
+        self.storage.replace(self._details_of(rank), seal(details))
 
-    def put_receipt(self, receipt: Receipt, details: Mapping[str, Any]) -> None:
-        """Put this rank's receipt. `details` are its content, which is read only if `details_of` asks for it."""
-        self.storage.replace(f"{self._receipts}/{receipt.name}", seal(details))
-
-    def has(self, receipt: Receipt) -> bool:
-        """Whether this receipt is there. Raises StorageUnavailableError."""
-        return self.storage.exists(f"{self._receipts}/{receipt.name}")
-
-    def withdraw(self, rank: int) -> None:
-        """Delete the receipts of this rank."""
-        receipts = {name: Receipt.named(name) for name in self.storage.names(self._receipts)}
-        own = [name for name, receipt in receipts.items() if receipt is not None and receipt.rank == rank]
-        self.storage.delete_many([f"{self._receipts}/{name}" for name in own])
-
-    def receipts(self) -> dict[int, Receipt]:
-        """The receipts that are there, by rank. If one rank has two, the failed one."""
-        receipts: dict[int, Receipt] = {}
-        for name in self.storage.names(self._receipts):
-            receipt = Receipt.named(name)
-            if receipt is not None and (receipt.rank not in receipts or not receipt.is_ok):
-                receipts[receipt.rank] = receipt
-        return receipts
-
-    def details_of(self, receipt: Receipt) -> Any:
-        """The details of a receipt. Raises CorruptCheckpointError."""
-        path = f"{self._receipts}/{receipt.name}"
+    def details_of(self, receipt: Receipt) -> Mapping[str, Any]:
+        """What a rank says beyond its receipt. Raises CorruptCheckpointError."""
+        if not receipt.has_details:
+            return {}
+        path = self._details_of(receipt.rank)
         try:
-            return unseal(self.storage.read(path)[0])
-        except ValueError as error:
+            return table(unseal(self.storage.read(path)[0]))
+        except (ValueError, FileNotFoundError) as error:
             raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
 
-    def forget(self, refused: Iterable[str]) -> None:
-        """Delete the receipts, and the leftovers of refused attempts. All ranks know that the attempt is committed.
+    def forget(self) -> None:
+        """Delete the details, when the attempt is decided."""
+        self.storage.delete_all(f"{self.folder}/receipts.{self.attempt}")
 
-        Not before: a late rank would put its receipt into a folder that is being deleted.
-        """
-        self.storage.delete_all(self._receipts)
-        for attempt in refused:
-            self.storage.delete_all(self._receipts_of(attempt))
-            self.storage.delete(self._verdict_of(attempt))
+    def _details_of(self, rank: int) -> str:
+        return f"{self.folder}/receipts.{self.attempt}/{rank:05d}.json"
 
-    def _receipts_of(self, attempt: str) -> str:
-        return f"{self.folder}/receipts.{attempt}"
-
-    # --- the decision -----------------------------------------------------------------------------------------
-
-    def decision(self, *, asks_for_verdict: bool = True) -> Manifest | Verdict | None:
-        """The manifest of this attempt, or of one that has replaced it; or, with `asks_for_verdict`, the verdict on it.
-
-        None as long as neither is there.
-        """
+    def manifest(self) -> Manifest | None:
+        """The manifest of this attempt, or of one that has replaced it; None if there is none."""
         path = f"{self.folder}/{MANIFEST}"
         try:
             manifest = parse(self.storage.read(path)[0], path=path)
         except FileNotFoundError:
-            pass
-        else:
-            if self.attempt in (manifest.attempt, *manifest.replaces):
-                return manifest
-        return self.verdict() if asks_for_verdict else None
-
-    def verdict(self) -> Verdict | None:
-        path = self._verdict_of(self.attempt)
-        try:
-            return Verdict.unpacked(table(unseal(self.storage.read(path)[0])))
-        except FileNotFoundError:
             return None
-        except (ValueError, KeyError) as error:
-            raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
-
-    def put_verdict(self, verdict: Verdict) -> None:
-        """Put the verdict, unless there is one: an attempt is decided once."""
-        try:
-            self.storage.put_new(self._verdict_of(self.attempt), seal(verdict.packed()))
-        except FileExistsError:
-            pass
-
-    def _verdict_of(self, attempt: str) -> str:
-        return f"{self.folder}/verdict.{attempt}.json"
+        return manifest if self.attempt in (manifest.attempt, *manifest.replaces) else None
 
     # --- the objects that the manifest names ------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from .saver import Saver
 
 # Files are read while others are written: a pack needs a few segments, however large the folder is.
 _FILES_BYTES: Final = 256 * MIB
+_SAME_PATH: Final = "call save on every rank, with the same path"
 
 _one_off_saver: Saver | None = None
 _ranks_saver: tuple[Ranks, Saver] | None = None
@@ -43,7 +44,7 @@ def ranks_saver(world: World) -> tuple[Ranks, Saver]:
     global _ranks_saver
     with _making:
         if _ranks_saver is None or _ranks_saver[0].world != world:
-            ranks = Ranks(Meeting(topic="one-off saves", advice="call save on every rank, with the same path"), 1)
+            ranks = Ranks(Meeting(topic="one-off saves", advice=_SAME_PATH, is_of_paths=True), 1)
             _ranks_saver = ranks, Saver(ranks=ranks)
         return _ranks_saver
 

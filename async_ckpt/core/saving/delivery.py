@@ -69,8 +69,13 @@ class Target:
 
     def __init__(self, storage: Storage, name: str, shown: str | None = None) -> None:
         """`shown` names the place in reports and messages, if that is not the object."""
-        self.storage, self._name, self.name = storage, name, name.rpartition("/")[2]
+        self.storage = storage
         self.path = storage.locate(name if shown is None else shown)
+        self.rename(name)
+
+    def rename(self, name: str) -> None:
+        """Take another name for the object, before it is opened."""
+        self._name, self.name = name, name.rpartition("/")[2]
 
     @property
     def in_order(self) -> bool:
@@ -90,6 +95,9 @@ class Target:
     def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
         """The number of segments in a row that its sink must hold at once before it can send any of them."""
         return self.storage.part_segments(num_bytes, segment_bytes)
+
+    async def begin(self, check: Callable[[], None]) -> None:
+        """Wait until it is known what the object is called. `check` is called meanwhile, and may raise."""
 
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
         """Begin the object, without a request over a network."""
@@ -119,9 +127,6 @@ class Target:
         False if they may commit it all the same: then its object stays.
         """
         return True
-
-    async def follow(self, off_loop: OffLoop) -> None:
-        """Learn what the other ranks decide about a save that has failed here."""
 
     def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
         """Make the durable object the checkpoint. `late`: it is one elsewhere already, and newer ones may exist."""
@@ -163,7 +168,6 @@ class RankPart:
         self.may_delete = True  # the object, if the save fails
         self._target, self._off_loop = target, off_loop
         self._in_vain: BaseException | None = None  # nobody waits for it any more
-        self._following: asyncio.Task[None] | None = None  # kept here, for asyncio keeps no task alive
 
     def begin(self, part: Coroutine[Any, Any, None]) -> None:
         self.task = asyncio.create_task(part)
@@ -190,8 +194,6 @@ class RankPart:
             return  # a call does not return, and what it says counts
         with suppress(CheckpointError, OSError):
             self.may_delete = await self._off_loop(partial(self._target.refuse, error))
-            if self.may_delete:
-                self._following = asyncio.create_task(self._target.follow(self._off_loop))
 
 
 class Delivery:
@@ -230,6 +232,7 @@ class Delivery:
     async def open(self) -> None:
         """Begin the object."""
         drain = self._drain
+        await self.target.begin(drain.check)
         room = drain.max_segments - drain.num_tail  # the tail waits for all else
         self.sink = await self._off_loop(partial(self.target.open, drain.file_bytes, drain.segment_bytes, room))
 

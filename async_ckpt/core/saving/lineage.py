@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
 from ...errors import CheckpointError, NotUnchangedError, StorageUnavailableError
-from ..ranks.attempts import JointSave
+from ..ranks.calls import JointSave
 from ..ranks.peers import Ranks
 from ..runs.manifest import Archive, GroupLocation, Manifest
 from ..runs.roots import Roots

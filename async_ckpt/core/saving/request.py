@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from ..ranks.attempts import JointSave
+from ..ranks.calls import JointSave
 from ..ranks.one_off import OneOffFolder
 from ..ranks.peers import Ranks
 from ..runs.manifest import GroupLocation

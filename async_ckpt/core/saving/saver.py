@@ -24,7 +24,7 @@ from ..format.layout import Layout
 from ..host.loop import get_loop
 from ..host.pool import SegmentPool
 from ..host.waits import ENDS_THE_CALL, ENDS_THE_WAIT, GIVES_UP, Wait
-from ..ranks.attempts import JointSave
+from ..ranks.calls import JointSave
 from ..ranks.divide import PlannedPart
 from ..ranks.peers import Ranks
 from ..spans import NO_TRACE, Spans, monotonic

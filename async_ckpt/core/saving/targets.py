@@ -6,6 +6,7 @@ In: places, runs. Out: targets. Knows nothing of: tensors.
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -24,8 +25,8 @@ from ...errors import (
 )
 from ..events.shapes import MEASURED, brief, largest, shortened
 from ..host.loop import OffLoop, get_loop
-from ..ranks.agreement import Agreement, Alone, listen_again
-from ..ranks.attempts import JointSave
+from ..ranks.agreement import Agreement, Alone
+from ..ranks.calls import JointSave
 from ..ranks.one_off import STEP, OneOffFolder
 from ..ranks.peers import Ranks
 from ..ranks.world import ranks
@@ -118,6 +119,15 @@ class JointTarget(Target):
     _of_ranks: RankFiles | None = None  # the manifest names it, where several ranks have agreed
     _manifest: Manifest | None = None  # that another rank has committed
 
+    async def begin(self, check: Callable[[], None]) -> None:
+        if self._agreement.has_others:
+            await self._agreement.named(check)
+            self.rename(self._archive_path())
+
+    @abstractmethod
+    def _archive_path(self) -> str:
+        """The path of this rank's archive, once the attempt has its name."""
+
     async def agree(self, archive: Archive, off_loop: OffLoop, check: Callable[[], None]) -> None:
         assert self.times is not None
         self._of_ranks = await self._agreement.agree(archive, self.times, off_loop, check)
@@ -128,24 +138,24 @@ class JointTarget(Target):
     def refuse(self, error: BaseException) -> bool:
         return self._agreement.refuse(error)
 
-    async def follow(self, off_loop: OffLoop) -> None:
-        await self._agreement.follow(off_loop)
-
 
 class FolderTarget(JointTarget):
     """One attempt at a one-off save of several ranks: the archive of this rank, in the folder of the save."""
 
     _agreement: Agreement
 
-    def __init__(self, folder: OneOffFolder, attempt: str, agreement: Agreement) -> None:
-        super().__init__(folder.storage, folder.attempt_path(STEP, attempt, agreement.rank), folder.folder(STEP))
-        self._folder, self._attempt, self._agreement = folder, attempt, agreement
+    def __init__(self, folder: OneOffFolder, agreement: Agreement) -> None:
+        super().__init__(folder.storage, "", folder.folder(STEP))
+        self._folder, self._agreement = folder, agreement
         self._replaces: tuple[Manifest, str] | None = None
         self.num_bytes_beside = 0
         if not self.storage.remote:
             refuse_in_running(Path(self.path))
             if Path(self.path).exists() and not Path(self.path).is_dir():
                 raise NotAFolderError(f"{self.path} is a file, and several ranks write a folder; give another path")
+
+    def _archive_path(self) -> str:
+        return self._folder.attempt_path(STEP, self._agreement.attempt, self._agreement.rank)
 
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
         self._agreement.claim()
@@ -161,7 +171,7 @@ class FolderTarget(JointTarget):
         if manifest is None:
             with self._agreement.committing():
                 manifest = self._folder.commit(
-                    self._attempt,
+                    self._agreement.attempt,
                     self._of_ranks,
                     self._agreement.world_size,
                     replaces=self._replaces,
@@ -171,8 +181,7 @@ class FolderTarget(JointTarget):
         self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
 
     def discard(self) -> None:
-        self._folder.discard(self._attempt, self._agreement.rank)
-        self._agreement.discard()
+        self._folder.discard(self._agreement.attempt, self._agreement.rank)
 
     def tidy(self) -> None:
         if self._agreement.decides:
@@ -250,20 +259,27 @@ class StepTarget(JointTarget):
         lineage: Lineage,
         run: Run,
         contents: StepContents,
-        token: str,
         agreement: Agreement | Alone,
         check: StepAdmission,
     ) -> None:
         """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step."""
         call = contents.call
-        folder, name = run.folder(call.step), run.attempt_path(call.step, token, agreement.rank)
-        super().__init__(run.storage, name, folder if agreement.has_others else None)
-        self._lineage, self._run, self._call, self._token = lineage, run, call, token
+        folder = run.folder(call.step)
+        name = folder if agreement.has_others else run.attempt_path(call.step, agreement.attempt)
+        super().__init__(run.storage, name)
+        self._lineage, self._run, self._call = lineage, run, call
         self._contents, self._agreement, self._check = contents, agreement, check
         self._is_announced = False  # tracker and journal name the step
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
         self.num_bytes_beside = len(call.driver.image) if call.driver else 0
+
+    def _archive_path(self) -> str:
+        return self._run.attempt_path(self._call.step, self._token, self._agreement.rank)
+
+    @property
+    def _token(self) -> str:
+        return self._agreement.attempt
 
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
         if self._lineage.hangs(self._run):
@@ -472,22 +488,21 @@ def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> Callable[[Step
     joint, runs = call.joint, lineage.roots.runs
     if joint is None:
         token = os.urandom(4).hex()
-        agreements: list[Agreement | Alone] = [Alone() for _ in runs]
+        agreements: list[Agreement | Alone] = [Alone(token) for _ in runs]
     else:
-        ranks.attempts.begin(joint, partial(listen_again, get_loop(), ranks, runs))
+        joint.is_any = lineage.rule == "any" and not lineage.has_one_root
+        ranks.calls.plan(joint)
         for run in runs:
             run.join(ranks.meeting.token()[:8])
-        joint.is_any = lineage.rule == "any" and not lineage.has_one_root
-        token = joint.attempt
-        agreements = [Agreement(ranks, joint, run, [other for other in runs if other is not run]) for run in runs]
+        agreements = [Agreement(ranks, joint, run, number) for number, run in enumerate(runs)]
     begun = [(run, one, StepAdmission(lineage, run, call, one)) for run, one in zip(runs, agreements, strict=True)]
-    return lambda contents: [StepTarget(lineage, run, contents, token, one, check) for run, one, check in begun]
+    return lambda contents: [StepTarget(lineage, run, contents, one, check) for run, one, check in begun]
 
 
 def folder_target(folder: OneOffFolder, joint: JointSave, ranks: Ranks) -> FolderTarget:
     """Begin an attempt at a one-off save of all ranks together. Raises what refuses it."""
-    ranks.attempts.begin(joint, partial(listen_again, get_loop(), ranks, [folder]))
-    return FolderTarget(folder, joint.attempt, Agreement(ranks, joint, folder))
+    ranks.calls.plan(joint)
+    return FolderTarget(folder, Agreement(ranks, joint, folder))
 
 
 class StaticLease:

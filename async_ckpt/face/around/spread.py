@@ -31,8 +31,10 @@ from ...core.loading.archives.contents import Part
 from ...core.loading.archives.step_archives import opened_parts
 from ...core.loading.load import load_state
 from ...core.ranks.answers import in_words
-from ...core.ranks.meeting import RankZeroWord
-from ...core.ranks.world import Words, World, world_of
+from ...core.ranks.meeting import common_name
+from ...core.ranks.start import start_of
+from ...core.ranks.store import Words
+from ...core.ranks.world import World, world_of
 from ...core.report import SaveReport
 from ...core.saving.default import slices_saver
 from ...core.saving.handle import SaveHandle
@@ -82,7 +84,8 @@ class ExportMessages:
                 # The key has no number of the start: a rank that exports alone must not count one. Messages of an
                 # earlier start, in a store that outlives it, are those that the same program sends again.
                 restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                self._words = Words(world.store, f"async_ckpt/destinations/{world.size}/{restarts}")
+                prefix = f"async_ckpt/destinations/{world.size}/{restarts}"
+                self._words = Words(start_of(world).connection, prefix, given=True)
                 self._rank = world.rank
         calls = _tokens("").calls
         where = destination.locate("").rstrip("/")
@@ -381,5 +384,5 @@ def _token_of_rank_zero(world: World, check: Callable[[], None]) -> str:
         check()
         wait.goes_on(lambda: "the first export of rank 0; a model that is spread over ranks is exported by all of them")
 
-    word = RankZeroWord(world, lambda: world.words("exports"), "token", num_bytes=4)
-    return word.hear(goes_on, "rank 0 to call export_hf; call it on every rank")
+    whom = "rank 0 to call export_hf; call it on every rank"
+    return common_name(world, "exports", 4, goes_on, whom)

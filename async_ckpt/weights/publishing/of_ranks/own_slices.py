@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from ....errors import UnsupportedStateError
-from ....plumbing import RankZeroWord, cover, hf_weights, leaf_names, sharded, worlds
+from ....plumbing import common_name, cover, hf_weights, leaf_names, sharded, worlds
 from ...delta import RankSlices, SliceOf
 
 
@@ -74,14 +74,15 @@ class RanksStart:
     def __init__(self, world: worlds.World, root: str, number: int) -> None:
         self._world = world
         key = hashlib.blake2b(f"{root}/{number}".encode(), digest_size=8).hexdigest()
-        self._word = RankZeroWord(world, lambda: world.words(f"publish/{key}"), "start", num_bytes=8)
+        self._topic, self._known = f"publish/{key}", ""
         self._num_calls: Counter[int] = Counter()  # by version
 
     def word(self, check: Callable[[], None]) -> str:
         """The name of the start; waits for rank 0. `check` may end the wait by raising. Raises PeerFailedError."""
-        return self._word.hear(
-            check, "rank 0 to publish; a model that is spread over ranks is published by all of them, at the same root"
-        )
+        if not self._known:
+            whom = "rank 0 to publish; a model that is spread over ranks is published by all of them, at the same root"
+            self._known = common_name(self._world, self._topic, 8, check, whom)
+        return self._known
 
     def count(self, version: int) -> int:
         """How often this version was published before. To be called at each `publish`, which all ranks call alike."""

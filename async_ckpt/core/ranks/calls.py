@@ -1,0 +1,476 @@
+"""The calls of `save` that all ranks make alike, matched by rank 0's words.
+
+In: calls, on every rank. Out: joint saves, each with one name on all ranks, and one decision. Knows nothing of: archives.
+
+Rank 0 says each of its calls as a word of the log: its step, and a random name for the attempt; and later what it has
+decided. Another rank enters its call before it looks at an argument, and matches words to calls by their steps, in order,
+never by a count. So a call that one rank has missed, has made alone, or has made with wrong arguments costs that call on
+all ranks, which learn why, and the next one works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+from ...errors import CheckpointError, ClosedError, PeerFailedError
+from ..host.loop import get_loop
+from ..host.threads import Life, running_future
+from ..host.waits import DECISION_SECONDS
+from ..runs.manifest import Manifest
+from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
+from ..spans import monotonic
+from ..state.division import Structure
+from ..storage.interface import Storage
+from .meeting import Meeting
+from .shared_values import SharedValues
+from .start import Start, Word
+
+# Between the calls that delete these, others are made.
+_FORGOTTEN_AT_ONCE: Final = 500
+# Words and calls that are kept, once they have failed, for their counterparts.
+_KEPT: Final = 100
+
+
+class JointState(Enum):
+    """How far a joint save has come on this rank."""
+
+    CALLED = "save() was called"
+    BEGUN = "it has a name on all ranks"
+    SKIPPED = "no rank makes it"
+    REFUSED = "it is not committed, on any rank"
+    COMMITTED = "it is committed at some root, on all ranks"
+
+
+_DECIDED: Final = frozenset({JointState.SKIPPED, JointState.REFUSED, JointState.COMMITTED})
+_SUCCESSORS: Final = {
+    JointState.CALLED: {JointState.BEGUN, JointState.SKIPPED, JointState.REFUSED},
+    JointState.BEGUN: {JointState.REFUSED, JointState.COMMITTED},
+    JointState.SKIPPED: set(),
+    JointState.REFUSED: set(),
+    JointState.COMMITTED: set(),
+}
+
+
+class Decision(NamedTuple):
+    """What rank 0 has decided of an attempt, at one root or at all of them.
+
+    "elsewhere": it is committed at another root, and never there; "unknown": rank 0 does not know whether it is.
+    """
+
+    kind: Literal["committed", "failed", "elsewhere", "unknown"]
+    causes: tuple[Cause, ...] = ()
+
+
+class AttemptPlace(Protocol):
+    """The place of the attempts at one root: a run, or the folder of a one-off save."""
+
+    @property
+    def storage(self) -> Storage: ...
+
+    def folder(self, step: int) -> str: ...
+
+    def attempt_path(self, step: int, attempt: str, rank: int = 0) -> str: ...
+
+    def look_again(self, manifest: Manifest) -> None: ...
+
+    def do_all(self, tasks: Sequence[Callable[[], None]]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """This rank's part in a joint save, as `Divider.divided` plans it."""
+
+    structure: Structure  # of its state
+    per_rank: tuple[str, ...]  # the names of what each rank has for itself
+    shared: SharedValues  # what all should have alike
+    balance: int  # of what this rank writes, see `slicing.shares`
+    # Digests of what other ranks may hold, too, by what it is of which tensor; None where that was compared before.
+    copies: dict[str, dict[str, str]] | None
+
+
+@dataclass(slots=True, eq=False)
+class JointSave:
+    """One save of all ranks, as this rank sees it. Created by `save`; from then on it changes on the loop's thread, but
+    for what the plan adds.
+    """
+
+    step: int | None  # of a one-off save, a number made of its path; None for a call whose step is none
+    path: str = ""  # of a one-off save
+    life: Life[JointState] = field(default_factory=lambda: Life(_SUCCESSORS))
+    begun: Future[None] = field(default_factory=running_future)  # it has a name, or failed before that, or is skipped
+    number: int = -1  # among those of rank 0; on another rank, the one that it expects
+    newest_decided: int = -1  # the last of these that all ranks knew the decision of when this one began
+    attempt: str = ""  # its name, the same on all ranks
+    table: Table = EMPTY  # by which this rank shares
+    part: OwnPart | None = None  # once it is planned
+    is_any: bool = False  # one of several roots is enough
+    causes: list[Cause] = field(default_factory=list)  # why it fails
+    maybe_at: set[AttemptPlace] = field(default_factory=set)  # on rank 0: where it has put the manifest, or may have
+    heard: dict[int, Decision] = field(default_factory=dict)  # by root; -1 for all
+    bell: asyncio.Event = field(default_factory=asyncio.Event)  # something was heard
+
+    @property
+    def what(self) -> str:
+        """The save, for messages."""
+        return self.path or ("a call without a step" if self.step is None else f"step {self.step}")
+
+    @property
+    def is_decided(self) -> bool:
+        return self.life.now in _DECIDED
+
+    @property
+    def is_committed(self) -> bool:
+        return self.life.now is JointState.COMMITTED
+
+    @property
+    def shares_by(self) -> str:
+        """The table that this rank shares by; it takes no share where its structure is in no class."""
+        is_in_class = self.part is not None and self.part.structure.digest in self.table.classes
+        return self.table.digest if is_in_class else NO_TABLE
+
+    def take(self, part: OwnPart, table: Table) -> None:
+        """Take this rank's part, once it is planned, and the table by which it shares."""
+        self.part, self.table = part, table
+
+
+class Calls:
+    """The calls of one checkpointer, as this rank makes them. Owned by the loop's thread, but for `plan`."""
+
+    def __init__(self, meeting: Meeting, max_in_flight: int, knows_committed: Callable[[str], None]) -> None:
+        """`knows_committed` is called with the structure of this rank's part in a save that is committed."""
+        self._meeting, self._max_in_flight, self._knows_committed = meeting, max_in_flight, knows_committed
+        self._numbers = itertools.count()  # of rank 0
+        # That follow from the decision of the save of this number; an entry is set once.
+        self._tables: dict[int, Table] = {}
+        # On another rank. Those that have failed wait for their counterparts, which fail for the same reason.
+        self._lock = threading.Lock()  # guards what `plan` reads, too
+        self._words: deque[Word] = deque()  # without a call
+        self._entries: deque[JointSave] = deque()  # calls without a word
+        self._undecided: dict[str, tuple[JointSave, float]] = {}  # by attempt, and when it was begun
+        self._num_words = 0  # heard
+        self._is_hearing = False
+
+    @property
+    def _start(self) -> Start:
+        return self._meeting.start
+
+    # --- a call -----------------------------------------------------------------------------------------------
+
+    def enter(self, joint: JointSave) -> None:
+        """The call was made. On the caller's thread, which may be interrupted at any line."""
+        if self._meeting.world.rank:
+            self._soon(partial(self._enter, joint))
+
+    def _enter(self, joint: JointSave) -> None:
+        if not self._is_hearing:
+            self._is_hearing = True
+            self._start.hear(self._meeting.topic, self._hear)
+        with self._lock:
+            self._entries.append(joint)
+        self._start.wait(joint)
+        self._match()
+
+    def plan(self, joint: JointSave) -> None:
+        """It is this call's turn: choose the table by which its rank shares. Rank 0 says the word. On the caller's
+        thread.
+        """
+        if self._meeting.world.rank == 0:
+            joint.number = next(self._numbers)
+            joint.attempt = os.urandom(4).hex()
+        else:
+            with self._lock:
+                ahead = itertools.takewhile(lambda other: other is not joint, self._entries)
+                number = self._num_words + sum(not other.causes for other in ahead)
+            if joint.number < 0:
+                joint.number = number
+        joint.newest_decided = joint.number - self._max_in_flight
+        joint.table = self._table_before(joint.number)
+        if self._meeting.world.rank == 0:
+            self._soon(partial(self._say, joint))
+
+    def _say(self, joint: JointSave) -> None:
+        """On rank 0: tell the other ranks of the call."""
+        if joint.life.go(JointState.BEGUN):
+            self._tell(self._word(joint))
+            _resolve(joint.begun)
+
+    def _word(self, joint: JointSave, **more: Any) -> Word:
+        return {"step": joint.step, "what": joint.what, "number": joint.number, "attempt": joint.attempt, **more}
+
+    def _tell(self, word: Word) -> None:
+        self._start.say(self._meeting.topic, word)
+
+    def skip(self, joint: JointSave) -> None:
+        """On rank 0: no rank makes this save."""
+        self._soon(partial(self._skip, joint))
+
+    def _skip(self, joint: JointSave) -> None:
+        if joint.life.go(JointState.SKIPPED):
+            joint.number = next(self._numbers)
+            self._tables[joint.number] = self._table_before(joint.number)
+            self._tell(self._word(joint, skipped=True))
+            _resolve(joint.begun)
+
+    def fail(self, joint: JointSave, cause: Cause) -> None:
+        """The call has raised on this rank: all others learn why. Does not wait. On the caller's thread."""
+        self._soon(partial(self._fail, joint, cause))
+
+    def _fail(self, joint: JointSave, cause: Cause) -> None:
+        if joint.is_decided:
+            return
+        joint.causes.append(cause)
+        if self._meeting.world.rank == 0:
+            if joint.life.now is JointState.CALLED:
+                if joint.number < 0:
+                    joint.number = next(self._numbers)
+                joint.attempt = joint.attempt or os.urandom(4).hex()
+                self._tell(self._word(joint, causes=[cause]))
+                self._decide(joint, JointState.REFUSED, None)
+                _resolve(joint.begun)
+            else:
+                self.say_decision(joint, Decision("failed", (cause,)))
+                self._decide(joint, JointState.REFUSED, None)
+                self.forget(joint, 0)
+        elif joint.attempt:
+            self.refuse(joint.attempt, cause)
+        else:
+            self._match()
+
+    # --- words, on another rank -------------------------------------------------------------------------------
+
+    def _hear(self, word: Word) -> None:
+        if "decision" in word:
+            self._hear_decision(word)
+            return
+        with self._lock:
+            self._num_words = max(self._num_words, word["number"] + 1)
+            self._words.append(word)
+            while len(self._words) > _KEPT and "refused" in self._words[0]:
+                self._words.popleft()
+        self._match()
+
+    def _match(self) -> None:
+        """Match words to calls: the first that have the same step, and those before them to none."""
+        while True:
+            with self._lock:
+                pair = self._next_pair()
+                if pair is None:
+                    break
+                word, joint = pair
+                if word is not None:
+                    self._words.remove(word)
+                if joint is not None:
+                    self._entries.remove(joint)
+            if word is None:
+                assert joint is not None
+                self._is_alone(joint)
+            elif joint is None:
+                self._refuse_word(word)
+            else:
+                self._begin(word, joint)
+        if self._words and self._entries and self._meeting.is_of_paths:
+            self._fail_both(self._words[-1], self._entries[-1])
+
+    def _next_pair(self) -> tuple[Word | None, JointSave | None] | None:
+        """The next word and call that belong together, or one of them that belongs to none; None if that is not
+        known yet.
+        """
+        for at, word in enumerate(self._words):
+            for number, joint in enumerate(self._entries):
+                if word["step"] == joint.step or None in (word["step"], joint.step):
+                    if at:
+                        return self._words[0], None
+                    return (None, self._entries[0]) if number else (word, joint)
+        if self._words and self._entries and not self._meeting.is_of_paths:
+            word, joint = self._words[0], self._entries[0]
+            assert joint.step is not None
+            return (word, None) if word["step"] < joint.step else (None, joint)
+        return None
+
+    def _is_alone(self, joint: JointSave) -> None:
+        """Rank 0 has made later calls, and not this one."""
+        if joint.life.go(JointState.REFUSED):
+            self._start.wait_no_more(joint)
+            self._end_early(
+                joint,
+                f"{joint.what} is not committed: rank {self._meeting.world.rank} has made this call alone; "
+                f"{self._meeting.advice}",
+            )
+
+    def _refuse_word(self, word: Word) -> None:
+        """This rank has made later calls, and not the one that rank 0 tells of."""
+        if "refused" not in word:
+            self._refuse(word, f"it has made no call for {word['what']}; {self._meeting.advice}")
+
+    def _fail_both(self, word: Word, joint: JointSave) -> None:
+        """Paths have no order, so nobody knows which of two calls the other rank has missed: neither is committed, and
+        both stay for the call that may still come.
+        """
+        if "refused" not in word:
+            why = f"it saves {joint.what} by the same call; give all ranks the same arguments"
+            self._refuse(word, why)
+        if not joint.causes:
+            joint.causes.append(Cause(0, f"it saves {word['what']} by the same call"))
+            joint.life.go(JointState.REFUSED)
+            self._start.wait_no_more(joint)
+            self._end_early(
+                joint,
+                f"{joint.what} is not committed: rank 0 saves {word['what']} by the same call; give all ranks the "
+                "same arguments",
+            )
+        while len(self._entries) > _KEPT and self._entries[0].causes:
+            self._entries.popleft()
+
+    def _refuse(self, word: Word, why: str) -> None:
+        word["refused"] = why
+        self._tables[word["number"]] = self._table_before(word["number"])
+        if not (word.get("skipped") or word.get("causes")):
+            self.refuse(word["attempt"], Cause(self._meeting.world.rank, why))
+
+    def _end_early(self, joint: JointSave, why: str) -> None:
+        if not joint.begun.done():
+            joint.begun.set_exception(PeerFailedError(why, rank=0))
+        joint.bell.set()
+
+    def _begin(self, word: Word, joint: JointSave) -> None:
+        """This word is of this call."""
+        number = word["number"]
+        if word.get("skipped"):
+            self._start.wait_no_more(joint)
+            self._tables[number] = self._table_before(number)
+            if joint.life.go(JointState.SKIPPED):
+                _resolve(joint.begun)
+            return
+        causes = [Cause(*cause) for cause in word.get("causes", ())]
+        if causes or word["step"] is None:
+            self._start.wait_no_more(joint)
+            self._tables[number] = self._table_before(number)
+            joint.life.go(JointState.REFUSED)
+            self._end_early(joint, f"{joint.what} is not committed: {_reasons(causes)}")
+        elif joint.causes or joint.is_decided or "refused" in word:  # it has failed here
+            self._start.wait_no_more(joint)
+            why = joint.causes[0].error if joint.causes else "its call has failed there"
+            if "refused" not in word:
+                self._refuse(word, why)
+            if joint.life.go(JointState.REFUSED):
+                self._end_early(joint, f"{joint.what} is not committed: {word['refused']}")
+        else:
+            joint.number, joint.attempt = number, word["attempt"]
+            joint.life.go(JointState.BEGUN)
+            self._drop_old()
+            self._undecided[joint.attempt] = joint, monotonic()
+            _resolve(joint.begun)
+
+    def _drop_old(self) -> None:
+        """Nobody learns any more of attempts that rank 0 has not decided in all that time."""
+        for attempt, (joint, since) in list(self._undecided.items()):
+            if monotonic() - since > 2 * DECISION_SECONDS:
+                del self._undecided[attempt]
+                self._start.wait_no_more(joint)
+
+    def _hear_decision(self, word: Word) -> None:
+        joint, _ = self._undecided.get(word["attempt"], (None, 0.0))
+        if joint is not None:
+            causes = tuple(Cause(*cause) for cause in word["causes"])
+            joint.heard[word["root"]] = Decision(word["decision"], causes)
+            if word["decision"] == "failed":
+                joint.causes += causes
+                self._decide(joint, JointState.REFUSED, None)
+            joint.bell.set()
+
+    # --- refusals and decisions -------------------------------------------------------------------------------
+
+    def refuse(self, attempt: str, cause: Cause, root: int | None = None) -> Future[None]:
+        """On another rank: tell rank 0 that an attempt fails, at one root or altogether, and why."""
+        key, text = f"{self.key_of(attempt)}/no/{root}", json.dumps(cause)
+        return self._start.connection.ask(lambda store: store.set(key, text))
+
+    def refusal(self, attempt: str, root: int, store: Any) -> Cause | None:
+        """On rank 0: why another rank says that an attempt fails there; None if none does. Asks this store."""
+        for key in (f"{self.key_of(attempt)}/no/{root}", f"{self.key_of(attempt)}/no/{None}"):
+            if store.check([key]):
+                return Cause(*json.loads(store.get(key)))
+        return None
+
+    def key_of(self, attempt: str) -> str:
+        """The prefix of what ranks say of an attempt."""
+        return f"async_ckpt/{self._start.token.result()}/{attempt}"
+
+    def forget(self, joint: JointSave, root: int) -> None:
+        """On rank 0, once it is decided at this root: delete what the other ranks have said of it."""
+        prefix = self.key_of(joint.attempt)
+        keys = [f"{prefix}/{root}/{rank}" for rank in range(1, self._meeting.world.size)]
+        keys += [f"{prefix}/{root}/count", f"{prefix}/no/{root}", f"{prefix}/no/{None}"]
+
+        def forget(few: Sequence[str], store: Any) -> None:
+            for key in few:
+                store.delete_key(key)
+
+        for at in range(0, len(keys), _FORGOTTEN_AT_ONCE):
+            self._start.connection.ask(partial(forget, keys[at : at + _FORGOTTEN_AT_ONCE]))
+
+    def say_decision(self, joint: JointSave, decision: Decision, root: int = -1) -> Future[None]:
+        """On rank 0: tell the other ranks. The future ends once the store has it."""
+        return self._start.say(
+            self._meeting.topic,
+            {
+                "attempt": joint.attempt,
+                "decision": decision.kind,
+                "root": root,
+                "causes": [(cause.rank, cause.error) for cause in decision.causes],
+            },
+        )
+
+    def decide(self, joint: JointSave, state: JointState, table: Table | None) -> None:
+        """A save is decided, and `table` is what is known of the ranks from then on; None: what it was begun with.
+        From any thread.
+        """
+        self._soon(partial(self._decide, joint, state, table))
+
+    def _decide(self, joint: JointSave, state: JointState, table: Table | None) -> None:
+        if not joint.life.go(state):
+            return
+        if state is JointState.COMMITTED and joint.part is not None:
+            self._knows_committed(joint.part.structure.digest)
+        self._undecided.pop(joint.attempt, None)
+        self._start.wait_no_more(joint)
+        self._tables[joint.number] = self._table_before(joint.number) if table is None else table
+        self._tables.pop(joint.number - 2 * self._max_in_flight - 1, None)
+        joint.bell.set()
+
+    def _table_before(self, number: int) -> Table:
+        """The table by which ranks share the save of this number."""
+        before = number - self._max_in_flight
+        return self._meeting.table if before < 0 else self._tables.get(before, EMPTY)
+
+    def _soon(self, call: Callable[[], None]) -> None:
+        try:
+            get_loop().soon(call)
+        except ClosedError:  # the interpreter exits
+            pass
+
+
+def _resolve(begun: Future[None]) -> None:
+    if not begun.done():
+        begun.set_result(None)
+
+
+def _reasons(causes: Sequence[Cause]) -> str:
+    reasons = "; ".join(f"rank {cause.rank}: {cause.error}" for cause in causes[:5])
+    return f"{reasons}; and {len(causes) - 5} more" if len(causes) > 5 else reasons
+
+
+def peers_failed(joint: JointSave, causes: Sequence[Cause]) -> CheckpointError:
+    """The error of a save that fails for these causes."""
+    return PeerFailedError(f"{joint.what} is not committed: {_reasons(causes)}", rank=causes[0].rank if causes else 0)

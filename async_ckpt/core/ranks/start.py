@@ -1,0 +1,289 @@
+"""One start of the ranks: how they find each other in a store, and rank 0's words to all of them.
+
+In: a world with a store. Out: the token of the start, below which all else is said, and rank 0's log. Knows nothing of:
+saves.
+
+A store may outlive its ranks: torchrun keeps its own, and starts all of them again. So each rank says hello with a nonce,
+and rank 0 answers that nonce with the token of this start; old keys are never read. A hello may be that of a dead
+process, so the rank says below the token that it has come. Rank 0 refuses another nonce of a rank that has come, which was
+started again alone.
+
+The log has rank 0's words in order, whatever they are about: each has a topic, and a rank that does not know the topic yet
+keeps them for it. The other ranks read it while they wait for something, by looking: a call that waits in the store could
+not be broken off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from ...errors import PeerFailedError
+from ..host.loop import get_loop
+from ..host.process import in_forked_child, never_end
+from ..host.threads import running_future
+from ..host.waits import growing_pauses
+from .heartbeats import Heartbeats, own_process
+from .store import Connection, Words
+from .world import World
+
+# Between looks of all ranks together at rank 0's next word, and of one rank.
+_LOOKS_PER_SECOND: Final = 8000
+_FIRST_LOOK_SECONDS: Final = 0.01
+_LOOK_SECONDS: Final = 0.5
+# Words that stay in the store: no rank that lives is so many behind.
+_KEPT: Final = 1000
+_READ_AT_ONCE: Final = 64
+# Not Python's own generator: its numbers are the training's, which a save must not take from it.
+_RANDOM: Final = random.SystemRandom()
+
+Word = dict[str, Any]
+
+
+class Start:
+    """This start of the ranks, as one process knows it. `start_of` makes it; any thread may ask.
+
+    The words that were read change on the loop's thread alone.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.rank, self.size = world.rank, world.size
+        self.connection = Connection(world.store)
+        self.heartbeats = Heartbeats(self.connection, world.rank, world.size)
+        self.openings = itertools.count(1)
+        self.nonce = secrets.token_hex(8)
+        self.nonces: dict[int, str] = {}  # on rank 0, those of the other ranks that it has answered last
+        self._hello = f"{self.nonce} {world.size} {own_process()}"
+        self._known: Future[str] = running_future()  # the token
+        self._num_said = 0  # on rank 0, on the thread that calls the store
+        self._num_read = 0
+        self._hearers: dict[str, Callable[[Word], None]] = {}
+        self._early: dict[str, list[Word]] = {}
+        self._waiting: set[object] = set()  # what waits for a word
+        self._reading: asyncio.Task[None] | None = None
+        self._wake: asyncio.Event = asyncio.Event()  # a new wait has begun
+        if world.rank == 0:
+            self._begin(secrets.token_hex(8))
+            get_loop().begin(self._answer_hellos())
+        else:
+            get_loop().begin(self._say_hello())
+
+    # --- the token --------------------------------------------------------------------------------------------
+
+    @property
+    def token(self) -> Future[str]:
+        """The name of this start: the same on all ranks, and of no other start. On rank 0 it is known at once.
+
+        PeerFailedError where rank 0 knows another process as this rank.
+        """
+        return self._known
+
+    def words(self, topic: str) -> Words:
+        """Words about a topic, without those of an earlier start. Only once the token is known."""
+        return Words(self.connection, f"{self._prefix}/{topic}")
+
+    @property
+    def _prefix(self) -> str:
+        return f"async_ckpt/{self._known.result()}"
+
+    def _begin(self, token: str) -> None:
+        self._known.set_result(token)
+        self.heartbeats.begin(self._prefix)
+
+    async def _say_hello(self) -> None:
+        """On another rank: say hello until rank 0 has answered it."""
+        hello, welcome = f"async_ckpt/hello/{self.rank}", f"async_ckpt/welcome/{self.rank}"
+
+        def say(store: Any) -> None:
+            store.set(hello, self._hello)
+            store.add("async_ckpt/hellos", 1)
+
+        def look(store: Any) -> str:
+            if store.get(hello).decode() != self._hello:
+                return f"{self.nonce} - another process says that it is rank {self.rank}, too"
+            return store.get(welcome).decode() if store.check([welcome]) else "- - -"
+
+        is_said = False
+        for seconds in growing_pauses(_FIRST_LOOK_SECONDS, max(_LOOK_SECONDS, self.size / _LOOKS_PER_SECOND)):
+            with suppress(RuntimeError):  # the store is away: it is asked again
+                if not is_said:
+                    await self._asked(say)
+                    is_said = True
+                nonce, token, text = (await self._asked(look)).split(" ", 2)
+                if nonce == self.nonce and token == "-":
+                    error = PeerFailedError(f"{text}; start all ranks again, together", rank=self.rank)
+                    self._known.set_exception(error)
+                    return
+                if nonce == self.nonce:
+                    self._begin(token)
+                    self.heartbeats.note(0, text)
+                    await asyncio.wrap_future(self.connection.ask(self._come_here))
+                    return
+            if self.connection.is_over:
+                return
+            await asyncio.sleep(seconds)
+
+    def _come_here(self, store: Any) -> None:
+        store.set(f"{self._prefix}/here/{self.rank}", self.nonce)
+
+    async def _answer_hellos(self) -> None:
+        """On rank 0, from now on: answer the hello of each rank."""
+        answered, here = self.nonces, set[int]()
+        num_seen = -1
+        pauses = growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
+        while not self.connection.is_over:
+            with suppress(RuntimeError):
+                num_hellos = await self._asked(lambda store: int(store.add("async_ckpt/hellos", 0)))
+                if num_hellos != num_seen:
+                    for rank, nonce in (await self._asked(partial(self._answer, answered, here))).items():
+                        answered[rank] = nonce
+                    num_seen = num_hellos
+                if len(here) < len(answered):
+                    here |= await asyncio.wrap_future(self.connection.ask(partial(self._new_here, answered, here)))
+            if len(here) == self.size - 1:
+                await asyncio.sleep(self.heartbeats.interval)
+            else:
+                await asyncio.sleep(next(pauses))
+
+    def _answer(self, answered: dict[int, str], here: set[int], store: Any) -> dict[int, str]:
+        """Answer each hello that was not answered yet. Returns the nonces that were answered, by rank."""
+        news: dict[int, str] = {}
+        for rank in range(1, self.size):
+            key = f"async_ckpt/hello/{rank}"
+            if not store.check([key]):
+                continue
+            nonce, size, process = store.get(key).decode().split(" ", 2)
+            if nonce == answered.get(rank):
+                continue
+            if rank in here:
+                answer = f"- rank 0 knows another process as rank {rank}: this one was started again alone"
+            elif int(size) != self.size:
+                answer = f"- rank 0 counts {self.size} ranks, and rank {rank} {size}"
+            else:
+                answer = f"{self._known.result()} {own_process()}"
+                news[rank] = nonce
+                self.heartbeats.note(rank, process)
+            store.set(f"async_ckpt/welcome/{rank}", f"{nonce} {answer}")
+        return news
+
+    def _new_here(self, answered: dict[int, str], here: set[int], store: Any) -> set[int]:
+        """The ranks that have come, of those that were answered: each has said so by the nonce that was answered."""
+        keys = {rank: f"{self._prefix}/here/{rank}" for rank in answered if rank not in here}
+        there = [rank for rank, key in keys.items() if store.check([key])]
+        return {rank for rank in there if store.get(keys[rank]).decode() == answered[rank]}
+
+    async def _asked(self, call: Callable[[Any], Any]) -> Any:
+        """What the store of the user, or of the process group, answers: ranks meet below its prefix."""
+        return await asyncio.wrap_future(self.connection.ask(call, given=True))
+
+    # --- rank 0's log -----------------------------------------------------------------------------------------
+
+    def say(self, topic: str, word: Word) -> Future[None]:
+        """On rank 0: a word to all other ranks. The future ends once the store has it."""
+        text = json.dumps([topic, word])
+
+        def say(store: Any) -> None:
+            number, log = self._num_said, f"{self._prefix}/log"
+            store.set(f"{log}/{number}", text)
+            store.check([f"{log}/{number}"])  # `set` is not answered: what follows on other ways must not overtake it
+            self._num_said = number + 1
+            if number >= _KEPT:
+                store.set(f"{log}/first", str(number - _KEPT + 1))
+                store.delete_key(f"{log}/{number - _KEPT}")
+
+        return self.connection.ask(say)
+
+    def hear(self, topic: str, hearer: Callable[[Word], None]) -> None:
+        """From now on, `hearer` is called with each word about a topic, on the loop's thread. Those that were read
+        already come first.
+        """
+
+        def begin() -> None:
+            self._hearers[topic] = hearer
+            for word in self._early.pop(topic, []):
+                hearer(word)
+
+        get_loop().soon(begin)
+
+    def wait(self, waiting: object) -> None:
+        """Read words until `wait_no_more` is called with the same object. On the loop's thread."""
+        self._waiting.add(waiting)
+        self._wake.set()
+        if self._reading is None and self.rank:
+            self._reading = asyncio.create_task(self._read())
+
+    def wait_no_more(self, waiting: object) -> None:
+        self._waiting.discard(waiting)
+
+    async def _read(self) -> None:
+        try:
+            await asyncio.wrap_future(self._known)
+            log = f"{self._prefix}/log"
+            longest = max(_LOOK_SECONDS, self.size / _LOOKS_PER_SECOND)
+            pauses = growing_pauses(_FIRST_LOOK_SECONDS, longest)
+            while self._waiting:
+                words: list[str] = []
+                with suppress(RuntimeError):  # the store is gone, for now at least: deadlines tell
+                    first, words = await asyncio.wrap_future(self.connection.ask(partial(self._next_words, log)))
+                    self._num_read = first + len(words)
+                for text in words:
+                    self._heard(*json.loads(text))
+                if words or self._wake.is_set():
+                    pauses = growing_pauses(_FIRST_LOOK_SECONDS, longest)
+                self._wake.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), next(pauses) * _RANDOM.uniform(0.75, 1.25))
+        except PeerFailedError:
+            pass  # this rank is none of this start: who waits for a word hears it from the token
+        finally:
+            self._reading = None
+
+    def _next_words(self, log: str, store: Any) -> tuple[int, list[str]]:
+        """The number of the first word that is not read, and the words from there on. Those that are deleted are
+        passed over: a rank that is so far behind was left out, and goes by what is committed.
+        """
+        first = self._num_read
+        if store.check([f"{log}/first"]):
+            first = max(first, int(store.get(f"{log}/first")))
+        words: list[str] = []
+        while len(words) < _READ_AT_ONCE and store.check([f"{log}/{first + len(words)}"]):
+            words.append(store.get(f"{log}/{first + len(words)}").decode())
+        return first, words
+
+    def _heard(self, topic: str, word: Word) -> None:
+        hearer = self._hearers.get(topic)
+        if hearer is None:
+            self._early.setdefault(topic, []).append(word)
+        else:
+            hearer(word)
+
+
+# By store: a new process group in the same process has another.
+_starts: WeakKeyDictionary[Any, Start] = WeakKeyDictionary()
+_starting = threading.Lock()
+
+
+@in_forked_child
+def _forget_starts() -> None:
+    global _starts, _starting
+    for start in list(_starts.values()):
+        never_end(start)
+    _starts, _starting = WeakKeyDictionary(), threading.Lock()
+
+
+def start_of(world: World) -> Start:
+    """This start of a world that has a store."""
+    with _starting:  # nothing is asked here
+        if world.store not in _starts:
+            _starts[world.store] = Start(world)
+        return _starts[world.store]
