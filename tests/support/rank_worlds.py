@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import textwrap
+import time
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -25,7 +26,6 @@ from racing import PATIENCE, until
 from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
 from async_ckpt.core.ranks import agreement, divide, meeting
 from async_ckpt.core.ranks.agreement import Agreement
-from async_ckpt.core.runs.receipts import Exchange
 from async_ckpt.core.runs.sweep import Sweeper
 from async_ckpt.core.saving.targets import StepTarget
 from async_ckpt.core.storage.local import LocalSink, LocalStorage
@@ -270,12 +270,14 @@ class Here:
         self.die()
 
     def wait_for_others(self) -> None:
-        """Until all other ranks have their receipts there, of the step that is not committed yet."""
+        """Until all other ranks have their archives there, of the step that is not committed yet; and soon their
+        receipts."""
         until(self._others_are_done)
+        time.sleep(0.1)
 
     def _others_are_done(self) -> bool:
         steps = [step for step in Path(self.root).glob("step_*") if not (step / "manifest.json").exists()]
-        ranks = {int(path.name[:5]) for step in steps for path in step.glob("receipts.*/*.*.ok")}
+        ranks = {int(path.name[5:10]) for step in steps for path in step.glob("rank_*.tar")}
         return len(ranks - {self.rank}) == self.size - 1
 
     def expire(self, is_due: Callable[[], bool]) -> None:
@@ -293,16 +295,15 @@ class Here:
 _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
     "capture": (divide.Divider, "divided", lambda *_: "capture"),
     "write": (LocalSink, "write", lambda sink, *_: str(sink._target)),
-    "receipt": (Exchange, "put_receipt", lambda exchange, *_: exchange.folder),
+    "receipt": (Agreement, "_put_receipt", lambda agreed, *_: agreed._exchange.folder),
     "manifest": (
         LocalStorage,
         "put_new",
         lambda _, path, *__: path if path.endswith("manifest.json") else "",
     ),
     "sweep": (Sweeper, "sweep_once", lambda *_: "sweep"),
-    "decision": (Exchange, "decision", lambda exchange: exchange.folder),
     "driver": (StepTarget, "_write_driver", lambda target: target._name),
-    "verdict": (Exchange, "put_verdict", lambda exchange, *_: exchange.folder),
+    "verdict": (Agreement, "_say", lambda agreed, *_: agreed._exchange.folder),
     "looking again": (agreement, "_pause", lambda *_: "looking again"),
     "hear": (Agreement, "_heard", lambda agreed, *_: agreed._run.folder(agreed._joint.step)),
 }

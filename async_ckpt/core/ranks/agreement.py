@@ -107,7 +107,7 @@ class Agreement:
         self._is_committed_here = False  # as rank 0 knows
         self._compared: tuple[Table, Mapping[str, str]] | None = None  # what follows from the commit
         self._has_details = False  # of some rank
-        self._begun_at = monotonic()
+        self._begun_at = ranks.meeting.start.connection.now()
         self.spread: Mapping[str, Any] = {}  # on rank 0, how much longer some ranks took than others
 
     @property
@@ -149,13 +149,13 @@ class Agreement:
 
         Raises PeerFailedError if the call fails before that, or rank 0 does not make it.
         """
-        joint, is_told = self._joint, False
+        joint, is_told, since = self._joint, False, monotonic()
         begun = asyncio.wrap_future(joint.begun)
         begun.add_done_callback(_look_at_error)
         while not begun.done():
             await asyncio.wait([begun], timeout=_LOOK_SECONDS[False])
             check()
-            waited = monotonic() - self._begun_at
+            waited = monotonic() - since
             if not is_told and waited > _SAID_SECONDS and not begun.done():
                 is_told = True
                 _log.warning("rank 0 has made no call for %s for %.0f s; it is waited for", joint.what, waited)
@@ -341,7 +341,7 @@ class Agreement:
         return answer.result()
 
     def _silence_of_store(self) -> str:
-        silent = monotonic() - max(self._ranks.meeting.start.connection.answered_at, self._begun_at)
+        silent = self._ranks.meeting.start.connection.silence_since(self._begun_at)
         return f"the store of the ranks has not answered for {silent:.0f} s" if silent > SILENCE_SECONDS else ""
 
     def _raise_silent_store(self) -> None:

@@ -169,13 +169,14 @@ class Calls:
 
     def enter(self, joint: JointSave) -> None:
         """The call was made. On the caller's thread, which may be interrupted at any line."""
+        topic = self._meeting.topic  # here, so that all ranks open theirs in the order of their first calls
         if self._meeting.world.rank:
-            self._soon(partial(self._enter, joint))
+            self._soon(partial(self._enter, joint, topic))
 
-    def _enter(self, joint: JointSave) -> None:
+    def _enter(self, joint: JointSave, topic: str) -> None:
         if not self._is_hearing:
             self._is_hearing = True
-            self._start.hear(self._meeting.topic, self._hear)
+            self._start.hear(topic, self._hear)
         with self._lock:
             self._entries.append(joint)
         self._start.wait(joint)

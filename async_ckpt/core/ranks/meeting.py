@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -115,6 +116,7 @@ class Meeting:
         self._world: World | None = None
         if (given, store) != (None, None):
             self._world = world_of(given, store)
+        self._opening = threading.Lock()
         self._words: Words | None = None
         self._token: str | None = None
         self._restores = itertools.count()
@@ -140,8 +142,10 @@ class Meeting:
     @property
     def topic(self) -> str:
         """The topic of this meeting among all that are said at this start, the same on all ranks."""
-        if not self._topic:
-            self._topic = str(next(self.start.openings))
+        start = self.start
+        with self._opening:  # the thread that saves and the loop's may be the first ones
+            if not self._topic:
+                self._topic = str(next(start.openings))
         return self._topic
 
     def words(self) -> Words:

@@ -46,6 +46,14 @@ class Connection:
         """True for a TCPStore, which answers many questions a second and forgets what is deleted."""
         return self._address is not None
 
+    def now(self) -> float:
+        """The time by which the connection tells since when the store is silent."""
+        return monotonic()
+
+    def silence_since(self, begun: float) -> float:
+        """For how many seconds since that moment the store has not answered, at the most: it is asked all the time."""
+        return monotonic() - max(begun, self.answered_at)
+
     @property
     def is_over(self) -> bool:
         """True once nobody has the store any more, since its process group was destroyed."""
