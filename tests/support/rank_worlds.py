@@ -26,6 +26,7 @@ from racing import PATIENCE, until
 from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
 from async_ckpt.core.ranks import agreement, divide, meeting
 from async_ckpt.core.ranks.agreement import Agreement
+from async_ckpt.core.runs.receipts import Exchange
 from async_ckpt.core.runs.sweep import Sweeper
 from async_ckpt.core.saving.targets import StepTarget
 from async_ckpt.core.storage.local import LocalSink, LocalStorage
@@ -41,7 +42,7 @@ here = Here()
 
 
 # On a machine with other work, ranks take a minute to import a trainer.
-_PATIENCE = 3 * PATIENCE
+_PATIENCE = float(os.environ.get("DBG_PATIENCE", 3 * PATIENCE))
 
 
 @dataclass
@@ -302,6 +303,7 @@ _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
         lambda _, path, *__: path if path.endswith("manifest.json") else "",
     ),
     "sweep": (Sweeper, "sweep_once", lambda *_: "sweep"),
+    "decision": (Exchange, "manifest", lambda exchange, *_: exchange.folder),
     "driver": (StepTarget, "_write_driver", lambda target: target._name),
     "verdict": (Agreement, "_say", lambda agreed, *_: agreed._exchange.folder),
     "looking again": (agreement, "_pause", lambda *_: "looking again"),

@@ -202,10 +202,8 @@ class Agreement:
         )
         if details:
             await off_loop(partial(self._exchange.put_details, self.rank, details))
-        if self.decides:
-            return await self._all_receipts(receipt, off_loop, check)
         await off_loop(partial(self._put_receipt, receipt))
-        return None
+        return await self._all_receipts(receipt, off_loop, check) if self.decides else None
 
     def _details(self, part: OwnPart) -> dict[str, Any]:
         """What rank 0 may have to read: a structure that it may not know, from its first rank, and digests of copies."""
@@ -216,8 +214,10 @@ class Agreement:
         return details if part.copies is None else {**details, "copies": part.copies}
 
     def _put_receipt(self, receipt: Receipt) -> None:
-        """Say that this rank's archive is durable, unless the attempt has failed by now."""
+        """Tell rank 0 that this rank's archive is durable, unless the attempt has failed by now."""
         joint, key = self._joint, self._key
+        if self.decides:
+            return
         text = json.dumps([self._ranks.meeting.start.nonce, *receipt])
         if joint.is_decided and not joint.is_committed:
             raise peers_failed(joint, joint.causes)
@@ -268,7 +268,7 @@ class Agreement:
 
     async def _all_receipts(self, own: Receipt, off_loop: OffLoop, check: Callable[[], None]) -> RankFiles:
         start = self._ranks.meeting.start
-        size, deadline, looked, was_lost = self.world_size, monotonic() + PEER_SECONDS, monotonic(), False
+        size, deadline, looked = self.world_size, monotonic() + PEER_SECONDS, monotonic()
         receipts = {0: own}
         for seconds in _looks(is_remote=False):
             count, refusal = await self._ask(self._look, check) or (0, None)
@@ -286,9 +286,8 @@ class Agreement:
                 there = await self._ask(self._there, check)
                 missing = [rank for rank in range(1, size) if there is not None and rank not in there]
                 lost = start.heartbeats.lost(missing)
-                if lost and was_lost:  # and it has said nothing since
-                    self._raise_lost(lost)
-                was_lost = bool(lost)
+                if lost:
+                    self._raise_lost(lost, await self._ask(partial(self._last_words, [*lost]), check) or {})
                 if looked > deadline:
                     self._raise_missing(missing)
             await _pause(seconds, check)
@@ -310,6 +309,10 @@ class Agreement:
     def _there(self, store: Any) -> set[int]:
         """The ranks whose receipts are there."""
         return {rank for rank in range(1, self.world_size) if store.check([f"{self._key}/{rank}"])}
+
+    def _last_words(self, ranks: Sequence[int], store: Any) -> dict[int, Cause]:
+        words = {rank: self._ranks.calls.last_word(rank, store) for rank in ranks}
+        return {rank: word for rank, word in words.items() if word is not None}
 
     def _read(self, ranks: Sequence[int], store: Any) -> dict[int, Receipt]:
         """The receipts of ranks, all of which have counted theirs."""
@@ -361,8 +364,11 @@ class Agreement:
             rank=who if self.decides else 0,
         )
 
-    def _raise_lost(self, lost: Mapping[int, str]) -> NoReturn:
-        causes = [Cause(rank, why) for rank, why in lost.items()]
+    def _raise_lost(self, lost: Mapping[int, str], words: Mapping[int, Cause]) -> NoReturn:
+        causes = [
+            Cause(rank, f"{why}; before that, {words[rank].error}" if rank in words else why)
+            for rank, why in lost.items()
+        ]
         self._joint.causes += causes
         error = peers_failed(self._joint, causes)
         if self._joint.is_any:
@@ -424,7 +430,7 @@ class Agreement:
 
     async def _decision(self, off_loop: OffLoop, check: Callable[[], None]) -> tuple[Decision | None, str]:
         """What rank 0 has said, and if it has not said yes or no, why not."""
-        joint, deadline, looked, lost = self._joint, monotonic() + DECISION_SECONDS, monotonic(), ""
+        joint, deadline, looked = self._joint, monotonic() + DECISION_SECONDS, monotonic()
         while True:
             decision = joint.heard.get(self._number) or joint.heard.get(-1)
             if decision is not None:
@@ -436,9 +442,8 @@ class Agreement:
             if monotonic() < looked + _LOOK_AROUND_SECONDS:
                 continue
             looked = monotonic()
-            if lost:  # and nothing of what it may have said before was heard since
+            if lost := self._lost_rank_0():
                 return None, f"{lost}, and has not said whether it is committed"
-            lost = self._lost_rank_0()
             if joint.is_any and await off_loop(self._root.found_apart):
                 self._raise_apart()
             if monotonic() > deadline:

@@ -115,6 +115,7 @@ class JointSave:
     table: Table = EMPTY  # by which this rank shares
     part: OwnPart | None = None  # once it is planned
     is_any: bool = False  # one of several roots is enough
+    num_roots: int = 1
     causes: list[Cause] = field(default_factory=list)  # why it fails
     maybe_at: set[AttemptPlace] = field(default_factory=set)  # on rank 0: where it has put the manifest, or may have
     heard: dict[int, Decision] = field(default_factory=dict)  # by root; -1 for all
@@ -192,9 +193,9 @@ class Calls:
         else:
             with self._lock:
                 ahead = itertools.takewhile(lambda other: other is not joint, self._entries)
-                number = self._num_words + sum(not other.causes for other in ahead)
-            if joint.number < 0:
-                joint.number = number
+                unmatched = sum("refused" not in word for word in self._words)
+                if joint.number < 0:
+                    joint.number = self._num_words - unmatched + sum(not other.causes for other in ahead)
         joint.newest_decided = joint.number - self._max_in_flight
         joint.table = self._table_before(joint.number)
         if self._meeting.world.rank == 0:
@@ -246,7 +247,23 @@ class Calls:
         elif joint.attempt:
             self.refuse(joint.attempt, cause)
         else:
+            self._leave_word(cause)
             self._match()
+
+    def _leave_word(self, cause: Cause) -> None:
+        """On another rank: leave a word for rank 0, which may make the same call when this process has ended."""
+
+        def leave(token: Future[str]) -> None:
+            if token.exception() is None:
+                key, text = f"async_ckpt/{token.result()}/why/{cause.rank}", json.dumps(cause)
+                self._start.connection.ask(lambda store: store.set(key, text))
+
+        self._start.token.add_done_callback(leave)
+
+    def last_word(self, rank: int, store: Any) -> Cause | None:
+        """On rank 0: why the last call of a rank has failed there, if it has left a word. Asks this store."""
+        key = f"async_ckpt/{self._start.token.result()}/why/{rank}"
+        return Cause(*json.loads(store.get(key))) if store.check([key]) else None
 
     # --- words, on another rank -------------------------------------------------------------------------------
 
@@ -273,6 +290,8 @@ class Calls:
                     self._words.remove(word)
                 if joint is not None:
                     self._entries.remove(joint)
+                    if word is not None:
+                        joint.number = word["number"]
             if word is None:
                 assert joint is not None
                 self._is_alone(joint)
@@ -367,7 +386,7 @@ class Calls:
             if joint.life.go(JointState.REFUSED):
                 self._end_early(joint, f"{joint.what} is not committed: {word['refused']}")
         else:
-            joint.number, joint.attempt = number, word["attempt"]
+            joint.attempt = word["attempt"]
             joint.life.go(JointState.BEGUN)
             self._drop_old()
             self._undecided[joint.attempt] = joint, monotonic()
@@ -388,6 +407,8 @@ class Calls:
             if word["decision"] == "failed":
                 joint.causes += causes
                 self._decide(joint, JointState.REFUSED, None)
+            elif joint.is_decided:
+                self._listen_no_more(joint)
             joint.bell.set()
 
     # --- refusals and decisions -------------------------------------------------------------------------------
@@ -444,11 +465,17 @@ class Calls:
             return
         if state is JointState.COMMITTED and joint.part is not None:
             self._knows_committed(joint.part.structure.digest)
-        self._undecided.pop(joint.attempt, None)
-        self._start.wait_no_more(joint)
+        self._listen_no_more(joint)
         self._tables[joint.number] = self._table_before(joint.number) if table is None else table
         self._tables.pop(joint.number - 2 * self._max_in_flight - 1, None)
         joint.bell.set()
+
+    def _listen_no_more(self, joint: JointSave) -> None:
+        """Once it is decided, at each of its roots."""
+        is_heard = -1 in joint.heard or len(joint.heard) >= joint.num_roots
+        if is_heard or not joint.is_committed:
+            self._undecided.pop(joint.attempt, None)
+            self._start.wait_no_more(joint)
 
     def _table_before(self, number: int) -> Table:
         """The table by which ranks share the save of this number."""

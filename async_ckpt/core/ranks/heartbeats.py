@@ -29,6 +29,8 @@ from .store import Connection
 # Between two heartbeats, and how many ranks of a start give one in a second.
 _INTERVAL_SECONDS: Final = 5.0
 _BEATS_PER_SECOND: Final = 2000
+# From the end of a process until nothing can come any more of what it has said.
+_LAST_WORDS_SECONDS: Final = 1.5
 _SAID_SECONDS: Final = 30.0  # a silence of which the log tells
 
 _log = logging.getLogger("async_ckpt")
@@ -52,6 +54,7 @@ class Heartbeats:
         self._heard: Mapping[int, Heartbeat] = {}  # replaced as a whole, like all below
         self._asked: Mapping[int, float] = {}  # ranks, and when somebody has asked for them last
         self._said: frozenset[int] = frozenset()  # ranks of whose silence the log has told
+        self._ended: Mapping[int, float] = {}  # ranks whose processes have ended, and since when that is known
 
     def begin(self, prefix: str) -> None:
         """Give heartbeats below this prefix from now on, if the store is one for them."""
@@ -66,7 +69,10 @@ class Heartbeats:
         """Why some of these ranks are lost, by their numbers. Nobody is silent while the store does not answer."""
         now, wanted = monotonic(), list(ranks)
         self._asked = {**self._asked, **dict.fromkeys(wanted, now)}
-        reasons = {rank: why for rank in wanted if (why := _ended(self._processes.get(rank, "")))}
+        ended = {rank: why for rank in wanted if (why := _ended(self._processes.get(rank, "")))}
+        self._ended = {**dict.fromkeys(ended, now), **self._ended}
+        # What it has said last is heard before.
+        reasons = {rank: why for rank, why in ended.items() if now - self._ended[rank] > _LAST_WORDS_SECONDS}
         answered, heard = self._connection.answered_at, self._heard
         if now - answered > 3 * self.interval:
             return reasons

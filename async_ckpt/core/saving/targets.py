@@ -491,6 +491,7 @@ def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> Callable[[Step
         agreements: list[Agreement | Alone] = [Alone(token) for _ in runs]
     else:
         joint.is_any = lineage.rule == "any" and not lineage.has_one_root
+        joint.num_roots = len(runs)
         ranks.calls.plan(joint)
         for run in runs:
             run.join(ranks.meeting.token()[:8])

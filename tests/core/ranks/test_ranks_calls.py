@@ -314,7 +314,7 @@ def test_ranks_skip_a_save_when_rank_0_does_and_else_wait(worlds, busy, second):
     script = f"""
     with open_run(here.root, on_overlap="skip") as ckpt:
         if here.rank == {busy}:
-            here.at("after manifest" if here.rank == 0 else "decision", lambda: here.hear("second"), step=1)
+            here.at("after verdict" if here.rank == 0 else "decision", lambda: here.hear("second"), step=1)
         states = small(1), small(2)
         first = ckpt.save(states[0], 1)
         if here.rank != {busy}:
