@@ -38,8 +38,6 @@ from .start import Start, Word
 
 # Between the calls that delete these, others are made.
 _FORGOTTEN_AT_ONCE: Final = 500
-# Words and calls that are kept, once they have failed, for their counterparts.
-_KEPT: Final = 100
 
 
 class JointState(Enum):
@@ -154,12 +152,13 @@ class Calls:
         self._numbers = itertools.count()  # of rank 0
         # That follow from the decision of the save of this number; an entry is set once.
         self._tables: dict[int, Table] = {}
-        # On another rank. Those that have failed wait for their counterparts, which fail for the same reason.
+        # On another rank.
         self._lock = threading.Lock()  # guards what `plan` reads, too
         self._words: deque[Word] = deque()  # without a call
         self._entries: deque[JointSave] = deque()  # calls without a word
         self._undecided: dict[str, tuple[JointSave, float]] = {}  # by attempt, and when it was begun
         self._num_words = 0  # heard
+        self._failed_together: tuple[int | None, int | None] = None, None  # the last word and call, of two paths
         self._is_hearing = False
 
     @property
@@ -193,9 +192,8 @@ class Calls:
         else:
             with self._lock:
                 ahead = itertools.takewhile(lambda other: other is not joint, self._entries)
-                unmatched = sum("refused" not in word for word in self._words)
                 if joint.number < 0:
-                    joint.number = self._num_words - unmatched + sum(not other.causes for other in ahead)
+                    joint.number = self._num_words - len(self._words) + sum(1 for _ in ahead)
         joint.newest_decided = joint.number - self._max_in_flight
         joint.table = self._table_before(joint.number)
         if self._meeting.world.rank == 0:
@@ -274,86 +272,66 @@ class Calls:
         with self._lock:
             self._num_words = max(self._num_words, word["number"] + 1)
             self._words.append(word)
-            while len(self._words) > _KEPT and "refused" in self._words[0]:
-                self._words.popleft()
         self._match()
 
     def _match(self) -> None:
         """Match words to calls: the first that have the same step, and those before them to none."""
         while True:
             with self._lock:
-                pair = self._next_pair()
-                if pair is None:
-                    break
-                word, joint = pair
+                word, joint = self._next_pair()
                 if word is not None:
                     self._words.remove(word)
                 if joint is not None:
                     self._entries.remove(joint)
                     if word is not None:
                         joint.number = word["number"]
+            if word is None and joint is None:
+                return
             if word is None:
                 assert joint is not None
-                self._is_alone(joint)
+                self._is_alone(
+                    joint, f"rank {self._meeting.world.rank} has made this call alone; {self._meeting.advice}"
+                )
             elif joint is None:
-                self._refuse_word(word)
-            else:
+                self._refuse(word, f"it has made no call for {word['what']}; {self._meeting.advice}")
+            elif _are_alike(word, joint):
+                self._failed_together = None, None
                 self._begin(word, joint)
-        if self._words and self._entries and self._meeting.is_of_paths:
-            self._fail_both(self._words[-1], self._entries[-1])
+            else:
+                self._failed_together = word["step"], joint.step
+                self._refuse(word, f"it saves {joint.what} by the same call; give all ranks the same arguments")
+                self._is_alone(
+                    joint, f"rank 0 saves {word['what']} by the same call; give all ranks the same arguments"
+                )
 
-    def _next_pair(self) -> tuple[Word | None, JointSave | None] | None:
-        """The next word and call that belong together, or one of them that belongs to none; None if that is not
-        known yet.
+    def _next_pair(self) -> tuple[Word | None, JointSave | None]:
+        """The next word and call that belong together, or one of them that belongs to none; neither if that is not
+        known yet. Paths have no order: a word and a call of two paths fail together, and what was missed or made
+        alone is known when the other rank comes to the same path.
         """
         for at, word in enumerate(self._words):
             for number, joint in enumerate(self._entries):
-                if word["step"] == joint.step or None in (word["step"], joint.step):
+                if _are_alike(word, joint):
                     if at:
                         return self._words[0], None
                     return (None, self._entries[0]) if number else (word, joint)
-        if self._words and self._entries and not self._meeting.is_of_paths:
-            word, joint = self._words[0], self._entries[0]
-            assert joint.step is not None
+        if not (self._words and self._entries):
+            return None, None
+        word, joint = self._words[0], self._entries[0]
+        if not self._meeting.is_of_paths:
             return (word, None) if word["step"] < joint.step else (None, joint)
-        return None
+        if word["step"] == self._failed_together[1]:
+            return word, None
+        return (None, joint) if joint.step == self._failed_together[0] else (word, joint)
 
-    def _is_alone(self, joint: JointSave) -> None:
-        """Rank 0 has made later calls, and not this one."""
+    def _is_alone(self, joint: JointSave, why: str) -> None:
+        """Rank 0 does not make this call."""
         if joint.life.go(JointState.REFUSED):
             self._start.wait_no_more(joint)
-            self._end_early(
-                joint,
-                f"{joint.what} is not committed: rank {self._meeting.world.rank} has made this call alone; "
-                f"{self._meeting.advice}",
-            )
-
-    def _refuse_word(self, word: Word) -> None:
-        """This rank has made later calls, and not the one that rank 0 tells of."""
-        if "refused" not in word:
-            self._refuse(word, f"it has made no call for {word['what']}; {self._meeting.advice}")
-
-    def _fail_both(self, word: Word, joint: JointSave) -> None:
-        """Paths have no order, so nobody knows which of two calls the other rank has missed: neither is committed, and
-        both stay for the call that may still come.
-        """
-        if "refused" not in word:
-            why = f"it saves {joint.what} by the same call; give all ranks the same arguments"
-            self._refuse(word, why)
-        if not joint.causes:
-            joint.causes.append(Cause(0, f"it saves {word['what']} by the same call"))
-            joint.life.go(JointState.REFUSED)
-            self._start.wait_no_more(joint)
-            self._end_early(
-                joint,
-                f"{joint.what} is not committed: rank 0 saves {word['what']} by the same call; give all ranks the "
-                "same arguments",
-            )
-        while len(self._entries) > _KEPT and self._entries[0].causes:
-            self._entries.popleft()
+            self._end_early(joint, f"{joint.what} is not committed: {why}")
 
     def _refuse(self, word: Word, why: str) -> None:
-        word["refused"] = why
+        """This rank has no part in the call that rank 0 tells of."""
         self._tables[word["number"]] = self._table_before(word["number"])
         if not (word.get("skipped") or word.get("causes")):
             self.refuse(word["attempt"], Cause(self._meeting.world.rank, why))
@@ -378,13 +356,11 @@ class Calls:
             self._tables[number] = self._table_before(number)
             joint.life.go(JointState.REFUSED)
             self._end_early(joint, f"{joint.what} is not committed: {_reasons(causes)}")
-        elif joint.causes or joint.is_decided or "refused" in word:  # it has failed here
+        elif joint.causes:  # it has failed here
             self._start.wait_no_more(joint)
-            why = joint.causes[0].error if joint.causes else "its call has failed there"
-            if "refused" not in word:
-                self._refuse(word, why)
-            if joint.life.go(JointState.REFUSED):
-                self._end_early(joint, f"{joint.what} is not committed: {word['refused']}")
+            self._refuse(word, joint.causes[0].error)
+            joint.life.go(JointState.REFUSED)
+            self._end_early(joint, f"{joint.what} is not committed: {joint.causes[0].error}")
         else:
             joint.attempt = word["attempt"]
             joint.life.go(JointState.BEGUN)
@@ -492,6 +468,11 @@ class Calls:
 def _resolve(begun: Future[None]) -> None:
     if not begun.done():
         begun.set_result(None)
+
+
+def _are_alike(word: Word, joint: JointSave) -> bool:
+    """Whether they are of one call: a call whose step is none is whichever comes next."""
+    return word["step"] == joint.step or None in (word["step"], joint.step)
 
 
 def _reasons(causes: Sequence[Cause]) -> str:

@@ -15,6 +15,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Final, Protocol
 
 from ...errors import PeerFailedError
@@ -163,19 +164,24 @@ class Meeting:
         Raises PeerFailedError.
         """
         if self._token is None:
-            of_start, wait = self.start.token, Wait(f"in {where}", ENDS_THE_CALL)
-            what = "the first save or restore of rank 0"
-
-            def goes_on() -> None:
-                wait.goes_on(lambda: f"{what}; {self.advice}")
-                for why in self.start.heartbeats.lost([0]).values():
-                    raise PeerFailedError(f"waited for {what}, but of rank 0: {why}; start all ranks again", rank=0)
-
-            if not wait_for(of_start, MEETING_SECONDS, goes_on):
-                raise PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {what}. {self.advised}", rank=0)
+            of_start = self.start.token
+            self.wait_for_rank_0(of_start, "the first save or restore of rank 0", where)
             text = f"{of_start.result()}/{self.topic}"
             self._token = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return self._token
+
+    def wait_for_rank_0(self, future: Future[Any], what: str, where: str = "save()") -> None:
+        """Wait for what follows from a word of rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
+        wait, begin = Wait(f"in {where}", ENDS_THE_CALL), monotonic()
+
+        def goes_on() -> None:
+            wait.goes_on(lambda: f"{what}; {self.advice}")
+            if monotonic() - begin > MEETING_SECONDS:
+                raise PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {what}. {self.advised}", rank=0)
+            for why in self.start.heartbeats.lost([0]).values():
+                raise PeerFailedError(f"waited for {what}, but of rank 0: {why}; start all ranks again", rank=0)
+
+        wait_for(future, None, goes_on)
 
     @property
     def advised(self) -> str:

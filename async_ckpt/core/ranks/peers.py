@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
-from ...errors import PeerFailedError
-from ..host.waits import ENDS_THE_CALL, MEETING_SECONDS, Wait, wait_for
 from ..runs.receipts import Cause
 from ..runs.run import Run
 from ..spec import entry_names, flag
@@ -120,15 +118,7 @@ class Ranks:
             if not enters:
                 self.calls.skip(joint)
             return enters
-        wait, what = Wait("in save()", ENDS_THE_CALL), f"rank 0's word on {joint.what}"
-
-        def goes_on() -> None:
-            wait.goes_on(lambda: f"{what}; {self.meeting.advice}")
-            for why in self.meeting.start.heartbeats.lost([0]).values():
-                raise PeerFailedError(f"waited for {what}, but of rank 0: {why}; start all ranks again", rank=0)
-
-        if not wait_for(joint.begun, MEETING_SECONDS, goes_on):
-            raise PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {what}. {self.meeting.advised}", rank=0)
+        self.meeting.wait_for_rank_0(joint.begun, f"rank 0's word on {joint.what}")
         joint.begun.result()
         return joint.life.now is not JointState.SKIPPED
 
