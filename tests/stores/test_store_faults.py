@@ -26,7 +26,14 @@ from slices import some
 from states import MIB, SEGMENT, assert_is_state, open_run, state_at
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, CheckpointError, NotCommittedError, Place, StepExistsError
+from async_ckpt import (
+    AsyncCheckpointer,
+    CheckpointError,
+    NotCommittedError,
+    Place,
+    StepExistsError,
+    StorageUnavailableError,
+)
 from async_ckpt.testing import FaultyProxy
 
 MULTIPART = ["create_multipart_upload", "upload_part", "complete_multipart_upload"]
@@ -103,7 +110,23 @@ def test_a_put_that_is_forbidden_fails_the_save(far, target):
         failure(lambda: ckpt.save(state_at(2), step=2).result(), FORBIDDEN)
 
 
-@pytest.mark.parametrize("kind", ["put_object", "delete_object", "list_objects"])
+def test_a_commit_is_not_acknowledged_while_nobody_can_see_whether_another_process_has_the_run(obstore):
+    with obstore.run() as ckpt:
+        held = obstore.proxy.delay(None, kind="put_object", target="manifest.json", times=1)
+        handle = ckpt.save(state_at(2), step=2)
+        held.wait()
+        obstore.proxy.answer("AccessDenied", kind="list_objects")
+        held.clear()
+        error = handle.exception()
+        assert isinstance(error, StorageUnavailableError)
+        assert error.__notes__ == ["The manifest of step 2 is there: look at what is committed"]
+        obstore.proxy.clear()
+        assert ckpt.steps() == [1, 2]
+        ckpt.save(state_at(3), step=3).result()
+        assert ckpt.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["put_object", "delete_object"])
 def test_what_cannot_be_done_after_the_commit_does_not_make_it_less_true(obstore, kind, caplog):
     with obstore.run(keep=1) as ckpt:
         held = obstore.proxy.delay(None, kind="put_object", target="manifest.json", times=1)

@@ -11,7 +11,7 @@ from racing import PATIENCE, Call
 from async_ckpt import Keep
 from async_ckpt.core.runs.manifest import Archive, Manifest, parse
 from async_ckpt.core.runs.run import Run
-from async_ckpt.core.runs.starts import Tenure
+from async_ckpt.core.runs.starts import Seen, Start, Tenure, split_starts
 from async_ckpt.core.storage.interface import Storage
 
 
@@ -25,6 +25,7 @@ class Objects:
     def __init__(self) -> None:
         self.data: dict[str, tuple[bytes, str]] = {}
         self.manifests: list[Manifest] = []  # all that were ever put
+        self.seen: dict[Start, Seen] = {}  # likewise
         self._versions = itertools.count()
 
     def put(self, path: str, data: bytes) -> str:
@@ -32,6 +33,11 @@ class Objects:
             self.manifests.append(parse(data, path=path))
         version = str(next(self._versions))
         self.data[path] = data, version
+        if path.endswith(".seen"):
+            (start,) = split_starts([path.replace(".seen", ".json"), path])[1]
+            seen = Seen.read(StoreOf(self), start)  # type: ignore[arg-type]
+            assert seen is not None
+            self.seen[start] = seen
         return version
 
 
@@ -121,6 +127,7 @@ class Process:
         self.number = next(self._numbers)
         self._attempts = itertools.count()
         self.acknowledged: list[Manifest] = []
+        self.starts: list[Start] = []  # by which each of these was acknowledged
         self.errors: list[BaseException] = []
         self._steps, self._retire, self._overwrite = steps, retire, overwrite
         self._changed = threading.Condition()
@@ -169,7 +176,7 @@ class Process:
             begin = -1 if (latest := self.run.latest()) is None else latest
             for more in self._steps:
                 try:
-                    self.acknowledged.append(self.save(max(0, begin + more)))
+                    self.save(max(0, begin + more))
                 except Exception as error:
                     self.errors.append(error)
         except Killed:
@@ -179,7 +186,7 @@ class Process:
                 self._has_ended = True
                 self._changed.notify_all()
 
-    def save(self, step: int) -> Manifest:
+    def save(self, step: int) -> None:
         """As a checkpointer does it for one root."""
         run, options = self.run, {"overwrite": self._overwrite, "rolled_back": False, "retire": self._retire}
         run.check_start()
@@ -192,9 +199,11 @@ class Process:
         archive = Archive(f"rank_00000.{attempt}.tar", 1, "0" * 32)
         run.storage.replace(run.root.archive_path(step, archive), b"x")
         made = run.commit(step, attempt, (archive,), replaces=replaces, retire=self._retire)
+        assert run._start is not None
+        self.acknowledged.append(made)
+        self.starts.append(run._start)
         run.announce(step)
         run.retain(step, replaced=replaces[0] if replaces else None, in_flight=[step])
-        return made
 
 
 def line(objects: Objects) -> list[Manifest]:

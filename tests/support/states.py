@@ -67,7 +67,7 @@ def restored(ckpt: AsyncCheckpointer, saved: Any, live: Any, **how: Any) -> Any:
 
 def is_incidental(name: str) -> bool:
     """Whether a file in a run's root tells which process has the run, or is its history; it stays there."""
-    return name == HISTORY or (name.startswith("start-") and name.endswith(".json"))
+    return name == HISTORY or (name.startswith("start-") and name.endswith((".json", ".seen")))
 
 
 def names_below(root: str | os.PathLike[str]) -> list[str]:

@@ -51,7 +51,7 @@ class Announcer:
             if listing is None or not (step is None or listing.has(step)):
                 listing = self._root.relist()
             self._root.listing = None  # until it is known that no other process has committed
-            self._root.finish_rollbacks(listing.intents)
+            self._root.finish_rollbacks(listing)
             view = self._root.view(listing, tolerant=True)
             refusal: StorageUnavailableError | None = None
             if self._tracker is not None and view:

@@ -142,7 +142,7 @@ def incomplete_steps(storage: Storage, is_own: Callable[[str], bool]) -> list[st
 def _by_naming(names: Iterable[str]) -> Iterator[list[str]]:
     """The newest folders of each naming, the newest first."""
     folders: dict[str, list[tuple[int, str]]] = {}
-    for name in names:
+    for name in split_starts(sorted(names))[0]:
         step_name = None if parse_intent(name) else parse_step_name(name)
         if step_name is not None:
             folders.setdefault(step_name.rest, []).append((step_name.step, name))

@@ -48,7 +48,7 @@ class Table(NamedTuple):
 
     def packed(self) -> dict[str, Any]:
         """The table as JSON: ranks as ranges (first, number, step), of which there are few even with many ranks."""
-        runs = {structure: list(_runs(ranks)) for structure, ranks in self.classes.items()}
+        runs = {structure: list(as_ranges(ranks)) for structure, ranks in self.classes.items()}
         fields: dict[str, Any] = {"classes": runs, "differing": self.differing}
         return {**fields, "of_some": dict(self.of_some)} if self.of_some else fields
 
@@ -298,7 +298,8 @@ def read_beside(storage: Storage, folder: str, archive: Archive, named_by: int) 
     return data
 
 
-def _runs(ranks: Sequence[int]) -> Iterable[list[int]]:
+def as_ranges(ranks: Sequence[int]) -> Iterable[list[int]]:
+    """Ascending numbers as ranges (first, number, step)."""
     at = 0
     while at < len(ranks):
         step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1

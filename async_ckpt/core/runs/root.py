@@ -19,12 +19,12 @@ from ...errors import CheckpointError, FormatVersionError, NotCommittedError, St
 from ..storage.interface import Storage
 from .foreign_entries import newest_of_other_namings, step_formats
 from .manifest import NAME as MANIFEST
-from .manifest import Archive, Manifest, intent_name, parse_intent, retired_attempts, retired_name
+from .manifest import Archive, Manifest, intent_name, parse_intent, retired_attempts, retired_name, seal, unseal
 from .manifest import parse as parse_manifest
 from .naming import STEP_FORMAT, folder_pattern
 from .receipts import look_all
 from .retention import Commits
-from .starts import Commit, Start, counts, out_of_line, split_starts
+from .starts import Commit, Line, Seen, Start, StartsByName, later_than, split_starts
 
 # A writer that keeps one step deletes it with its next save, so a slow reader comes too late many times.
 TRIES: Final = 100
@@ -68,6 +68,11 @@ class Root:
         self.starts: list[Start] = []  # of the last listing
         # Attempts, by step, that do not count because of commits at other roots:
         self.outside: dict[int, str] = {}
+        # Attempts, by step, that did not count when the commits were viewed last:
+        self.out: dict[int, str] = {}
+        # The start of this process, once it has put what it has seen:
+        self.own: Start | None = None
+        self._seen: dict[Start, Seen | None] = {}  # what other starts have seen, too; it never changes
         # Steps in a format that only a newer version of the library reads, as they were looked up last:
         self.newer_format: frozenset[int] = frozenset()
         # The last listing, with the commits and deletions of this object since:
@@ -143,7 +148,7 @@ class Root:
 
     def view(self, listing: Listing, *, tolerant: bool = False) -> Commits:
         """The commits of a listing, ascending. With `tolerant`, commits that cannot be read now are left out."""
-        retired = self.retired_by(listing.intents)
+        retired = self._retired_by(listing, self.line(listing)) if listing.intents else {}
         self.forget(retired)
         manifests: dict[int, Manifest | None] = {}
         if list(self.known) != listing.steps:
@@ -155,8 +160,8 @@ class Root:
             self.note({step: manifest for step, manifest in manifests.items() if manifest is not None})
             self.forget(self.known.keys() - {*listing.steps})
         known = self.known
-        stale = out_of_line(list(known), listing.starts, lambda step: commit_of(known.get(step)))
-        stale |= {
+        line = Line([*known], listing.starts, lambda step: commit_of(known.get(step)), self.seen, self.own)
+        stale = self.out = line.out(known) | {
             step: attempt for step, attempt in self.outside.items() if is_excluded(step, known.get(step), self.outside)
         }
         if stale:
@@ -242,11 +247,11 @@ class Root:
 
     def newest(self, listing: Listing, steps: Sequence[int] | None = None) -> int | None:
         """The last of these ascending steps, by default of all, that is committed and counts."""
-        retired = self.retired_by(listing.intents)
+        line = self.line(listing)
+        retired = {**self.outside, **self._retired_by(listing, line)}
         for step in reversed(listing.steps if steps is None else steps):
-            if not self.storage.exists(self.manifest_path(step)) or self.is_retired(step, retired):
-                continue
-            if not self.is_retired(step, self._stale_of(step, listing, retired)):
+            is_there = self.storage.exists(self.manifest_path(step))
+            if is_there and not self.is_retired(step, {**retired, **line.out([step])}):
                 return step
         return None
 
@@ -275,41 +280,56 @@ class Root:
         except CheckpointError:
             return None
 
-    def retired_by(self, intents: Sequence[tuple[int, str]]) -> dict[int, str]:
-        """The attempts, by step, that announced rollbacks have retired, if just the announced attempt is committed."""
-        return retired_attempts(intents, lambda step: [self.find(step)])
+    def line(self, listing: Listing) -> Line:
+        """The rule which commits of a listing count. Reads manifests if a process has taken the run from another."""
+        committed = cache(lambda step: commit_of(self.known.get(step) or self.find(step)))
+        return Line(listing.steps, listing.starts, committed, self.seen, self.own)
 
-    def excluded(self, listing: Listing, steps: Sequence[int] | None = None) -> dict[int, str]:
-        """The attempts, by step, that do not count: rollbacks have retired them, or a later start has committed below.
+    def seen(self, start: Start) -> Seen | None:
+        """The commits that a listed start has seen."""
+        if start not in self._seen:
+            self._seen[start] = Seen.read(self.storage, start)
+        return self._seen[start]
 
-        `steps` are the committed ones, if known.
+    def note_start(self, own: Start, seen: Seen | None) -> None:
+        """Note the start of this process, and what it has seen."""
+        self.own = own
+        self._seen[own] = seen
+
+    def have_seen(self, starts: Iterable[Start], manifest: Manifest) -> bool:
+        """Whether all these starts have seen just this commit."""
+        told = (self.seen(start) if start.has_seen else None for start in starts)
+        return all(seen is not None and seen.names(manifest.step, manifest.attempt) for seen in told)
+
+    def _retired_by(self, listing: Listing, line: Line) -> dict[int, str]:
+        """The attempts, by step, that announced rollbacks have retired, if just the announced attempt counts."""
+
+        def counting(step: int) -> list[Manifest]:
+            return [one for one in (self.find(step),) if one is not None and line.counts(step, Commit.of(one))]
+
+        return retired_attempts(listing.intents, counting)
+
+    def excluded(self, listing: Listing, steps: Sequence[int]) -> dict[int, str]:
+        """The attempts at these steps that do not count: rollbacks have retired them, or a later start has not seen
+        them.
         """
-        retired = self.retired_by(listing.intents)
-        return {**self.stale(listing, retired, listing.steps if steps is None else steps), **retired}
+        line = self.line(listing)
+        return {**self.outside, **self._retired_by(listing, line), **line.out(steps)}
 
-    def excluded_attempt(self, step: int, listing: Listing) -> str:
-        """The attempt at one step that does not count, as in `excluded`; empty if there is none."""
-        retired = self.retired_by(listing.intents)
-        return retired.get(step) or self._stale_of(step, listing, retired).get(step, "")
+    def is_gap(self, listing: Listing, manifest: Manifest) -> bool:
+        """Whether a commit of another root is missing here: below those of the later starts that have not seen it."""
+        step, commit = manifest.step, Commit.of(manifest)
+        by_steps = Line(listing.steps, listing.starts, lambda one: commit_of(self.find(one)))
+        return not self.line(listing).counts(step, commit) and by_steps.counts(step, commit)
 
-    def stale(self, listing: Listing, retired: Mapping[int, str], steps: Sequence[int]) -> dict[int, str]:
-        """The attempts, by step, of processes that had lost the run. From the second start on, this reads manifests."""
-        return {**self.outside, **out_of_line(steps, listing.starts, self._committed(retired))}
-
-    def _stale_of(self, step: int, listing: Listing, retired: Mapping[int, str]) -> dict[int, str]:
-        """The same for one step. If its commit is of the latest start, this reads only its manifest."""
-        committed = self._committed(retired)
-        if counts(step, listing.steps, listing.starts, committed):
-            return self.outside
-        commit = committed(step)
-        return {**self.outside, step: commit.attempt} if commit else self.outside
-
-    def _committed(self, retired: Mapping[int, str]) -> Callable[[int], Commit | None]:
-        def committed(step: int) -> Commit | None:
-            manifest = self.known.get(step) or self.find(step)
-            return None if is_excluded(step, manifest, retired) else commit_of(manifest)
-
-        return cache(committed)
+    def make_new_version(self, step: int, mark: str) -> None:
+        """Give a manifest other bytes, and so another version: then the replacement of the one before is refused."""
+        path = self.manifest_path(step)
+        with suppress(FileNotFoundError, FileExistsError, ValueError):  # it has another one, or nobody can read it
+            data, version = self.storage.read(path)
+            fields = {**unseal(data), "seen_by": mark}
+            del fields["digest"]
+            self.storage.replace(path, seal(fields), version=version)
 
     def retire(self, stale: Mapping[int, str]) -> None:
         """Rename the manifests of commits that do not count, so that their steps are free again."""
@@ -340,12 +360,18 @@ class Root:
     def is_retired(self, step: int, retired: Mapping[int, str]) -> bool:
         return step in retired and is_excluded(step, self.find(step), retired)
 
-    def finish_rollbacks(self, intents: Sequence[tuple[int, str]]) -> None:
-        """Rename the manifests that committed rollbacks have retired, and delete the intents."""
-        for step, attempt in intents:
+    def finish_rollbacks(self, listing: Listing) -> None:
+        """Rename the manifests that committed rollbacks have retired, and delete the intents.
+
+        One that a later start has not seen stays: that start may go on from what it has retired.
+        """
+        for step, attempt in listing.intents:
             manifest = self.find(step)
             if manifest is None or manifest.attempt != attempt:
                 continue  # not committed: the sweep deletes the intent
+            later = later_than(StartsByName(listing.starts).of(manifest.start), listing.starts)
+            if not self.have_seen(later, manifest):
+                continue
             retired = {commit.step: commit.attempt for commit in manifest.retires}
             self.do_all([partial(self._retire, newer, retired) for newer in sorted(retired, reverse=True)])
             with self._lock:
@@ -389,7 +415,7 @@ def formats_at(storage: Storage) -> list[str]:
 
 
 def commit_of(manifest: Manifest | None) -> Commit | None:
-    return None if manifest is None else Commit(manifest.attempt, manifest.start)
+    return None if manifest is None else Commit.of(manifest)
 
 
 def is_excluded(step: int, manifest: Manifest | None, retired: Mapping[int, str]) -> bool:

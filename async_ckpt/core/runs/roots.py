@@ -22,7 +22,7 @@ from .manifest import Manifest
 from .naming import Naming
 from .retention import Commits
 from .run import Run
-from .starts import Commit, out_of_line
+from .starts import Commit, Line
 
 T = TypeVar("T")
 
@@ -166,7 +166,7 @@ class Roots:
 
         out: dict[int, str] = {}
         for run in runs:  # a root that lists two starts tells their order
-            out |= out_of_line(sorted(holders), run.root.starts, committed)
+            out |= Line(sorted(holders), run.root.starts, committed).out(sorted(holders))
         for step, attempt in out.items():
             sound = []
             for run in holders[step]:

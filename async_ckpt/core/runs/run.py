@@ -22,8 +22,9 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, Final
 
 from ...errors import (
     CheckpointError,
@@ -34,7 +35,7 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ..events.log import EventLog
-from ..spans import Clock
+from ..spans import TIMEKEEPER, Clock
 from ..spec import Keep
 from ..storage.interface import Storage
 from .announce import Announcer
@@ -43,8 +44,13 @@ from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, Save
 from .naming import STEP_FORMAT, TRACKER, tracker_of
 from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
 from .root import Listing, Root, commit_of
-from .starts import NUM_KEPT, Commit, Start, about_start, has_ended_here, refuse_if_alive, tenure_of
+from .starts import NUM_KEPT, Commit, Seen, Start, about_start, has_ended_here, later_than, refuse_if_alive, tenure_of
 from .sweep import Sweeper, is_library_name
+
+# How often, and after which pauses, to look whether a later start has said what it has seen: it lists the commits and
+# reads manifests in between.
+_SEEN_TRIES: Final = 30
+_SEEN_PAUSE_SECONDS: Final = 0.1
 
 
 class Run:
@@ -124,7 +130,7 @@ class Run:
     def manifest(self, step: int) -> Manifest:
         """The manifest of a step. Raises NotCommittedError if the step is not committed."""
         manifest = self.root.read(step)[0]
-        if self.root.excluded_attempt(step, self.root.relist()) == manifest.attempt:
+        if self.root.excluded(self.root.relist(), [step]).get(step) == manifest.attempt:
             raise self.root.not_committed(step)
         return manifest
 
@@ -218,7 +224,7 @@ class Run:
             _, version = self.storage.read(self.root.manifest_path(step))
             manifest = Manifest(step, "", 1, 0.0, ())
         listing = self.root.listing or self.root.relist()
-        retired = self.root.excluded_attempt(step, listing)
+        retired = self.root.excluded(listing, [step]).get(step)
         return None if retired and retired == manifest.attempt else (manifest, version)
 
     def commit(
@@ -244,13 +250,11 @@ class Run:
         """
         self.refuse_if_lender_is_gone(step, elsewhere)
         listing = self.root.listing or self.root.relist()
-        stale = self.root.stale(listing, self.root.retired_by(listing.intents), listing.steps)
-        self.root.retire(stale)
         is_behind = bool(listing.steps) and listing.steps[-1] > step
-        if stale or listing.intents or (retire and is_behind) or replaces is not None:
+        if listing.intents or (retire and is_behind) or replaces is not None:
             listing = self.root.relist()
             # An earlier rollback counts while its manifest is there, which this commit may replace: finish it first.
-            self.root.finish_rollbacks(listing.intents)
+            self.root.finish_rollbacks(listing)
         newer = self.root.look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
         retires = tuple(Retired(s, manifest.attempt if manifest else "") for s, manifest in sorted(newer.items()))
         before = replaces[0] if replaces else None
@@ -269,10 +273,8 @@ class Run:
             self._start_label(None if retires else before, listing),
             times,
         )
-        if retires:
-            self.storage.put_new(intent_name(step, attempt), manifest.dump())
         try:
-            self._put(manifest, replaces)
+            out = self._put(manifest, replaces)
         except FileExistsError as error:
             raise StepExistsError(
                 f"step {step} was committed by another writer in the meantime; that checkpoint was kept", step=step
@@ -281,6 +283,9 @@ class Run:
         if retires:
             self.events.note("rollback", step, retired=[retired.step for retired in retires])
         self.look_again(manifest)
+        if out is not None:
+            with suppress(CheckpointError):  # the next sweep deletes them
+                self.sweeper.delete_replaced(step, out)
         return manifest
 
     def refuse_if_lender_is_gone(self, step: int, elsewhere: Collection[GroupLocation]) -> None:
@@ -330,23 +335,33 @@ class Run:
     def look_again(self, manifest: Manifest) -> None:
         """After its manifest is there, raise RunTakenError if another process has taken the run meanwhile.
 
-        All ranks look: then none of them takes a save for committed that the other process may not have seen.
+        All ranks look: then none of them takes a save for committed that the other process has not seen. One that has
+        not said yet what it has seen is waited for, but not for long.
         """
-        try:
-            listing = self.root.relist()
-        except StorageUnavailableError:
-            return  # the manifest is there, and no later start is known
         start = self._start
-        if start is None:
-            own = self._tenure.own(listing.starts, manifest.start)
-            self._tenure.refuse_if_later(self.storage, own, listing.starts, put=manifest.step)
-            return
         try:
-            self._tenure.refuse_if_later(self.storage, start, listing.starts, put=manifest.step)
+            for tries_left in reversed(range(_SEEN_TRIES)):
+                listing = self.root.relist()
+                own = start or self._tenure.own(listing.starts, manifest.start)
+                later = later_than(own, listing.starts)
+                if not tries_left or all(one.has_seen for one in later):
+                    break
+                TIMEKEEPER.sleep(_SEEN_PAUSE_SECONDS)
+            if not self.root.have_seen(later, manifest):
+                self._tenure.refuse_if_later(self.storage, own, later, put=manifest.step)
+        except StorageUnavailableError as error:
+            if start is not None:
+                error.add_note(f"The manifest of step {manifest.step} is there: look at what is committed")
+                raise
+            raise self._tenure.unknown_error(self.storage, manifest.step, error) from error
         finally:
-            if manifest.ranks is None and manifest.elsewhere:
+            if start is not None and manifest.ranks is None and manifest.elsewhere:
                 self._withdraw_if_lender_is_gone(manifest)
-        if start not in listing.starts:
+        if start is None:
+            return
+        if later:
+            self._tenure.note_lost(self.storage, later)
+        elif start not in listing.starts:
             self._tenure.put_back(self.storage, start)
         elif len(listing.starts) > 1:
             self._sweep_starts(start, listing.starts)
@@ -360,18 +375,18 @@ class Run:
         """
         before = [start for start in sorted(starts) if start.is_before(own)]
         going = before[: 1 - NUM_KEPT]
-        if not self.storage.remote and own not in self._swept_for:
-            self._swept_for = {own}
-            ended = {*self.storage.sweep("", [start.name for start in before])}
-            settled = [*takewhile(lambda start: start.name in ended and self._is_settled(start), before)]
-            if settled:  # they have put their last manifest by now
-                listing = self.root.relist()
-                self.root.retire(self.root.stale(listing, self.root.retired_by(listing.intents), listing.steps))
-                self.root.listing = None
-            going += settled
-        if going:
-            with suppress(CheckpointError):  # another start sweeps them
-                self.storage.delete_many(sorted({start.name for start in going}))
+        with suppress(CheckpointError):  # another start sweeps them
+            if not self.storage.remote and own not in self._swept_for:
+                self._swept_for = {own}
+                ended = {*self.storage.sweep("", [start.name for start in before])}
+                settled = [*takewhile(lambda start: start.name in ended and self._is_settled(start), before)]
+                if settled:  # they have put their last manifest by now
+                    listing = self.root.relist()
+                    self.root.retire(self.root.line(listing).out(listing.steps))
+                    self.root.listing = None
+                going += settled
+            if going:
+                self.storage.delete_many(sorted(name for one in {*going} for name in (one.name, one.seen_name)))
 
     def _is_settled(self, start: Start) -> bool:
         """Whether a start whose lock is free has provably ended, and no other root has commits of it."""
@@ -409,9 +424,27 @@ class Run:
             next((other._start.token for other in others if other._start is not None), self._opening),
             lambda: self.root.relist().starts,
             lambda: [start for other in others for start in other._starts_if_there()],
+            self._see,
             roots=sorted(run.storage.locate("") for run in (self, *others)),
         )
+        self.root.note_start(self._start, Seen.parse(self._tenure.seen))
         return is_new
+
+    def _see(self, own: Start) -> tuple[list[Start], dict[int, str]]:
+        """The starts that a new start sees, and the attempts that it goes on from.
+
+        A replacement that an earlier process has announced, and that has not come yet, is refused from then on.
+        """
+        listing = self.root.relist()
+        for step, _ in listing.intents:
+            self.root.make_new_version(step, own.label)
+        if listing.intents:
+            listing = self.root.relist()
+        try:
+            commits = self.root.view(listing)
+        except StorageUnavailableError:  # perhaps one manifest alone
+            return listing.starts, dict.fromkeys(self.steps(), "")
+        return listing.starts, {step: manifest.attempt if manifest else "" for step, manifest in commits.items()}
 
     def _starts_if_there(self) -> list[Start]:
         try:
@@ -441,12 +474,12 @@ class Run:
             refuse_if_alive(self.storage, others)  # it may have begun at the same moment
             yield
         finally:
-            self._start, self._is_changing = None, False
+            self._start, self.root.own, self._is_changing = None, None, False
             self._tenure.leave(self, self._withdraw_start)
 
-    def _withdraw_start(self, name: str) -> None:
+    def _withdraw_start(self, start: Start) -> None:
         with suppress(CheckpointError):  # the next start follows it
-            self.storage.delete(name)
+            self.storage.delete_many([start.name, start.seen_name])
 
     def close(self) -> None:
         """Give up the root, so that another process can take it before this one ends."""
@@ -468,11 +501,9 @@ class Run:
         if self._start is None:
             refuse_if_alive(self.storage, listing.starts)
         self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
-        self.root.retire(self.root.stale(listing, self.root.retired_by(listing.intents), listing.steps))
-        self.root.finish_rollbacks(listing.intents)
-        if manifest.retires:
-            with suppress(FileExistsError):
-                self.storage.put_new(intent_name(manifest.step, manifest.attempt), manifest.dump())
+        self.root.finish_rollbacks(listing)
+        if self.root.is_gap(listing, manifest):
+            manifest = replace(manifest, start="")  # its order is unknown here
         try:
             self._put(manifest, replaces)
         except FileExistsError as error:
@@ -480,8 +511,8 @@ class Run:
         self.root.forget(retired.step for retired in manifest.retires)
         self.root.note({manifest.step: manifest})
         self.root.listing = None
-        if manifest.retires:
-            self.root.finish_rollbacks([(manifest.step, manifest.attempt)])
+        if manifest.retires or replaces:
+            self.root.finish_rollbacks(listing._replace(intents=[(manifest.step, manifest.attempt)]))
         if replaces and replaces[0].attempt != manifest.attempt:  # else its archives were mended
             self.sweeper.delete_replaced(manifest.step, replaces[0])
 
@@ -492,7 +523,7 @@ class Run:
     def retired_attempts(self, step: int) -> set[str]:
         """The attempts at a step that a rollback has retired."""
         attempts = self.sweeper.retired_attempts(step)
-        retired = self.root.excluded_attempt(step, self.root.listing or self.root.relist())
+        retired = self.root.excluded(self.root.listing or self.root.relist(), [step]).get(step)
         return attempts | {retired} if retired else attempts
 
     # --- deleting ---------------------------------------------------------------------------------------------
@@ -511,8 +542,9 @@ class Run:
         run, RunTakenError is raised and what it may go on from is there.
         """
         listing = self.root.listing or self.root.relist()
-        self.root.finish_rollbacks(listing.intents)
+        self.root.finish_rollbacks(listing)
         view = self.root.view(listing)
+        self.root.retire(self.root.out)  # not before the commit: a later start may have seen them until then
         self.sweeper.delete_replaced(step, replaced)
         protected = self._protected(step, view, in_flight)
         if only is not None:
@@ -599,12 +631,41 @@ class Run:
         """Read the manifests for the journal ahead, while an archive is being sent."""
         self.root.view(self.root.listing or self.root.relist(), tolerant=True)
 
-    def _put(self, manifest: Manifest, replaces: tuple[Manifest, str] | None) -> None:
-        path = self.root.manifest_path(manifest.step)
+    def _put(self, manifest: Manifest, replaces: tuple[Manifest, str] | None) -> Manifest | None:
+        """Put a manifest. Returns the one in whose place it is if that did not count.
+
+        Raises FileExistsError for any other that is there.
+        """
+        path, text, out = self.root.manifest_path(manifest.step), manifest.dump(), None
+        if manifest.retires or replaces:
+            self._announce(manifest)
         if replaces is None:
-            self.storage.put_new(path, manifest.dump())
-        else:
-            self.storage.replace(path, manifest.dump(), version=replaces[1])
+            with suppress(FileExistsError):
+                self.storage.put_new(path, text)
+                return None
+            replaces = self._if_out(manifest.step)
+            out = replaces[0]
+            self._announce(manifest)
+        self.storage.replace(path, text, version=replaces[1])
+        return out
+
+    def _announce(self, manifest: Manifest) -> None:
+        """Put an intent. A start that takes the run lists it after its own file, and has the replacement refused; one
+        whose file is there already is seen here, and the manifest is not put.
+        """
+        with suppress(FileExistsError):
+            self.storage.put_new(intent_name(manifest.step, manifest.attempt), manifest.dump())
+        self.check_taken()
+
+    def _if_out(self, step: int) -> tuple[Manifest, str]:
+        """The manifest of a step and its version, if it does not count. Raises FileExistsError if it does."""
+        try:
+            found = self.root.read(step, say=False)
+        except CheckpointError as error:
+            raise FileExistsError(step) from error
+        if self.root.excluded(self.root.relist(), [step]).get(step) != found[0].attempt:
+            raise FileExistsError(step)
+        return found
 
     def _protected(self, step: int, view: Commits, in_flight: Collection[int]) -> set[int]:
         """The steps that retention keeps after the commit of `step`, whatever its rules say."""

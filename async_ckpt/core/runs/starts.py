@@ -1,15 +1,21 @@
 """The starts of a run: which process may commit, and which commits count if two processes have written.
 
-In: the listing of a root, and manifests. Out: the right to commit, or an error that names the process that has it;
-steps that do not count. Knows nothing of: archives.
+In: the listing of a root, manifests, and what each start has seen. Out: the right to commit, or an error that names the
+process that has it; steps that do not count. Knows nothing of: archives.
 
     <root>/start-00000008.5f3a9c01.500.json     the eighth start; its first save was of step 500
+    <root>/start-00000008.5f3a9c01.500.seen     the commits that it has seen
 
-A process takes the root at its first save by creating the next start there. It commits as long as the root lists no
-later start. It lists the root right after each manifest, and the next start lists the commits after it has taken the
-root: so either the earlier process sees the later start and does not acknowledge the save, or the later process sees
-the commit and refuses to save below it. A manifest that a process has put all the same, after a sleep, is excluded by
-the rule of `out_of_line`.
+A process takes the root at its first save. It creates the file of the next start, then lists the commits, then creates
+the `.seen` with those that count, before it writes anything else. It first creates those that earlier starts lack, so
+that nobody waits for a start that was killed in between; a start whose own was created by another has lost the root.
+
+A commit counts if each later start that has a commit which counts has seen it. After each manifest the process lists
+the starts, and acknowledges the save if all later ones have seen it. A later start lists the commits after it has
+created its file, so it has seen every save that was acknowledged without a word about it. A manifest that is put all
+the same, after a sleep, is seen by no later start and does not count once the next one has committed.
+
+Starts of older versions have no `.seen`. They count as having seen the steps below their own commits.
 
 The order of starts is that of their numbers, then of their random tokens. No clock decides anything.
 """
@@ -21,19 +27,22 @@ import re
 import socket
 import threading
 import weakref
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, NamedTuple
 
 from ...errors import CheckpointError, RunTakenError
-from ..fields import number
+from ..fields import count, entries, items, number, row, table, text
 from ..host.process import in_forked_child
 from ..spans import shown_time, wall_time
 from ..storage.interface import Storage
-from .manifest import seal, unseal
+from .manifest import Manifest, seal, unseal
+from .receipts import as_ranges
 
-_NAME: Final = re.compile(r"start-(\d{8,18})\.([0-9a-f]{8})\.(\d{1,255})\.json")
+_NAME: Final = re.compile(r"start-(\d{8,18})\.([0-9a-f]{8})\.(\d{1,255})\.(json|seen)")
 # All names of starts sort between these texts.
 _FIRST, _LAST = "start-", "start."
 # The number of starts that stay listed where nobody can tell which have ended. If a process sleeps through more of
@@ -41,16 +50,28 @@ _FIRST, _LAST = "start-", "start."
 NUM_KEPT: Final = 32
 
 
-class Start(NamedTuple):
+# A `.seen` has the attempts of this many steps, the newest; of those before it has only the steps, so that it stays
+# small, and readers need not ask which attempt is there.
+_NUM_ATTEMPTS: Final = 32
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Start:
     """One start of a run; starts compare in their order. `first` is the step of its first save."""
 
     number: int
     token: str
     first: int = 0
+    has_seen: bool = field(default=False, compare=False)
+    """Whether its `.seen` was listed."""
 
     @property
     def name(self) -> str:
         return f"start-{self.label}.{self.first}.json"
+
+    @property
+    def seen_name(self) -> str:
+        return f"start-{self.label}.{self.first}.seen"
 
     @property
     def label(self) -> str:
@@ -59,80 +80,151 @@ class Start(NamedTuple):
 
     def is_before(self, other: Start) -> bool:
         """Whether another start has taken over the run. At several roots, one start may have several numbers."""
-        return self[:2] < other[:2] and self.token != other.token
+        return (self.number, self.token) < (other.number, other.token) and self.token != other.token
 
 
 def split_starts(names: list[str]) -> tuple[list[str], list[Start]]:
     """Divide the sorted names in a root into other names, and starts."""
     begin, end = bisect_left(names, _FIRST), bisect_left(names, _LAST)
-    starts, others = [], names[:begin]
+    starts: list[Start] = []
+    others = names[:begin]
     for name in names[begin:end]:
         match = _NAME.fullmatch(name)
         if match is None:
             others.append(name)
-        else:
+        elif match[4] == "json":
             starts.append(Start(int(match[1]), match[2], int(match[3])))
-    return (others + names[end:], starts) if starts else (names, starts)
+        elif starts and starts[-1].seen_name == name:
+            starts[-1] = replace(starts[-1], has_seen=True)
+    return (others + names[end:], starts) if end > begin else (names, starts)
+
+
+class Seen:
+    """The commits that a start has seen: all steps, and the attempts of the newest of them."""
+
+    def __init__(self, steps: Iterable[range], attempts: Mapping[int, str]) -> None:
+        self._steps, self._attempts = sorted(steps, key=lambda one: one.start), attempts
+        self._firsts = [one.start for one in self._steps]
+
+    @classmethod
+    def parse(cls, data: bytes) -> Seen | None:
+        """The commits that a `.seen` names; None if it is damaged."""
+        try:
+            fields = table(unseal(data))
+            steps = items(fields["steps"], partial(row, of=(count, count, count)))
+            attempts = {int(step): attempt for step, attempt in entries(fields["attempts"], text)}
+            return cls([range(first, first + num * step, step) for first, num, step in steps], attempts)
+        except (ValueError, KeyError):
+            return None
+
+    @classmethod
+    def read(cls, storage: Storage, start: Start) -> Seen | None:
+        """The commits that a start has seen; None if it has not said so."""
+        with suppress(FileNotFoundError):
+            return cls.parse(storage.read(start.seen_name)[0])
+        return None
+
+    def has(self, step: int, commit: Commit | None) -> bool:
+        """Whether it has seen a commit. Without one: whether it has seen all that there may ever be at this step."""
+        if (attempt := self._attempts.get(step)) is not None:
+            return commit is not None and attempt in (commit.attempt, *commit.replaces)
+        at = bisect_right(self._firsts, step)
+        return at > 0 and step in self._steps[at - 1]
+
+    def names(self, step: int, attempt: str) -> bool:
+        """Whether it has seen just this attempt, as far as it says so."""
+        return self._attempts.get(step) == attempt
 
 
 class Commit(NamedTuple):
-    """A committed step for the rule of `out_of_line`: its attempt, and the start that its manifest names."""
+    """A committed step for the rule of `Line`: what its manifest says."""
 
     attempt: str
     start: str
+    replaces: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Commit:
+        return cls(manifest.attempt, manifest.start, manifest.replaces)
 
 
-Committed = Callable[[int], Commit | None]
+class StartsByName(dict[str, Start]):
+    """The starts by their labels, and the latest of each process by its token."""
+
+    def __init__(self, starts: Iterable[Start]) -> None:
+        super().__init__((name, start) for start in sorted(starts) for name in (start.token, start.label))
+
+    def of(self, label: str) -> Start | None:
+        """The start that a manifest names. It has another number at another root."""
+        return self.get(label) or self.get(label.rpartition(".")[2])
 
 
-def out_of_line(steps: Sequence[int], starts: Iterable[Start], committed: Committed) -> dict[int, str]:
-    """The attempts, by step, that do not count: a later start has committed a step below them.
+class _Later(NamedTuple):
+    """A start that has commits which count: the lowest of them is that of `lowest`."""
 
-    Otherwise starts never fall as steps rise, since a start that saves below newer steps retires them, or is refused.
-    `steps` are ascending; `committed` reads the commit of a step, None if there is none. Commits of starts that are not
-    listed, of older versions and of other tools always count: their order is unknown.
+    start: Start
+    seen: Seen | None
+    lowest: int | None
+
+    def has_seen(self, step: int, commit: Commit | None = None) -> bool:
+        """Whether it has seen a commit, and not gone back below it since."""
+        is_below = self.lowest is None or step < self.lowest
+        return is_below and (self.seen is None or self.seen.has(step, commit))
+
+
+class Line:
+    """The rule which commits count. Commits of starts that are not listed, of older versions and of other tools always
+    do: their order is unknown.
+
+    Of the starts that have seen, only the latest that has a commit matters: what counted for the ones before it when it
+    listed the commits is what it has seen.
     """
-    known = _by_token(starts)
-    firsts = [start.first for start in sorted(known.values())[1:]]
-    out: dict[int, str] = {}
-    latest: Start | None = None
-    for step in steps[bisect_left(steps, min(firsts)) :] if firsts else ():  # there is no later start below
-        commit = committed(step)
-        own = _start_of(commit, known)
-        if commit is None or own is None:
-            continue
-        if latest is not None and own.is_before(latest):
-            out[step] = commit.attempt
-        else:
-            latest = own
-    return out
 
+    def __init__(
+        self,
+        steps: Sequence[int],
+        starts: Iterable[Start],
+        committed: Callable[[int], Commit | None],
+        seen: Callable[[Start], Seen | None] = lambda _: None,
+        own: Start | None = None,
+    ) -> None:
+        """`steps` are ascending; `committed` reads the commit of a step, None if there is none. The start `own` counts
+        as one that has a commit: its process takes nothing for committed that it has not seen.
+        """
+        self._committed = committed
+        in_order = sorted(starts)
+        self._starts = StartsByName(in_order)
+        self._later: list[_Later] = []
+        firsts: dict[str, int] = {}
+        for start in in_order:  # below the first step of one, a process takes the root again
+            firsts[start.token] = min(start.first, firsts.get(start.token, start.first))
+        for start in in_order[:0:-1]:
+            own_steps = filter(partial(self._is_of, start), steps[bisect_left(steps, firsts[start.token]) :])
+            lowest = next(own_steps, None)
+            if lowest is not None or start == own:
+                told = seen(start) if start.has_seen else None
+                self._later.append(_Later(start, told, lowest))
+                if told is not None:
+                    break
 
-def counts(step: int, steps: Sequence[int], starts: Iterable[Start], committed: Committed) -> bool:
-    """Whether the commit of one step counts, by the rule of `out_of_line`.
+    def _is_of(self, start: Start, step: int) -> bool:
+        """Whether a step has a commit of this start that counts."""
+        commit = self._committed(step)
+        return commit is not None and self._starts.of(commit.start) == start and self.counts(step, commit)
 
-    Reads only manifests that may be of later starts.
-    """
-    known = _by_token(starts)
-    if len(known) < 2 or (own := _start_of(committed(step), known)) is None:
-        return True
-    begin = min((later.first for later in known.values() if own.is_before(later)), default=step)
-    below = steps[bisect_left(steps, begin) : bisect_left(steps, step)]
-    others = (_start_of(committed(lower), known) for lower in reversed(below))
-    return not any(other is not None and own.is_before(other) for other in others)
+    def counts(self, step: int, commit: Commit) -> bool:
+        own = self._starts.of(commit.start) if self._later else None
+        return own is None or all(one.has_seen(step, commit) for one in self._later if own.is_before(one.start))
 
-
-def _by_token(starts: Iterable[Start]) -> dict[str, Start]:
-    """One start for each process, with its lowest first step: below that, a process takes the root again."""
-    known: dict[str, Start] = {}
-    for start in sorted(starts):
-        earlier = known.get(start.token, start)
-        known[start.token] = start._replace(first=min(start.first, earlier.first))
-    return known
-
-
-def _start_of(commit: Commit | None, known: dict[str, Start]) -> Start | None:
-    return known.get(commit.start.rpartition(".")[2]) if commit else None
+    def out(self, steps: Iterable[int]) -> dict[int, str]:
+        """The attempts at these steps that do not count. Reads the commits of steps that a later start has not seen."""
+        out: dict[int, str] = {}
+        for step in steps if self._later else ():
+            if not all(later.has_seen(step) for later in self._later):
+                commit = self._committed(step)
+                if commit is not None and not self.counts(step, commit):
+                    out[step] = commit.attempt
+        return out
 
 
 # --- this process -------------------------------------------------------------------------------------------------
@@ -147,6 +239,7 @@ class Tenure:
     def __init__(self) -> None:
         self.start: Start | None = None  # since the first save; replaced under _taking
         self._roots: Sequence[str] = ()  # of the run, for the file of the start
+        self.seen = b""  # the text of its `.seen`
         self._joined: set[str] = set()  # the tokens of the starts that rank 0 makes for this process, too
         self._lost: tuple[str, Start, dict[str, object]] | None = None
         self._taking = threading.Lock()  # held over requests, so that concurrent saves take the root once
@@ -154,10 +247,10 @@ class Tenure:
         self._hold = _Hold()
         weakref.finalize(self, self._hold.release).atexit = False
 
-    def leave(self, user: object, withdraw: Callable[[str], None] = lambda _: None) -> None:
+    def leave(self, user: object, withdraw: Callable[[Start], None] = lambda _: None) -> None:
         """Remove a user. After the last one, another process may take the root.
 
-        `withdraw` is then called with the name of the start's file, which is still locked.
+        `withdraw` is then called with the start, whose file is still locked.
         """
         with self._taking:
             if user not in self._users:
@@ -167,7 +260,7 @@ class Tenure:
                 start, self.start, self._lost = self.start, None, None
                 try:
                     if start is not None:
-                        withdraw(start.name)
+                        withdraw(start)
                 finally:
                     self._hold.release()
 
@@ -179,6 +272,7 @@ class Tenure:
         token: str,
         listed: Callable[[], Sequence[Start]],
         elsewhere: Callable[[], Iterable[Start]],
+        commits: Callable[[Start], tuple[Sequence[Start], Mapping[int, str]]],
         *,
         roots: Sequence[str] = (),
     ) -> tuple[Start, bool]:
@@ -186,7 +280,9 @@ class Tenure:
 
         Returns the start, and whether it is new: then the caller looks at the commits again. `token` is that of the
         start at all `roots` of the run; `listed` lists the starts at this root, and `elsewhere` those at the others.
-        Raises RunTakenError for a root that another living process has, and StorageUnavailableError.
+        `commits` lists what the new start sees: the starts, and the attempts that count by their steps. Raises
+        RunTakenError for a root that another process has taken meanwhile or that a living one has, and
+        StorageUnavailableError.
         """
         with self._taking:
             self._users.add(user)
@@ -204,6 +300,7 @@ class Tenure:
             start = Start(number, token, step)
             self._roots = roots
             self._put(storage, start)
+            self._put_seen(storage, start, listed, *commits(start))
             self.start = start
             return start, True
 
@@ -222,11 +319,45 @@ class Tenure:
             storage.put_new(start.name, seal({**_about_this_process(), "roots": [*self._roots]}))
         self._hold.replace(storage.hold(start.name))
 
+    def _put_seen(
+        self,
+        storage: Storage,
+        own: Start,
+        listed: Callable[[], Sequence[Start]],
+        starts: Sequence[Start],
+        commits: Mapping[int, str],
+    ) -> None:
+        """Put what a start has seen, and first that of earlier starts which were killed before they put theirs."""
+        if self.start is not None and later_than(self.start, starts):  # it was not there when this one was named
+            storage.delete(own.name)
+        self.refuse_if_later(storage, self.start or own, starts)
+        steps = sorted(commits)
+        attempts = {str(step): commits[step] for step in steps[-_NUM_ATTEMPTS:] if commits[step]}
+        self.seen = seal({"by": own.label, "steps": [*as_ranges(steps)], "attempts": attempts})
+        for start in starts:
+            if start < own and not start.has_seen:
+                with suppress(FileExistsError):
+                    storage.put_new(start.seen_name, self.seen)
+        try:
+            storage.put_new(own.seen_name, self.seen)
+        except FileExistsError:
+            if storage.read(own.seen_name)[0] != self.seen:  # else an earlier put that failed has arrived
+                self.refuse_if_later(storage, own, listed())
+                raise _taken_error(storage.locate(""), own, {}, is_alive=False) from None
+
     def put_back(self, storage: Storage, start: Start) -> None:
-        """Put the file of the start again, after the root was emptied."""
+        """Put the files of the start again, after the root was emptied."""
         with self._taking:
             if self.start == start:
                 self._put(storage, start)
+                with suppress(FileExistsError):
+                    storage.put_new(start.seen_name, self.seen)
+
+    def unknown_error(self, storage: Storage, step: int, error: Exception) -> RunTakenError:
+        """The error of a rank that finds the manifest of a step, but cannot list the starts."""
+        taken = RunTakenError(f"whether another process has taken the run is unknown, and so is step {step}: {error}")
+        taken.path, taken.host, taken.pid, taken.since, taken.undecided = storage.locate(""), "", 0, 0.0, True
+        return taken
 
     def refuse_if_lost(self) -> None:
         """Raise RunTakenError if it is known that a later start has the root."""
@@ -240,10 +371,19 @@ class Tenure:
 
         `put` is a step whose manifest is there already: the process of the later start may have seen it, or not.
         """
-        later = [start for start in starts if own is not None and own.is_before(start)]
-        if later:
-            self._lost = storage.locate(""), max(later), about_start(storage, max(later))
+        if later := later_than(own, starts):
+            self.note_lost(storage, later)
+            assert self._lost is not None
             raise _taken_error(*self._lost, is_alive=False, put=put)
+
+    def note_lost(self, storage: Storage, later: Sequence[Start]) -> None:
+        """Note that these starts have the root, so that the next save is refused."""
+        self._lost = storage.locate(""), max(later), about_start(storage, max(later))
+
+
+def later_than(own: Start | None, starts: Iterable[Start]) -> list[Start]:
+    """The starts that have taken over the run from this one."""
+    return [start for start in starts if own is not None and own.is_before(start)]
 
 
 class _Hold:

@@ -161,7 +161,7 @@ class Sweeper:
         listing = self._root.relist()
         if delete:
             with suppress(CheckpointError):
-                self._root.finish_rollbacks(listing.intents)
+                self._root.finish_rollbacks(listing)
         newest = self._root.newest(listing)
         swept_names: list[str] = []
         sweep_folder = partial(self._sweep_folder, newest=newest, swept=swept_names, delete=delete)

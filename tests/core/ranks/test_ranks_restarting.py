@@ -216,14 +216,7 @@ def test_no_two_ranks_contradict_each_other_where_a_new_world_comes_after_the_ma
     ended = old.ended()
 
     assert [save.get("status") for one in new for save in one.saves] == ["committed"] * 2
-    told = [one.saves[2] for one in ended]
-    for rank, one in enumerate(told):
-        if one.get("status") == "committed":  # it has looked before the new world began, which has seen the step
-            assert who == f"here.rank == {1 - rank}"
-        else:
-            assert one["error"] == ("PeerFailedError" if rank else "RunTakenError")
-            assert rank == 0 or one["undecided"]
-            assert "may be committed all the same" in one["text"]
+    assert [one.saves[2].get("status") for one in ended] == ["committed"] * 2  # the new world has seen the step
 
 
 @pytest.mark.parametrize("point", ["receipt", "manifest"])

@@ -110,7 +110,8 @@ SEALED = [
     "step_00000001/manifest.json",
     "step_00000003/manifest.json",
     "step_00000001/layout.*",
-    "start-*",
+    "start-*.json",
+    "start-*.seen",
 ]
 
 
@@ -288,7 +289,8 @@ def test_notes_in_a_pulled_folder_are_believed_or_passed_over(line: Line, tmp_pa
         "*2/rank*",
         "checkpoints.jsonl",
         "latest",
-        "start-*",
+        "start-*.json",
+        "start-*.seen",
     ],
 )
 def test_a_link_that_leads_to_itself_is_refused_by_name_or_passed_over(sound: Path, tmp_path: Path, name: str) -> None:

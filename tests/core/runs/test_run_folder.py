@@ -30,8 +30,9 @@ def test_a_run_looks_as_the_manual_says(tmp_path):
         report = ckpt.save(state_at(500), step=500).result()
 
     archive = report.path.rpartition("/")[2]
-    (start,) = (path.name for path in tmp_path.glob("start-*"))
+    start, seen = sorted(path.name for path in tmp_path.glob("start-*"))
     assert re.fullmatch(r"start-00000001\.[0-9a-f]{8}\.500\.json", start)
+    assert seen == start.replace(".json", ".seen")
     assert names_below(tmp_path) == [
         "checkpoints.jsonl",
         "latest",

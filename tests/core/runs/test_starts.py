@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import sys
 import textwrap
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run_command
 from hypothesis import given
 from hypothesis import strategies as st
 from racing import Call, Gate
@@ -25,10 +28,11 @@ from async_ckpt import (
     Place,
     RunTakenError,
     StepBehindError,
+    StepExistsError,
     StorageUnavailableError,
 )
 from async_ckpt.core.runs.manifest import seal
-from async_ckpt.core.runs.starts import Commit, Start, Tenure, counts, out_of_line
+from async_ckpt.core.runs.starts import Commit, Line, Start, Tenure
 
 GONE = StorageUnavailableError("the disk is gone", path="/ckpt")
 
@@ -47,7 +51,7 @@ def save(ckpt: AsyncCheckpointer, step: int, **options: Any) -> None:
 
 
 def starts(root: Path) -> list[str]:
-    return sorted(path.name for path in root.glob("start-*"))
+    return sorted(path.name for path in root.glob("start-*.json"))
 
 
 def assert_line(root: Any, steps: list[int]) -> None:
@@ -205,6 +209,84 @@ def test_in_a_store_the_one_that_is_overtaken_is_told_who_has_the_run(s3, bucket
     assert_line(root, [2, 3, 4])
 
 
+def test_a_late_rollback_between_the_steps_that_the_next_start_has_seen_is_seen_by_no_reader(tmp_path):
+    with of_another_process(tmp_path, on_rollback="retire") as old, scripted(old) as disk:
+        save(old, 2)
+        save(old, 8)
+        stop = disk.stop("put_new", "step_00000005/manifest.json", times=1)
+        handle = old.save(state_at(5), step=5)
+        stop.wait_reached()
+        with of_another_process(tmp_path) as new:
+            assert new.restore(state_at(0)) == 8
+            save(new, 9)
+            stop.release()
+            with pytest.raises(RunTakenError) as taken:
+                handle.result()
+            assert taken.value.undecided
+            assert (tmp_path / "step_00000005/manifest.json").exists()
+            assert_line(tmp_path, [2, 8, 9])
+            assert run_command("verify", tmp_path).returncode == 0
+            assert [row["step"] for row in json.loads(run_command("ls", tmp_path, "--json").stdout)["steps"]] == [
+                2,
+                8,
+                9,
+            ]
+            with open_run(tmp_path) as ckpt, pytest.raises(NotCommittedError):
+                ckpt.restore(state_at(0), step=5)
+            save(new, 10)
+    assert not (tmp_path / "step_00000005/manifest.json").exists()
+    assert_line(tmp_path, [2, 8, 9, 10])
+
+
+def test_a_save_that_the_next_start_has_seen_is_committed_though_its_process_is_overtaken(
+    tmp_path, gate: Gate, monkeypatch
+):
+    with of_another_process(tmp_path) as old, of_another_process(tmp_path) as new:
+        save(old, 1)
+        new.restore(state_at(0))
+        run = old._roots.runs[0]
+        look = run.look_again
+        monkeypatch.setattr(run, "look_again", lambda manifest: (gate.passed(), look(manifest))[1])
+        handle = old.save(state_at(2), step=2)
+        gate.wait_reached()
+        save(new, 3)
+        gate.open()
+        assert handle.result().step == 2
+        with pytest.raises(RunTakenError, match="has taken the run over"):
+            old.save(state_at(3), step=3)
+    assert_line(tmp_path, [1, 2, 3])
+
+
+def test_in_a_store_a_late_replacement_is_refused_that_the_next_start_has_not_seen(s3, bucket, proxy):
+    slow = Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
+    root = Place(f"s3://{bucket}/run", options=s3.options)
+    with of_another_process(slow) as old, of_another_process(root) as new:
+        save(old, 2)
+        new.restore(state_at(0))
+        held = proxy.delay(None, method="PUT", target=r"step_00000002/manifest\.json")
+        handle = old.save(state_at(2) | {"late": True}, step=2, overwrite=True)
+        held.wait()
+        save(new, 3)
+        held.clear()
+        with pytest.raises(StepExistsError):
+            handle.result()
+        assert "late" not in new.load(2)
+        save(new, 4)
+    assert_line(root, [2, 3, 4])
+
+
+def test_in_a_store_only_the_first_save_of_a_start_says_what_it_has_seen(s3, bucket, proxy):
+    root = Place(f"s3://{bucket}/run", options={**s3.options, "endpoint": proxy.endpoint})
+    with of_another_process(root) as first:
+        save(first, 1)
+    with of_another_process(root) as second:
+        for step in (2, 3, 4):
+            before = len(proxy.requests)
+            save(second, step)
+            asked = [one for one in proxy.requests[before:] if ".seen" in one.target]
+            assert [one.method for one in asked] == (["PUT"] if step == 2 else [])
+
+
 @pytest.mark.parametrize("unchanged", [None, "frozen"])
 def test_the_retention_of_who_was_overtaken_deletes_nothing_that_the_next_start_goes_on_from(
     tmp_path, gate: Gate, monkeypatch, caplog, unchanged
@@ -315,6 +397,20 @@ def test_roots_that_were_saved_to_separately_hide_nothing_from_each_other(tmp_pa
     with of_another_process(roots[1]) as ckpt:
         save(ckpt, 10)
     assert_line(roots, [1, 2, 3, 10])
+
+
+def test_a_step_that_one_root_lacked_when_a_start_took_it_counts_there_once_it_is_copied(tmp_path):
+    roots = [tmp_path / "near", tmp_path / "far"]
+    with of_another_process(roots) as old:
+        for step in (1, 2):
+            save(old, step)
+    shutil.rmtree(roots[1] / "step_00000001")
+    with of_another_process(roots[1]) as new:
+        save(new, 3)
+    with open_run(roots) as both:
+        both.catch_up()
+    assert_line(roots[1], [1, 2, 3])
+    assert_line(roots, [1, 2, 3])
 
 
 def test_a_start_at_several_roots_is_one_start(tmp_path):
@@ -527,5 +623,6 @@ def test_the_steps_that_count_are_those_of_the_definition(owners, listed):
 
     steps = range(len(owners))
     stale = {step for step in commits if is_out(step)}
-    assert {*out_of_line(steps, known, commits.get)} == stale
-    assert {step for step in commits if not counts(step, steps, known, commits.get)} == stale
+    line = Line(steps, known, commits.get)
+    assert {*line.out(steps)} == stale
+    assert {step for step in commits if not line.counts(step, commits[step])} == stale

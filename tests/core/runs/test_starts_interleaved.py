@@ -9,6 +9,7 @@ from interleaved import Objects, Process, line
 from slices import some
 
 from async_ckpt import RunTakenError, StepBehindError, StepExistsError
+from async_ckpt.core.runs import run
 
 
 def steps_to_save(dice: random.Random, *, retire: bool) -> list[int]:
@@ -18,6 +19,11 @@ def steps_to_save(dice: random.Random, *, retire: bool) -> list[int]:
         step += dice.choice([-4, -2, 1, 2]) if retire else dice.randint(1, 3)
         steps.append(step)
     return steps
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_SEEN_PAUSE_SECONDS", 0)
 
 
 @pytest.mark.parametrize("seed", some(range(10_000), 51))
@@ -60,10 +66,37 @@ def check(objects: Objects, processes: list[Process]) -> None:
             assert isinstance(error, RunTakenError | StepBehindError | StepExistsError), repr(error)
     made = line(objects)
     on = {one.attempt for one in made}
-    gone = {retired.attempt for one in objects.manifests for retired in one.retires}
-    gone |= {replaced for one in objects.manifests for replaced in one.replaces}
+    told = {one.attempt for process in processes for one in process.acknowledged}
+    left_out = gone(objects, on | told)
     for one in processes:
-        for told in one.acknowledged:
-            assert told.attempt in on | gone, f"step {told.step} of process {one.number} was acknowledged"
+        for commit, own in zip(one.acknowledged, one.starts, strict=True):
+            assert commit.attempt in on | left_out, f"step {commit.step} of process {one.number} was acknowledged"
+            for later, seen in objects.seen.items():
+                if own.is_before(later):
+                    was_seen = seen.names(commit.step, commit.attempt)
+                    assert was_seen or commit.attempt in left_out, f"{later} has not seen step {commit.step}"
+    for label in {one.start for one in made}:  # what a line goes on from is there, or it has left it out
+        for start, seen in objects.seen.items():
+            if start.label == label:
+                assert {*seen._attempts.values()} <= on | left_out, f"{start} goes on from what is not there"
     labels = [manifest.start for manifest in made]
     assert labels == sorted(labels)  # one line: no earlier start has a step above a later one's
+
+
+def gone(objects: Objects, sound: set[str]) -> set[str]:
+    """What commits that are sound, or were until a later one, have retired or replaced."""
+    known = set(sound)
+    while more := {
+        attempt
+        for one in objects.manifests
+        if one.attempt in known
+        for attempt in (*(retired.attempt for retired in one.retires), *one.replaces)
+        if attempt not in known
+    }:
+        known |= more
+    return {
+        attempt
+        for one in objects.manifests
+        if one.attempt in known
+        for attempt in (*(retired.attempt for retired in one.retires), *one.replaces)
+    }

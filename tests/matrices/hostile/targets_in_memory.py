@@ -148,8 +148,7 @@ def parse_names(data: bytes) -> None:
     _, found_starts = starts.split_starts(sorted(names))
     steps = list(range(0, 40, 3))
     commits = [starts.Commit("0" * 8, start.label) for start in found_starts] or [None]
-    starts.out_of_line(steps, found_starts, lambda step: commits[step % len(commits)])
-    starts.counts(9, steps, found_starts, lambda step: commits[step % len(commits)])
+    starts.Line(steps, found_starts, lambda step: commits[step % len(commits)]).out(steps)
 
 
 def parse_naming(data: bytes) -> None:

@@ -21,6 +21,8 @@ INVARIANTS: Final = (
     "the tracker moves back only from a step that was retired",
     "retention deletes neither the newest step nor what another start goes on from",
     "each save comes to its end, and no rank waits for what has been said",
+    "each later start has seen what a handle has called committed",
+    "what a start has seen stays on the line with its commits, or they retire it, or retention deletes it",
 )
 
 
@@ -52,18 +54,27 @@ def _broken_in(configuration: Configuration, state: State) -> Iterator[int]:
     for one in store.manifests:
         if not all(one.attempt in rank.archives for rank in state.starts[one.attempt.start]):
             yield 4
-    there = {one.attempt for one in store.manifests}.union(store.renamed, store.deleted)
+    there = {one.attempt for one in store.manifests}.union(store.renamed, store.deleted, store.replaced)
     if not put <= there:
         yield 5
     acknowledged = {attempt for ranks in state.starts for attempt, word in ranks[0].said if word == "committed"}
     if not _is_line(store, counted, acknowledged):
         yield 6
+    told = {attempt for ranks in state.starts for rank in ranks for attempt, word in rank.said if word == "committed"}
+    for one in store.put:
+        by = (one.number, one.token)
+        later = [saw for start, saw in store.seen if start[:2] > by and start.token != one.token]
+        if one.attempt in told - gone and not all(one.attempt in saw for saw in later):
+            yield 10
+    by_start = {(one.number, one.token) for one in counted}
+    for start, saw in store.seen:
+        if start[:2] in by_start and not on.union(gone).issuperset(saw):
+            yield 11
 
 
 def _is_line(store: Store, counted: tuple[Manifest, ...], acknowledged: set[Attempt]) -> bool:
     order = {one.attempt: number for number, one in enumerate(store.put)}
-    number_of = {start.token: start[:2] for start in sorted(store.starts)}
-    starts = [number_of[one.token] for one in counted]
+    starts = [(one.number, one.token) for one in counted]
     puts = [order[one.attempt] for one in counted if one.attempt in acknowledged]
     return starts == sorted(starts) and puts == sorted(puts)
 
@@ -82,7 +93,7 @@ def _broken_between(configuration: Configuration, earlier: State, later: State) 
 
 def stuck(state: State) -> str | None:
     """The invariant of progress, of a state from which no move leads on."""
-    return None if all(rank.at == "done" for ranks in state.starts for rank in ranks) else INVARIANTS[-1]
+    return None if all(rank.at == "done" for ranks in state.starts for rank in ranks) else INVARIANTS[9]
 
 
 __all__ = ["INVARIANTS", "Attempt", "stuck", "violated"]

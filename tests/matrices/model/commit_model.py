@@ -36,6 +36,10 @@ STANDS_FOR: Final = {
     "check": Run.check,
     "list starts": Tenure.take,
     "put start": Tenure._put,
+    "list commits": Run._see,
+    "new version": Root.make_new_version,
+    "help": Tenure._put_seen,
+    "put seen": Tenure._put_seen,
     "check again": Run.check,
     "put archive": Storage.create,
     "put receipt": Exchange.put_receipt,
@@ -44,12 +48,17 @@ STANDS_FOR: Final = {
     "collect": Agreement._all_receipts,
     "give up": Agreement._raise_missing,
     "look": Run.check_taken,
-    "rename": Root._retire,
+    "rename": Root.finish_rollbacks,
     "end rollback": Root.finish_rollbacks,
-    "put intent": Run.commit,
+    "put intent": Run._announce,
+    "look for the intent": Run.check_taken,
+    "put intent to replace": Run._announce,
+    "look to replace": Run.check_taken,
+    "replace manifest": Run._put,
     "put manifest": Run._put,
     "look again": Run.look_again,
     "finish": Root.finish_rollbacks,
+    "rename out": Root.retire,
     "read tracker": Announcer._read_tracker,
     "put tracker": Announcer._track,
     "look before deleting": Run.check_taken,
@@ -216,7 +225,13 @@ class Process:
         if self.broken == "rank 0 alone looks after the manifest":
             return False
         own = max((start for start in self.shown.starts if start.token == self.start), default=None)
-        return own is not None and any(own.is_before(start) for start in self.shown.starts)
+        return not self._is_seen(own)
+
+    def _is_seen(self, own: Start | None) -> bool:
+        later = self.shown.later_than(own)
+        if self.broken == "a start that has seen nothing yet is none":
+            later = [start for start in later if start in dict(self.shown.seen)]
+        return self.shown.has_seen(later, self.attempt)
 
     def listed(self, **more: object) -> Seen:
         seen = Seen(tuple(one.step for one in self.shown.manifests), self.store.intents)
@@ -233,7 +248,7 @@ class Process:
         yield self.goes("put verdict" if self._is_refused() else "list starts" if must_take else "put archive")
 
     def _is_refused(self) -> bool:
-        counted = [one.step for one in line_of(self.shown, self.broken)]
+        counted = [one.step for one in line_of(self.shown, self.broken, self.rank.own)]
         is_behind = bool(counted) and counted[-1] > self.step and not self.configuration.retire
         return self.is_taken or self.step in counted or is_behind
 
@@ -242,13 +257,63 @@ class Process:
             yield self.goes("put verdict")
         else:
             number = 1 + max((start.number for start in self.shown.starts), default=0)
-            yield self.goes("put start", seen=Seen(number=number))
+            seen = self._looked(Seen(number=number, first=self.step))
+            lists = self.broken == "commits are listed before the start is put"
+            yield self.goes("put start", seen=seen if lists else Seen(number=number, first=self.step))
 
     def zero_put_start(self) -> Iterator[Outcome]:
-        own = Start(self.rank.seen.number, self.start, self.step)
-        store = self.store._replace(starts=tuple(sorted({*self.store.starts, own})))
-        at = "put archive" if self.broken == "no second check" else "check again"
-        yield self.goes(at, store, own=own, seen=Seen())
+        seen = self.rank.seen
+        new = Start(seen.number, self.start, seen.first)
+        store = self.store._replace(starts=tuple(sorted({*self.store.starts, new})))
+        lists = self.broken == "commits are listed before the start is put"
+        yield self.goes("put seen" if lists else "list commits", store)
+
+    def zero_list_commits(self) -> Iterator[Outcome]:
+        intents = self.store.intents
+        yield self.goes("new version", seen=self.rank.seen._replace(intents=intents)) if intents else self._sees()
+
+    def zero_new_version(self) -> Iterator[Outcome]:
+        """`Root.make_new_version`, of each step that an intent announces; then all is listed again."""
+        intent, *left = self.rank.seen.intents
+        there, store = self.store.at(intent.step), self.store
+        if there is not None:
+            version = 1 + max(one.version for one in store.put)
+            others = [one for one in store.manifests if one != there]
+            made = there._replace(version=version + there.version)
+            store = store._replace(manifests=tuple(sorted([*others, made])))
+        seen = self.rank.seen._replace(intents=tuple(left))
+        yield self.goes("new version", store, seen=seen) if left else self._sees(store)
+
+    def _looked(self, seen: Seen) -> Seen:
+        return seen._replace(saw=tuple(one.attempt for one in line_of(self.shown, self.broken, self.rank.own)))
+
+    def _sees(self, store: Store | None = None) -> Outcome:
+        new = Start(self.rank.seen.number, self.start, self.rank.seen.first)
+        if self.shown.later_than(self.rank.own or new):
+            if self.rank.own is not None:
+                store = self.store._replace(starts=tuple(one for one in self.store.starts if one != new))
+            return self.goes("put verdict", store, seen=Seen())
+        told = dict(self.shown.seen)
+        helps = tuple(start for start in self.shown.starts if start < new and start not in told)
+        seen = self._looked(self.rank.seen)._replace(helps=helps)
+        return self.goes("help" if helps else "put seen", store, seen=seen)
+
+    def zero_help(self) -> Iterator[Outcome]:
+        start, *left = self.rank.seen.helps
+        seen = self.rank.seen._replace(helps=tuple(left))
+        yield self.goes("help" if left else "put seen", self._with_seen(start), seen=seen)
+
+    def _with_seen(self, start: Start) -> Store:
+        if start in dict(self.store.seen):
+            return self.store
+        return self.store._replace(seen=tuple(sorted([*self.store.seen, (start, self.rank.seen.saw)])))
+
+    def zero_put_seen(self) -> Iterator[Outcome]:
+        own = Start(self.rank.seen.number, self.start, self.rank.seen.first)
+        if own in dict(self.store.seen):
+            yield self.goes("put verdict", seen=Seen())
+        else:
+            yield self.goes("check again", self._with_seen(own), own=own, seen=Seen())
 
     def zero_check_again(self) -> Iterator[Outcome]:
         yield self.goes("put verdict" if self._is_refused() else "put archive")
@@ -282,20 +347,10 @@ class Process:
         yield self.goes("put verdict") if self.is_taken else self.goes("rename", seen=self.listed())
 
     def zero_rename(self) -> Iterator[Outcome]:
-        """What does not count is renamed; and what an earlier rollback has left is brought to its end."""
-        seen, store = self.rank.seen, self.store
-        shown = self.shown
-        counted = line_of(shown, self.broken)
-        retired = retired_by(shown.manifests, seen.intents)
-        stale = [
-            one
-            for one in shown.manifests
-            if one not in counted and one.attempt not in retired and one.step in seen.steps
-        ]
+        """What an earlier rollback has left is brought to its end."""
+        seen = self.rank.seen
         is_behind = self.configuration.retire and bool(seen.steps) and seen.steps[-1] > self.step
-        if stale:
-            yield self.goes("rename", _renamed(store, stale[-1]), seen=seen._replace(relists=True))
-        elif seen.relists or is_behind or seen.intents:
+        if is_behind or seen.intents:
             yield self.goes("end rollback", seen=self.listed())
         else:
             yield from self._intend(seen)
@@ -312,6 +367,9 @@ class Process:
         for intent in self.rank.seen.intents:
             own = self.store.at(intent.step)
             if own is None or own.attempt != intent or intent not in self.store.intents:
+                continue
+            by = next((start for start in self.shown.starts if start[:2] == (own.number, own.token)), None)
+            if not self.shown.has_seen(self.shown.later_than(by), intent):
                 continue
             left = [one for one in self.store.manifests if one.attempt in own.retires]
             if left:
@@ -332,22 +390,46 @@ class Process:
             yield self.goes("put manifest", what=what)
             return
         intents = tuple(sorted({*self.store.intents, self.attempt}))
-        yield self.goes("put manifest", self.store._replace(intents=intents), what=what, seen=seen)
+        yield self.goes("look for the intent", self.store._replace(intents=intents), what=what, seen=seen)
+
+    def zero_look_for_the_intent(self) -> Iterator[Outcome]:
+        yield self.ends("taken") if self.is_taken else self.goes("put manifest")
 
     def zero_put_manifest(self) -> Iterator[Outcome]:
-        store, step = self.store, self.step
-        if store.at(step) is not None and self.broken != "manifests are put without a condition":
+        there = self.store.at(self.step)
+        if there is None or self.broken == "manifests are put without a condition":
+            yield self.goes("look again", self._with_manifest())
+        elif there in line_of(self.shown, self.broken, self.rank.own):
+            yield self.goes("put verdict")
+        else:
+            is_told = self.broken != "what does not count is replaced without an intent"
+            at = "put intent to replace" if is_told else "replace manifest"
+            yield self.goes(at, seen=self.rank.seen._replace(going=(there,)))
+
+    def zero_put_intent_to_replace(self) -> Iterator[Outcome]:
+        intents = tuple(sorted({*self.store.intents, self.attempt}))
+        yield self.goes("look to replace", self.store._replace(intents=intents))
+
+    def zero_look_to_replace(self) -> Iterator[Outcome]:
+        yield self.ends("taken") if self.is_taken else self.goes("replace manifest")
+
+    def zero_replace_manifest(self) -> Iterator[Outcome]:
+        there, store = self.store.at(self.step), self.store
+        if there is None or (there,) != self.rank.seen.going:
             yield self.goes("put verdict")
             return
-        own = self.rank.own
+        replaced = tuple(sorted({*store.replaced, there.attempt}))
+        yield self.goes("look again", self._with_manifest()._replace(replaced=replaced))
+
+    def _with_manifest(self) -> Store:
+        store, own = self.store, self.rank.own
         assert own is not None
-        made = Manifest(step, self.attempt, own.token, self._retires(self.rank.seen))
-        others = [one for one in store.manifests if one.step != step]
-        store = store._replace(manifests=tuple(sorted([*others, made])), put=(*store.put, made))
-        yield self.goes("look again", store)
+        made = Manifest(self.step, self.attempt, own.token, self._retires(self.rank.seen), own.number)
+        others = [one for one in store.manifests if one.step != self.step]
+        return store._replace(manifests=tuple(sorted([*others, made])), put=(*store.put, made))
 
     def zero_look_again(self) -> Iterator[Outcome]:
-        sees = self.is_taken and self.broken != "no look after the manifest"
+        sees = not self._is_seen(self.rank.own) and self.broken != "no look after the manifest"
         yield self.ends("taken") if sees else self._acknowledged(self.store)
 
     def _acknowledged(self, store: Store) -> Outcome:
@@ -386,9 +468,32 @@ class Process:
         yield self._retain(self.goes("put tracker", moved))
 
     def _retain(self, outcome: Outcome) -> Outcome:
+        """`Run.retain`: what does not count is renamed first."""
+        shown = outcome.store.listed_by(self.start)
+        counted = line_of(shown, self.broken, self.rank.own)
+        retired = retired_by(counted, shown.intents)
+        out = [
+            one
+            for one in shown.manifests
+            if one not in counted and one.attempt not in retired and one.step in self.rank.seen.steps
+        ]
+        if out:
+            seen = self.rank.seen._replace(going=tuple(out))
+            return outcome._replace(rank=outcome.rank._replace(at="rename out", seen=seen))
+        return self._delete(outcome)
+
+    def zero_rename_out(self) -> Iterator[Outcome]:
+        *left, out = self.rank.seen.going
+        there = self.store.at(out.step)
+        is_there = there is not None and there.attempt == out.attempt
+        store = _renamed(self.store, there) if is_there and there is not None else self.store
+        outcome = self.goes("rename out", store, seen=self.rank.seen._replace(going=tuple(left)))
+        yield outcome if left else self._delete(outcome)
+
+    def _delete(self, outcome: Outcome) -> Outcome:
         """`Run.retain`: which steps are to go."""
         keep = self.configuration.keep
-        counted = line_of(outcome.store.listed_by(self.start), self.broken)
+        counted = line_of(outcome.store.listed_by(self.start), self.broken, self.rank.own)
         steps = [one.step for one in counted if one.step in self.rank.seen.steps]
         doomed = [step for step in steps if step < self.step][: max(0, len(steps) - keep)] if keep else []
         if not doomed:

@@ -24,6 +24,7 @@ from async_ckpt.core.ranks import agreement
 from async_ckpt.core.ranks.agreement import Agreement
 from async_ckpt.core.ranks.attempts import JointSave, JointState, OwnPart
 from async_ckpt.core.ranks.heartbeats import Heartbeats
+from async_ckpt.core.runs import run as runs
 from async_ckpt.core.runs.manifest import Archive, Manifest, RankFiles, parse, parse_intent
 from async_ckpt.core.runs.receipts import EMPTY, Exchange, Receipt
 from async_ckpt.core.runs.run import Run
@@ -66,6 +67,7 @@ def without_waiting() -> Iterator[None]:
         mock.patch.object(agreement, "Comparison", _Comparison),
         mock.patch.object(agreement, "_pause", _no_pause),
         mock.patch.object(agreement, "monotonic", _clock),
+        mock.patch.object(runs, "_SEEN_TRIES", 1),
     ):
         yield
 
@@ -79,8 +81,8 @@ class Player:
         self.plan, self.said, self.base = self.configuration.plans[start], [], 0
         self.errors: list[BaseException] = []
         self.at, self.goes_by, self._is_stopped, self.has_ended = "", "", False, False
-        self._last_manifest = ""
-        self._is_deleting = False
+        self._last_manifest = self._seen_name = ""
+        self._is_deleting = self._is_seeing = False
         self._changed = threading.Condition()
         self.run = Run(
             StoreOf(replay.objects, self._asks),
@@ -133,8 +135,11 @@ class Player:
     def _asks(self, call: str, path: str) -> None:
         """Ahead of a request."""
         name = path.rpartition("/")[2]
-        if call == "put_new" and path.startswith("start-"):
+        if call == "put_new" and path.startswith("start-") and path.endswith(".seen"):
+            self.gate("put seen" if path == self._seen_name else "help")
+        elif call == "put_new" and path.startswith("start-"):
             self.gate("put start")
+            self._seen_name = path.replace(".json", ".seen")
         elif call == "put_new" and path.startswith("rollback-"):
             self.gate("put intent")
         elif call == "put_new" and name == "manifest.json" and self._is_committing:
@@ -142,6 +147,10 @@ class Player:
             self.gate("put back")
         elif call == "put_new" and name == "manifest.json":
             self.gate("put manifest")
+            if path not in self.replay.objects.data:  # it is put now
+                self._last_manifest = path
+        elif call == "replace" and name == "manifest.json" and not self._is_seeing:
+            self.gate("replace manifest")
             self._last_manifest = path
         elif call == "names" and not path and self._is_deleting:
             self._is_deleting = False
@@ -173,7 +182,22 @@ class Player:
             self.gate("look before deleting" if self._is_committing else "look")
             look()
 
+        see, renew = self.run._see, root.make_new_version
+
+        def gated_see(*arguments: Any) -> Any:
+            self.gate("list commits")
+            self._is_seeing = True
+            try:
+                return see(*arguments)
+            finally:
+                self._is_seeing = False
+
+        def gated_renew(*arguments: Any) -> None:
+            self.gate("new version")
+            renew(*arguments)
+
         root._retire, self.run.check_taken = gated_retire, gated_look  # type: ignore[method-assign]
+        root.make_new_version, self.run._see = gated_renew, gated_see  # type: ignore[method-assign]
 
     # --- the training ---
 
@@ -364,8 +388,9 @@ class Replay:
         else:
             assert move.then.store == before, f"{where}: the library is at {player.at!r}"
         assert not player.errors, f"{where}: {player.errors[0]!r}"
-        deleted = {one.step for one in move.then.store.deleted}
-        there, expected = _without(self.as_it_is(), deleted), _without(as_modelled(move.then), deleted)
+        store = move.then.store
+        gone = {one.step for one in store.deleted}, {*map(name_of, store.replaced)}
+        there, expected = _without(self.as_it_is(), *gone), _without(as_modelled(move.then), *gone)
         assert there == expected, f"{where}: the library, at {player.at!r}, has {there}, the model {expected}"
         self._compare_words(move.then, where)
         return fits
@@ -386,6 +411,7 @@ class Replay:
         receipts = [path.rpartition("/") for path in data if "/receipts." in path]
         return {
             "starts": sorted((one.number, one.token, one.first) for one in starts),
+            "seen": sorted(one.label for one in starts if one.has_seen),
             "manifests": sorted(
                 (one.step, one.attempt, tuple(two.attempt for two in one.retires)) for one in manifests
             ),
@@ -403,10 +429,13 @@ class Replay:
         }
 
 
-def _without(have: dict[str, Any], deleted: set[int]) -> dict[str, Any]:
-    """Leaves out what lies beside a manifest in the folders of deleted steps: the model keeps it."""
+def _without(have: dict[str, Any], deleted: set[int], replaced: set[str]) -> dict[str, Any]:
+    """Leaves out what lies beside a manifest in the folders of deleted steps, or of one that was replaced: the model
+    keeps it.
+    """
     for kind in ("receipts", "archives"):
-        have[kind] = [one for one in have[kind] if step_of(one if kind == "archives" else one[0]) not in deleted]
+        names = [(one if kind == "archives" else one[0], one) for one in have[kind]]
+        have[kind] = [one for name, one in names if step_of(name) not in deleted and name[:8] not in replaced]
     return have
 
 
@@ -417,6 +446,10 @@ _GATES = {
     "put refusal": ("put receipt",),
     "not begun": ("put receipt",),
     "end rollback": ("rename", "finish"),
+    "rename out": ("finish",),
+    "look for the intent": ("look",),
+    "put intent to replace": ("put intent",),
+    "look to replace": ("look",),
 }
 
 
@@ -430,6 +463,7 @@ def as_modelled(state: State) -> dict[str, Any]:
             archives += [f"{name_of(attempt)}{number:05d}" for attempt in rank.archives]
     return {
         "starts": sorted((one.number, token_of(one.token), one.first) for one in store.starts),
+        "seen": sorted(f"{one.number:08d}.{token_of(one.token)}" for one, _ in store.seen if one in store.starts),
         "manifests": sorted(
             (one.step, name_of(one.attempt), tuple(map(name_of, one.retires))) for one in store.manifests
         ),

@@ -42,15 +42,19 @@ class Manifest(NamedTuple):
     attempt: Attempt
     token: int
     retires: tuple[Attempt, ...] = ()
+    number: int = 0  # of the start
+    version: int = 0
 
 
 class Store(NamedTuple):
     """What lies at the root, but for what belongs to one rank. `put` and `deleted` are only for the invariants."""
 
     starts: tuple[Start, ...] = ()
+    seen: tuple[tuple[Start, tuple[Attempt, ...]], ...] = ()  # what starts have seen
     manifests: tuple[Manifest, ...] = ()  # ascending
     intents: tuple[Attempt, ...] = ()
     renamed: tuple[Attempt, ...] = ()
+    replaced: tuple[Attempt, ...] = ()  # what did not count, by a commit of the same step
     verdicts: tuple[Attempt, ...] = ()
     tracker: int = 0
     version: int = 0  # of the tracker
@@ -68,6 +72,14 @@ class Store(NamedTuple):
             manifests=tuple(one for one in self.manifests if one not in hidden),
         )
 
+    def later_than(self, own: Start | None) -> list[Start]:
+        return [start for start in self.starts if own is not None and own.is_before(start)]
+
+    def has_seen(self, starts: list[Start], attempt: Attempt) -> bool:
+        """Whether each of these starts has seen it: `Root.have_seen`."""
+        told = dict(self.seen)
+        return all(attempt in told.get(start, ()) for start in starts)
+
     def at(self, step: int) -> Manifest | None:
         return next((one for one in self.manifests if one.step == step), None)
 
@@ -79,7 +91,9 @@ class Seen(NamedTuple):
     intents: tuple[Attempt, ...] = ()
     number: int = 0  # of the start to put, or the newest step for the tracker
     tracker: tuple[int, int] = (0, 0)
-    relists: bool = False
+    first: int = 0  # of the start to put
+    saw: tuple[Attempt, ...] = ()  # what that start has seen
+    helps: tuple[Start, ...] = ()  # starts that have not said what they have seen
     verdicts: tuple[Attempt, ...] = ()  # in the folders that are to go
     going: tuple[Manifest, ...] = ()  # the manifests in these folders
 
@@ -117,31 +131,41 @@ def first_state(configuration: Configuration) -> State:
 
 @lru_cache(200_000)
 def line(
-    manifests: tuple[Manifest, ...], intents: tuple[Attempt, ...], starts: tuple[Start, ...], by_starts: bool = True
+    manifests: tuple[Manifest, ...],
+    intents: tuple[Attempt, ...],
+    starts: tuple[Start, ...],
+    seen: tuple[tuple[Start, tuple[Attempt, ...]], ...],
+    own: Start | None,
 ) -> tuple[Manifest, ...]:
     """The commits that count: `Root.steps`."""
-    retired = retired_by(manifests, intents)
-    left = [one for one in manifests if one.attempt not in retired]
-    known: dict[int, Start] = {}
-    for start in sorted(starts):
-        known[start.token] = start
-    counted, latest = [], None
-    for one in left:
-        own = known.get(one.token)
-        if own is None:
-            counted.append(one)
-        elif latest is not None and own.is_before(latest) and by_starts:
-            continue
-        else:
-            latest = own
-            counted.append(one)
-    return tuple(counted)
+    told = dict(seen)
+    later: list[tuple[Start, tuple[Attempt, ...] | None, int | None]] = []
+
+    def counts(one: Manifest) -> bool:
+        by = next((start for start in starts if start[:2] == (one.number, one.token)), None)
+        return by is None or all(
+            (lowest is None or one.step < lowest) and (saw is None or one.attempt in saw)
+            for start, saw, lowest in later
+            if by.is_before(start)
+        )
+
+    for start in sorted(starts)[:0:-1]:
+        lowest = min((m.step for m in manifests if (m.number, m.token) == start[:2] and counts(m)), default=None)
+        if lowest is not None or start == own:
+            later.append((start, told.get(start), lowest))
+            if start in told:
+                break
+    counted = tuple(one for one in manifests if counts(one))
+    retired = retired_by(counted, intents)
+    return tuple(one for one in counted if one.attempt not in retired)
 
 
 def retired_by(manifests: tuple[Manifest, ...], intents: tuple[Attempt, ...]) -> set[Attempt]:
-    """`Root.retired_by`."""
+    """`Root._retired_by`, of manifests that count."""
     return {attempt for one in manifests if one.attempt in intents for attempt in one.retires}
 
 
-def line_of(store: Store, broken: str = "") -> tuple[Manifest, ...]:
-    return line(store.manifests, store.intents, store.starts, broken != "readers take every manifest")
+def line_of(store: Store, broken: str = "", own: Start | None = None) -> tuple[Manifest, ...]:
+    if broken == "readers take every manifest":
+        return store.manifests
+    return line(store.manifests, store.intents, store.starts, store.seen, own)

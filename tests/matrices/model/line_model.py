@@ -3,7 +3,8 @@
 In: a configuration. Out: states, the moves between them, and what does not hold in one. Knows nothing of: the order in which states are
 looked at, ranks (`word_model`): a start is one process here.
 
-Nothing in the library does this yet. A start claims the next line by a file of that number, which only one can create; then it lists the
+The library has starts for lines: their files have a number and a random token, so that the number need not be claimed
+(`core.runs.starts`). Here a start claims the next line by a file of that number, which only one can create; then it lists the
 commits; then it puts what it has seen and goes on from (`.seen`), before it writes anything else. It puts the `.seen` of an earlier line
 that has none, so that nobody waits for a start that was killed there; a start that finds its own put by another is taken. After each put of
 a manifest it looks at the lines.
@@ -21,6 +22,7 @@ INVARIANTS: Final = (
     "what a handle has called committed counts, or a line that saw it has left it out",
     "a run is a chain: each commit that counts was trained from the one before it",
     "a line goes on from what counts",
+    "what the latest line with a commit has not seen does not count: readers look at no other",
     "each start comes to its end",
 )
 
@@ -289,7 +291,17 @@ def violated(configuration: LineConfiguration, before: State | None, state: Stat
     for line in state.lines:
         if line.number in live and any(number not in numbers for number in (line.seen or ())[-1:]):
             return INVARIANTS[2]
+    if not configuration.broken and {*numbers} != _by_the_latest(state.lines, state.manifests):
+        return INVARIANTS[3]
     return None
+
+
+def _by_the_latest(lines: Sequence[Line], manifests: Sequence[Commit]) -> set[int]:
+    """The numbers of the commits that count, by what the latest line with a commit has seen alone."""
+    latest = max((line for line in lines if any(one.line == line.number for one in manifests)), default=None)
+    own = [] if latest is None else [one.number for one in manifests if one.line == latest.number]
+    seen = () if latest is None else latest.seen or ()
+    return {*own, *(one.number for one in manifests if one.number in seen)}
 
 
 def stuck(state: State) -> str | None:

@@ -26,7 +26,7 @@ from ...runs.receipts import archives_in, archives_of, attempt_of_all
 from ...runs.root import TRIES, Root, formats_at, overtaken_error
 from ...runs.roots import Roots
 from ...runs.run import Run
-from ...runs.starts import Commit, counts, split_starts
+from ...runs.starts import Commit, Line, Seen, split_starts
 from ...state.names import Selector, shown
 from ...storage.compressed import open_decompressed
 from ...storage.interface import Reader, Storage
@@ -380,20 +380,23 @@ def _first_committed(
         candidates = (_manifest_in(storage, name) for name in of_step.get(step, ()))
         return (manifest for manifest in candidates if manifest is not None)
 
-    retired = retired_attempts(filter(None, map(parse_intent, names)), manifests)
-    starts, steps = split_starts(sorted(names))[1], sorted(of_step)
-
     @functools.cache
     def committed(step: int) -> Commit | None:
-        counting = (manifest for manifest in manifests(step) if manifest.attempt != retired.get(step))
-        return next((Commit(manifest.attempt, manifest.start) for manifest in counting), None)
+        return next(map(Commit.of, manifests(step)), None)
+
+    def counting(step: int) -> Iterator[Manifest]:
+        return (one for one in manifests(step) if line.counts(step, Commit.of(one)))
+
+    starts, steps = split_starts(sorted(names))[1], sorted(of_step)
+    line = Line(steps, starts, committed, functools.partial(Seen.read, storage))
+    retired = retired_attempts(filter(None, map(parse_intent, names)), counting)
 
     def does_count(step: int, folder: str) -> bool:
-        if step in retired:
-            manifest = _manifest_in(storage, folder)
-            if manifest is None or manifest.attempt == retired[step]:
-                return False
-        return counts(step, steps, starts, committed)
+        out = {**retired, **line.out([step])}
+        if step not in out:
+            return True
+        manifest = _manifest_in(storage, folder)
+        return manifest is not None and manifest.attempt != out[step]
 
     at, num_asked = 0, 1
     while at < len(folders):
