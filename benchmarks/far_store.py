@@ -51,6 +51,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._leap.now
 
+    def leap_to(self, moment: float) -> None:
+        """While it does not run: so late it is now."""
+        self._leap.now = max(self._leap.now, moment)
+
 
 class _Object(NamedTuple):
     data: bytes | Callable[[], Reader]
@@ -117,16 +121,27 @@ class FarStorage(Storage):
         self._owner = threading.get_ident()
         # Of the call that is made at this moment: what its requests take, and how many of those that go side by side.
         self._taken, self._beside = 0.0, 0
+        self.is_calling = False
 
     async def off_loop(self, fn: Callable[[], T], /) -> T:
         """Make a blocking call, and wait as long as it takes."""
         self._taken, self._beside, begin = 0.0, 0, thread_time()
+        self.is_calling = True
         try:
             return fn()
         finally:
             taken = self._total() + thread_time() - begin
-            self._taken, self._beside = 0.0, 0
+            self._taken, self._beside, self.is_calling = 0.0, 0, False
             await asyncio.sleep(taken)
+
+    @property
+    def moment(self) -> float:
+        """The moment that the call which is made now has come to."""
+        return self._now() + self._total()
+
+    def take_until(self, moment: float) -> None:
+        """The call waits for something else until then."""
+        self._taken += max(0.0, moment - self.moment)
 
     # --- requests ---------------------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""How saving grows with the number of ranks: plans, commits, and restarts; beside the planner of torch.distributed.checkpoint.
+"""How saving grows with the number of ranks: plans, commits, restarts, and words to real clients of a store; beside the planner of
+torch.distributed.checkpoint.
 
 In: a setting. Out: figures and growths by name. Knows nothing of: how ranks are simulated.
 """
@@ -21,16 +22,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from async_ckpt.core.saving.planner import Planner, pool_for
 from async_ckpt.core.state.division import StateDivider
 
-from . import restarts
+from . import restarts, waiting_clients
 from .fake_ranks import sharded, standing_at
+from .far_store import Traffic
 from .limits import MIB
 from .setting import Setting
-from .simulated_ranks import KINDS, LATENCY_SECONDS, Kind, Placed, Saved, SimulatedWorld, captured, state
+from .simulated_ranks import KINDS, LATENCY_SECONDS, Kind, Placed, Rest, Saved, SimulatedWorld, captured, state
 from .table import Figure, Row, Target, shown
 
 _FIRST_MS: Final = 100.0
 _CACHED_MS: Final = 2.0
-_COMMIT_SECONDS: Final = 5.0
+_COMMIT_SECONDS: Final = 2.0
+_KNOWN_SECONDS: Final = 3.0
 _RANK_0_MIB: Final = 512.0
 _NUM_CACHED: Final = 10
 _STEPS: Final = (100, 200, 300)
@@ -208,7 +211,8 @@ def _distributed(rank: int, mesh: DeviceMesh, num_tensors: int) -> dict[str, Any
 def commits(setting: Setting) -> dict[str, Row]:
     """Simulated seconds from the moment on at which the last archive is durable."""
     random.seed(setting.world_tensors)  # of the pauses between looks
-    saves = {(kind, size): _saves(kind, size, setting.world_tensors) for kind in KINDS for size in setting.world_sizes}
+    worlds = {(kind, size): _saved(kind, size, setting.world_tensors) for kind in KINDS for size in setting.world_sizes}
+    saves = {key: world.saves for key, world in worlds.items()}
     memory = {
         (kind, size): _rank_0_mib(kind, size, setting.world_tensors) for kind in KINDS for size in setting.world_sizes
     }
@@ -225,6 +229,10 @@ def commits(setting: Setting) -> dict[str, Row]:
             f"commit of a later save, {kind}, {where}", "s, simulated", "limit", Target("≤", 1),
             [(one.commit_seconds, _COMMIT_SECONDS) for one in later],
         )  # fmt: skip
+        rows[f"known_{kind.lower()}"] = Figure(
+            f"until the last rank knows of a later save, {kind}, {where}", "s, simulated", "limit", Target("≤", 1),
+            [(one.known_seconds, _KNOWN_SECONDS) for one in later],
+        )  # fmt: skip
         rows[f"memory_{kind.lower()}"] = Figure(
             f"memory that rank 0 takes for the first commit, {kind}, {largest:,} ranks", "MiB", "limit", Target("≤", 1),
             [(memory[kind, largest], _RANK_0_MIB)],
@@ -237,11 +245,20 @@ def commits(setting: Setting) -> dict[str, Row]:
 
         return Growth(title, unit, {kind: [at(kind, size) for size in setting.world_sizes] for kind in KINDS})
 
+    def growth_of_world(title: str, unit: str, of: Callable[[_World], float]) -> Growth:
+        return Growth(
+            title,
+            unit,
+            {kind: [(size, of(worlds[kind, size])) for size in setting.world_sizes] for kind in KINDS},
+        )
+
     rows |= {
+        "growth_met": growth_of_world("start: until all ranks have met in their store", "s", lambda one: one.met_seconds),
         "growth_commit_first": growth(
             "commit of the first save", "s", lambda one: one.commit_seconds, of_first=True
         ),
         "growth_commit": growth("commit of a later save", "s", lambda one: one.commit_seconds),
+        "growth_said": growth("until rank 0 has said so", "s", lambda one: one.said_seconds),
         "growth_known": growth("until the last rank knows", "s", lambda one: one.known_seconds),
         "growth_afterwards": growth(
             "what rank 0 deletes after the commit, beside the training", "s", lambda one: one.afterwards_seconds
@@ -260,6 +277,33 @@ def commits(setting: Setting) -> dict[str, Row]:
         ),
         "growth_requests": growth("all ranks, until the last knows", "requests", lambda one: one.requests),
         "growth_busiest": growth("all ranks, in the busiest second", "requests", lambda one: one.busiest),
+        "growth_words_rank_0": growth(
+            "ranks' store: rank 0, a save", "requests", lambda one: one.words_of_rank_0.requests
+        ),
+        "growth_words_rank_0_bytes": growth(
+            "ranks' store: rank 0, a save", "KiB", lambda one: _moved(one.words_of_rank_0) / 1024
+        ),
+        "growth_words_follower": growth(
+            "ranks' store: another rank, from its durable archive on", "requests",
+            lambda one: one.words_of_follower.requests,
+        ),
+        "growth_words_follower_bytes": growth(
+            "ranks' store: another rank, from its durable archive on", "bytes",
+            lambda one: _moved(one.words_of_follower),
+        ),
+        "growth_words_share": growth(
+            "ranks' store: its thread, from the first durable archive until the last rank knows", "%",
+            lambda one: 100 * one.store_share,
+        ),
+        "growth_rest_requests": growth_of_world(
+            "ranks' store: heartbeats of all ranks, a second", "requests", lambda one: one.rest.requests
+        ),
+        "growth_rest_bytes": growth_of_world(
+            "ranks' store: heartbeats of all ranks, a second", "KiB", lambda one: one.rest.bytes / 1024
+        ),
+        "growth_rest_share": growth_of_world(
+            "ranks' store: its thread, where nobody saves", "%", lambda one: 100 * one.rest.store_share
+        ),
         "growth_manifest": growth("manifest.json", "bytes", lambda one: one.manifest_bytes),
         "growth_layout": growth("layout.json", "KiB", lambda one: one.layout_bytes / 1024),
         "growth_archives": growth("archives.bin", "KiB", lambda one: one.archives_bytes / 1024),
@@ -272,12 +316,22 @@ def commits(setting: Setting) -> dict[str, Row]:
     return rows
 
 
-def _saves(kind: Kind, size: int, num_tensors: int) -> list[Saved]:
+class _World(NamedTuple):
+    met_seconds: float
+    saves: list[Saved]
+    rest: Rest
+
+
+def _saved(kind: Kind, size: int, num_tensors: int) -> _World:
     world = SimulatedWorld(kind, size, num_tensors)
     try:
-        return [world.save(step) for step in _STEPS]
+        return _World(world.met_seconds, [world.save(step) for step in _STEPS], world.rest())
     finally:
         world.close()
+
+
+def _moved(traffic: Traffic) -> int:
+    return traffic.sent + traffic.received
 
 
 def _rank_0_mib(kind: Kind, size: int, num_tensors: int) -> float:
@@ -321,4 +375,5 @@ MEASURES: Final[dict[str, Callable[[Setting], Mapping[str, Row]]]] = {
     "plans": plans,
     "commits": commits,
     "storm": storm,
+    "clients": waiting_clients.clients,
 }

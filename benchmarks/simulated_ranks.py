@@ -1,13 +1,15 @@
 """Saves of many ranks in one process: rank 0 and one follower as they are, and what all others do as far as these see it.
 
-In: how tensors are spread, how many ranks there are. Out: how long a commit takes, and what it asks of the store and of
-rank 0. Knows nothing of: archives, which are said to be durable at random moments.
+In: how tensors are spread, how many ranks there are. Out: how long a commit takes, and what it asks of the object store, of the ranks' store
+and of rank 0. Knows nothing of: archives, which are said to be durable at random moments.
 
-What is real: captures, shares, receipts, the agreement, manifest, layout, coverage, tracker and journal. What is not: digests
-of large tensors, which would take hours here, and the time that the store of the process group takes.
+What is real: captures, shares, words, receipts, the agreement, manifest, layout, coverage, tracker and journal. What is not: digests
+of large tensors, which would take hours here, and the two stores: `far_store` has the objects, `far_words` what ranks tell each other.
 
 A commit is timed from the last durable archive to manifest, tracker and journal, in simulated time: 30 ms a request, at most 16 at a
-time, 1,000 names a page of a listing, plus what rank 0 computes. Archives become durable within two seconds of each other.
+time, 1,000 names a page of a listing, what the ranks' store takes, plus what rank 0 computes. Archives become durable within two seconds of
+each other. Meanwhile all other ranks look at the ranks' store for rank 0's next word, and say that they live; each look, receipt and
+heartbeat takes the time of its server. More words have been said before than the log keeps, as in a long training.
 """
 
 from __future__ import annotations
@@ -15,23 +17,27 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import json
 import random
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 from async_ckpt.core.format.layout import TensorPlan, lay_out
-from async_ckpt.core.ranks import agreement, divide
+from async_ckpt.core.ranks import agreement, calls, divide, heartbeats
+from async_ckpt.core.ranks import start as ranks_start
 from async_ckpt.core.ranks import world as ranks_world
 from async_ckpt.core.ranks.meeting import Meeting
 from async_ckpt.core.ranks.peers import Ranks
+from async_ckpt.core.ranks.start import Word
 from async_ckpt.core.runs.manifest import NAME as MANIFEST
 from async_ckpt.core.runs.manifest import Archive, Manifest, SaveTimes, archive_name, parse, seal
 from async_ckpt.core.runs.receipts import NO_TABLE, Exchange, Receipt
@@ -49,6 +55,7 @@ from async_ckpt.core.state.captured import Capture
 from async_ckpt.core.state.division import StateDivider
 
 from .far_store import Bucket, FarStorage, Traffic, VirtualLoop
+from .far_words import CHECK_SECONDS, GET_SECONDS, SET_SECONDS, Client, LoopOfRanks, Server
 
 Kind = Literal["FSDP", "HSDP", "DDP"]
 KINDS: Final[tuple[Kind, ...]] = ("FSDP", "HSDP", "DDP")
@@ -60,6 +67,10 @@ _SHARDS: Final = 8
 _VOCABULARY, _HIDDEN, _INNER, _KEYS = 128_256, 16_384, 53_248, 1_024
 _ARCHIVE_BYTES: Final = 1 << 30
 _FOLLOWER: Final = 1
+# From the call to the first durable archive: by then all ranks pause between looks as long as they ever do.
+_WRITE_SECONDS: Final = 30.0
+_TICK_SECONDS: Final = 0.02
+_REST_BEATS: Final = 10
 
 
 def state(num_tensors: int) -> dict[str, Any]:
@@ -127,21 +138,37 @@ class Saved:
 
     commit_seconds: float
     """Until it is committed, and rank 0 is done with all that comes before its handle is."""
+    said_seconds: float
+    """Until rank 0 has said so to the others."""
     known_seconds: float
     """Until the last rank knows."""
     afterwards_seconds: float
     """What rank 0 goes on to do then, beside the training."""
     rank_0: Traffic
-    """Until then."""
+    """With the object store, until then."""
     afterwards_requests: int
     follower: Traffic
     requests: int
     """Of all ranks, until the last knows."""
     busiest: int
     """Most of these in one second."""
+    words_of_rank_0: Traffic
+    """With the ranks' store, from the call until it is done."""
+    words_of_follower: Traffic
+    """With the ranks' store, from the first durable archive until it knows."""
+    store_share: float
+    """Of the time of the ranks' store, from the first durable archive until the last rank knows."""
     manifest_bytes: int
     layout_bytes: int
     archives_bytes: int
+
+
+class Rest(NamedTuple):
+    """What all ranks together ask of their store in a second in which nobody saves."""
+
+    requests: float
+    bytes: float
+    store_share: float
 
 
 class SimulatedWorld:
@@ -152,44 +179,72 @@ class SimulatedWorld:
         self.kind, self.size, self._num_tensors, self._spread = kind, size, num_tensors, spread_seconds
         self._random = random.Random(size)
         self._bucket, self._loop = Bucket(), VirtualLoop()
+        self._server, self._loop_of_ranks = Server(self._loop), LoopOfRanks(self._loop)
+        self._patches = self._patched()
         here = captured(kind, 0, size, num_tensors)
-        self._store = dist.HashStore()  # type: ignore[attr-defined]
-        structure = StateDivider(0, size).structure(here).digest
-        for rank in range(size):
-            self._store.set(f"scale/structure/{rank}", structure)
+        self._structure = StateDivider(0, size).structure(here).digest
         self._rank_0 = _Rank(self, 0, here)
         self._follower = _Rank(self, _FOLLOWER, captured(kind, _FOLLOWER, size, num_tensors))
+        self._start = self._rank_0.ranks.meeting.start
         self._is_first = True
+        self._loop.run_until_complete(self._meet())
+        self.met_seconds = self._loop.time()
+        """Until each rank has heard rank 0's answer to its hello."""
+
+    def _patched(self) -> ExitStack:
+        """The library's clocks, loop and connections are those of this world."""
+        patches = ExitStack()
+        for module in (agreement, calls, heartbeats):
+            patches.enter_context(patch.object(module, "monotonic", self._loop.time))
+        for module in (ranks_start, calls, heartbeats):
+            patches.enter_context(patch.object(module, "get_loop", lambda: self._loop_of_ranks))
+        for module in (ranks_start, agreement):
+            patches.enter_context(patch.object(module, "_RANDOM", self._random))
+        patches.enter_context(patch.object(ranks_start, "Connection", lambda client: client.connection))
+        return patches
 
     def close(self) -> None:
+        self._loop_of_ranks.stop()
         self._loop.close()
+        self._patches.close()
 
     def save(self, step: int) -> Saved:
         """All ranks save a step."""
-        attempt = self._begun(step)
-        now = self._loop.time()
-        durable = [now + self._random.uniform(0, self._spread) for _ in range(self.size)]
-        begun = self._others_say(attempt, durable)
         for one in (self._rank_0, self._follower):
-            one.storage.traffic = Traffic()
+            one.storage.traffic, one.client.traffic = Traffic(), Traffic()
+        attempt = self._begun(step)
+        first = self._loop.time() + _WRITE_SECONDS
+        durable = [first + self._random.uniform(0, self._spread) for _ in range(self.size)]
+        told = self._others_say(attempt, durable)
+        others = _Others(self, first)
+        busy: list[float] = []
+        self._loop.call_at(first - others.longest, lambda: busy.append(self._server.busy_seconds))
+        self._loop.call_at(first, lambda: setattr(self._follower.client, "traffic", Traffic()))
         lead = self._rank_0.lead(durable[0], attempt.archive(0))
         follow = self._follower.follow(durable[_FOLLOWER], attempt.archive(_FOLLOWER))
-        self._loop.run_until_complete(_both(lead, follow))
+        self._loop.run_until_complete(_all(lead, follow, others.all_heard()))
         made = self._manifest(attempt)
         assert made.ranks is not None
-        put_at, last = self._bucket.folders[attempt.folder][MANIFEST].since, max(durable)
-        known, when = self._others_hear(begun, put_at)
-        self._is_first = False
+        last = max(durable)
         rank_0, follower = self._rank_0, self._follower
+        looks = follower.committed_at - follower.heard_at  # at what is committed, as all others do, too
+        known_at = max([follower.committed_at, *(at + looks for at in others.heard.values())])
+        share = (self._server.busy_seconds - busy[0]) / (known_at - first + others.longest)
+        when = self._requests(told, others)
+        self._is_first = False
         return Saved(
             rank_0.committed_at - last,
-            max(known, follower.committed_at) - last,
+            rank_0.said_at - last,
+            known_at - last,
             rank_0.done_at - rank_0.committed_at,
             rank_0.until_committed,
             rank_0.storage.traffic.requests - rank_0.until_committed.requests,
             follower.storage.traffic,
             sum(when.values()) + rank_0.until_committed.requests + follower.storage.traffic.requests,
             max(when.values(), default=0),
+            rank_0.client.traffic,
+            follower.client.traffic,
+            share,
             len(made.dump()),
             made.ranks.layout.num_bytes,
             made.ranks.archives.num_bytes,
@@ -198,9 +253,8 @@ class SimulatedWorld:
     def rank_0_bytes(self, step: int) -> int:
         """The most memory that rank 0 has taken at one time to commit a step, besides what it had."""
         attempt = self._begun(step)
-        self._rank_0.claim()
         self._others_say(attempt, [self._loop.time()] * self.size)
-        self._loop.run_until_complete(self._follower.say(attempt.archive(_FOLLOWER)))
+        self._loop.run_until_complete(self._follower.say_first(attempt))
         tracemalloc.start()
         try:
             self._loop.run_until_complete(self._rank_0.lead(self._loop.time(), attempt.archive(0)))
@@ -211,24 +265,69 @@ class SimulatedWorld:
         self._is_first = False
         return peak
 
+    def rest(self) -> Rest:
+        """Nobody saves for some time."""
+        seconds = _REST_BEATS * self._start.heartbeats.interval
+        for one in (self._rank_0, self._follower):
+            one.client.traffic = Traffic()
+        busy = self._server.busy_seconds
+        self._loop.run_until_complete(asyncio.sleep(seconds))
+        lead, follow = self._rank_0.client.traffic, self._follower.client.traffic
+        others = self.size - 1
+        return Rest(
+            (lead.requests + others * follow.requests) / seconds,
+            (lead.sent + lead.received + others * (follow.sent + follow.received)) / seconds,
+            (self._server.busy_seconds - busy) / seconds,
+        )
+
     # --- what the others do -----------------------------------------------------------------------------------
+
+    async def _meet(self) -> None:
+        """The ranks find each other, and tell how their states look."""
+        others = [rank for rank in range(1, self.size) if rank != _FOLLOWER]
+        for rank in others:
+            self._server.put(f"async_ckpt/hello/{rank}", f"{_nonce(rank)} {self.size} elsewhere {rank} 1")
+            self._server.add("async_ckpt/hellos", 1)
+        self._server.serve(len(others) * (SET_SECONDS + CHECK_SECONDS))
+        prefix = f"async_ckpt/{self._start.token.result()}"
+        while len(self._start.nonces) < self.size - 1:
+            await asyncio.sleep(_TICK_SECONDS)
+        for rank in others:
+            self._server.put(f"{prefix}/here/{rank}", _nonce(rank))
+        self._server.serve(len(others) * (CHECK_SECONDS + 2 * GET_SECONDS + SET_SECONDS))
+        await asyncio.wrap_future(self._follower.ranks.meeting.start.token)
+        for rank in range(self.size):
+            self._server.put(f"{prefix}/{self._rank_0.ranks.meeting.topic}/structure/{rank}", self._structure)
+        self._is_late_in_training()
+        self._beat()
+
+    def _is_late_in_training(self) -> None:
+        """More words were said than the log keeps, and all ranks have read them."""
+        said = self._start._num_said = 2 * ranks_start._KEPT
+        self._follower.ranks.meeting.start._num_read = said
+        prefix = f"{self._start._prefix}/log"
+        self._server.put(f"{prefix}/first", str(said - ranks_start._KEPT))
+
+    def _beat(self) -> None:
+        """The heartbeats of the others, of a moment."""
+        number = (self.size - 2) * _TICK_SECONDS / self._start.heartbeats.interval
+        self._server.serve(number * (SET_SECONDS + CHECK_SECONDS))
+        self._loop.call_later(_TICK_SECONDS, self._beat)
 
     def _begun(self, step: int) -> _Attempt:
         with patch.object(divide, "_digests", _told):
             self._rank_0.begin(step)
             self._follower.begin(step)
-        joint = self._rank_0.joint
-        return _Attempt(self._rank_0.run.folder(step), joint.attempt)
+        return _Attempt(self._rank_0.run.folder(step), self._rank_0.joint.attempt)
 
     def _others_say(self, attempt: _Attempt, durable: Sequence[float]) -> dict[int, float]:
-        """Have all other ranks put their receipts; when each of them has."""
+        """Have all other ranks say that their archives are durable; when each of them does."""
         part, shares_by = self._rank_0.part, self._rank_0.joint.shares_by
         exchange = Exchange(self._follower.storage, attempt.folder, attempt.name)
+        key = f"{self._rank_0.ranks.calls.key_of(attempt.name)}/0"
         values = part.shared.digest()
         more = self._copies if self._is_first else [None] * _SHARDS
-        says = [
-            (NO_TABLE, seal({})) if one is None else (agreement._digest(one), seal({"copies": one})) for one in more
-        ]
+        says = [(NO_TABLE, b"") if one is None else (agreement._digest(one), seal({"copies": one})) for one in more]
         told: dict[int, float] = {}
         # One of them has the balance of all these.
         balance = -(part.balance + self._follower.part.balance) % MODULUS
@@ -237,7 +336,7 @@ class SimulatedWorld:
             self._bucket.put(f"{attempt.folder}/{archive.name}", b"", durable[rank])
             if rank in (0, _FOLLOWER):
                 continue
-            copies, body = says[rank % _SHARDS]
+            copies, details = says[rank % _SHARDS]
             receipt = Receipt(
                 rank,
                 shares_by,
@@ -247,13 +346,27 @@ class SimulatedWorld:
                 archive.digest,
                 archive.num_bytes,
                 balance=balance,
+                has_details=self._is_first,
             )
             balance = 0
             # At the first save, each looks first whether it sees what rank 0 has put into the root.
-            told[rank] = durable[rank] + LATENCY_SECONDS * (1 + self._is_first)
-            path = f"{exchange._receipts}/{receipt.name}"
-            self._bucket.put(path, body, told[rank])
+            told[rank] = durable[rank] + LATENCY_SECONDS * 2 * self._is_first
+            if self._is_first:
+                self._bucket.put(exchange._details_of(rank), details, told[rank])
+            self._say(told[rank], key, rank, json.dumps([_nonce(rank), *receipt]))
         return told
+
+    def _say(self, at: float, key: str, rank: int, text: str) -> None:
+        """A receipt: a value, and a count."""
+
+        def arrives() -> None:
+            self._server.put(f"{key}/{rank}", text)
+            self._server.add(f"{key}/count", 1)
+
+        if at <= self._loop.time():
+            arrives()
+            return
+        self._loop.call_at(at, lambda: self._loop.call_at(self._server.serve(SET_SECONDS + CHECK_SECONDS), arrives))
 
     @cached_property
     def _copies(self) -> list[dict[str, dict[str, str]]]:
@@ -266,28 +379,56 @@ class SimulatedWorld:
             found.append(_told(states.copies(here)))
         return found
 
-    def _others_hear(self, told: Mapping[int, float], put_at: float) -> tuple[float, Counter[int]]:
-        """When the last of them has read the manifest; and how many requests they make in each second."""
+    def _requests(self, told: dict[int, float], others: _Others) -> Counter[int]:
+        """The requests of the others to the object store, in each second: each makes as many as the follower."""
         when: Counter[int] = Counter()
-        last = 0.0
-        for at in told.values():
-            when[int(at - LATENCY_SECONDS)] += 1 + self._is_first
-            moment = at
-            for number, pause in enumerate(agreement._looks(True, self.size)):
-                moment += pause if number else pause * self._random.random()
-                when[int(moment)] += 1
-                if moment >= put_at:
-                    break
-                asks_for_verdict = number % agreement._LOOKS_PER_VERDICT == agreement._LOOKS_PER_VERDICT - 1
-                when[int(moment)] += asks_for_verdict
-                moment += (1 + asks_for_verdict) * LATENCY_SECONDS
-            last = max(last, moment + LATENCY_SECONDS)
-        return last, when
+        before, after = self._follower.until_said.requests, self._follower.storage.traffic.requests
+        for rank, at in told.items():
+            when[int(at)] += before
+            when[int(others.heard[rank])] += after - before
+        return when
 
     def _manifest(self, attempt: _Attempt) -> Manifest:
         found = self._bucket.folders[attempt.folder][MANIFEST]
         assert isinstance(found.data, bytes)
         return parse(found.data, path=MANIFEST)
+
+
+class _Others:
+    """All other ranks, as they look for the word that says what was decided, each at its own moments."""
+
+    def __init__(self, world: SimulatedWorld, first: float) -> None:
+        """They do so from the first durable archive on."""
+        self._random, self._loop, self._server = world._random, world._loop, world._server
+        self.longest = max(ranks_start._LOOK_SECONDS, world.size / ranks_start._LOOKS_PER_SECOND)
+        start = world._start
+        self._client = Client(world._server, world._follower.storage)
+        self._log, self._number = f"{start._prefix}/log", start._num_said + 1  # the next word is that of the call
+        self._seconds: dict[bool, float] = {}  # of a look at the store, by whether the word is there
+        self.heard: dict[int, float] = {}
+        self._have_all = asyncio.Event()
+        others = [rank for rank in range(world.size) if rank not in (0, _FOLLOWER)]
+        self._num_others = len(others)
+        for rank in others:
+            self._loop.call_at(first - self._random.uniform(0, self.longest), self._look, rank)
+
+    async def all_heard(self) -> None:
+        await self._have_all.wait()
+
+    def _look(self, rank: int) -> None:
+        is_there = self._server.is_there(f"{self._log}/{self._number}", self._loop.time())
+        if is_there not in self._seconds:
+            self._client.taken, self._client.begun_at = 0.0, self._loop.time()
+            here: Any = SimpleNamespace(_num_read=self._number)
+            ranks_start.Start._next_words(here, self._log, self._client)
+            self._seconds[is_there] = self._client.taken
+        at = self._server.serve(self._seconds[is_there])
+        if is_there:
+            self.heard[rank] = at
+            if len(self.heard) == self._num_others:
+                self._have_all.set()
+        else:
+            self._loop.call_at(at + self.longest * self._random.uniform(0.75, 1.25), self._look, rank)
 
 
 class _Attempt(NamedTuple):
@@ -305,10 +446,14 @@ class _Rank:
     def __init__(self, world: SimulatedWorld, rank: int, capture: Capture) -> None:
         loop = self._loop = world._loop
         self.storage = FarStorage(world._bucket, LATENCY_SECONDS, loop.time)
+        self.client = Client(world._server, self.storage)
         self.run = Run(self.storage, clock=lambda: 1e9 + loop.time())
         self.ranks = Ranks(Meeting(), 1)
-        self.ranks.meeting._world = ranks_world.World(rank, world.size, store=world._store, has_group=True)
-        self.ranks.meeting._words = ranks_world.Words(world._store, "scale")
+        self.ranks.meeting._world = ranks_world.World(rank, world.size, store=self.client, has_group=True)
+        self._hear_as_it_is = self.ranks.calls._hear
+        self.ranks.calls._hear = self._hear  # type: ignore[method-assign]
+        self._say_as_it_is = self.ranks.calls.say_decision
+        self.ranks.calls.say_decision = self._say_decision  # type: ignore[method-assign, assignment]
         self._lineage = Lineage(
             Roots([self.run]),
             Ledger(),
@@ -319,9 +464,18 @@ class _Rank:
             ranks=self.ranks,
         )
         self._capture = capture
-        self._claimed: object = None
-        self.committed_at = self.done_at = 0.0
-        self.until_committed = Traffic()
+        self.committed_at = self.done_at = self.heard_at = self.said_at = 0.0
+        self.until_committed = self.until_said = Traffic()
+        assert self.ranks.meeting.start
+
+    def _hear(self, word: Word) -> None:
+        if "decision" in word:
+            self.heard_at = self._loop.time()
+        self._hear_as_it_is(word)
+
+    def _say_decision(self, *arguments: Any) -> Any:
+        self.said_at = self.storage.moment
+        return self._say_as_it_is(*arguments)
 
     def begin(self, step: int) -> None:
         """What the call of `save` does, but for copying."""
@@ -345,31 +499,38 @@ class _Rank:
         )
 
     async def lead(self, durable_at: float, archive: Archive) -> None:
-        await self.storage.off_loop(self.claim)
+        await self._target.begin(_goes_on)
+        await self.storage.off_loop(self._claim)
         await self.storage.off_loop(self._target.check)
         await asyncio.sleep(durable_at - self._loop.time())
-        await self.say(archive)
+        await self._say(archive)
         await self.storage.off_loop(partial(self._target.commit, (archive,)))
         self.committed_at = self._loop.time()
         self.until_committed = replace(self.storage.traffic)
         await self.storage.off_loop(self._target.afterwards)
         self.done_at = self._loop.time()
 
-    def claim(self) -> None:
-        """As it is done before anything is written, once for each save."""
+    def _claim(self) -> None:
         assert self._target._agreement is not None
-        if self._claimed is not self.joint:
-            self._target._agreement.claim()
-            self._claimed = self.joint
+        self._target._agreement.claim()
 
     async def follow(self, durable_at: float, archive: Archive) -> None:
-        await self.storage.off_loop(self.claim)
+        await self._target.begin(_goes_on)
         await asyncio.sleep(durable_at - self._loop.time())
-        await self.say(archive)
+        await self._say(archive)
+        self.until_said = replace(self.storage.traffic)
         await self.hear()
         self.committed_at = self._loop.time()
 
-    async def say(self, archive: Archive) -> None:
+    async def say_first(self, attempt: _Attempt) -> None:
+        """Ahead of rank 0, whose claim is there."""
+        await self._target.begin(_goes_on)
+        agreed = self._target._agreement
+        assert isinstance(agreed, agreement.Agreement)
+        agreed._root._is_seen = True
+        await self._say(attempt.archive(_FOLLOWER))
+
+    async def _say(self, archive: Archive) -> None:
         self._target.times = SaveTimes(self._loop.time(), 0.0)
         await self._target.agree(archive, self.storage.off_loop, _goes_on)
 
@@ -380,8 +541,12 @@ class _Rank:
 def _goes_on() -> None: ...
 
 
-async def _both(one: Any, other: Any) -> None:
-    await asyncio.gather(one, other)
+async def _all(*parts: Any) -> None:
+    await asyncio.gather(*parts)
+
+
+def _nonce(rank: int) -> str:
+    return f"{rank:016x}"
 
 
 def _told(copies: Sequence[tuple[str, str, list[torch.Tensor]]]) -> dict[str, dict[str, str]]:

@@ -1,0 +1,222 @@
+"""Real clients of one real store: ranks that wait for rank 0's word as the library does, `python -m benchmarks.waiting_clients`.
+
+In: how many. Out: how long a word takes to all of them, and the processor time of the store's server. Knows nothing of: saves.
+
+Each client is a `Start` of the library with a connection of its own, a few hundred of them in one process; rank 0 is in another one, and so
+is the server. All of them share the processors of this machine, so what the clients compute is part of the time that a word takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import queue
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+from .setting import Setting
+from .table import Row
+
+NUM_CLIENTS: Final = 200
+_PER_PROCESS: Final = 250
+# That connect at the same time: each has a host of its own elsewhere, and here all share two processors.
+_AT_ONCE: Final = 10
+_NUM_WORDS: Final = 5
+_TOPIC: Final = "benchmark"
+# Between two words, in which pauses grow to what they are in a long save; and of what is measured where nobody says a thing.
+_QUIET_SECONDS: Final = 4.0
+_PATIENCE_SECONDS: Final = 150.0
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+class Waited(NamedTuple):
+    num_clients: int
+    to_all_seconds: list[float]
+    """From the call that says a word until the last client has it, for each word."""
+    to_half_seconds: list[float]
+    word_cpu_seconds: list[float]
+    """Of the server, from the call until a word has come to all of them."""
+    waiting_share: float
+    """Of one processor that the server takes while all wait and nothing is said."""
+    resting_share: float
+    """While nobody waits."""
+    descriptors: int
+    """At the server."""
+
+
+def clients(setting: Setting) -> Mapping[str, Row]:
+    """A word to many; `CLIENTS=1000` takes that many."""
+    from .scale import Growth
+
+    toy = max(setting.world_sizes) < NUM_CLIENTS
+    sizes = [8] if toy else sorted({NUM_CLIENTS, int(os.environ.get("CLIENTS", NUM_CLIENTS))})
+    found = {size: waited(size) for size in sizes}
+
+    def growth(title: str, unit: str, of: Any) -> Growth:
+        return Growth(
+            f"real clients of a store: {title}", unit, {"clients": [(size, of(found[size])) for size in sizes]}
+        )
+
+    return {
+        "clients_word": growth("a word to all", "ms", lambda one: 1e3 * median(one.to_all_seconds)),
+        "clients_word_half": growth("a word to half of them", "ms", lambda one: 1e3 * median(one.to_half_seconds)),
+        "clients_word_cpu": growth(
+            "the server's processor time for a word", "ms", lambda one: 1e3 * median(one.word_cpu_seconds)
+        ),
+        "clients_waiting": growth("the server while all wait", "% of a core", lambda one: 100 * one.waiting_share),
+        "clients_resting": growth("the server while nobody waits", "% of a core", lambda one: 100 * one.resting_share),
+        "clients_descriptors": growth("descriptors at the server", "", lambda one: one.descriptors),
+    }
+
+
+def waited(num_clients: int) -> Waited:
+    """Raises RuntimeError if a client does not hear in time."""
+    context = multiprocessing.get_context("spawn")
+    heard: Any = context.Queue()
+    ours, theirs = context.Pipe()
+    server = context.Process(target=_serve, args=(theirs,), daemon=True)
+    server.start()
+    port = ours.recv()
+    bounds = [*range(1, num_clients + 1, _PER_PROCESS), num_clients + 1]
+    pairs = [context.Pipe() for _ in bounds[1:]]
+    crews = [
+        context.Process(target=_wait, args=(port, range(first, last), num_clients + 1, heard, pair[1]), daemon=True)
+        for first, last, pair in zip(bounds[:-1], bounds[1:], pairs, strict=True)
+    ]
+    lead, leads = context.Pipe()
+    rank_0 = context.Process(target=_lead, args=(port, num_clients + 1, leads), daemon=True)
+    processes = [*crews, rank_0, server]
+    try:
+        for one in (*crews, rank_0):
+            one.start()
+        return _measured(num_clients, server.pid or 0, heard, lead, [pair[0] for pair in pairs])
+    finally:
+        for one in processes:
+            one.kill()
+        for one in processes:
+            one.join()
+
+
+def _measured(num_clients: int, server: int, heard: Any, lead: Pipe, crews: list[Pipe]) -> Waited:
+    for crew in (lead, *crews):
+        _answer(crew)
+    descriptors = len(os.listdir(f"/proc/{server}/fd"))
+    resting = _share(server)
+    for crew in crews:
+        crew.send("wait")
+        _answer(crew)
+    to_all, to_half, cpu = [], [], []
+    waiting = 0.0
+    for number in range(_NUM_WORDS):
+        waiting = _share(server)
+        before = _cpu_seconds(server)
+        lead.send(number)
+        said_at = _answer(lead)
+        at = sorted(_next_heard(heard, number) - said_at for _ in range(num_clients))
+        cpu.append(_cpu_seconds(server) - before)
+        to_all.append(at[-1])
+        to_half.append(at[len(at) // 2])
+    return Waited(num_clients, to_all, to_half, cpu, waiting, resting, descriptors)
+
+
+def _answer(pipe: Pipe) -> Any:
+    if not pipe.poll(_PATIENCE_SECONDS):
+        raise RuntimeError("a process of the clients does not answer")
+    return pipe.recv()
+
+
+def _next_heard(heard: Any, number: int) -> float:
+    try:
+        word, at = heard.get(timeout=_PATIENCE_SECONDS)
+    except queue.Empty:
+        raise RuntimeError("a client has not heard a word") from None
+    assert word == number
+    return float(at)
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _share(pid: int) -> float:
+    """Of one processor, over a while."""
+    before, begin = _cpu_seconds(pid), time.monotonic()
+    time.sleep(_QUIET_SECONDS)
+    return (_cpu_seconds(pid) - before) / (time.monotonic() - begin)
+
+
+# --- the processes ----------------------------------------------------------------------------------------------------
+
+
+def _store(port: int) -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def _serve(pipe: Pipe) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    pipe.send(store.port)
+    with suppress(EOFError):
+        pipe.recv()
+
+
+def _lead(port: int, size: int, pipe: Pipe) -> None:
+    from async_ckpt.core.ranks.start import Start
+    from async_ckpt.core.ranks.world import World
+
+    store = _store(port)
+    start = Start(World(0, size, store))
+    pipe.send("begun")
+    while True:
+        number, at = pipe.recv(), time.monotonic()
+        start.say(_TOPIC, {"number": number}).result()
+        pipe.send(at)
+
+
+def _nothing(store: Any) -> None: ...
+
+
+def _wait(port: int, ranks: range, size: int, heard: Any, pipe: Pipe) -> None:
+    from async_ckpt.core.host.loop import get_loop
+    from async_ckpt.core.ranks.start import Start
+    from async_ckpt.core.ranks.world import World
+
+    store = _store(port)
+    starts: list[Start] = []
+    for at in range(0, len(ranks), _AT_ONCE):
+        few = [Start(World(rank, size, store)) for rank in ranks[at : at + _AT_ONCE]]
+        for start in few:
+            start.token.result(_PATIENCE_SECONDS)
+            start.connection.ask(_nothing).result(_PATIENCE_SECONDS)
+        starts += few
+    for start in starts:
+        start.hear(_TOPIC, lambda word: heard.put((word["number"], time.monotonic())))
+    pipe.send("met")
+    pipe.recv()
+    for start in starts:
+        get_loop().soon(partial(start.wait, start))
+    pipe.send("waiting")
+    pipe.recv()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.waiting_clients", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--clients", type=int, default=NUM_CLIENTS)
+    print(waited(parser.parse_args().clients))
+
+
+if __name__ == "__main__":
+    main()
