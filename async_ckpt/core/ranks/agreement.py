@@ -32,7 +32,7 @@ from ...errors import (
 from ..format.digests import block_digest
 from ..host.loop import OffLoop
 from ..host.waits import DECISION_SECONDS, PEER_SECONDS, SHARED_SECONDS, SILENCE_SECONDS, growing_pauses, wait_for
-from ..runs.manifest import Archive, Manifest, RankFiles, SaveTimes
+from ..runs.manifest import Archive, Manifest, RankFiles, SaveTimes, parse
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, spread_of, table_of
 from ..spans import monotonic
 from .answers import in_words
@@ -51,6 +51,8 @@ _MAX_LOOKS_PER_SECOND: Final = 5500
 # Between looks at who is missing, and at who is lost.
 _LOOK_AROUND_SECONDS: Final = 2.0
 _SAID_SECONDS: Final = 30.0  # a wait for rank 0's call of which the log tells
+# At a root that is away, when nothing is heard of rank 0.
+_MANIFEST_LOOKS: Final = 10
 # What rank 0 says last has this long to leave before its process may end.
 _LEAVE_SECONDS: Final = 5.0
 # Not Python's own generator: its numbers are the training's, which a save must not take from it.
@@ -83,7 +85,7 @@ class Alone:
     def committing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def committed(self) -> None:
+    def committed(self, manifest: Manifest) -> None:
         """Do nothing: no other rank waits for the commit."""
 
     def afterwards(self) -> None:
@@ -410,9 +412,12 @@ class Agreement:
         if decision is not None and decision.kind == "elsewhere":
             self._is_refused = True
             raise self._elsewhere()
-        is_committed = decision is not None and decision.kind == "committed"
-        manifest = await self._manifest(off_loop, check, SHARED_SECONDS if is_committed else 0.0)
-        if manifest is None:
+        if decision is not None and decision.kind == "committed":
+            manifest = parse(decision.manifest.encode(), path=self._exchange.folder)
+            self._is_committed(await off_loop(partial(self._table_after, manifest)))
+            return manifest
+        found = await self._manifest_there(off_loop, check)
+        if found is None:
             raise PeerFailedError(
                 f"{joint.what}: {silence}. It may be committed: look at what is committed there when "
                 f"{self._root.where if decision else 'rank 0'} is back",
@@ -420,13 +425,11 @@ class Agreement:
                 undecided=True,
             )
         try:
-            await off_loop(partial(self._run.look_again, manifest))
+            await off_loop(partial(self._run.look_again, found))
         except RunTakenError as error:
             raise PeerFailedError(str(error), rank=0, undecided=True) from error
-        table = await off_loop(partial(self._table_after, manifest))
-        self._root.is_shared = True
-        self._is_committed(table)
-        return manifest
+        self._is_committed(await off_loop(partial(self._table_after, found)))
+        return found
 
     async def _decision(self, off_loop: OffLoop, check: Callable[[], None]) -> tuple[Decision | None, str]:
         """What rank 0 has said, and if it has not said yes or no, why not."""
@@ -449,16 +452,13 @@ class Agreement:
             if monotonic() > deadline:
                 return None, f"rank 0 has not said in {DECISION_SECONDS:.0f} s whether it is committed"
 
-    async def _manifest(self, off_loop: OffLoop, check: Callable[[], None], seconds: float) -> Manifest | None:
-        """The manifest, which may be hidden from this rank for so many seconds."""
-        deadline, is_there = monotonic() + seconds, None
-        for pause in _looks(self._run.storage.remote, self.world_size):
+    async def _manifest_there(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest | None:
+        """The manifest at the root, as far as it answers."""
+        for _ in range(_MANIFEST_LOOKS):
             with suppress(StorageUnavailableError):
-                is_there = await off_loop(self._exchange.manifest)
-            if is_there is not None or monotonic() > deadline:
-                return is_there
-            await _pause(pause, check)
-        raise AssertionError("looks have no end")
+                return await off_loop(self._exchange.manifest)
+            await _pause(_LOOK_SECONDS[self._run.storage.remote], check)
+        return None
 
     def _elsewhere(self) -> StorageUnavailableError:
         where = self._run.storage.locate(self._exchange.folder)
@@ -473,6 +473,7 @@ class Agreement:
         return table_of(self._run.storage, self._run.folder(manifest.step), manifest)
 
     def _is_committed(self, table: Table) -> None:
+        self._root.is_shared = True
         self._ranks.calls.decide(self._joint, JointState.COMMITTED, table)
 
     # --- the commit, on rank 0 --------------------------------------------------------------------------------
@@ -487,26 +488,31 @@ class Agreement:
             self._joint.maybe_at.discard(self._run)  # it is another one's
             raise
         except StorageFullError:
-            if not self._run.storage.remote and self._is_there() is False:
+            if not self._run.storage.remote and self._is_missing():
                 self._joint.maybe_at.discard(self._run)
             raise
 
-    def _is_there(self) -> bool | None:
-        """Whether the manifest is there; None where the root does not answer."""
-        try:
-            return self._exchange.manifest() is not None
-        except (CheckpointError, OSError):
-            return None
+    def _is_missing(self) -> bool:
+        """Whether it is sure that the manifest is not there."""
+        with suppress(CheckpointError, OSError):
+            return self._exchange.manifest() is None
+        return False
 
-    def committed(self) -> None:
-        """On rank 0: the manifest is there."""
+    def _found(self) -> Manifest | None:
+        """The manifest, if the root shows it."""
+        with suppress(CheckpointError, OSError):
+            return self._exchange.manifest()
+        return None
+
+    def committed(self, manifest: Manifest) -> None:
+        """On rank 0: the manifest is there, and no later start was seen."""
         assert self._compared is not None
         table, texts = self._compared
         self._is_committed_here = True
         self._ranks.known.compared.update(table.classes)
         self._ranks.known.texts = dict(texts)
         self._is_committed(table)
-        self._say(Decision("committed"), self._number)
+        self._say(Decision("committed", manifest=manifest.dump().decode()), self._number)
 
     def afterwards(self) -> None:
         """On rank 0, when nobody waits any more: delete what ranks have said, which takes time where they are many."""
@@ -559,9 +565,11 @@ class Agreement:
         from the commit, and so must this one.
         """
         joint, is_lost = self._joint, isinstance(error, StorageUnavailableError)
-        if is_lost and self._run in joint.maybe_at and not joint.is_committed and self._is_there():
+        is_open = is_lost and self._run in joint.maybe_at and not joint.is_committed
+        manifest = self._found() if is_open else None
+        if manifest is not None:
             error.add_note(f"{joint.what} is committed all the same: its manifest is at {self._root.where}")
-            self.committed()
+            self.committed(manifest)
             self.afterwards()
 
 

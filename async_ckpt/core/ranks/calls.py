@@ -63,11 +63,12 @@ _SUCCESSORS: Final = {
 class Decision(NamedTuple):
     """What rank 0 has decided of an attempt, at one root or at all of them.
 
-    "elsewhere": it is committed at another root, and never there; "unknown": rank 0 does not know whether it is.
+    "committed": with the text of the manifest, so that ranks need not read it; "elsewhere": it is committed at another root, and never there; "unknown": rank 0 does not know whether it is.
     """
 
     kind: Literal["committed", "failed", "elsewhere", "unknown"]
     causes: tuple[Cause, ...] = ()
+    manifest: str = ""
 
 
 class AttemptPlace(Protocol):
@@ -379,7 +380,7 @@ class Calls:
         joint, _ = self._undecided.get(word["attempt"], (None, 0.0))
         if joint is not None:
             causes = tuple(Cause(*cause) for cause in word["causes"])
-            joint.heard[word["root"]] = Decision(word["decision"], causes)
+            joint.heard[word["root"]] = Decision(word["decision"], causes, word.get("manifest", ""))
             if word["decision"] == "failed":
                 joint.causes += causes
                 self._decide(joint, JointState.REFUSED, None)
@@ -420,15 +421,15 @@ class Calls:
 
     def say_decision(self, joint: JointSave, decision: Decision, root: int = -1) -> Future[None]:
         """On rank 0: tell the other ranks. The future ends once the store has it."""
-        return self._start.say(
-            self._meeting.topic,
-            {
-                "attempt": joint.attempt,
-                "decision": decision.kind,
-                "root": root,
-                "causes": [(cause.rank, cause.error) for cause in decision.causes],
-            },
-        )
+        word: Word = {
+            "attempt": joint.attempt,
+            "decision": decision.kind,
+            "root": root,
+            "causes": [(cause.rank, cause.error) for cause in decision.causes],
+        }
+        if decision.manifest:
+            word["manifest"] = decision.manifest
+        return self._start.say(self._meeting.topic, word)
 
     def decide(self, joint: JointSave, state: JointState, table: Table | None) -> None:
         """A save is decided, and `table` is what is known of the ranks from then on; None: what it was begun with.

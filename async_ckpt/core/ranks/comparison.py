@@ -13,12 +13,14 @@ from functools import partial
 from typing import Any, Final
 
 from ...errors import CheckpointError, PeerFailedError, UnsupportedStateError
+from ..host.waits import SHARED_SECONDS
 from ..runs import layouts
 from ..runs.coverage import check_coverage, own_names
 from ..runs.manifest import RankFiles, archive_name
 from ..runs.receipts import NO_TABLE, Exchange, Receipt, Table
 from ..slicing.locator import Classes, StepLayout
 from ..slicing.shares import EVERYBODY_BYTES, MODULUS
+from ..spans import TIMEKEEPER, monotonic
 from ..spec import DTYPES
 from .calls import AttemptPlace, JointSave
 from .peers import Ranks
@@ -26,6 +28,7 @@ from .shared_values import Values, apart, differing, lacking, values_of
 
 # Archives that rank 0 looks into where their ranks' values are not the same.
 _MAX_COMPARED: Final = 64
+_LOOK_SECONDS: Final = 0.2
 
 _log = logging.getLogger("async_ckpt")
 
@@ -73,6 +76,7 @@ class Comparison:
         is_each = part.copies is not None
         self._compare_copies([one for one in receipts if is_each or one.structure not in known.compared])
         table = self._compare_values(receipts, classes)
+        self._see_archives(receipts)
         archives = self._exchange.put_archives(receipts)
         shared = {one: mates for one, mates in self._joint.table.classes.items() if one in texts}
         divided = StepLayout(table.classes, texts, shared, self._ranks.divider.root_mesh)
@@ -80,6 +84,25 @@ class Comparison:
         num_bytes = sum(receipt.num_bytes for receipt in receipts)
         per_rank = tuple(sorted({*self._per_rank, *table.differing}))
         return table, texts, RankFiles(archives, layout, table.digest, num_bytes, per_rank)
+
+    def _see_archives(self, receipts: Sequence[Receipt]) -> None:
+        """See that the archives are there, which somebody may have deleted since their ranks said so. A shared folder
+        may hide for a while what other machines have written. Raises PeerFailedError.
+        """
+        storage, folder, attempt = self._exchange.storage, self._exchange.folder, self._exchange.attempt
+        deadline = monotonic() + SHARED_SECONDS
+        while True:
+            names = set(storage.names(folder))
+            missing = [one.rank for one in receipts if archive_name(one.rank, attempt) not in names]
+            if not missing:
+                return
+            if missing[0] == 0 or monotonic() > deadline:
+                raise PeerFailedError(
+                    f"{self._joint.what} is not committed: the archive of rank {missing[0]} is not in "
+                    f"{storage.locate(folder)} any more; it was deleted",
+                    rank=missing[0],
+                )
+            TIMEKEEPER.sleep(_LOOK_SECONDS)
 
     def _check_shares(self, receipts: Sequence[Receipt], texts: Mapping[str, str]) -> None:
         """Check that ranks which share tensors all still have them, since each took its share counting on the others.

@@ -177,7 +177,7 @@ class FolderTarget(JointTarget):
                     replaces=self._replaces,
                     times=self.times,
                 )
-            self._agreement.committed()
+            self._agreement.committed(manifest)
         self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
 
     def discard(self) -> None:
@@ -339,7 +339,7 @@ class StepTarget(JointTarget):
         else:
             manifest = self._put_manifest(archives, elsewhere, retire=self._lineage.retire and not late)
         self._close_driver()
-        self._agreement.committed()
+        self._agreement.committed(manifest)
         self._is_committed_as(manifest, archives, late=late)
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
             self._announce()

@@ -122,7 +122,7 @@ at("replace", where, away)
 at("read", where, away)
 at("names", where, away)
 state = small(1)
-here.at("looking again", lambda: here.say(f"waiting{here.rank}"))
+here.at("looking again" if here.rank == 0 else "hear", lambda: here.say(f"waiting{here.rank}"))
 here.expire(lambda: here.is_said("waiting0") and here.is_said("waiting1"))
 here.save(ckpt, state, 1)
 """

@@ -82,11 +82,12 @@ def test_a_rank_that_dies_when_its_part_is_done_is_not_missed(worlds):
 
 @pytest.mark.parametrize("point", ["save", "capture", "write", "receipt", "after receipt", "manifest"])
 def test_without_rank_0_nothing_is_committed_and_nobody_says_that_it_failed(worlds, point):
-    script = DYING.format(who=0, waiting=[1, 2], point=point, die="here.die_last")
+    has_begun = point != "save"  # before that the others write nothing that rank 0 could wait for
+    script = DYING.format(who=0, waiting=[1, 2], point=point, die="here.die_last" if has_begun else "here.die")
     told = second(worlds.run(SIZE, script, killed={0}), dead=0)
 
     assert [one["error"] for one in told] == ["PeerFailedError"] * 2
-    assert [one["undecided"] for one in told] == [True] * 2
+    assert [one["undecided"] for one in told] == [has_begun] * 2
     assert_goes_on(worlds, [1])
 
 
@@ -107,7 +108,7 @@ def test_what_the_dead_have_left_goes_after_a_day_and_nothing_else(worlds, point
     (worlds.root / "step_00000002/notes.txt").touch()
     assert_goes_on(worlds, [1])
     left = left_behind(worlds)
-    assert len(left) > 3 * SIZE
+    assert len(left) > 2 * SIZE
 
     day_before_yesterday = time.time() - 2 * 86400
     for path in left:

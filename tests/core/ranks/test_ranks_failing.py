@@ -6,17 +6,10 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from rank_oracle import saved
 from rank_states import numbered
 from rank_worlds import Ended, Worlds
 from states import open_run
-
-from async_ckpt import PeerFailedError
-from async_ckpt.core.ranks.attempts import Attempts, JointSave
-from async_ckpt.core.ranks.meeting import Meeting
-from async_ckpt.core.ranks.world import World
-from async_ckpt.core.runs.receipts import Cause
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -83,7 +76,7 @@ def test_a_rank_whose_disk_is_full_is_named_to_all_others(worlds, rank):
     assert_whole(worlds, 1, 3)
 
 
-# As a file system that is mounted read-only there: neither an archive, nor a word of its own.
+# As a file system that is mounted read-only there.
 READ_ONLY = """
 import errno
 from async_ckpt import StorageUnavailableError
@@ -91,7 +84,7 @@ error = StorageUnavailableError("read-only file system", path="x")
 with open_run(here.root) as ckpt:
     here.save(ckpt, small(1), 1)
     if here.rank == {rank}:
-        for point in ("write", "receipt", "verdict", "manifest"):
+        for point in ("write", "manifest"):
             here.at(point, lambda: here.fail(error), step=2)
     for step in (2, 3):
         here.save(ckpt, small(step), step)
@@ -111,7 +104,7 @@ def test_a_rank_that_can_write_nothing_at_the_root_says_so_to_the_others_at_once
     assert column(ended, 2, "status") == ["committed"] * 2
 
 
-# Rank 1 has said yes. What rank 0 puts from then on lies in a folder that it makes anew.
+# Rank 1's archive is there. What rank 0 puts from then on lies in a folder that it makes anew.
 DELETED = """
 import shutil
 def delete():
@@ -128,7 +121,7 @@ with open_run(here.root) as ckpt:
 
 @pytest.mark.parametrize("point", ["write", "receipt", "after receipt"])
 def test_a_folder_that_is_deleted_while_ranks_write_there_fails_that_save_at_once(worlds, point):
-    """Rank 0 would wait for a receipt that was there, and the others for its verdict."""
+    """A manifest would name archives that are gone."""
     ended = worlds.run(2, DELETED.format(point=point))
 
     assert None not in column(ended, 1, "error")
@@ -296,8 +289,6 @@ def test_a_driver_that_cannot_be_written_fails_the_save_of_all(worlds, what, dri
 AWAY = """
 from async_ckpt import StorageUnavailableError
 with open_run(here.root) as ckpt:
-    if here.rank == 0:
-        here.at("manifest", lambda: here.hear("refused"))
     if here.rank == 1:
         def refuse():
             if not here.is_said("refused"):
@@ -312,48 +303,6 @@ def test_a_root_that_is_away_while_the_decision_is_waited_for_is_asked_again(wor
     ended = worlds.run(2, AWAY)
 
     assert column(ended, 0, "status") == ["committed"] * 2
-
-
-def test_saves_that_failed_while_rank_0_never_came_leave_their_step_undecided():
-    meeting = Meeting()
-    meeting._world = World(1, 2, store=dist.PrefixStore("", dist.HashStore()))  # where rank 0 says nothing
-    attempts, failed, asked = Attempts(meeting, max_in_flight=1), [JointSave(1), JointSave(1)], []
-    for joint in failed:
-        attempts.fail(joint, Cause(1, "no room here"))
-    for joint in failed:
-        attempts.forget(joint)
-
-    assert [joint.is_left for joint in failed] == [True, True]  # or what follows would wait for ever
-    with pytest.raises(PeerFailedError, match="does not know whether it is committed") as raised:
-        attempts.begin(JointSave(1), asked.append)
-    assert (raised.value.undecided, asked) == (True, failed[:1])
-
-
-UNSAID = """
-from async_ckpt import StorageUnavailableError
-from async_ckpt.core.ranks.shared_root import SharedRoot
-away = StorageUnavailableError("not now", path="x")
-with open_run(here.root) as ckpt:
-    here.save(ckpt, small(1), 1)
-    if here.rank == 1:
-        here.at("write", lambda: here.fail(OSError("broken")), step=2)
-    here.at("receipt" if here.rank == 1 else "verdict", lambda: here.fail(away), step=2)
-    SharedRoot._say = lambda *_: False  # nor by the group's store, which is gone
-    here.expire(lambda: True)
-    here.save(ckpt, small(2), 2)
-    here.save(ckpt, small(2), 2)
-    here.meet("told")
-"""
-
-
-def test_an_attempt_that_nobody_could_decide_keeps_its_step_and_no_other(worlds):
-    """Rank 1 could not say that it failed, nor rank 0 that it gave up."""
-    ended = worlds.run(2, UNSAID)
-
-    assert column(ended, 2, "raised_by") == ["save"] * 2
-    assert column(ended, 2, "undecided") == [True] * 2
-    assert column(ended, 2, "rank") == [0] * 2  # which has not said what it decided
-    assert "save another step" in ended[0].saves[2]["text"]
 
 
 LOST = """
