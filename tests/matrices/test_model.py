@@ -8,13 +8,16 @@ import pytest
 from interleaved import line
 from slices import PART, is_tried, some
 
+from tests.matrices.model import word_model
 from tests.matrices.model.commit_configurations import BROKEN, KNOWN, QUICK, QUICK_ROOTS, SLOW, VIOLATIONS, WHOLE
 from tests.matrices.model.commit_model import STANDS_FOR, Move, moves
 from tests.matrices.model.commit_replay import Replay, without_waiting
 from tests.matrices.model.commit_search import search, told
 from tests.matrices.model.commit_state import Configuration, first_state
-from tests.matrices.model.next_configurations import BROKEN_NEXT, QUICK_NEXT, NextConfiguration
+from tests.matrices.model.next_configurations import BROKEN_NEXT, QUICK_NEXT, WORDS, NextConfiguration
 from tests.matrices.model.roots_model import RootsConfiguration
+from tests.matrices.model.word_model import WordConfiguration, WordMove
+from tests.matrices.model.word_replay import WordReplay
 
 Explored = Configuration | RootsConfiguration | NextConfiguration
 
@@ -66,7 +69,7 @@ def test_the_library_takes_the_same_steps(seed: int) -> None:
 
 
 # In the others, what is broken shows in no step of a process.
-UNSEEN = ("readers take every manifest", "verdicts are not read")
+UNSEEN = ("readers take every manifest",)
 WAYS = [one for one, _ in BROKEN if isinstance(one, Configuration) and one.broken not in UNSEEN]
 
 
@@ -94,3 +97,91 @@ def test_the_longest_way_is_the_library_s() -> None:
     found = search(QUICK[PART % len(QUICK)])
     with without_waiting():
         Replay(found.configuration).follow(found.path)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def word_walk(configuration: WordConfiguration, dice: random.Random) -> list[WordMove]:
+    """Moves by chance, up to an end; the library keeps words for longer, and so deletes none here.
+
+    Without decisions that are read ahead of their calls, which the test below this one has.
+    """
+    state, path = word_model.first_state(configuration), []
+    chosen = -1
+
+    def is_early(move: WordMove) -> bool:
+        if not move.what.startswith("reads "):
+            return False
+        rank = state.ranks[move.rank]
+        word = state.store.words[rank.read]
+        return word.kind != "save" and any(one.attempt == word.attempt for one in rank.pending)
+
+    while following := [
+        one for one in word_model.moves(configuration, state) if one.what != "deletes words" and not is_early(one)
+    ]:
+        alone = [one for one in following if one.rank == chosen and dice.random() < 0.8]
+        move = dice.choice(alone or following)
+        chosen = move.rank
+        path.append(move)
+        state = move.then
+    return path
+
+
+@pytest.mark.parametrize("seed", some(range(40), 20))
+def test_the_calls_of_the_library_come_to_what_they_do_in_the_model(seed: int) -> None:
+    for number in range(50):
+        dice = random.Random(50 * seed + number)
+        configuration = dice.choice(WORDS)
+        path = word_walk(configuration, dice)
+        try:
+            WordReplay(configuration).follow(path)
+        except AssertionError as error:
+            shown = "\n".join(f"{at:4}  {word_model.told(move)}" for at, move in enumerate(path, 1))
+            raise AssertionError(f"seed {50 * seed + number}, {configuration.name}: {error}\n{shown}") from error
+
+
+@pytest.mark.parametrize("configuration", some(WORDS, 3), ids=lambda one: one.name)
+def test_the_library_takes_the_longest_way_of_words(configuration: WordConfiguration) -> None:
+    path = [move for move in search(configuration._replace(in_flight=1)).path if move.what != "deletes words"]
+    WordReplay(configuration).follow(path)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="Calls._hear_decision forgets it, and the rank then waits for it as long as it waits at all"
+)
+def test_a_decision_that_is_read_ahead_of_its_call_ends_that_call() -> None:
+    configuration = WordConfiguration("one call", ((word_model.Call(1),), (word_model.Call(1),)), faults=1)
+    path = the_way(
+        configuration,
+        "calls step 1",
+        "cannot write",
+        "word arrives",
+        "word arrives",
+        "reads save",
+        "reads failed",
+        "calls step 1",
+    )
+    WordReplay(configuration).follow(path)
+
+
+def the_way(configuration: WordConfiguration, *whats: str) -> list[WordMove]:
+    """The moves of these names: on rank 0 where it can make one, else on the other rank."""
+    state, path = word_model.first_state(configuration), []
+    for what in whats:
+        move = next(one for one in word_model.moves(configuration, state) if one.what == what)
+        path.append(move)
+        state = move.then
+    return path
+
+
+# In the others, what is broken is a move that does not come, or the deletion of words, which is another one in the library.
+WORD_UNSEEN = ("one log, read in order", "a word is deleted unread")
+WORD_WAYS = [one for one, _ in BROKEN_NEXT if isinstance(one, WordConfiguration) and one.broken not in WORD_UNSEEN]
+
+
+@pytest.mark.parametrize("broken", some(WORD_WAYS, 3), ids=lambda one: one.name)
+def test_the_library_does_not_go_the_way_of_broken_words(broken: WordConfiguration) -> None:
+    path = [move for move in search(broken).path if move.what != "deletes words"]
+    with pytest.raises((AssertionError, IndexError)):
+        WordReplay(broken).follow(path)

@@ -13,9 +13,9 @@ from .commit_state import Attempt, Configuration, Manifest, State, Store, line_o
 INVARIANTS: Final = (
     "what rank 0 has acknowledged is on the line, or a later commit has retired it, or retention has deleted it",
     "what another rank calls committed is on the line, or a later commit has retired it, or retention has deleted it",
-    "no manifest is put by a start that had lost the run when all of its ranks had said yes",
+    "no manifest is put by a start that had lost the run when all receipts were there",
     "what is refused is committed by nobody",
-    "each rank's archive of the same attempt lies under a manifest",
+    "the archive of the same attempt lies under a manifest",
     "a manifest goes only by a rollback, by the rule of starts, or by retention",
     "a run is a line: starts rise with steps, and so do the commits that were acknowledged",
     "the tracker moves back only from a step that was retired",
@@ -49,10 +49,8 @@ def _broken_in(configuration: Configuration, state: State) -> Iterator[int]:
                     yield min(number, 1)
                 if word == "refused" and attempt in put:
                     yield 3
-    if put.intersection(store.verdicts):
-        yield 3
     for one in store.manifests:
-        if not all(one.attempt in rank.archives for rank in state.starts[one.attempt.start]):
+        if one.attempt not in state.starts[one.attempt.start][0].archives:
             yield 4
     there = {one.attempt for one in store.manifests}.union(store.renamed, store.deleted, store.replaced)
     if not put <= there:

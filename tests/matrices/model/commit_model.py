@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from async_ckpt.core.ranks.agreement import Agreement
-from async_ckpt.core.ranks.attempts import Attempts
+from async_ckpt.core.ranks.calls import Calls
 from async_ckpt.core.runs.announce import Announcer
 from async_ckpt.core.runs.receipts import Exchange
 from async_ckpt.core.runs.root import Root
@@ -42,9 +42,6 @@ STANDS_FOR: Final = {
     "put seen": Tenure._put_seen,
     "check again": Run.check,
     "put archive": Storage.create,
-    "put receipt": Exchange.put_receipt,
-    "put refusal": Agreement._put_refusal,
-    "not begun": Agreement._raise_not_begun,
     "collect": Agreement._all_receipts,
     "give up": Agreement._raise_missing,
     "look": Run.check_taken,
@@ -65,10 +62,9 @@ STANDS_FOR: Final = {
     "delete": Sweeper.delete,
     "look after deleting": Run._needed_of,
     "put back": Sweeper.delete,
-    "put verdict": Exchange.put_verdict,
-    "hear": Exchange.decision,
-    "hear nothing": Agreement._heard,
-    "listen again": Attempts._wait_for_decision,
+    "refuse": Agreement._refuse_for_all,
+    "hear": Calls._hear_decision,
+    "hear nothing": Exchange.manifest,
 }
 
 
@@ -161,7 +157,7 @@ class Process:
 
     @property
     def attempt(self) -> Attempt:
-        number = self.rank.decided.count(self.step)
+        number = self.rank.begun.count(self.step)
         return Attempt(self.start, self.step, 0 if self.broken == "attempts keep their name" else number)
 
     def outcomes(self) -> Iterator[Outcome]:
@@ -175,11 +171,9 @@ class Process:
     def ends(self, word: str, store: Store | None = None, *, what: str = "", rank: Rank | None = None) -> Outcome:
         """The save ends, by this word of the handle."""
         rank, attempt, step = rank or self.rank, self.attempt, self.step
-        is_decided = word in ("committed", "refused")
         rank = rank._replace(
             save=rank.save + 1,
-            decided=(*rank.decided, step) if is_decided else rank.decided,
-            left=rank.left if is_decided else (*rank.left, step),
+            begun=(*rank.begun, step),
             said=(*rank.said, (attempt, word)),
             seen=Seen(),
         )
@@ -192,26 +186,7 @@ class Process:
         """Where a rank begins its next save."""
         if rank.save == len(self.plan):
             return "done"
-        if max(1, rank.base + self.plan[rank.save]) in rank.left:
-            return "listen again"
-        is_early = self.number and self.broken == "receipts before archives"
-        return "put receipt" if is_early else "put archive" if self.number else "check"
-
-    def _listen_again(self) -> Iterator[Outcome]:
-        """`Attempts.begin`, at a step whose last attempt was given up here undecided. A save that raises there has no name."""
-        manifest, attempt = self.store.at(self.step), self.attempt
-        is_there = manifest is not None and manifest.attempt == attempt
-        if is_there and self.is_overtaken:
-            yield self.goes("done", what="listen again")
-        elif is_there or attempt in self.store.verdicts:
-            rank = self.rank._replace(
-                decided=(*self.rank.decided, self.step), left=tuple(one for one in self.rank.left if one != self.step)
-            )
-            yield Outcome("listen again", self.store, rank._replace(at=self._begins(rank)))
-        else:
-            yield self.goes("done", what="hear nothing")
-
-    zero_listen_again = other_listen_again = _listen_again
+        return "hear" if self.number else "check"
 
     @property
     def is_taken(self) -> bool:
@@ -245,7 +220,7 @@ class Process:
 
     def zero_check(self) -> Iterator[Outcome]:
         must_take = self.rank.own is None or self.rank.own.first > self.step
-        yield self.goes("put verdict" if self._is_refused() else "list starts" if must_take else "put archive")
+        yield self.goes("refuse" if self._is_refused() else "list starts" if must_take else "put archive")
 
     def _is_refused(self) -> bool:
         counted = [one.step for one in line_of(self.shown, self.broken, self.rank.own)]
@@ -254,7 +229,7 @@ class Process:
 
     def zero_list_starts(self) -> Iterator[Outcome]:
         if self.is_taken:
-            yield self.goes("put verdict")
+            yield self.goes("refuse")
         else:
             number = 1 + max((start.number for start in self.shown.starts), default=0)
             seen = self._looked(Seen(number=number, first=self.step))
@@ -292,7 +267,7 @@ class Process:
         if self.shown.later_than(self.rank.own or new):
             if self.rank.own is not None:
                 store = self.store._replace(starts=tuple(one for one in self.store.starts if one != new))
-            return self.goes("put verdict", store, seen=Seen())
+            return self.goes("refuse", store, seen=Seen())
         told = dict(self.shown.seen)
         helps = tuple(start for start in self.shown.starts if start < new and start not in told)
         seen = self._looked(self.rank.seen)._replace(helps=helps)
@@ -311,40 +286,28 @@ class Process:
     def zero_put_seen(self) -> Iterator[Outcome]:
         own = Start(self.rank.seen.number, self.start, self.rank.seen.first)
         if own in dict(self.store.seen):
-            yield self.goes("put verdict", seen=Seen())
+            yield self.goes("refuse", seen=Seen())
         else:
             yield self.goes("check again", self._with_seen(own), own=own, seen=Seen())
 
     def zero_check_again(self) -> Iterator[Outcome]:
-        yield self.goes("put verdict" if self._is_refused() else "put archive")
+        yield self.goes("refuse" if self._is_refused() else "put archive")
 
     def zero_put_archive(self) -> Iterator[Outcome]:
-        yield self.goes("put receipt", archives=(*self.rank.archives, self.attempt))
-
-    def zero_put_receipt(self) -> Iterator[Outcome]:
-        yield self.goes("collect", receipts=(*self.rank.receipts, (self.attempt, True)))
+        yield self.goes("collect", archives=(*self.rank.archives, self.attempt))
 
     def zero_collect(self) -> Iterator[Outcome]:
-        said = [dict(rank.receipts[::-1]).get(self.attempt) for rank in self.ranks]
-        refused = any((self.attempt, False) in rank.receipts for rank in self.ranks)
-        if refused and self.broken != "refusals are not read":
-            yield self.goes("put verdict")
-        elif None not in said or self.broken == "receipts are not awaited":
-            skips = self.broken == "no look before the manifest"
-            seen = self.listed() if skips else Seen()
-            yield self.goes("rename" if skips else "look", seen=seen, is_late=self.is_taken)
-        # The deadline has passed, or nobody is there any more who could say a thing.
-        is_alone = any(one is None and rank.at == "done" for one, rank in zip(said, self.ranks, strict=True))
-        if (self.state.faults or is_alone) and None in said:
-            at = "look" if self.broken == "a verdict does not bind" else "put verdict"
-            verdicts = tuple(sorted({*self.store.verdicts, self.attempt}))
-            store = self.store._replace(verdicts=verdicts) if at == "look" else self.store
-            yield self.goes(at, store, what="give up")._replace(is_fault=not is_alone)
+        """The receipts of the other ranks, which the model of words has: they come, or one does not."""
+        skips = self.broken == "no look before the manifest"
+        seen = self.listed() if skips else Seen()
+        yield self.goes("rename" if skips else "look", seen=seen, is_late=self.is_taken)
+        if self.state.faults:
+            yield self.goes("refuse", what="give up")._replace(is_fault=True)
 
     # --- rank 0, the commit ---
 
     def zero_look(self) -> Iterator[Outcome]:
-        yield self.goes("put verdict") if self.is_taken else self.goes("rename", seen=self.listed())
+        yield self.goes("refuse") if self.is_taken else self.goes("rename", seen=self.listed())
 
     def zero_rename(self) -> Iterator[Outcome]:
         """What an earlier rollback has left is brought to its end."""
@@ -400,7 +363,7 @@ class Process:
         if there is None or self.broken == "manifests are put without a condition":
             yield self.goes("look again", self._with_manifest())
         elif there in line_of(self.shown, self.broken, self.rank.own):
-            yield self.goes("put verdict")
+            yield self.goes("refuse")
         else:
             is_told = self.broken != "what does not count is replaced without an intent"
             at = "put intent to replace" if is_told else "replace manifest"
@@ -416,7 +379,7 @@ class Process:
     def zero_replace_manifest(self) -> Iterator[Outcome]:
         there, store = self.store.at(self.step), self.store
         if there is None or (there,) != self.rank.seen.going:
-            yield self.goes("put verdict")
+            yield self.goes("refuse")
             return
         replaced = tuple(sorted({*store.replaced, there.attempt}))
         yield self.goes("look again", self._with_manifest()._replace(replaced=replaced))
@@ -433,8 +396,10 @@ class Process:
         yield self.ends("taken") if sees else self._acknowledged(self.store)
 
     def _acknowledged(self, store: Store) -> Outcome:
+        counted = line_of(self.shown, self.broken, self.rank.own)
+        newest = max([self.step, *(one.step for one in counted)])  # a later start may have gone on
         rank = self.rank._replace(
-            said=(*self.rank.said, (self.attempt, "committed")), seen=self.listed(number=self.step)
+            said=(*self.rank.said, (self.attempt, "committed")), seen=self.listed(number=newest)
         )
         return Outcome(self.rank.at, store, rank._replace(at="finish" if store.intents else "read tracker"))
 
@@ -499,10 +464,8 @@ class Process:
         if not doomed:
             return self._after(outcome)
         at = "delete" if self.broken == "no look before deleting" else "look before deleting"
-        # `Sweeper.read_folder`
-        verdicts = tuple(one for one in outcome.store.verdicts if one.step in doomed)
         going = tuple(one for one in outcome.store.manifests if one.step in doomed)
-        seen = Seen(tuple(doomed), verdicts=verdicts, going=going)
+        seen = Seen(tuple(doomed), going=going)
         return outcome._replace(rank=outcome.rank._replace(at=at, seen=seen))
 
     def zero_look_before_deleting(self) -> Iterator[Outcome]:
@@ -522,12 +485,8 @@ class Process:
         seen = self.rank.seen
         if self.is_taken and seen.going:
             yield self.goes("put back")
-        elif self.is_taken:
-            yield self._after(self.goes("look after deleting"))
         else:
-            steps = {one.step for one in seen.going}
-            kept = tuple(one for one in self.store.verdicts if one.step not in steps or one not in seen.verdicts)
-            yield self._after(self.goes("look after deleting", self.store._replace(verdicts=kept)))
+            yield self._after(self.goes("look after deleting"))
 
     def zero_put_back(self) -> Iterator[Outcome]:
         seen, store = self.rank.seen, self.store
@@ -537,55 +496,26 @@ class Process:
         outcome = self.goes("put back", store, seen=seen._replace(going=tuple(left)))
         yield outcome if left else self._after(outcome)
 
-    def zero_put_verdict(self) -> Iterator[Outcome]:
-        store = self.store._replace(verdicts=tuple(sorted({*self.store.verdicts, self.attempt})))
-        yield self.ends("refused", store)
+    def zero_refuse(self) -> Iterator[Outcome]:
+        yield self.ends("refused")
 
     # --- the other ranks ---
 
     def other_restore(self) -> Iterator[Outcome]:
         zero = self.ranks[0]
         if zero.at != "restore":
-            at = "put receipt" if self.broken == "receipts before archives" else "put archive"
-            yield self.goes(at, base=zero.base)
-
-    def other_put_archive(self) -> Iterator[Outcome]:
-        is_late = (self.attempt, True) in self.rank.receipts
-        yield self.goes("hear" if is_late else "put receipt", archives=(*self.rank.archives, self.attempt))
-
-    def other_put_receipt(self) -> Iterator[Outcome]:
-        # `_see_that_it_is_shared`: rank 0 has claimed the root, or said no.
-        if self.ranks[0].own is None and self.attempt not in self.store.verdicts:
-            if any(attempt == self.attempt for attempt, _ in self.ranks[0].said):  # its verdict went with the step
-                yield self._refuses("not begun")
-            return
-        at = "put archive" if self.broken == "receipts before archives" else "hear"
-        yield self.goes(at, receipts=(*self.rank.receipts, (self.attempt, True)))
-        if self.state.faults:
-            yield self._refuses("put refusal")._replace(is_fault=True)
-
-    def _refuses(self, what: str) -> Outcome:
-        """`Agreement._put_refusal`; and its archive is discarded."""
-        archives = tuple(one for one in self.rank.archives if one != self.attempt)
-        rank = self.rank._replace(archives=archives, receipts=(*self.rank.receipts, (self.attempt, False)))
-        if what == "not begun":
-            return self.ends("undecided", what=what, rank=rank)
-        return Outcome(what, self.store, rank._replace(at="hear"))
+            yield self.goes("hear", base=zero.base)
 
     def other_hear(self) -> Iterator[Outcome]:
-        manifest = self.store.at(self.step)
-        if manifest is not None and manifest.attempt == self.attempt:
-            yield self.goes("look again")
-        elif self.attempt in self.store.verdicts and self.broken != "verdicts are not read":
-            yield self.ends("refused")
-        else:
-            is_heard = self.attempt in self.store.verdicts
-            is_put = any(one.attempt == self.attempt for one in self.store.put)
-            is_said = any(attempt == self.attempt for attempt, _ in self.ranks[0].said)
-            is_gone = is_put or is_said or self.ranks[0].at == "done"
-            is_in_vain = is_gone and not is_heard
-            if self.state.faults or is_in_vain:
-                yield self.ends("undecided", what="hear nothing")._replace(is_fault=not is_in_vain)
+        """Rank 0 says what it has decided, once it has; a rank that hears nothing goes by the manifest."""
+        word = dict(self.ranks[0].said).get(self.attempt)
+        if word in ("committed", "refused"):
+            yield self.ends(word)
+        if word == "taken" or self.state.faults:
+            manifest = self.store.at(self.step)
+            is_there = manifest is not None and manifest.attempt == self.attempt
+            outcome = self.goes("look again") if is_there else self.ends("undecided")
+            yield outcome._replace(what="hear nothing", is_fault=word != "taken")
 
     def other_look_again(self) -> Iterator[Outcome]:
         yield self.ends("undecided" if self.is_overtaken else "committed")

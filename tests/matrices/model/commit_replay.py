@@ -1,6 +1,7 @@
-"""A path of the model, taken by the library itself: real runs and agreements on one store, each process a thread that waits for its turn.
+"""A path of the model, taken by the library itself: real runs on one store, each process a thread that waits for its turn.
 
-In: moves. Out: where storage and handles differ from the model, after each of them. Knows nothing of: invariants.
+In: moves. Out: where storage and handles differ from the model, after each of them. Knows nothing of: invariants, what ranks say to each
+other (`word_replay`).
 
 A process stops at the gates, which are named as the moves. A move that only reads may have no gate, where the library has nothing to read;
 one that changes storage must have it.
@@ -8,25 +9,19 @@ one that changes storage must have it.
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from interleaved import Objects, StoreOf
 from racing import PATIENCE, Call
 
-from async_ckpt import Keep, PeerFailedError, RunTakenError, StepBehindError, StepExistsError
-from async_ckpt.core.ranks import agreement
-from async_ckpt.core.ranks.agreement import Agreement
-from async_ckpt.core.ranks.attempts import JointSave, JointState, OwnPart
-from async_ckpt.core.ranks.heartbeats import Heartbeats
+from async_ckpt import Keep, RunTakenError, StepBehindError, StepExistsError
 from async_ckpt.core.runs import run as runs
-from async_ckpt.core.runs.manifest import Archive, Manifest, RankFiles, parse, parse_intent
-from async_ckpt.core.runs.receipts import EMPTY, Exchange, Receipt
+from async_ckpt.core.runs.manifest import Archive, parse, parse_intent
+from async_ckpt.core.runs.receipts import Exchange
 from async_ckpt.core.runs.run import Run
 from async_ckpt.core.runs.starts import Tenure, split_starts
 
@@ -38,37 +33,14 @@ class Stopped(BaseException):
     """The path has ended."""
 
 
-_now = threading.local()
-
-
-class _Comparison:
-    """All ranks have equal states."""
-
-    def __init__(self, ranks: Any, joint: JointSave, run: Run, exchange: Exchange) -> None:
-        self._exchange = exchange
-
-    def compare(self, receipts: Sequence[Receipt]) -> tuple[Any, RankFiles]:
-        archives, layout = self._exchange.put_archives(receipts), self._exchange.put_layout(b"layout")
-        return EMPTY, RankFiles(archives, layout, EMPTY.digest, len(receipts))
-
-
-def _clock() -> float:
-    return 1e9 if getattr(_now, "is_late", False) else 0.0
-
-
-async def _no_pause(seconds: float, check: Callable[[], None]) -> None:
-    check()
+class _GivenUp(Exception):
+    """The receipts of the other ranks have not come."""
 
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Deadlines pass where a path says so, and at no other moment."""
-    with (
-        mock.patch.object(agreement, "Comparison", _Comparison),
-        mock.patch.object(agreement, "_pause", _no_pause),
-        mock.patch.object(agreement, "monotonic", _clock),
-        mock.patch.object(runs, "_SEEN_TRIES", 1),
-    ):
+    """No process waits for another one."""
+    with mock.patch.object(runs, "_SEEN_TRIES", 1):
         yield
 
 
@@ -110,7 +82,6 @@ class Player:
             assert self._changed.wait_for(lambda: self.goes_by or self._is_stopped, PATIENCE)
             if self._is_stopped:
                 raise Stopped
-            _now.is_late = self.goes_by in ("give up", "hear nothing")
             self.at = ""
             return self.goes_by
 
@@ -158,9 +129,6 @@ class Player:
         elif call == "names" and not path and self._last_manifest:
             self._last_manifest = ""
             self.gate("look again")
-        elif call == "put_new" and name.startswith("verdict."):
-            self._last_manifest = ""  # it was another one's
-            self.gate("put verdict")
         elif path == "latest":
             self.gate("read tracker" if call == "read" else "put tracker")
         elif call == "delete" and name == "manifest.json":
@@ -203,7 +171,7 @@ class Player:
 
     def _work(self) -> None:
         try:
-            asyncio.run(self._train())
+            self._train()
         except Stopped:
             pass
         except BaseException as error:
@@ -213,99 +181,42 @@ class Player:
                 self.has_ended = True
                 self._changed.notify_all()
 
-    async def _train(self) -> None:
+    def _train(self) -> None:
         self.gate("restore")
         zero = self.replay.players[self.start][0]
         self.base = zero.base if self.number else (self.run.latest() or 0)
-        joints: dict[int, list[JointSave]] = {}
+        steps: list[int] = []
         for more in self.plan:
             step = max(1, self.base + more)
-            before = joints.setdefault(step, [])
-            if before and not before[-1].is_decided:
-                before[-1].life.go(JointState.BEGUN)
-                await self._agreement(before[-1], "listen again").follow(_at_once)
-                if not before[-1].is_decided:
-                    return
-            joint = JointSave(step, attempt=name_of(Attempt(self.start, step, len(before))))
-            structure, shared = SimpleNamespace(digest="0" * 16, text=""), SimpleNamespace(digest=lambda: "0" * 32)
-            joint.take(OwnPart(structure, (), shared, 0, None), joint.table)  # type: ignore[arg-type]
-            joint.life.go(JointState.BEGUN)
-            before.append(joint)
-            word = await (self._saves_with(joint) if self.number else self._decides(joint))
+            attempt = name_of(Attempt(self.start, step, steps.count(step)))
+            steps.append(step)
+            word = self._hears(step, attempt, zero) if self.number else self._decides(step, attempt)
             if self._is_committing:
                 self.said.pop()
-            self.said.append((joint.attempt, word))
+            self.said.append((attempt, word))
 
-    def _agreement(self, joint: JointSave, listens: str = "hear") -> Agreement:
-        root = SimpleNamespace(
-            is_apart=False, is_named=True, is_shared=True, where="", sees=lambda: True, claim=lambda: None,
-            verdict=lambda attempt: None, refusal=lambda attempt: None, found_apart=lambda: False,
-            say_verdict=lambda verdict: False, say_refusal=lambda attempt, cause: False,
-            say_unknown=lambda attempt: False, is_unknown=lambda attempt: False,
-        )  # fmt: skip
-        attempts = SimpleNamespace(
-            decide=lambda one, state, table: None if one.is_decided else one.life.go(state),
-            say=lambda one: None,
-            said_instead=lambda one: None,
-            decided_at=lambda step: [],
-        )
-        ranks: Any = SimpleNamespace(
-            world=SimpleNamespace(rank=self.number, size=self.configuration.num_ranks, store=None),
-            root=lambda run, one: root,
-            attempts=attempts,
-            known=SimpleNamespace(compared=set()),
-            meeting=SimpleNamespace(advice="see what they say", heartbeats=Heartbeats()),
-        )
-        made = Agreement(ranks, joint, self.run)
-        exchange = made._exchange
+    def _hears(self, step: int, attempt: str, zero: Player) -> str:
+        """What rank 0 has said; or what is at the root, if nothing is heard of it."""
+        if self.gate("hear") == "hear":
+            return dict(zero.said)[attempt].replace("committing", "committed")
+        manifest = Exchange(self.run.storage, self.run.folder(step), attempt).manifest()
+        if manifest is None:
+            return "undecided"
+        self._last_manifest = attempt
+        try:
+            self.run.look_again(manifest)
+        except RunTakenError:
+            return "undecided"
+        return "committed"
 
-        def gated(at: str, call: Callable[..., Any]) -> Callable[..., Any]:
-            def gated_call(*arguments: Any, **more: Any) -> Any:
-                self.gate(at)
-                return call(*arguments, **more)
-
-            return gated_call
-
-        def gated_decision(**more: Any) -> Any:
-            self.gate(listens)
-            decision = decide(**more)
-            if isinstance(decision, Manifest) and listens == "hear":
-                self._last_manifest = decision.attempt
-            return decision
-
-        decide = exchange.decision
-        exchange.receipts = gated("collect", exchange.receipts)  # type: ignore[method-assign]
-        exchange.decision = gated_decision  # type: ignore[method-assign]
-        return made
-
-    def _put_archive(self, joint: JointSave) -> Archive:
+    def _put_archive(self, step: int, attempt: str) -> Archive:
         self.gate("put archive")
-        path = self.run.attempt_path(joint.step, joint.attempt, self.number)
+        path = self.run.attempt_path(step, attempt, self.number)
         self.run.storage.replace(path, b"x")
         return Archive(path.rpartition("/")[2], 1, "0" * 32)
 
-    async def _saves_with(self, joint: JointSave) -> str:
-        made = self._agreement(joint)
-        archive = self._put_archive(joint)
-        try:
-            what = self.gate("put receipt")
-            if what == "not begun":
-                made._raise_not_begun()
-            if what == "put refusal":
-                self._discard(joint)
-                made.refuse(OSError("it has failed"), is_followed=True)
-                await made.follow(_at_once)
-                return "refused" if joint.is_decided else "undecided"
-            await made.agree(archive, _times(), _at_once, _nothing)
-            await made.hear(_at_once, _nothing)
-        except Exception as error:
-            if made.refuse(error):
-                self._discard(joint)
-            return "refused" if joint.is_decided else "undecided"
-        return "committed"
-
-    async def _decides(self, joint: JointSave) -> str:
-        run, step, made = self.run, joint.step, self._agreement(joint)
+    def _decides(self, step: int, attempt: str) -> str:
+        run, may_be_there = self.run, False
         options = {"overwrite": False, "rolled_back": False, "retire": self.configuration.retire}
         try:
             self.gate("check")
@@ -315,22 +226,23 @@ class Player:
                 run.take(step, [])
                 self.gate("check again")
                 run.check(step, **options)
-            archive = self._put_archive(joint)
-            self.gate("put receipt")
-            of_ranks = await made.agree(archive, _times(), _at_once, _nothing)
+            archive = self._put_archive(step, attempt)
+            if self.gate("collect") == "give up":
+                raise _GivenUp
             run.check_taken()
-            with made.committing():
-                run.commit(
-                    step, joint.attempt, (archive,), replaces=None, retire=self.configuration.retire, ranks=of_ranks,
-                    world_size=self.configuration.num_ranks,
-                )  # fmt: skip
-            made.committed()
-        except (RunTakenError, StepExistsError, StepBehindError, PeerFailedError) as error:
-            if not made.refuse(error):
+            may_be_there = True
+            run.commit(
+                step, attempt, (archive,), replaces=None, retire=self.configuration.retire,
+                world_size=self.configuration.num_ranks,
+            )  # fmt: skip
+        except (RunTakenError, StepExistsError, StepBehindError, _GivenUp) as error:
+            if may_be_there and not isinstance(error, StepExistsError):
                 return "taken"
-            self._discard(joint)
+            self._last_manifest = ""  # it was another one's
+            self.gate("refuse")
+            self._discard(step, attempt)
             return "refused"
-        self.said.append((joint.attempt, "committing"))
+        self.said.append((attempt, "committing"))
         run.announce(step)
         try:
             run.retain(step, replaced=None, in_flight=[step])
@@ -338,20 +250,8 @@ class Player:
             pass
         return "committed"
 
-    def _discard(self, joint: JointSave) -> None:
-        self.run.storage.delete(self.run.attempt_path(joint.step, joint.attempt, self.number))
-
-
-def _nothing() -> None:
-    """Somebody waits for the save still."""
-
-
-def _times() -> Any:
-    return SimpleNamespace(seconds=0.0, stall_seconds=0.0)
-
-
-async def _at_once(call: Callable[[], Any]) -> Any:
-    return call()
+    def _discard(self, step: int, attempt: str) -> None:
+        self.run.storage.delete(self.run.attempt_path(step, attempt, self.number))
 
 
 class Replay:
@@ -408,7 +308,6 @@ class Replay:
         data = self.objects.data
         starts = split_starts(sorted(path for path in data if "/" not in path))[1]
         manifests = [parse(data[path][0], path=path) for path in data if path.endswith("/manifest.json")]
-        receipts = [path.rpartition("/") for path in data if "/receipts." in path]
         return {
             "starts": sorted((one.number, one.token, one.first) for one in starts),
             "seen": sorted(one.label for one in starts if one.has_seen),
@@ -416,11 +315,7 @@ class Replay:
                 (one.step, one.attempt, tuple(two.attempt for two in one.retires)) for one in manifests
             ),
             "intents": sorted(intent[1] for path in data if (intent := parse_intent(path))),
-            "verdicts": sorted(path.split(".")[1] for path in data if "/verdict." in path),
             "tracker": int(data["latest"][0].split(b"_")[-1] or 0) if "latest" in data else 0,
-            "receipts": sorted(
-                (folder.split("receipts.")[1], int(name[:5]), name.endswith(".ok")) for folder, _, name in receipts
-            ),
             "archives": sorted(
                 path.split(".")[1] + path.split("rank_")[1][:5]
                 for path in data
@@ -433,18 +328,14 @@ def _without(have: dict[str, Any], deleted: set[int], replaced: set[str]) -> dic
     """Leaves out what lies beside a manifest in the folders of deleted steps, or of one that was replaced: the model
     keeps it.
     """
-    for kind in ("receipts", "archives"):
-        names = [(one if kind == "archives" else one[0], one) for one in have[kind]]
-        have[kind] = [one for name, one in names if step_of(name) not in deleted and name[:8] not in replaced]
-    return have
+    archives = have["archives"]
+    return {**have, "archives": [one for one in archives if step_of(one) not in deleted and one[:8] not in replaced]}
 
 
 # Gates at which moves of other names lead on.
 _GATES = {
     "give up": ("collect",),
-    "hear nothing": ("hear", "listen again"),
-    "put refusal": ("put receipt",),
-    "not begun": ("put receipt",),
+    "hear nothing": ("hear",),
     "end rollback": ("rename", "finish"),
     "rename out": ("finish",),
     "look for the intent": ("look",),
@@ -456,10 +347,9 @@ _GATES = {
 def as_modelled(state: State) -> dict[str, Any]:
     """The same of a state."""
     store = state.store
-    receipts, archives = [], []
+    archives = []
     for ranks in state.starts:
         for number, rank in enumerate(ranks):
-            receipts += [(name_of(attempt), number, is_ok) for attempt, is_ok in rank.receipts]
             archives += [f"{name_of(attempt)}{number:05d}" for attempt in rank.archives]
     return {
         "starts": sorted((one.number, token_of(one.token), one.first) for one in store.starts),
@@ -468,9 +358,7 @@ def as_modelled(state: State) -> dict[str, Any]:
             (one.step, name_of(one.attempt), tuple(map(name_of, one.retires))) for one in store.manifests
         ),
         "intents": sorted(map(name_of, store.intents)),
-        "verdicts": sorted(map(name_of, store.verdicts)),
         "tracker": store.tracker,
-        "receipts": sorted(receipts),
         "archives": sorted(archives),
     }
 

@@ -55,7 +55,6 @@ class Store(NamedTuple):
     intents: tuple[Attempt, ...] = ()
     renamed: tuple[Attempt, ...] = ()
     replaced: tuple[Attempt, ...] = ()  # what did not count, by a commit of the same step
-    verdicts: tuple[Attempt, ...] = ()
     tracker: int = 0
     version: int = 0  # of the tracker
     put: tuple[Manifest, ...] = ()  # all manifests that ever were, in their order
@@ -94,7 +93,6 @@ class Seen(NamedTuple):
     first: int = 0  # of the start to put
     saw: tuple[Attempt, ...] = ()  # what that start has seen
     helps: tuple[Start, ...] = ()  # starts that have not said what they have seen
-    verdicts: tuple[Attempt, ...] = ()  # in the folders that are to go
     going: tuple[Manifest, ...] = ()  # the manifests in these folders
 
 
@@ -105,10 +103,8 @@ class Rank(NamedTuple):
     save: int = 0
     base: int = 0
     own: Start | None = None
-    decided: tuple[int, ...] = ()  # steps, once for each attempt
-    left: tuple[int, ...] = ()  # steps of attempts that this rank does not know the decision of
+    begun: tuple[int, ...] = ()  # steps, once for each attempt
     archives: tuple[Attempt, ...] = ()
-    receipts: tuple[tuple[Attempt, bool], ...] = ()
     said: tuple[tuple[Attempt, str], ...] = ()  # by its handles
     seen: Seen = Seen()
     is_late: bool = False  # only for the invariants: it had lost the run when all ranks had said yes

@@ -1,13 +1,16 @@
-"""The next protocol of ranks: one log of rank 0's words for all calls, which each rank matches to its own by channel and step.
+"""The protocol of ranks: one log of rank 0's words for all calls, which each rank matches to its own by channel and step.
 
 In: a configuration. Out: states, the moves between them, and what does not hold in one. Knows nothing of: the order in which states are
-looked at, starts of worlds (`fence_model`), how ranks find each other (`start_model`).
+looked at, starts of worlds (`commit_model`), how ranks find each other (`start_model`).
 
-Nothing in the library does this yet. Rank 0 says each of its calls as a word of the log: channel, step, the number of the word as the name
-of the attempt, and a slot for receipts that no undecided attempt has; later it says what was decided. Another rank enters a call in its
-channel's queue before it looks at an argument, and matches words to entries in order, never by a count. Each rank has one connection to the
-store: what it sets arrives later, in order; what it asks is answered behind that. A rank that dies moves no more, and the store may vanish
-for all at once. Both are silence: the moves that follow from it (`deadlines`) come when nothing else can.
+Rank 0 says each of its calls as a word of the log: channel, step, and the name of the attempt, here the number of the word; a call that
+fails there before it has begun, or that nobody makes, is one word that says so. Later it says what was decided. Another rank enters a call
+in its channel's queue before it looks at an argument, and matches words to entries by their steps, never by a count. Each rank has one
+connection to the store: what it sets arrives later, in order; what it asks is answered behind that. A rank that dies moves no more, and the
+store may vanish for all at once. Both are silence: the moves that follow from it (`deadlines`) come when nothing else can.
+
+`word_replay` has the library take random paths of it. One thing differs on purpose: words go once all living ranks have read them, and in
+the library once a thousand more were said.
 """
 
 from __future__ import annotations
@@ -58,13 +61,15 @@ class WordConfiguration(NamedTuple):
 
 
 class Word(NamedTuple):
-    """Of rank 0. `kind` is "save", or what was decided of an attempt: "committed", "failed", "undecided", "skipped"."""
+    """Of rank 0. `kind` is "save", or what was decided of an attempt: "committed", "failed", "undecided". `ends`: what a call has come to
+    that has not begun, "failed" or "skipped".
+    """
 
     kind: str
     channel: int
     step: int
     attempt: int
-    slot: int = 0
+    ends: str = ""
 
 
 class Entry(NamedTuple):
@@ -76,7 +81,6 @@ class Entry(NamedTuple):
     fails: bool = False
     at: str = "open"  # then "writing", "durable", "told"; on rank 0 "collecting", "putting", "put"
     attempt: int = -1
-    slot: int = 0
 
 
 class Rank(NamedTuple):
@@ -93,7 +97,7 @@ class Rank(NamedTuple):
 class Store(NamedTuple):
     words: tuple[Word, ...] = ()
     first: int = 0  # words before it are deleted
-    slots: tuple[tuple[int, int, int, bool], ...] = ()  # rank, slot, attempt, yes
+    receipts: tuple[tuple[int, int, bool], ...] = ()  # rank, attempt, yes
     counts: tuple[tuple[int, int], ...] = ()  # attempt, number of receipts
     signs: tuple[int, ...] = ()  # words that each rank has read, as it has said
     is_gone: bool = False
@@ -171,7 +175,7 @@ class Process:
             if entry.at == "told":
                 yield self._move("takes rank 0 for dead", self._end(self.rank, entry, self._looked(entry)), left=left)
             elif entry.at == "writing":
-                rank = self._receipt(self._end(self.rank, entry, "undecided"), entry, yes=False)
+                rank = self._receipt(self._end(self.rank, entry, "failed"), entry, yes=False)
                 yield self._move("takes rank 0 for dead", rank, left=left)
 
     def deadlines(self) -> Iterator[WordMove]:
@@ -199,14 +203,12 @@ class Process:
             yield self._move(f"calls step {call.step}", self._matched(rank._replace(entries=(*rank.entries, entry))))
             return
         number = rank.read  # rank 0 counts the words that it has said
-        taken = {one.slot for one in rank.entries}
-        slot = next(one for one in range(len(taken) + 1) if one not in taken)
-        word = Word("save", call.channel, call.step, number, slot)
+        is_begun = not (call.step == NO_STEP or call.fails or call.skips)
+        ends = "" if is_begun else "skipped" if call.skips else "failed"
+        word = Word("save", call.channel, call.step, number, ends)
         rank = rank._replace(read=number + 1, pipe=(*rank.pipe, ("word", word)))
-        entry = entry._replace(attempt=number, slot=slot, at="writing")
-        rank = rank._replace(entries=(*rank.entries, entry))
-        if call.step == NO_STEP or call.fails or call.skips:
-            rank = self._decide(rank, entry, "skipped" if call.skips else "failed")
+        entry = entry._replace(attempt=number, at="writing")
+        rank = rank._replace(entries=(*rank.entries, entry)) if is_begun else self._end(rank, entry, ends)
         yield self._move(f"calls step {call.step}", rank)
 
     def _arrive(self) -> Iterator[WordMove]:
@@ -217,9 +219,7 @@ class Process:
         if what == "word":
             store = store._replace(words=(*store.words, Word(*value)))
         elif what == "receipt":
-            slot, attempt, yes = value
-            others = tuple(one for one in store.slots if one[:2] != (self.number, slot))
-            store = store._replace(slots=tuple(sorted((*others, (self.number, slot, attempt, yes)))))
+            store = store._replace(receipts=tuple(sorted({*store.receipts, (self.number, *value)})))
         elif what == "count":
             counts = dict(store.counts)
             counts[value[0]] = counts.get(value[0], 0) + 1
@@ -280,36 +280,46 @@ class Process:
         """Match the words of each channel to its entries, both in order."""
         while (found := self._next_match(rank)) is not None:
             word, entry = found
-            if entry is None:  # this rank has made all its calls
+            if word is None:
+                assert entry is not None
+                rank = self._end(rank, entry, ALONE)
+            elif entry is None:
                 rank = self._refuse(self._without(rank, word), word)
-            elif NO_STEP in (word.step, entry.step) or (entry.fails and word.step == entry.step):
+            elif word.ends:
+                rank = self._end(self._without(rank, word), entry, word.ends, word.attempt)
+            elif NO_STEP in (word.step, entry.step) or entry.fails:
                 rank = self._refuse(self._end(self._without(rank, word), entry, "failed", word.attempt), word)
-            elif word.step == entry.step or self.broken == "words are matched by a count":
-                taken = entry._replace(at="writing", attempt=word.attempt, slot=word.slot)
+            else:
+                taken = entry._replace(at="writing", attempt=word.attempt)
                 rank = self._with(self._without(rank, word), entry, taken)
                 decided = [one for one in rank.pending if one.kind != "save" and one.attempt == word.attempt]
                 for one in decided:
                     rank = self._heard(rank._replace(pending=tuple(p for p in rank.pending if p != one)), one)
-            elif word.step < entry.step or self.broken == "a word above the entry is refused":
-                rank = self._refuse(self._without(rank, word), word)
-            else:
-                rank = self._end(rank, entry, ALONE)
         return rank
 
-    def _next_match(self, rank: Rank) -> tuple[Word, Entry | None] | None:
-        is_over = rank.calls == len(self.plan)
+    def _next_match(self, rank: Rank) -> tuple[Word | None, Entry | None] | None:
+        """The next word and entry of one call, or one of them that has none."""
         for channel in sorted({word.channel for word in rank.pending}):
             words = [word for word in rank.pending if word.kind == "save" and word.channel == channel]
             entries = [entry for entry in rank.entries if entry.at == "open" and entry.channel == channel]
-            if words and (entries or is_over):
-                return words[0], entries[0] if entries else None
+            if not (words and entries):
+                continue
+            if self.broken == "words are matched by a count":
+                return words[0], entries[0]
+            for at, word in enumerate(words):
+                for number, entry in enumerate(entries):
+                    if word.step == entry.step or NO_STEP in (word.step, entry.step):
+                        return (words[0], None) if at else (None, entries[0]) if number else (word, entry)
+            if words[0].step < entries[0].step or self.broken == "a word above the entry is refused":
+                return words[0], None
+            return None, entries[0]
         return None
 
     def _heard(self, rank: Rank, word: Word) -> Rank:
         """What was decided of an attempt: for the entry that has it, or for the word that waits for an entry."""
         entry = next((one for one in rank.entries if one.attempt == word.attempt), None)
-        if entry is not None:
-            return self._end(rank, entry, word.kind)
+        if entry is not None:  # rank 0 does not know: each rank looks for itself
+            return self._end(rank, entry, self._looked(entry) if word.kind == "undecided" else word.kind)
         if any(one.kind == "save" and one.attempt == word.attempt for one in rank.pending):
             return rank._replace(pending=(*rank.pending, word))
         return rank
@@ -330,14 +340,12 @@ class Process:
         return "committed" if is_there else "undecided"
 
     def _refuse(self, rank: Rank, word: Word) -> Rank:
-        """Say no, unless it is known what was decided: the slot may be that of another attempt by now."""
-        is_decided = any(one.kind != "save" and one.attempt == word.attempt for one in rank.pending)
-        if is_decided and self.broken != "a no after the decision":
-            return rank._replace(pending=tuple(one for one in rank.pending if one.attempt != word.attempt))
-        return self._receipt(rank, word, yes=False)
+        """Say no, and forget what was decided."""
+        rank = rank._replace(pending=tuple(one for one in rank.pending if one.attempt != word.attempt))
+        return rank if word.ends else self._receipt(rank, word, yes=False)
 
     def _receipt(self, rank: Rank, of: Word | Entry, *, yes: bool) -> Rank:
-        said = (("receipt", (of.slot, of.attempt, yes)), ("count", (of.attempt,)))
+        said = (("receipt", (of.attempt, yes)), *[("count", (of.attempt,))] * yes)
         if self.broken == "a count before its receipt":
             said = said[::-1]
         return rank._replace(pipe=(*rank.pipe, *said))
@@ -349,14 +357,14 @@ class Process:
         for entry in self.rank.entries:
             if entry.at not in ("writing", "collecting"):
                 continue
-            there = {rank: (attempt, yes) for rank, at, attempt, yes in self.store.slots if at == entry.slot}
-            if any(one == (entry.attempt, False) for one in there.values()):
+            there = {rank: yes for rank, attempt, yes in self.store.receipts if attempt == entry.attempt}
+            if not all(there.values()):
                 if self.broken != "refusals are not read":
                     yield self._move("sees a no", self._decide(self.rank, entry, "failed"))
                     continue
             elif self.state.left[2]:
                 left = (*self.state.left[:2], self.state.left[2] - 1)
-                for other in range(1, size):
+                for other in set(range(1, size)).difference(there):
                     taken = self.rank._replace(taken=(*self.rank.taken, other))
                     yield self._move("takes a rank for dead", self._decide(taken, entry, "failed"), left=left)
             is_counted = dict(self.store.counts).get(entry.attempt, 0) == size - 1
@@ -372,7 +380,7 @@ class Process:
         for entry in self.rank.entries:
             if entry.at != "putting":
                 continue
-            there = {rank: attempt for rank, at, attempt, _ in self.store.slots if at == entry.slot}
+            there = {rank: attempt for rank, attempt, yes in self.store.receipts if attempt == entry.attempt and yes}
             names = (entry.attempt, *(there.get(rank, -1) for rank in range(1, self.configuration.num_ranks)))
             put = tuple(sorted((*self.state.manifests, (entry.attempt, names))))
             yield self._move("puts the manifest", self._decide(self.rank, entry, "committed"), manifests=put)
@@ -382,6 +390,8 @@ class Process:
                 unknown = self._decide(self.rank, entry, word)
                 yield self._move("gets no answer to its put", unknown, left=left)
                 yield self._move("gets no answer to a put that arrives", unknown, left=left, manifests=put)
+                found = self._decide(self.rank, entry, "committed")
+                yield self._move("gets no answer, and finds its put", found, left=left, manifests=put)
 
     def _decide(self, rank: Rank, entry: Entry, word: str) -> Rank:
         said = Word(word, entry.channel, entry.step, entry.attempt)
