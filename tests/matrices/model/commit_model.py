@@ -397,7 +397,7 @@ class Process:
 
     def _acknowledged(self, store: Store) -> Outcome:
         counted = line_of(self.shown, self.broken, self.rank.own)
-        newest = max([self.step, *(one.step for one in counted)])  # a later start may have gone on
+        newest = counted[-1].step if counted else self.step  # a later start may have gone on, or gone back
         rank = self.rank._replace(
             said=(*self.rank.said, (self.attempt, "committed")), seen=self.listed(number=newest)
         )

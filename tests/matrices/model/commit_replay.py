@@ -143,7 +143,8 @@ class Player:
         retire, look = root._retire, self.run.check_taken
 
         def gated_retire(step: int, retired: Any) -> None:
-            self.gate("finish" if self._is_committing else "rename")
+            if f"{root.folder(step)}/manifest.json" in self.replay.objects.data:  # else another process has renamed it
+                self.gate("finish" if self._is_committing else "rename")
             retire(step, retired)
 
         def gated_look() -> None:
