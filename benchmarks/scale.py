@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import linear_regression, median
@@ -210,7 +209,6 @@ def _distributed(rank: int, mesh: DeviceMesh, num_tensors: int) -> dict[str, Any
 
 def commits(setting: Setting) -> dict[str, Row]:
     """Simulated seconds from the moment on at which the last archive is durable."""
-    random.seed(setting.world_tensors)  # of the pauses between looks
     worlds = {(kind, size): _saved(kind, size, setting.world_tensors) for kind in KINDS for size in setting.world_sizes}
     saves = {key: world.saves for key, world in worlds.items()}
     memory = {
