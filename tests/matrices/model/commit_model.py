@@ -1,6 +1,8 @@
 """The commit of a save by several ranks, as steps between which any other process may take any number of its own.
 
-In: a state. Out: the states that follow. Knows nothing of: the order in which states are looked at, and what must hold in them.
+In: a state. Out: the states that follow. Knows nothing of: the order in which states are looked at, what must hold in them, and what ranks
+say to each other (`word_model`): receipts come or do not, and a rank hears what rank 0 has decided, or hears nothing and goes by the
+manifest.
 
 Each step makes at most one change to storage, and is named by the function of the library that it stands for (`STANDS_FOR`). Reads that
 follow one listing are taken for one moment. There is one root, whose listings show at once what is written unless a configuration is
@@ -9,9 +11,9 @@ process that has crashed is one that takes no step any more. It needs no steps o
 alone, and storage after a crash is storage while that process sleeps. So all crashes, and all processes that wake late, are among the
 orders.
 
-Two savings leave out no state that an invariant tells apart. A rank's archive has a name of its own, and nothing looks at it before the
-receipt that follows it; so putting it commutes with each step of every other process, and where a process can do so, only that step is taken
-(a persistent set of one step, in a graph without cycles). Ranks other than 0 of one start have the same program, and are kept sorted.
+Two savings leave out no state that an invariant tells apart. An archive has a name of its own, and nothing looks at it before the manifest;
+so putting it commutes with each step of every other process, and where a process can do so, only that step is taken (a persistent set of one
+step, in a graph without cycles). Ranks other than 0 of one start have the same program, and are kept sorted.
 """
 
 from __future__ import annotations
@@ -398,9 +400,7 @@ class Process:
     def _acknowledged(self, store: Store) -> Outcome:
         counted = line_of(self.shown, self.broken, self.rank.own)
         newest = counted[-1].step if counted else self.step  # a later start may have gone on, or gone back
-        rank = self.rank._replace(
-            said=(*self.rank.said, (self.attempt, "committed")), seen=self.listed(number=newest)
-        )
+        rank = self.rank._replace(said=(*self.rank.said, (self.attempt, "committed")), seen=self.listed(number=newest))
         return Outcome(self.rank.at, store, rank._replace(at="finish" if store.intents else "read tracker"))
 
     def _after(self, outcome: Outcome) -> Outcome:

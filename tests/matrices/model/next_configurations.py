@@ -118,6 +118,7 @@ _NEXT_BROKEN: Final = (
     (_ALIKE, "receipts are not awaited", 2),
     (_ALIKE, "a word is deleted unread", 3),
     (_FAULTS, "a put without an answer is a no", 1),
+    (_FAULTS, "a decision ahead of its call is forgotten", 4),
     (_MISSED, "refusals are not read", 3),
     (_MISSED, "words are matched by a count", 2),
     (_TWO_LINES, "commits are listed before the line is claimed", 0),

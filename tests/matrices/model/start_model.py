@@ -3,10 +3,11 @@
 In: a configuration. Out: states, the moves between them, and what does not hold in one. Knows nothing of: the order in which states are
 looked at, what is said afterwards (`word_model`).
 
-Each rank says hello by a nonce. Rank 0 answers each nonce with its token, below which all else lies;
-the rank then says there that it has met it. Rank 0 begins once all have said so, each by the nonce that was answered last: a hello may be
-that of a dead start. It answers a new nonce of a rank that it has not met, and refuses one of a rank that it has met, which has started
-again alone. Of two processes that say they are one rank, the one whose hello is gone gives up.
+Each rank says hello by a nonce. Rank 0 answers each nonce with its token, below which all else lies; the rank then says there that it has
+met it. Rank 0 begins once all have said so, each by the nonce that was answered last: a hello may be that of a dead start. (In the library
+it begins to save before that, and takes receipts of the nonce that it has answered last alone.) It answers a new nonce of a rank that it has
+not met, and refuses one of a rank that it has met, which has started again alone. Of two processes that say they are one rank, the one
+whose hello is gone gives up.
 """
 
 from __future__ import annotations

@@ -320,6 +320,8 @@ class Process:
         entry = next((one for one in rank.entries if one.attempt == word.attempt), None)
         if entry is not None:  # rank 0 does not know: each rank looks for itself
             return self._end(rank, entry, self._looked(entry) if word.kind == "undecided" else word.kind)
+        if self.broken == "a decision ahead of its call is forgotten":
+            return rank
         if any(one.kind == "save" and one.attempt == word.attempt for one in rank.pending):
             return rank._replace(pending=(*rank.pending, word))
         return rank
@@ -452,6 +454,10 @@ def violated(configuration: WordConfiguration, before: State | None, state: Stat
         for _, attempt, word in rank.said:
             if attempt >= 0:
                 words.setdefault(attempt, set()).add(word)
+    for rank in state.ranks[1:]:
+        read = {word.attempt for word in state.store.words[: rank.read] if word.kind != "save"}
+        if any(entry.attempt in read for entry in rank.entries):
+            return INVARIANTS[4]
     there = dict(state.manifests)
     for attempt, said in words.items():
         if {"committed", "failed"} <= said:
