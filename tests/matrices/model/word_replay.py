@@ -195,6 +195,7 @@ class _Task:
         self.clock, self.pause_seconds = 0.0, 0.0
         self.at, self.gate_ahead = "", None
         self.outcome = ""
+        self.run: asyncio.Task[None] | None = None
         is_step = call.step != NO_STEP
         self.joint = JointSave(call.step if is_step else None)
         self.place = _Place(player.replay.objects, self.joint)
@@ -325,6 +326,9 @@ class WordReplay:
             for task in asyncio.all_tasks(self.loop):
                 task.cancel()
             self.loop.settle()
+            for run in [task.run for player in self.players for task in player.tasks if task.run is not None]:
+                if run.done() and not run.cancelled():
+                    run.exception()  # or asyncio logs one that nobody has asked for
             self.loop.close()
 
     def _take(self, move: WordMove, before: State, where: str) -> None:
@@ -394,7 +398,7 @@ class WordReplay:
         for player, rank in zip(self.players, state.ranks, strict=True):
             modelled = {call: _LIKE.get(word, word) for call, _, word in rank.said}
             for number, task in enumerate(player.tasks):
-                run = getattr(task, "run", None)
+                run = task.run
                 assert run is None or not run.done() or run.exception() is None, repr(run.exception())
                 if task.call.step == NO_STEP or task.call.fails:
                     continue  # it has raised
