@@ -86,7 +86,7 @@ SIGNATURES = {
         "(root, *, keep=None, due=None, guard=None, host_bytes=None, "
         "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, naming=None, strict=False, "
         "exit_timeout=None, progress=False, commit='all', max_bandwidth=None, trace=None, "
-        "ranks=None, store=None, run_id=None, differing='keep', check_replicas=False, mesh=None)"
+        "ranks=None, store=None, differing='keep', check_replicas=False, mesh=None)"
     ),
     AsyncCheckpointer.save: (
         "(self, state, step, *, overwrite=False, guard=that of the checkpointer, record=None, rolling=False, ttl_seconds=None, "

@@ -96,28 +96,24 @@ def test_what_no_launcher_sets_is_refused(tmp_path, monkeypatch, rank, world_siz
 @pytest.mark.parametrize(
     ("given", "error", "what"),
     [
-        ({"ranks": (4, 4), "run_id": "a"}, ValueError, "the ranks of 4 processes are 0 to 3"),
-        ({"ranks": (-1, 4), "run_id": "a"}, ValueError, "the ranks of 4 processes are 0 to 3"),
-        ({"ranks": (0, 4)}, ValueError, "needs store=.*or run_id=, a text that is the same on all ranks"),
-        ({"ranks": (0, 4), "run_id": ""}, ValueError, "needs store=.*run_id="),
-        ({"ranks": (0, 4), "run_id": 7}, TypeError, "run_id must be a text, got 7"),
-        ({"run_id": "a"}, ValueError, "run_id= belongs to ranks="),
+        ({"ranks": (4, 4), "store": dist.HashStore()}, ValueError, "the ranks of 4 processes are 0 to 3"),
+        ({"ranks": (-1, 4), "store": dist.HashStore()}, ValueError, "the ranks of 4 processes are 0 to 3"),
+        ({"ranks": (0, 4)}, ValueError, "needs store=, a store of torch.distributed.*is_master=rank == 0"),
         (
-            {"ranks": 4, "run_id": "a"},
+            {"ranks": 4, "store": dist.HashStore()},
             TypeError,
             r"ranks must be \(rank, world_size\), such as \(0, 4\), got 4",
         ),
-        ({"ranks": "04", "run_id": "a"}, TypeError, "ranks must be"),
-        ({"ranks": (0, True), "run_id": "a"}, TypeError, "ranks must be"),
-        ({"ranks": (0.0, 4), "run_id": "a"}, TypeError, "ranks must be"),
-        ({"ranks": (0, 1, 2), "run_id": "a"}, TypeError, "ranks must be"),
+        ({"ranks": "04"}, TypeError, "ranks must be"),
+        ({"ranks": (0, True)}, TypeError, "ranks must be"),
+        ({"ranks": (0.0, 4)}, TypeError, "ranks must be"),
+        ({"ranks": (0, 1, 2)}, TypeError, "ranks must be"),
         ({"store": dist.HashStore()}, ValueError, "store= belongs to ranks="),
         (
             {"ranks": (0, 4), "store": "localhost:29500"},
             TypeError,
             "must be a store of torch.distributed.*got 'localhost",
         ),
-        ({"ranks": (0, 4), "store": dist.HashStore(), "run_id": "a"}, ValueError, "with store= leave it out"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_at_once(tmp_path, given, error, what):

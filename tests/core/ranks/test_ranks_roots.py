@@ -7,18 +7,22 @@ import threading
 
 import pytest
 import torch
-from racing import until
+import torch.distributed as dist
+from racing import Call, until
 from rank_oracle import run_of, saved
 from rank_states import numbered
 from states import open_run
 
-from async_ckpt import CheckpointError, CorruptCheckpointError, Place, verify
+from async_ckpt import CorruptCheckpointError, Place, verify
 from async_ckpt.core.ranks.shared_root import SharedRoot
+from async_ckpt.core.ranks.store import Connection, Words
 from async_ckpt.core.ranks.world import World
 from async_ckpt.core.storage.local import LocalStorage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
+# In a rank without a process group: what a launcher would give it.
+AGENT_STORE = "dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)"
 TWICE = """
 with open_run({root}) as ckpt:
     for step in (1, 2):
@@ -105,7 +109,7 @@ with open_run({[str(root) for root in roots]}, keep=1) as ckpt:
         assert {one.step for one in run_of(root).manifest(4).elsewhere} == {1}
 
 
-def test_saves_that_begin_together_claim_a_root_once_and_another_start_does_not(tmp_path):
+def test_saves_that_begin_together_claim_a_root_once_and_another_start_does_so_beside_them(tmp_path):
     together = threading.Barrier(2, timeout=60)
 
     class Meeting(LocalStorage):
@@ -113,45 +117,32 @@ def test_saves_that_begin_together_claim_a_root_once_and_another_start_does_not(
             together.wait()
             return super().put_new(*arguments, **options)
 
-    def at(storage):
-        return SharedRoot(storage, "root/0", World(0, 2, "first"), lambda: "token", lambda: None)
+    store = dist.HashStore()
 
-    failed = []
+    def at(storage, rank, token):
+        return SharedRoot(storage, "root/0", World(rank, 2, store), token, Words(Connection(store), token))
 
-    def claim():
-        try:
-            root.claim()
-        except CheckpointError as error:
-            failed.append(error)
-
-    root = at(Meeting(tmp_path))
-    saves = [threading.Thread(target=claim) for _ in range(2)]
+    root, other = at(Meeting(tmp_path), 0, "token"), at(LocalStorage(tmp_path), 1, "token")
+    saves = [Call(root.claim) for _ in range(2)]
     for save in saves:
-        save.start()
-    for save in saves:
-        save.join(60)
-    assert failed == []
-    with pytest.raises(CheckpointError, match="run_id='first' was used by an earlier start"):
-        at(LocalStorage(tmp_path)).claim()
+        save.outcome()
+    assert other.sees()
+    at(LocalStorage(tmp_path), 0, "another").claim()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["world.another.json", "world.token.json"]
 
 
-# As where each node has a disk of its own. Rank 0 does not find the receipt of rank 1.
+# As where each node has a disk of its own.
 LOCAL = """
 with open_run(f"{here.root}/node{here.rank}"{options}) as ckpt:
-    state = small(1)
-    {expire}
-    here.save(ckpt, state, 1)
-    here.save(ckpt, small(2), 2)
-"""
-EXPIRE = """
-    here.at("looking again", lambda: here.say(f"waiting{here.rank}"))
-    here.expire(lambda: here.is_said(f"waiting{here.rank}"))
+    here.save(ckpt, {"a": numbered(9)}, 1)
+    here.save(ckpt, {"a": numbered(9)}, 2)
 """
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b'{"rank": 0}', b'{"rank": "0", "world_size": 2, "nonce": "x"}'])
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"rank": "0", "world_size": 2, "nonce": "x"}'])
 def test_a_claim_that_nobody_can_read_is_refused_by_name(tmp_path, text):
-    root = SharedRoot(LocalStorage(tmp_path), "root/0", World(1, 2, "first"), lambda: "token", lambda: None)
+    store = dist.HashStore()
+    root = SharedRoot(LocalStorage(tmp_path), "root/0", World(1, 2, store), "token", Words(Connection(store), "token"))
     (tmp_path / "world.token.json").write_bytes(text)
     with pytest.raises(CorruptCheckpointError, match=r"world\.token\.json: it is not the claim of a rank"):
         root.sees()
@@ -159,19 +150,16 @@ def test_a_claim_that_nobody_can_read_is_refused_by_name(tmp_path, text):
 
 @pytest.mark.parametrize("has_group", [True, False])
 def test_a_root_that_is_local_to_each_node_is_refused(worlds, has_group):
-    """With a process group at once on all ranks; else when nothing was heard for long enough."""
-    options = "" if has_group else ", ranks=(here.rank, here.size), run_id='first'"
-    state = LOCAL.replace("small(1)", "{'a': numbered(9)}").replace("small(2)", "{'a': numbered(9)}")
-    script = state.replace("{options}", options).replace("{expire}", "" if has_group else EXPIRE.strip())
-    first, second = worlds.run(2, script, has_group=has_group)
+    options = "" if has_group else f", ranks=(here.rank, here.size), store={AGENT_STORE}"
+    first, second = worlds.run(2, LOCAL.replace("{options}", options), has_group=has_group)
 
     assert (first.saves[0]["error"], first.saves[0]["rank"]) == ("PeerFailedError", 1)
     assert f"{worlds.root}/node0 must be shared by all ranks" in first.saves[0]["text"]
     assert second.saves[0]["error"] == "PeerFailedError"
-    seen = "rank 1 does not see there what rank 0 has written" if has_group else "rank 0 has not begun to write to"
-    assert seen in second.saves[0]["text"]
-    assert "a root that all ranks share" in second.saves[0]["text"].replace("Give", "give")
-    assert [one.saves[1]["error"] for one in (first, second)] == ["PeerFailedError"] * 2
+    assert "rank 1 does not see there what rank 0 has written" in second.saves[0]["text"]
+    for one in (first, second):
+        assert "Give a root that all ranks share" in one.saves[0]["text"]
+        assert one.saves[1]["error"] == "PeerFailedError"
     for rank in (0, 1):
         assert open_run(worlds.root / f"node{rank}").steps() == []
 
@@ -242,52 +230,25 @@ def test_a_clock_that_is_hours_off_on_one_rank_changes_nothing(worlds, rank):
 
 
 MISTAKEN = """
-from racing import until
-from async_ckpt.core.ranks import agreement
-from async_ckpt.core.runs.receipts import Exchange
-
-# Rank 1 puts its mistaken receipt at one root when it has learned of its mistake at the other, and waits for that
-# receipt; or when it has taken back its receipts without a wait.
-begin, put, withdraw, clock = agreement.Agreement._put_receipt, Exchange.put_receipt, Exchange.withdraw, agreement.monotonic
-mistaken, looks, withdrawn = [], [], []
-def begun(self, *receipt):
-    if here.rank == 1 and self._joint.step == 7:
-        mistaken.append(self._joint)
-    begin(self, *receipt)
-def late(self, *receipt):
-    if mistaken and self.storage.locate("").rstrip("/").endswith("/b"):
-        until(lambda: len(looks) > 1 or self in withdrawn)
-    put(self, *receipt)
-def noted(self, rank):
-    withdraw(self, rank)
-    withdrawn.append(self)
-def looked_at():
-    if mistaken and mistaken[0].instead is not None:
-        looks.append(clock())
-    return clock()
-agreement.Agreement._put_receipt, agreement.monotonic = begun, looked_at
-Exchange.put_receipt, Exchange.withdraw = late, noted
-
+states = [small(step) for step in range(9)]
 with open_run({roots}, commit={commit!r}, max_in_flight=2) as ckpt:
-    here.save(ckpt, small(1), 1)
-    here.save(ckpt, small(2), 2 if here.rank == 0 else 7)
-    here.save(ckpt, small(7), 7)
-    here.save(ckpt, small(8), 8)
+    for step in [(1, 2, 7, 8), (1, 7, 7, 8)][here.rank]:
+        here.save(ckpt, states[step], step)
 """
 
 
 @pytest.mark.parametrize("commit", ["all", "any"])
-def test_a_rank_that_saves_another_step_leaves_no_receipt_at_any_of_several_roots(worlds, tmp_path, commit):
-    """The next attempt at that step has the same name: a receipt that is left would be taken for a part of it."""
+def test_a_rank_that_saves_another_step_leaves_nothing_at_any_of_several_roots(worlds, tmp_path, commit):
+    """Its call belongs to that of rank 0 which has the same step, and nothing is taken for a part of another."""
     roots = [tmp_path / "a", tmp_path / "b"]
-    ended = worlds.run(2, MISTAKEN.format(roots=[str(root) for root in roots], commit=commit))
+    first, second = worlds.run(2, MISTAKEN.format(roots=[str(root) for root in roots], commit=commit))
 
-    for one in ended:
-        assert [save.get("status", save.get("error", "failed")) for save in one.saves][2:] == ["committed"] * 2, (
-            one.saves
-        )
-        assert one.saves[1].get("status") != "committed"
+    assert [save.get("status") for save in first.saves] == ["committed", None, "committed", "committed"]
+    assert [save.get("status") for save in second.saves] == ["committed", "committed", None, "committed"]
+    assert "rank 1: it has made no call for step 2" in first.saves[1]["text"]
+    assert "rank 1 has made this call alone" in second.saves[2]["text"]
     for root in roots:
-        assert open_run(root).steps() == [1, 7, 8]
+        assert_committed(root, [1, 7, 8])
         assert verify(root).steps == (1, 7, 8)
-        assert list(root.glob("step_00000007/receipts.*")) == []
+        assert list(root.glob("step_*/receipts.*")) == []
+        assert list(root.glob("step_00000002/*")) == []
