@@ -345,6 +345,7 @@ class AsyncCheckpointer(RunReader):
         finally:
             self._notice.close()
             if self._saver.belongs_here:
+                self._ranks.calls.close()
                 self._roots.close()
 
     def __enter__(self) -> Self:

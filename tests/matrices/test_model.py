@@ -103,23 +103,11 @@ def test_the_longest_way_is_the_library_s() -> None:
 
 
 def word_walk(configuration: WordConfiguration, dice: random.Random) -> list[WordMove]:
-    """Moves by chance, up to an end; the library keeps words for longer, and so deletes none here.
-
-    Without decisions that are read ahead of their calls, which the test below this one has.
-    """
+    """Moves by chance, up to an end; the library keeps words for longer, and so deletes none here."""
     state, path = word_model.first_state(configuration), []
     chosen = -1
 
-    def is_early(move: WordMove) -> bool:
-        if not move.what.startswith("reads "):
-            return False
-        rank = state.ranks[move.rank]
-        word = state.store.words[rank.read]
-        return word.kind != "save" and any(one.attempt == word.attempt for one in rank.pending)
-
-    while following := [
-        one for one in word_model.moves(configuration, state) if one.what != "deletes words" and not is_early(one)
-    ]:
+    while following := [one for one in word_model.moves(configuration, state) if one.what != "deletes words"]:
         alone = [one for one in following if one.rank == chosen and dice.random() < 0.8]
         move = dice.choice(alone or following)
         chosen = move.rank
@@ -147,9 +135,6 @@ def test_the_library_takes_the_longest_way_of_words(configuration: WordConfigura
     WordReplay(configuration).follow(path)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Calls._hear_decision forgets it, and the rank then waits for it as long as it waits at all"
-)
 def test_a_decision_that_is_read_ahead_of_its_call_ends_that_call() -> None:
     configuration = WordConfiguration("one call", ((word_model.Call(1),), (word_model.Call(1),)), faults=1)
     path = the_way(
@@ -159,7 +144,9 @@ def test_a_decision_that_is_read_ahead_of_its_call_ends_that_call() -> None:
         "word arrives",
         "word arrives",
         "reads save",
+        "sign arrives",
         "reads failed",
+        "sign arrives",
         "calls step 1",
     )
     WordReplay(configuration).follow(path)

@@ -1,13 +1,10 @@
-"""The protocol of the ranks that save one state together: no collective, only words in a store and files in a step's
-folder.
+"""The protocol of the ranks that save one state together: no collective, only words in a store.
 
-- `world.py`: which rank this process is, and messages by the store of the process group; `peers.py`: all that one
-  checkpointer knows.
-- `heartbeats.py`: which ranks are lost.
-- `meeting.py`: the words of ranks to each other, their token and classes, those of one restore; `answers.py`: rank
-  0's for all.
-- `attempts.py`: the joint save of all ranks, its states, number and name; `divide.py`: the part of it that this rank
-  writes.
+- `world.py`: which rank this process is; `store.py`: its connection to the store of the ranks; `start.py`: how ranks
+  find each other, and the log of rank 0's words; `heartbeats.py`: which ranks are lost.
+- `peers.py`: all that one checkpointer knows of the other ranks; `meeting.py`: what they tell each other before the first
+  save, and at a restore; `answers.py`: rank 0's answers for all.
+- `calls.py`: the joint saves of all ranks, matched by rank 0's words; `divide.py`: the part of one that this rank writes.
 - `agreement.py`: how a joint save is committed or refused at one root; `comparison.py`: rank 0's checks of all
   receipts.
 - `one_off.py`: the folder of a save without a run.

@@ -40,6 +40,7 @@ from .calls import AttemptPlace, Decision, JointSave, JointState, OwnPart, peers
 from .comparison import Comparison
 from .peers import Ranks
 from .shared_root import SharedRoot
+from .store import count_of
 
 T = TypeVar("T")
 
@@ -287,9 +288,11 @@ class Agreement:
                 looked = monotonic()
                 there = await self._ask(self._there, check)
                 missing = [rank for rank in range(1, size) if there is not None and rank not in there]
-                lost = start.heartbeats.lost(missing)
-                if lost:
+                if lost := start.heartbeats.lost(missing):
                     self._raise_lost(lost, await self._ask(partial(self._last_words, [*lost]), check) or {})
+                closed = await self._ask(partial(self._ranks.calls.closed, missing), check)
+                if closed:
+                    self._raise_lost(dict.fromkeys(closed, "it has closed its checkpointer"), {})
                 if looked > deadline:
                     self._raise_missing(missing)
             await _pause(seconds, check)
@@ -304,9 +307,8 @@ class Agreement:
 
     def _look(self, store: Any) -> tuple[int, Cause | None]:
         """How many receipts are there, and the refusal of a rank."""
-        return int(store.add(f"{self._key}/count", 0)), self._ranks.calls.refusal(
-            self._joint.attempt, self._number, store
-        )
+        count = count_of(store, f"{self._key}/count")
+        return count, self._ranks.calls.refusal(self._joint.attempt, self._number, store)
 
     def _there(self, store: Any) -> set[int]:
         """The ranks whose receipts are there."""

@@ -159,6 +159,7 @@ class Calls:
         self._entries: deque[JointSave] = deque()  # calls without a word
         self._undecided: dict[str, tuple[JointSave, float]] = {}  # by attempt, and when it was begun
         self._num_words = 0  # heard
+        self._is_closed = False  # rank 0 makes no call any more
         self._failed_together: tuple[int | None, int | None] = None, None  # the last word and call, of two paths
         self._is_hearing = False
 
@@ -213,18 +214,19 @@ class Calls:
         self._start.say(self._meeting.topic, word)
 
     def skip(self, joint: JointSave) -> None:
-        """On rank 0: no rank makes this save."""
+        """On rank 0: no rank makes this save. On the caller's thread."""
+        self._number_in_vain(joint)
         self._soon(partial(self._skip, joint))
 
     def _skip(self, joint: JointSave) -> None:
         if joint.life.go(JointState.SKIPPED):
-            joint.number = next(self._numbers)
-            self._tables[joint.number] = self._table_before(joint.number)
             self._tell(self._word(joint, skipped=True))
             _resolve(joint.begun)
 
     def fail(self, joint: JointSave, cause: Cause) -> None:
         """The call has raised on this rank: all others learn why. Does not wait. On the caller's thread."""
+        if self._meeting.world.rank == 0:
+            self._number_in_vain(joint)
         self._soon(partial(self._fail, joint, cause))
 
     def _fail(self, joint: JointSave, cause: Cause) -> None:
@@ -233,8 +235,6 @@ class Calls:
         joint.causes.append(cause)
         if self._meeting.world.rank == 0:
             if joint.life.now is JointState.CALLED:
-                if joint.number < 0:
-                    joint.number = next(self._numbers)
                 joint.attempt = joint.attempt or os.urandom(4).hex()
                 self._tell(self._word(joint, causes=[cause]))
                 self._decide(joint, JointState.REFUSED, None)
@@ -249,6 +249,12 @@ class Calls:
             self._leave_word(cause)
             self._match()
 
+    def _number_in_vain(self, joint: JointSave) -> None:
+        """On rank 0: the number of a call that commits nothing, and the table that follows, before the next call."""
+        if joint.number < 0:
+            joint.number = next(self._numbers)
+        self._tables.setdefault(joint.number, self._table_before(joint.number))
+
     def _leave_word(self, cause: Cause) -> None:
         """On another rank: leave a word for rank 0, which may make the same call when this process has ended."""
 
@@ -258,6 +264,26 @@ class Calls:
                 self._start.connection.ask(lambda store: store.set(key, text))
 
         self._start.token.add_done_callback(leave)
+
+    def close(self) -> None:
+        """This rank makes no call any more: the others need not wait for one. On the thread that closes."""
+        if self._meeting.has_topic:
+            self._soon(self._close)
+
+    def _close(self) -> None:
+        rank, token = self._meeting.world.rank, self._start.token
+        if rank == 0:
+            self._tell({"closed": True})
+        elif token.done() and token.exception() is None:
+            key = self._closed_key(rank)
+            self._start.connection.ask(lambda store: store.set(key, ""))
+
+    def closed(self, ranks: Sequence[int], store: Any) -> list[int]:
+        """On rank 0: those of these ranks that make no call any more. Asks this store."""
+        return [rank for rank in ranks if store.check([self._closed_key(rank)])]
+
+    def _closed_key(self, rank: int) -> str:
+        return f"async_ckpt/{self._start.token.result()}/{self._meeting.topic}/closed/{rank}"
 
     def last_word(self, rank: int, store: Any) -> Cause | None:
         """On rank 0: why the last call of a rank has failed there, if it has left a word. Asks this store."""
@@ -269,6 +295,10 @@ class Calls:
     def _hear(self, word: Word) -> None:
         if "decision" in word:
             self._hear_decision(word)
+            return
+        if "closed" in word:
+            self._is_closed = True
+            self._match()
             return
         with self._lock:
             self._num_words = max(self._num_words, word["number"] + 1)
@@ -286,13 +316,18 @@ class Calls:
                     self._entries.remove(joint)
                     if word is not None:
                         joint.number = word["number"]
+                elif self._is_closed and word is None and self._entries:
+                    joint = self._entries.popleft()
             if word is None and joint is None:
                 return
             if word is None:
                 assert joint is not None
-                self._is_alone(
-                    joint, f"rank {self._meeting.world.rank} has made this call alone; {self._meeting.advice}"
+                why = (
+                    "rank 0 has closed its checkpointer"
+                    if self._is_closed
+                    else f"rank {self._meeting.world.rank} has made this call alone"
                 )
+                self._is_alone(joint, f"{why}; {self._meeting.advice}")
             elif joint is None:
                 self._refuse(word, f"it has made no call for {word['what']}; {self._meeting.advice}")
             elif _are_alike(word, joint):
@@ -378,6 +413,9 @@ class Calls:
 
     def _hear_decision(self, word: Word) -> None:
         joint, _ = self._undecided.get(word["attempt"], (None, 0.0))
+        for early in self._words:  # this rank has not made that call yet
+            if early["attempt"] == word["attempt"] and word["decision"] == "failed":
+                early["causes"] = word["causes"]
         if joint is not None:
             causes = tuple(Cause(*cause) for cause in word["causes"])
             joint.heard[word["root"]] = Decision(word["decision"], causes, word.get("manifest", ""))

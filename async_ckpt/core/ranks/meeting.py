@@ -141,6 +141,11 @@ class Meeting:
         refuse_if_changed(self.world)
 
     @property
+    def has_topic(self) -> bool:
+        """True once something was said, or is about to be, to other ranks."""
+        return bool(self._topic)
+
+    @property
     def topic(self) -> str:
         """The topic of this meeting among all that are said at this start, the same on all ranks."""
         start = self.start

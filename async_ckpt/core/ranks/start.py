@@ -34,16 +34,18 @@ from ..host.process import in_forked_child, never_end
 from ..host.threads import running_future
 from ..host.waits import growing_pauses
 from .heartbeats import Heartbeats, own_process
-from .store import Connection, Words
+from .store import Connection, Words, count_of
 from .world import World
 
 # Between looks of all ranks together at rank 0's next word, and of one rank.
-_LOOKS_PER_SECOND: Final = 8000
+_LOOKS_PER_SECOND: Final = 16_000
 _FIRST_LOOK_SECONDS: Final = 0.01
 _LOOK_SECONDS: Final = 0.5
 # Words that stay in the store: no rank that lives is so many behind.
 _KEPT: Final = 1000
 _READ_AT_ONCE: Final = 64
+# A rank that finds no next word looks now and then whether it was deleted.
+_LOOKS_PER_FIRST: Final = 10
 # Not Python's own generator: its numbers are the training's, which a save must not take from it.
 _RANDOM: Final = random.SystemRandom()
 
@@ -66,7 +68,7 @@ class Start:
         self._hello = f"{self.nonce} {world.size} {own_process()}"
         self._known: Future[str] = running_future()  # the token
         self._num_said = 0  # on rank 0, on the thread that calls the store
-        self._num_read = 0
+        self._num_read = self._num_empty = 0  # words, and looks that have found none since
         self._hearers: dict[str, Callable[[Word], None]] = {}
         self._early: dict[str, list[Word]] = {}
         self._waiting: set[object] = set()  # what waits for a word
@@ -125,8 +127,9 @@ class Start:
                     self._known.set_exception(error)
                     return
                 if nonce == self.nonce:
-                    self._begin(token)
-                    self.heartbeats.note(0, text)
+                    if not self._known.done():
+                        self._begin(token)
+                        self.heartbeats.note(0, text)
                     await asyncio.wrap_future(self.connection.ask(self._come_here))
                     return
             if self.connection.is_over:
@@ -143,7 +146,7 @@ class Start:
         pauses = growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS)
         while not self.connection.is_over:
             with suppress(RuntimeError):
-                num_hellos = await self._asked(lambda store: int(store.add("async_ckpt/hellos", 0)))
+                num_hellos = await self._asked(lambda store: count_of(store, "async_ckpt/hellos"))
                 if num_hellos != num_seen:
                     for rank, nonce in (await self._asked(partial(self._answer, answered, here))).items():
                         answered[rank] = nonce
@@ -252,10 +255,14 @@ class Start:
         """The number of the first word that is not read, and the words from there on. Those that are deleted are
         passed over: a rank that is so far behind was left out, and goes by what is committed.
         """
-        first = self._num_read
-        if store.check([f"{log}/first"]):
+        first, words = self._num_read, list[str]()
+        if store.check([f"{log}/{first}"]):
+            self._num_empty = 0
+        else:
+            self._num_empty += 1
+            if self._num_empty % _LOOKS_PER_FIRST or not store.check([f"{log}/first"]):
+                return first, []
             first = max(first, int(store.get(f"{log}/first")))
-        words: list[str] = []
         while len(words) < _READ_AT_ONCE and store.check([f"{log}/{first + len(words)}"]):
             words.append(store.get(f"{log}/{first + len(words)}").decode())
         return first, words

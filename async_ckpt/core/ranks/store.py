@@ -176,6 +176,11 @@ class Words:
         return future.result()
 
 
+def count_of(store: Any, key: str) -> int:
+    """The number that was added up at a key, by a question: `add` of nothing would let a FileStore grow."""
+    return int(store.get(key)) if store.check([key]) else 0
+
+
 def quietly(call: Callable[[], T]) -> T | None:
     """The result of a call to a store; None if the store is gone, of which deadlines tell."""
     with suppress(RuntimeError):

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -16,8 +17,9 @@ from rank_worlds import Worlds
 from states import open_run
 
 from async_ckpt.core.ranks import heartbeats
+from async_ckpt.core.ranks import store as stores
 from async_ckpt.core.ranks.heartbeats import Heartbeats
-from async_ckpt.core.ranks.world import World
+from async_ckpt.core.ranks.store import Connection
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells which processes live")
 
@@ -53,7 +55,8 @@ def test_the_others_do_not_wait_for_the_decision_of_a_rank_0_that_has_ended(worl
     for one in others:
         told = one.saves[1]
         assert (told["error"], told["rank"], told["undecided"]) == ("PeerFailedError", 0, True)
-        assert "rank 0 is lost and has not said whether it is committed (its process, " in told["text"]
+        assert "rank 0 is lost: its process, " in told["text"]
+        assert "has ended, and has not said whether it is committed" in told["text"]
 
 
 def test_what_rank_0_has_committed_before_its_end_is_heard_of(worlds: Worlds) -> None:
@@ -65,12 +68,10 @@ def test_what_rank_0_has_committed_before_its_end_is_heard_of(worlds: Worlds) ->
 def test_a_rank_that_ends_before_its_first_save_is_named(worlds: Worlds) -> None:
     """All have met at the restore; at the first save, rank 0 waits for what each of them says of its state."""
     script = """
-from racing import until
 state = small(1)  # by collectives
 with open_run(here.root) as ckpt:
     ckpt.restore(state)
     if here.rank == 1:
-        until(lambda: ckpt._ranks.meeting.heartbeats._answered)  # it has given a heartbeat
         here.hear("begins")
         here.die()
     if here.rank == 0:
@@ -81,6 +82,41 @@ with open_run(here.root) as ckpt:
 
     assert (first.saves[0]["error"], first.saves[0]["rank"]) == ("PeerFailedError", 1)
     assert "waited for the first save of the other ranks, but of rank 1: its process, " in first.saves[0]["text"]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("kind", ["TCPStore", "FileStore"])
+def test_a_process_that_ends_before_its_first_heartbeat_is_named(
+    worlds: Worlds, tmp_path: Path, kind: str, who: int
+) -> None:
+    """Ranks of one machine know its processes since they met, by a store of any kind."""
+    made = {
+        "TCPStore": "dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)",
+        "FileStore": f"dist.FileStore({str(tmp_path / 'store')!r}, here.size)",
+    }
+    script = f"""
+    from racing import until
+    from async_ckpt.core.ranks.heartbeats import Heartbeats
+    if here.rank == {who}:
+        Heartbeats.begin = lambda *_: None
+    with open_run(here.root, ranks=(here.rank, here.size), store={made[kind]}) as ckpt:
+        start = ckpt._ranks.meeting.start
+        until(start.token.done)
+        here.meet("started")
+        if here.rank == {who}:
+            until(lambda: len(start.nonces) == here.size - 1 or here.rank)
+            here.die()
+        here.save(ckpt, {{"whole": numbered(3)}}, 1)
+    """
+    ended = worlds.run(3, script, has_group=False, killed={who})
+
+    for rank, one in enumerate(ended):
+        if rank != who:
+            assert (one.saves[0]["error"], one.saves[0]["undecided"]) == ("PeerFailedError", False)
+            assert "on the same machine, has ended" in one.saves[0]["text"]
+    told = ended[1 - who].saves[0]
+    assert (told["rank"], f"of rank {who}: its process" in told["text"]) == (who, True)
+    assert open_run(worlds.root).steps() == []
 
 
 def test_a_rank_that_is_silent_for_too_long_fails_that_save_and_is_a_rank_again(worlds: Worlds) -> None:
@@ -97,7 +133,7 @@ with open_run(here.root) as ckpt:
         here.at("write", lambda: os.kill(os.getpid(), signal.SIGSTOP), step=2)
     here.save(ckpt, states[2], 2)
     if here.rank == 0:
-        beats = ckpt._ranks.meeting.heartbeats
+        beats = ckpt._ranks.meeting.start.heartbeats
         before = beats._heard[1].text
         here.say("failed")
         until(lambda: not beats.lost([1]) and beats._heard[1].text != before)
@@ -131,15 +167,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
+class Answering:
+    """A connection to a store that has answered last when the test says so."""
+
+    has_server, answered_at = True, 0.0
+
+
+def hears(clock: Clock, one: Heartbeats, heard: dict[int, str]) -> None:
+    """The store answers with these heartbeats."""
+    one._connection.answered_at = clock.now
+    one._hear(heard, was_deaf=False)
+
+
 def heard(clock: Clock, rank: int, seconds: float, *, every: float = 5.0, answers: bool = True) -> Heartbeats:
     """What a process has heard of a rank that gave one heartbeat, and then none, while it read for so long."""
-    one = Heartbeats()
-    one._hear({rank: "0 elsewhere 1 1"})
+    one = Heartbeats(Answering(), 0, 8)
+    hears(clock, one, {rank: "0 elsewhere 1 1"})
     end = clock.now + seconds
     while clock.now < end:
         clock.now += every
         if answers:
-            one._hear({rank: "0 elsewhere 1 1"})
+            hears(clock, one, {rank: "0 elsewhere 1 1"})
     return one
 
 
@@ -164,14 +212,18 @@ def test_a_process_that_was_stopped_itself_hears_anew_before_it_blames_anybody(c
     one = heard(clock, 3, 100)
     clock.now += 500  # it was stopped, or its machine was
     assert one.lost([3]) == {}
-    one._hear({3: "0 elsewhere 1 1"})
+    one._connection.answered_at = clock.now
+    one._hear({3: "0 elsewhere 1 1"}, was_deaf=True)
+    assert one.lost([3]) == {}
+    clock.now += 5
+    hears(clock, one, {3: "0 elsewhere 1 1"})
     assert one.lost([3]) == {}
 
 
 def test_the_next_heartbeat_makes_it_a_rank_again(clock: Clock) -> None:
     one = heard(clock, 3, 200)
     assert one.lost([3])
-    one._hear({3: "1 elsewhere 1 1"})
+    hears(clock, one, {3: "1 elsewhere 1 1"})
     assert one.lost([3]) == {}
 
 
@@ -184,77 +236,90 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_process_of_this_machine_is_known_by_when_it_began(clock: Clock) -> None:
     with process() as child:
-        text = f"7 {heartbeats._machine()} {child.pid} {heartbeats._began(child.pid)}"
-        one = Heartbeats()
-        one._hear({1: text, 2: f"7 {heartbeats._machine()} {child.pid} 1", 3: f"7 another/1 {child.pid} 1"})
-        assert one.lost([1]) == {}
-        assert one.lost([2]) == {
-            2: f"its process, {child.pid} on the same machine, has ended"
-        }  # its number is another's
-        assert one.lost([3]) == {}  # of another machine, or of another container
+        one = Heartbeats(Answering(), 0, 4)
+        one.note(1, f"{heartbeats._machine()} {child.pid} {heartbeats._began(child.pid)}")
+        one.note(2, f"{heartbeats._machine()} {child.pid} 1")
+        one.note(3, f"another/1 {child.pid} 1")
+        assert one.lost([1, 2, 3]) == {}  # what it has said last may still come
+        clock.now += 2
+        # The number of 2 is another's by now, and 3 is of another machine, or of another container.
+        assert one.lost([1, 2, 3]) == {2: f"its process, {child.pid} on the same machine, has ended"}
         child.kill()
         until(lambda: heartbeats._began(child.pid) is None)  # nobody has waited for it yet
+        assert one.lost([1]) == {}
+        clock.now += 2
         assert [*one.lost([1])] == [1]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Heartbeats]]:
-    """Makes heartbeats that are given often, and that end before their server does."""
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "_INTERVAL_SECONDS", 0.02)
-    made: list[Heartbeats] = []
-
-    def one() -> Heartbeats:
-        made.append(Heartbeats())
-        return made[-1]
-
-    yield one
-    for each in made:
-        each.end()
 
 
-def test_heartbeats_are_given_by_a_connection_of_their_own_also_below_prefixes(make: Callable[[], Heartbeats]) -> None:
+def beating(store: dist.Store, rank: int, size: int = 2) -> Heartbeats:
+    """Heartbeats of a rank, until nobody has its store."""
+    one = Heartbeats(Connection(store), rank, size)
+    one.begin("token")
+    return one
+
+
+@pytest.mark.usefixtures("often")
+def test_heartbeats_are_given_by_a_connection_of_their_own_also_below_prefixes() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [make(), make()]
-    for rank, one in enumerate(ranks):
-        one.begin(World(rank, 2, store=dist.PrefixStore("a", dist.PrefixStore("b", server))), "token")
+    given = [dist.PrefixStore("a", dist.PrefixStore(f"b{rank}", server)) for rank in range(2)]
+    ranks = [beating(store, rank) for rank, store in enumerate(given)]
     until(lambda: ranks[0].lost([1]) == {} and 1 in ranks[0]._heard)
 
     assert ranks[0]._heard[1].text.split()[2] == str(os.getpid())
     before = ranks[0]._heard[1].text
     until(lambda: ranks[0].lost([1]) == {} and ranks[0]._heard[1].text != before)
+    assert server.check(["token/heartbeat/1"])
 
 
-@pytest.mark.parametrize("store", [None, dist.HashStore()], ids=["none", "HashStore"])
-def test_without_a_server_there_are_no_heartbeats_and_nobody_is_lost(store: object) -> None:
-    one = Heartbeats()
-    one.begin(World(0, 2, store=store), "token")
-    assert one.lost([1]) == {}
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("kind", ["HashStore", "FileStore"])
+def test_without_a_server_there_are_no_heartbeats_and_a_rank_is_lost_with_its_process_alone(
+    tmp_path: Path, clock: Clock, kind: str
+) -> None:
+    file = tmp_path / "store"
+    store = dist.HashStore() if kind == "HashStore" else dist.FileStore(str(file), 2)
+    with process() as child:
+        one = beating(store, 0)
+        one.note(1, f"{heartbeats._machine()} {child.pid} {heartbeats._began(child.pid)}")
+        clock.now += 1000
+        assert one.lost([1]) == {}
+        child.kill()
+        until(lambda: heartbeats._began(child.pid) is None)
+        one.lost([1])
+        clock.now += 2
+        assert [*one.lost([1])] == [1]
+    assert not store.check(["token/heartbeat/0"])
 
 
-def test_a_rank_that_has_closed_gives_no_more_heartbeats(make: Callable[[], Heartbeats]) -> None:
+@pytest.mark.usefixtures("often")
+def test_a_rank_whose_store_nobody_has_any_more_gives_no_more_heartbeats() -> None:
+    """As when its process group was destroyed."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [make(), make()]
-    for rank, one in enumerate(ranks):
-        one.begin(World(rank, 2, store=server), "token")
+    given = [dist.PrefixStore("", server) for _ in range(2)]
+    ranks = [beating(given[rank], rank) for rank in range(2)]
     until(lambda: ranks[0].lost([1]) == {} and 1 in ranks[0]._heard)
-    ranks[1].end()
+    given.pop()
 
     until(lambda: ranks[0].lost([1]) == {} and ranks[0]._heard[1].reads > 20)
 
 
+@pytest.mark.usefixtures("often")
 def test_a_server_that_is_gone_is_tried_again_without_a_word(
-    make: Callable[[], Heartbeats], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    one, port = make(), server.port
-    world = World(0, 2, store=dist.TCPStore("127.0.0.1", port, is_master=False))
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     tried: list[object] = []
-    connect = heartbeats._connected
-    monkeypatch.setattr(heartbeats, "_connected", lambda address: (tried.append(address), connect(address))[1])
+    connect = stores._connected
+    monkeypatch.setattr(stores, "_connected", lambda address: (tried.append(address), connect(address))[1])
     del server
-    one.begin(world, "token")
+    one = beating(client, 0)
     until(lambda: len(tried) > 3)
-    one.end()
 
     assert one.lost([1]) == {}
     assert capfd.readouterr().err == ""

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from concurrent.futures import wait
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_oracle import saved
+from racing import until
+from rank_oracle import run_of, saved
 from rank_worlds import Worlds
 from states import open_run
 
+from async_ckpt.core.ranks.meeting import Meeting
+from async_ckpt.core.ranks.start import Start
 from async_ckpt.core.ranks.world import World
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+
+# In a rank without a process group: what a launcher would give it.
+AGENT_STORE = "dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)"
 
 # When it is started again, rank 1 comes first, and looks for what rank 0 has said.
 START = """
@@ -44,108 +52,131 @@ def test_ranks_that_an_agent_starts_again_hear_nothing_of_the_start_before(world
         assert torch.equal(saved(worlds.root, step).tensors["whole"], torch.full((300, 1000), float(step)))
 
 
-def _prefix(store: dist.Store, rank: int, size: int) -> str:
-    """What this rank's words begin with, when its process is new."""
-    return World(rank, size, store=dist.PrefixStore("", store)).words("it")._prefix
+class Started:
+    """One rank, as a new process starts it; until `end`, which is that of its process."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store: dist.Store | None = dist.PrefixStore("", store)
+        self._is_there = weakref.ref(self._store)
+        self.token = Start(World(rank, size, self._store)).token
+
+    def end(self) -> None:
+        self._store = None
+        until(lambda: self._is_there() is None)
 
 
-def test_each_start_of_a_world_has_words_of_its_own(monkeypatch):
+def test_each_start_of_a_world_has_a_token_of_its_own():
     store = dist.HashStore()
     seen = set()
     # It grows and shrinks, and one process has several groups.
     for size in (2, 2, 3, 2, 3):
-        (words,) = {_prefix(store, rank, size) for rank in reversed(range(size))}
-        assert words not in seen
-        seen.add(words)
-    # The others were started, and rank 1 has failed before it could say anything.
-    seen |= {_prefix(store, 0, 2), _prefix(store, 0, 2)}
-    assert _prefix(store, 0, 2) == _prefix(store, 1, 2)
-    # Again, and rank 1 comes first: it cannot know that, but learns it when rank 0 is there.
-    _prefix(store, 0, 2)
-    early = World(1, 2, store=dist.PrefixStore("", store))
-    assert not early.is_over()
-    now = _prefix(store, 0, 2)
-    assert early.words("it")._prefix != now
-    assert early.is_over()
-    assert early.is_over()
-    assert _prefix(store, 1, 2) == _prefix(store, 0, 2) != now
-    # A rank that starts again alone does not take words of the others for its own.
-    assert _prefix(store, 1, 2) not in {*seen, _prefix(store, 0, 3)}
-
-    # Where one agent starts all ranks, it counts, whoever has failed how early.
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    early = _prefix(store, 0, 2)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert _prefix(store, 1, 2) == _prefix(store, 0, 2) != early
-    # Agents of several nodes do not count alike.
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    last = _prefix(store, 0, 3)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert _prefix(store, 1, 3) == last
+        ranks = [Started(store, rank, size) for rank in reversed(range(size))]
+        (token,) = {one.token.result(60) for one in ranks}
+        assert token not in seen
+        seen.add(token)
+        for one in ranks:
+            one.end()
+    # Both were started, and rank 1 has failed before it could say anything.
+    alone = Started(store, 0, 2)
+    seen.add(alone.token.result(60))
+    alone.end()
+    # Again, and rank 1 comes first: what the dead have said is not for it, but what rank 0 says when it is there.
+    early = Started(store, 1, 2)
+    assert wait([early.token], timeout=0.5).not_done
+    late = Started(store, 0, 2)
+    assert early.token.result(60) == late.token.result(60)
+    assert late.token.result() not in seen
 
 
 def test_what_one_start_opens_is_numbered_anew():
-    store = dist.PrefixStore("", dist.HashStore())
-    world = World(0, 2, store=store)
-    first, second = world.opening(), world.opening()
-    assert first._prefix != second._prefix
-    other = World(0, 2, store=dist.PrefixStore("", dist.HashStore()))
-    assert other.opening()._prefix == first._prefix
+    store, other = dist.HashStore(), dist.HashStore()
+    assert [Meeting((0, 2), store=store).topic for _ in range(2)] == ["1", "2"]
+    assert Meeting((0, 2), store=other).topic == "1"
+
+
+def test_a_rank_that_is_started_again_alone_is_refused_by_name_while_rank_0_lives(worlds: Worlds):
+    script = f"""
+    with open_run(here.root, ranks=(here.rank, here.size), store={AGENT_STORE}) as ckpt:
+        here.save(ckpt, {{"whole": numbered(3)}}, 1)
+        here.say("saved") if here.rank == 0 else None
+        here.hear("go")
+        here.save(ckpt, {{"whole": numbered(3)}}, 2)
+    """
+    again = f"""
+    with open_run(here.root, ranks=(1, 2), store={AGENT_STORE}) as ckpt:
+        here.save(ckpt, {{"whole": numbered(3)}}, 2)
+    """
+    world = worlds.start(2, script, has_group=False)
+    world.wait_for("saved")
+    (alone,) = worlds.run(1, again, has_group=False, after=world)
+    world.say("go")
+
+    assert (alone.saves[0]["error"], alone.saves[0]["undecided"]) == ("PeerFailedError", False)
+    assert "rank 0 knows another process as rank 1: this one was started again alone" in alone.saves[0]["text"]
+    assert "start all ranks again, together" in alone.saves[0]["text"]
+    assert [save.get("status") for one in world.ended() for save in one.saves] == ["committed"] * 4
+
+
+def test_one_process_may_have_one_process_group_after_another(worlds: Worlds):
+    script = f"""
+    for step in (1, 2, 3):
+        with open_run(here.root) as ckpt:
+            state = small(0)
+            here.tell(ckpt.restore(state))
+            here.save(ckpt, small(step), step)
+        here.meet(f"saved {{step}}")
+        dist.destroy_process_group()
+        store = dist.PrefixStore(f"group {{step}}", {AGENT_STORE})
+        dist.init_process_group("gloo", store=store, rank=here.rank, world_size=here.size)
+    """
+    for one in worlds.run(2, script):
+        assert one.told[::2] == [None, 1, 2]
+        assert [save.get("status") for save in one.saves] == ["committed"] * 3
 
 
 # Each rank has values of its own, by which it is seen who has written them.
 AGAIN = """
-{before}
 with open_run(here.root{options}) as ckpt:
     state = {{"whole": torch.full((300, 1000), {value}), "own": torch.full((300, 1000), {value} + here.rank)}}
     here.save(ckpt, state, 1, per_rank=["own"], overwrite=True)
 """
-# As where a rank has heard an old one after all.
-OLD_TOKEN = "from async_ckpt.core.ranks.meeting import Meeting; Meeting.token = lambda self: '0123456789abcdef'"
 
 
 @pytest.mark.parametrize("has_group", [True, False])
 def test_what_an_earlier_start_has_committed_is_not_written_again_under_the_same_names(worlds, has_group):
-    options = "" if has_group else ", ranks=(here.rank, here.size), run_id='a'"
-    before = OLD_TOKEN if has_group else ""
-    told = []
+    options = "" if has_group else f", ranks=(here.rank, here.size), store={AGENT_STORE}"
+    before, names = None, []
     for value in (1.0, 7.0):
-        script = AGAIN.format(before=before, options=options, value=value)
-        told += [one.saves[0] for one in worlds.run(2, script, has_group=has_group)]
-
-    assert [one.get("status") for one in told] == ["committed"] * 2 + [None] * 2
-    assert [one.get("error") for one in told[2:]] == ["CheckpointError"] * 2
-    with open_run(worlds.root) as ckpt:
-        state = ckpt.load(1)
-    assert torch.equal(state["whole"], torch.full((300, 1000), 1.0))
-    for rank in (0, 1):
-        assert torch.equal(state["own"][rank], torch.full((300, 1000), 1.0 + rank))
+        world = worlds.start(2, AGAIN.format(options=options, value=value), has_group=has_group, after=before)
+        assert [one.saves[0].get("status") for one in world.ended()] == ["committed"] * 2
+        before, state = world, open_run(worlds.root).load(1)
+        assert torch.equal(state["whole"], torch.full((300, 1000), value))
+        for rank in (0, 1):
+            assert torch.equal(state["own"][rank], torch.full((300, 1000), value + rank))
+        names.append({*run_of(worlds.root).manifest(1).own_names})
+    assert names[0].isdisjoint(names[1])
 
 
-# One rank counts another number of them. Its error is there before rank 0 looks.
+# One rank counts another number of them.
 SIZES = """
-sizes = {sizes}
-with open_run(here.root, ranks=(here.rank, sizes[here.rank]), run_id="a") as ckpt:
-    if here.rank == 0:
-        here.at("receipt", lambda: here.hear("told"))
-    here.at("after receipt", lambda: here.say("told") if here.rank == {odd} else None)
-    here.save(ckpt, {{"whole": numbered(3)}}, 1)
+with open_run(here.root, ranks=(here.rank, {sizes}[here.rank]), store={store}) as ckpt:
+    if here.rank == 1:
+        here.save(ckpt, {{"whole": numbered(3)}}, 1)
+        here.say("told")
+    else:
+        ckpt._ranks.meeting.token()  # it has come
+        here.hear("told")
+        here.tell(ckpt.steps())
 """
 
 
-@pytest.mark.parametrize(("sizes", "odd"), [([2, 2, 3], 2), ([3, 2, 3], 1)])
-def test_ranks_that_count_each_other_differently_commit_nothing(worlds: Worlds, sizes: list[int], odd: int):
-    ended = worlds.run(3, SIZES.format(sizes=sizes, odd=odd), has_group=False)
+@pytest.mark.parametrize("sizes", [[2, 3], [3, 2]])
+def test_ranks_that_count_each_other_differently_commit_nothing(worlds: Worlds, sizes: list[int]):
+    first, second = worlds.run(2, SIZES.format(sizes=sizes, store=AGENT_STORE), has_group=False)
 
-    told = ended[odd].saves[0]
-    assert told["error"] == "CheckpointError"
-    assert f"rank 0 counts {sizes[0]} ranks and rank {odd} {sizes[odd]}; give ranks= the same" in told["text"]
-    for rank, one in enumerate(ended):
-        if rank != odd and rank < sizes[0]:
-            assert (one.saves[0]["error"], one.saves[0]["undecided"]) == ("PeerFailedError", False)
-            assert f"rank {odd}: CheckpointError" in one.saves[0]["text"]
-    assert open_run(worlds.root).steps() == []
+    assert second.saves[0]["error"] == "PeerFailedError"
+    assert f"rank 0 counts {sizes[0]} ranks, and rank 1 {sizes[1]}; start all ranks again" in second.saves[0]["text"]
+    assert first.told == [[]]
 
 
 # A disk without locks, or a store: nothing tells the new world that the old one lives.
@@ -185,7 +216,7 @@ from async_ckpt.core.runs.run import Run
 LocalStorage.hold = lambda *_: lambda: None
 look = Run.look_again
 def sleepy(self, manifest):
-    if manifest.step == 10 and {who}:
+    if manifest.step == 10:
         here.say(f"asleep{{here.rank}}")
         until(Path({go!r}).exists)
     look(self, manifest)
@@ -205,12 +236,10 @@ with open_run(here.root, on_rollback="retire") as ckpt:
 
 
 @pytest.mark.parametrize("base", [1, 2, 10])
-@pytest.mark.parametrize("who", ["here.rank == 0", "here.rank == 1", "True"])
-def test_no_two_ranks_contradict_each_other_where_a_new_world_comes_after_the_manifest(worlds, tmp_path, who, base):
+def test_no_two_ranks_contradict_each_other_where_a_new_world_comes_after_the_manifest(worlds, tmp_path, base):
     go = tmp_path / "go"
-    old = worlds.start(2, SLEEPS_AFTER_ITS_MANIFEST.format(who=who, go=str(go)))
-    for rank in (0, 1) if who == "True" else (int(who[-1]),):
-        old.wait_for(f"asleep{rank}")
+    old = worlds.start(2, SLEEPS_AFTER_ITS_MANIFEST.format(go=str(go)))
+    old.wait_for("asleep0")
     new = worlds.run(2, SEES_OR_NOT.format(base=base))
     go.touch()
     ended = old.ended()

@@ -69,3 +69,49 @@ def test_a_rank_that_fails_in_its_call_is_told_to_the_others_by_the_store(worlds
 
     assert (first.saves[0]["error"], second.saves[0]["error"]) == ("PeerFailedError", "ValueError")
     assert [one.saves[1]["status"] for one in (first, second)] == ["committed"] * 2
+
+
+def test_worlds_below_prefixes_of_one_store_do_not_mix(worlds: Worlds):
+    """Ranks of the same numbers, at one time."""
+    body = """
+    store = dist.PrefixStore("{name}", {tcp})
+    with open_run(here.root + "/{name}", ranks=(here.rank, here.size), store=store) as ckpt:
+        here.say(f"began{{here.rank}}")
+        here.hear("go")
+        for step in (1, 2, 3):
+            here.save(ckpt, {{"whole": numbered(300, 1000) + {add}}}, step)
+    here.meet("saved")
+    """
+    tcp = STORES["TCPStore"]
+    first = worlds.start(2, body.format(name="a", tcp=tcp, add=1), has_group=False)
+    second = worlds.start(2, body.format(name="b", tcp=tcp, add=2), has_group=False, after=first)
+    for world in (first, second):
+        world.wait_for("began0")
+        world.wait_for("began1")
+    for world in (first, second):
+        world.say("go")
+
+    for world in (first, second):
+        assert [save.get("status") for one in world.ended() for save in one.saves] == ["committed"] * 6
+    for name, add in (("a", 1), ("b", 2)):
+        assert torch.equal(saved(worlds.root / name, 3).tensors["whole"], numbered(300, 1000) + add)
+
+
+def test_ranks_with_a_store_skip_and_commit_at_any_of_several_roots_alike(worlds: Worlds):
+    body = f"""
+    roots = [here.root + "/a", here.root + "/b"]
+    state = {{"whole": numbered(3)}}
+    with open_run(
+        roots, ranks=(here.rank, here.size), store={STORES["TCPStore"]}, on_overlap="skip", commit="any"
+    ) as ckpt:
+        if here.rank == 0:
+            here.at("write", lambda: here.hear("called-0", "called-1"), step=1)
+        handles = [ckpt.save(state, step) for step in (1, 2)]
+        here.meet("called")
+        here.tell([handle.result().status for handle in handles])
+    here.meet("saved")
+    """
+    for one in worlds.run(2, body, has_group=False):
+        assert one.told == [["committed", "skipped"]]
+    for name in ("a", "b"):
+        assert open_run(worlds.root / name).steps() == [1]

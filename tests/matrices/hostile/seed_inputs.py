@@ -191,11 +191,6 @@ def manifests() -> list[bytes]:
 _TABLE = receipts.Table({"0" * 16: [0, 1, 2, 3], "1" * 16: [4]}, ("lr",), {"0" * 16: ("stage.a",)})
 
 
-def verdicts() -> list[bytes]:
-    told = receipts.Verdict("0123abcd", (receipts.Cause(1, "no space"),), _TABLE)
-    return [json.dumps(told.packed()).encode()]
-
-
 def layouts() -> list[bytes]:
     line = json.dumps(["model.w", "float32", [8, 2], [[[0, 0, 1]], [2, 2], [2, 1], None, True]])
     held = json.dumps(["x", "float32", [4], {"held": [[[0], [2]]]}])
@@ -207,9 +202,8 @@ def layouts() -> list[bytes]:
 
 
 def names() -> list[bytes]:
-    receipt = receipts.Receipt(3, seconds=1.5, stall_seconds=0.2).name
     listed = [
-        receipt, "start-00000008.5f3a9c01.500.json", "start-00000009.6f3a9c01.6.json", "weight_v000120", "files.0123abcd", "step_00000012",
+        "start-00000008.5f3a9c01.500.json", "start-00000009.6f3a9c01.6.json", "weight_v000120", "files.0123abcd", "step_00000012",
         "rollback-12.0123abcd.json", "manifest.retired-0123abcd.json", "rank_00001.0123abcd.tar", "global_step_500", "global_step{}",
         "latest_checkpointed_iteration.txt", "layout.0123abcd.rebuilt.json", "archives.0123abcd.bin", "replaced.0123456789abcdef.json",
         "shard-00000-model-00001-of-00002.safetensors", "receipts.0123abcd", "12", "model-1.2.3", ".metadata", "checkpoint-100",

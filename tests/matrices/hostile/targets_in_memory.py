@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from async_ckpt.core.events import shapes
-from async_ckpt.core.fields import table
 from async_ckpt.core.format import dcp_metadata, digests, index, safetensors, tar, zstd
 from async_ckpt.core.format.digests import block_digest
 from async_ckpt.core.pickles import saved_objects
@@ -122,16 +121,10 @@ def parse_manifest(data: bytes) -> None:
     found.dump()
 
 
-def parse_verdict(data: bytes) -> None:
-    receipts.Verdict.unpacked(table(manifest.unseal(sealed(data)))).table.packed()
-
-
 def parse_names(data: bytes) -> None:
-    """Names in folders: of receipts, starts, steps, versions, intents, marks, and what a tracker has."""
+    """Names in folders: of starts, steps, versions, intents, marks, and what a tracker has."""
     names = data.decode(errors="surrogateescape").split("\n")
     for name in names:
-        receipt = receipts.Receipt.named(name)
-        assert receipt is None or len(receipt.name) < 400
         receipts.is_beside(name), receipts.is_receipt_folder(name), receipts.attempt_of_all(name)
         delta.version_of(name), delta.stays_inside(name), delta.is_attempt(name)
         manifest.parse_intent(name), manifest.is_retired_name(name), manifest.attempt_of(name)
@@ -271,7 +264,6 @@ TARGETS = [
     Target("zstd frames", follow_frames, (ValueError,), "bytes", seeds.frames, 3, 512),
     Target("digests", parse_digests, (ValueError,), "bytes", seeds.block_digests, 2, 512),
     Target("manifest", parse_manifest, _STRICT, "json", seeds.manifests, 8),
-    Target("verdict", parse_verdict, (ValueError, KeyError), "json", seeds.verdicts, 3),
     Target("layout", parse_layout, (ValueError, KeyError, TypeError, AttributeError), "json", seeds.layouts, 5),
     Target("names", parse_names, (), "lines", seeds.names, 4, 1024),
     Target("naming", parse_naming, (ValueError,), "words", seeds.namings, 2, 256),
