@@ -420,7 +420,7 @@ class _Others:
         if is_there not in self._seconds:
             self._client.taken, self._client.begun_at = 0.0, self._loop.time()
             here: Any = SimpleNamespace(_num_read=self._number)
-            ranks_start.Start._next_words(here, self._log, self._client)
+            ranks_start.WorldStart._next_words(here, self._log, self._client)
             self._seconds[is_there] = self._client.taken
         at = self._server.serve(self._seconds[is_there])
         if is_there:

@@ -2,7 +2,7 @@
 
 In: how many. Out: how long a word takes to all of them, and the processor time of the store's server. Knows nothing of: saves.
 
-Each client is a `Start` of the library with a connection of its own, a few hundred of them in one process; rank 0 is in another one, and so
+Each client is a `WorldStart` of the library with a connection of its own, a few hundred of them in one process; rank 0 is in another one, and so
 is the server. All of them share the processors of this machine, so what the clients compute is part of the time that a word takes.
 """
 
@@ -174,11 +174,11 @@ def _serve(pipe: Pipe) -> None:
 
 
 def _lead(port: int, size: int, pipe: Pipe) -> None:
-    from async_ckpt.core.ranks.start import Start
+    from async_ckpt.core.ranks.start import WorldStart
     from async_ckpt.core.ranks.world import World
 
     store = _store(port)
-    start = Start(World(0, size, store))
+    start = WorldStart(World(0, size, store))
     pipe.send("begun")
     while True:
         number, at = pipe.recv(), time.monotonic()
@@ -191,13 +191,13 @@ def _nothing(store: Any) -> None: ...
 
 def _wait(port: int, ranks: range, size: int, heard: Any, pipe: Pipe) -> None:
     from async_ckpt.core.host.loop import get_loop
-    from async_ckpt.core.ranks.start import Start
+    from async_ckpt.core.ranks.start import WorldStart
     from async_ckpt.core.ranks.world import World
 
     store = _store(port)
-    starts: list[Start] = []
+    starts: list[WorldStart] = []
     for at in range(0, len(ranks), _AT_ONCE):
-        few = [Start(World(rank, size, store)) for rank in ranks[at : at + _AT_ONCE]]
+        few = [WorldStart(World(rank, size, store)) for rank in ranks[at : at + _AT_ONCE]]
         for start in few:
             start.token.result(_PATIENCE_SECONDS)
             start.connection.ask(_nothing).result(_PATIENCE_SECONDS)

@@ -2,9 +2,10 @@
 
 - `world.py`: which rank this process is; `store.py`: its connection to the store of the ranks; `start.py`: how ranks
   find each other, and the log of rank 0's words; `heartbeats.py`: which ranks are lost.
-- `peers.py`: all that one checkpointer knows of the other ranks; `meeting.py`: what they tell each other before the first
-  save, and at a restore; `answers.py`: rank 0's answers for all.
-- `calls.py`: the joint saves of all ranks, matched by rank 0's words; `divide.py`: the part of one that this rank writes.
+- `peers.py`: all that one checkpointer knows of the other ranks; `meeting.py`: what they tell each other before the
+  first save, and at a restore; `answers.py`: rank 0's answers for all.
+- `calls.py`: the joint saves of all ranks, matched by rank 0's words; `divide.py`: the part of one that this rank
+  writes.
 - `agreement.py`: how a joint save is committed or refused at one root; `comparison.py`: rank 0's checks of all
   receipts.
 - `one_off.py`: the folder of a save without a run.

@@ -4,9 +4,9 @@ In: an archive of this rank that is durable, and receipts of the others. Out: wh
 decision of rank 0, which alone makes one. Knows nothing of: what is in the archives.
 
 A rank says by the store that its archive is durable: a receipt, and a count. Rank 0 looks at the count, and reads all
-receipts once they are there. It says "committed" when the manifest is put and no later start was seen, and "failed" only
-if the manifest will never be put. A rank that hears nothing any more, since rank 0 or the store is gone, goes by the
-manifest, and without one does not know.
+receipts once they are there. It says "committed" when the manifest is put and no later start was seen, and "failed"
+only if the manifest will never be put. A rank that hears nothing any more, since rank 0 or the store is gone, goes by
+the manifest, and without one does not know.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class Agreement:
         return self._joint.attempt
 
     async def named(self, check: Callable[[], None]) -> None:
-        """Wait until the attempt has its name, since rank 0 has made the same call. `check` is called meanwhile, and may raise.
+        """Wait until the attempt has its name, since rank 0 has made the same call. `check` is called meanwhile, and
+        may raise.
 
         Raises PeerFailedError if the call fails before that, or rank 0 does not make it.
         """
@@ -209,7 +210,7 @@ class Agreement:
         return await self._all_receipts(receipt, off_loop, check) if self.decides else None
 
     def _details(self, part: OwnPart) -> dict[str, Any]:
-        """What rank 0 may have to read: a structure that it may not know, from its first rank, and digests of copies."""
+        """Details for rank 0: a structure that it may not know, from its first rank, and digests of copies."""
         structure, details = part.structure, {}
         mates = self._joint.table.classes.get(structure.digest, ())
         if structure.digest != self._ranks.known.committed and (not mates or mates[0] == self.rank):
@@ -434,7 +435,7 @@ class Agreement:
         return found
 
     async def _decision(self, off_loop: OffLoop, check: Callable[[], None]) -> tuple[Decision | None, str]:
-        """What rank 0 has said, and if it has not said yes or no, why not."""
+        """The decision that rank 0 has said, and if it has not said yes or no, why not."""
         joint, deadline, looked = self._joint, monotonic() + DECISION_SECONDS, monotonic()
         while True:
             decision = joint.heard.get(self._number) or joint.heard.get(-1)

@@ -1,11 +1,12 @@
 """The calls of `save` that all ranks make alike, matched by rank 0's words.
 
-In: calls, on every rank. Out: joint saves, each with one name on all ranks, and one decision. Knows nothing of: archives.
+In: calls, on every rank. Out: joint saves, each with one name on all ranks, and one decision. Knows nothing of:
+archives.
 
 Rank 0 says each of its calls as a word of the log: its step, and a random name for the attempt; and later what it has
-decided. Another rank enters its call before it looks at an argument, and matches words to calls by their steps, in order,
-never by a count. So a call that one rank has missed, has made alone, or has made with wrong arguments costs that call on
-all ranks, which learn why, and the next one works.
+decided. Another rank enters its call before it looks at an argument, and matches words to calls by their steps, in
+order, never by a count. So a call that one rank has missed, has made alone, or has made with wrong arguments costs
+that call on all ranks, which learn why, and the next one works.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ..state.division import Structure
 from ..storage.interface import Storage
 from .meeting import Meeting
 from .shared_values import SharedValues
-from .start import Start, Word
+from .start import Word, WorldStart
 
 # Between the calls that delete these, others are made.
 _FORGOTTEN_AT_ONCE: Final = 500
@@ -61,9 +62,10 @@ _SUCCESSORS: Final = {
 
 
 class Decision(NamedTuple):
-    """What rank 0 has decided of an attempt, at one root or at all of them.
+    """Rank 0's decision on an attempt, at one root or at all of them.
 
-    "committed": with the text of the manifest, so that ranks need not read it; "elsewhere": it is committed at another root, and never there; "unknown": rank 0 does not know whether it is.
+    "committed": with the text of the manifest, so that ranks need not read it; "elsewhere": it is committed at
+    another root, and never there; "unknown": rank 0 does not know whether it is.
     """
 
     kind: Literal["committed", "failed", "elsewhere", "unknown"]
@@ -164,7 +166,7 @@ class Calls:
         self._is_hearing = False
 
     @property
-    def _start(self) -> Start:
+    def _start(self) -> WorldStart:
         return self._meeting.start
 
     # --- a call -----------------------------------------------------------------------------------------------
@@ -185,8 +187,8 @@ class Calls:
         self._match()
 
     def plan(self, joint: JointSave) -> None:
-        """It is this call's turn: choose the table by which its rank shares. Rank 0 says the word. On the caller's
-        thread.
+        """Choose, now that it is this call's turn, the table by which its rank shares. Rank 0 says the word. On the
+        caller's thread.
         """
         if self._meeting.world.rank == 0:
             joint.number = next(self._numbers)
@@ -405,7 +407,7 @@ class Calls:
             _resolve(joint.begun)
 
     def _drop_old(self) -> None:
-        """Nobody learns any more of attempts that rank 0 has not decided in all that time."""
+        """Drop attempts that nobody learns of any more, since rank 0 has not decided in all that time."""
         for attempt, (joint, since) in list(self._undecided.items()):
             if monotonic() - since > 2 * DECISION_SECONDS:
                 del self._undecided[attempt]

@@ -4,9 +4,10 @@ In: the store of the ranks, and the prefix of their start. Out: for a rank that 
 Knows nothing of: saves.
 
 Every few seconds each process says a number that rises and which process it is. A process on the same machine that is
-gone is lost at once. Another is lost when nothing was heard of it for two minutes, by a store that answers. A rank that
-was busy, or stopped, is a rank again with its next heartbeat. A store without a server has no heartbeats, since a
-FileStore grows with each of them: there, and before the first heartbeat, a rank is known by what it said when ranks met.
+gone is lost at once. Another is lost when nothing was heard of it for two minutes, by a store that answers. A rank
+that was busy, or stopped, is a rank again with its next heartbeat. A store without a server has no heartbeats, since
+a FileStore grows with each of them: there, and before the first heartbeat, a rank is known by what it said when ranks
+met.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 In: words, by what they are about. Out: the words of other ranks. Knows nothing of: saves, archives.
 
 Before its first save rank 0 says which ranks have states alike. A word is said once; a rank waits for the words of
-others until a deadline, and takes a rank that says nothing for dead. So a rank that has to wait for something of its own
-before it can say a word says meanwhile that this takes time.
+others until a deadline, and takes a rank that says nothing for dead. So a rank that has to wait for something of its
+own before it can say a word says meanwhile that this takes time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..host.waits import ENDS_THE_CALL, MEETING_SECONDS, SIGN_SECONDS, Wait, wai
 from ..runs.receipts import EMPTY, Table
 from ..slicing.locator import Classes
 from ..spans import TIMEKEEPER, monotonic
-from .start import Start, start_of
+from .start import WorldStart, start_of
 from .store import Words
 from .world import World, refuse_if_changed, world_of
 
@@ -132,7 +132,7 @@ class Meeting:
         return self._world
 
     @property
-    def start(self) -> Start:
+    def start(self) -> WorldStart:
         """The start of these ranks. Only where there are several."""
         return start_of(self.world)
 

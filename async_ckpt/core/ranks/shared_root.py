@@ -2,9 +2,10 @@
 
 In: a root, on each rank. Out: what is known of that. Knows nothing of: saves.
 
-Rank 0 puts a file there ahead of its first archive, and then says by the store of the ranks that it has. A rank that does
-not find the file, though rank 0 has said so, tries to put one of the same name: a place refuses that at once if there is
-one already, whatever its listings still hide. If it does not refuse, the root is not the one that rank 0 has.
+Rank 0 puts a file there ahead of its first archive, and then says by the store of the ranks that it has. A rank that
+does not find the file, though rank 0 has said so, tries to put one of the same name: a place refuses that at once if
+there is one already, whatever its listings still hide. If it does not refuse, the root is not the one that rank 0
+has.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
 In: a world with a store. Out: the token of the start, below which all else is said, and rank 0's log. Knows nothing of:
 saves.
 
-A store may outlive its ranks: torchrun keeps its own, and starts all of them again. So each rank says hello with a nonce,
-and rank 0 answers that nonce with the token of this start; old keys are never read. A hello may be that of a dead
-process, so the rank says below the token that it has come. Rank 0 refuses another nonce of a rank that has come, which was
-started again alone.
+A store may outlive its ranks: torchrun keeps its own, and starts all of them again. So each rank says hello with a
+nonce, and rank 0 answers that nonce with the token of this start; old keys are never read. A hello may be that of a
+dead process, so the rank says below the token that it has come. Rank 0 refuses another nonce of a rank that has come,
+which was started again alone.
 
-The log has rank 0's words in order, whatever they are about: each has a topic, and a rank that does not know the topic yet
-keeps them for it. The other ranks read it while they wait for something, by looking: a call that waits in the store could
-not be broken off.
+The log has rank 0's words in order, whatever they are about: each has a topic, and a rank that does not know the
+topic yet keeps them for it. The other ranks read it while they wait for something, by looking: a call that waits in
+the store could not be broken off.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _RANDOM: Final = random.SystemRandom()
 Word = dict[str, Any]
 
 
-class Start:
+class WorldStart:
     """This start of the ranks, as one process knows it. `start_of` makes it; any thread may ask.
 
     The words that were read change on the loop's thread alone.
@@ -186,7 +186,7 @@ class Start:
         return {rank for rank in there if store.get(keys[rank]).decode() == answered[rank]}
 
     async def _asked(self, call: Callable[[Any], Any]) -> Any:
-        """What the store of the user, or of the process group, answers: ranks meet below its prefix."""
+        """The answer of the store that the user, or the process group, has: ranks meet below its prefix."""
         return await asyncio.wrap_future(self.connection.ask(call, given=True))
 
     # --- rank 0's log -----------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class Start:
 
 
 # By store: a new process group in the same process has another.
-_starts: WeakKeyDictionary[Any, Start] = WeakKeyDictionary()
+_starts: WeakKeyDictionary[Any, WorldStart] = WeakKeyDictionary()
 _starting = threading.Lock()
 
 
@@ -288,9 +288,9 @@ def _forget_starts() -> None:
     _starts, _starting = WeakKeyDictionary(), threading.Lock()
 
 
-def start_of(world: World) -> Start:
+def start_of(world: World) -> WorldStart:
     """This start of a world that has a store."""
     with _starting:  # nothing is asked here
         if world.store not in _starts:
-            _starts[world.store] = Start(world)
+            _starts[world.store] = WorldStart(world)
         return _starts[world.store]

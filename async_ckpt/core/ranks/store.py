@@ -154,7 +154,7 @@ class Words:
         return None if words is None else words[0]
 
     def said_of(self, keys: Sequence[str]) -> list[str]:
-        """Those of these keys that are there already."""
+        """The keys, of these, that are there already."""
 
         def look(store: Any) -> list[str]:
             return [key for key in keys if store.check([f"{self._prefix}/{key}"])]

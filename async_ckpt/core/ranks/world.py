@@ -1,7 +1,7 @@
 """The processes of a distributed training: which of them this one is.
 
-In: torch.distributed, what a launcher has set, or what the user says. Out: worlds. Knows nothing of: what ranks tell each
-other.
+In: torch.distributed, what a launcher has set, or what the user says. Out: worlds. Knows nothing of: what ranks tell
+each other.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ In: a storage and an attempt. Out: what the ranks say of their archives. Knows n
     <step>/archives.<attempt>.bin      sizes and digests of the archives, 24 bytes for each rank, to be read by range
     <step>/layout.<attempt>.json       which ranks have states of which structure, and the tensors of each structure
 
-Only rank 0 decides: its manifest is the commit. Receipts go by the store of the ranks; earlier versions put them as names
-of files, and a verdict.<attempt>.json, which are swept.
+Only rank 0 decides: its manifest is the commit. Receipts go by the store of the ranks; earlier versions put them as
+names of files, and a verdict.<attempt>.json, which are swept.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Exchange:
         self.storage.replace(self._details_of(rank), seal(details))
 
     def details_of(self, receipt: Receipt) -> Mapping[str, Any]:
-        """What a rank says beyond its receipt. Raises CorruptCheckpointError."""
+        """The details that a rank says beyond its receipt. Raises CorruptCheckpointError."""
         if not receipt.has_details:
             return {}
         path = self._details_of(receipt.rank)

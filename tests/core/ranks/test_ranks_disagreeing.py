@@ -82,7 +82,12 @@ with open_run(here.root) as ckpt:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("others", "own", "committed"),
-    [([2, 3, 4], [2, 4], [2, 4]), ([2, 4], [2, 3, 4], [2, 4]), ([2, 3, 4], [2, 5, 6], [2]), ([2, 4], [2, 2, 4], [2, 4])],
+    [
+        ([2, 3, 4], [2, 4], [2, 4]),
+        ([2, 4], [2, 3, 4], [2, 4]),
+        ([2, 3, 4], [2, 5, 6], [2]),
+        ([2, 4], [2, 2, 4], [2, 4]),
+    ],
 )
 def test_a_call_that_one_rank_misses_or_makes_alone_fails_and_the_next_one_works(worlds, rank, others, own, committed):
     ended = worlds.run(3, OTHER_STEP.format(steps=[others, own], rank=rank))

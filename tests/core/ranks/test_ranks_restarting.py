@@ -15,7 +15,7 @@ from rank_worlds import Worlds
 from states import open_run
 
 from async_ckpt.core.ranks.meeting import Meeting
-from async_ckpt.core.ranks.start import Start
+from async_ckpt.core.ranks.start import WorldStart
 from async_ckpt.core.ranks.world import World
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
@@ -58,7 +58,7 @@ class Started:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store: dist.Store | None = dist.PrefixStore("", store)
         self._is_there = weakref.ref(self._store)
-        self.token = Start(World(rank, size, self._store)).token
+        self.token = WorldStart(World(rank, size, self._store)).token
 
     def end(self) -> None:
         self._store = None
