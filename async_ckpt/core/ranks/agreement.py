@@ -293,7 +293,8 @@ class Agreement:
                     self._raise_lost(lost, await self._ask(partial(self._last_words, [*lost]), check) or {})
                 closed = await self._ask(partial(self._ranks.calls.closed, missing), check)
                 if closed:
-                    self._raise_lost(dict.fromkeys(closed, "it has closed its checkpointer"), {})
+                    words = await self._ask(partial(self._last_words, closed), check) or {}
+                    self._raise_lost(dict.fromkeys(closed, "it has closed its checkpointer"), words)
                 if looked > deadline:
                     self._raise_missing(missing)
             await _pause(seconds, check)

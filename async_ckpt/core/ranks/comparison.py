@@ -46,6 +46,7 @@ class Comparison:
         Returns what is known of the ranks from then on, their structures, and what it is to name. Raises
         PeerFailedError, UnsupportedStateError.
         """
+        self._see_archives(receipts)
         known = self._ranks.known
         classes: dict[str, list[int]] = {}
         for receipt in receipts:
@@ -76,7 +77,6 @@ class Comparison:
         is_each = part.copies is not None
         self._compare_copies([one for one in receipts if is_each or one.structure not in known.compared])
         table = self._compare_values(receipts, classes)
-        self._see_archives(receipts)
         archives = self._exchange.put_archives(receipts)
         shared = {one: mates for one, mates in self._joint.table.classes.items() if one in texts}
         divided = StepLayout(table.classes, texts, shared, self._ranks.divider.root_mesh)

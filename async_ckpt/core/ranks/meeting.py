@@ -24,7 +24,7 @@ from ..runs.receipts import EMPTY, Table
 from ..slicing.locator import Classes
 from ..spans import TIMEKEEPER, monotonic
 from .start import WorldStart, start_of
-from .store import Words
+from .store import Words, quietly
 from .world import World, refuse_if_changed, world_of
 
 # Seconds between two calls of `look_around`.
@@ -42,10 +42,17 @@ def common_name(world: World, topic: str, num_bytes: int, check: Callable[[], No
     """
     if world.store is None:
         return os.urandom(num_bytes).hex()
-    late = PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {whom}", rank=0)
-    token = start_of(world).token
-    if not wait_for(token, MEETING_SECONDS, check):
-        raise late
+    start, begin = start_of(world), monotonic()
+    token = start.token
+
+    def goes_on() -> None:
+        check()
+        if monotonic() - begin > MEETING_SECONDS:
+            raise PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {whom}", rank=0)
+        for why in start.heartbeats.lost([0]).values():
+            raise PeerFailedError(f"waited for {whom}, but of rank 0: {why}", rank=0)
+
+    wait_for(token, None, goes_on)
     return hashlib.blake2b(f"{token.result()}/{topic}".encode(), digest_size=num_bytes).hexdigest()
 
 
@@ -203,7 +210,12 @@ class Meeting:
         rank, size, words = self.world.rank, self.world.size, self.words()
         words.say(f"structure/{rank}", structure)
         if rank == 0:
-            structures = self.hear([f"structure/{n}" for n in range(size)], "the first save of the other ranks", where)
+            keys, what = [f"structure/{n}" for n in range(size)], "the first save of the other ranks"
+            try:
+                structures = self.hear(keys, what, where)
+            except BaseException:  # the others need not wait: each writes all that it holds
+                quietly(lambda: words.say("classes", json.dumps(EMPTY.packed())))
+                raise
             classes: dict[str, list[int]] = {}
             for n, digest in enumerate(structures):
                 if digest != _NO_STRUCTURE:  # that rank's save has raised

@@ -44,6 +44,7 @@ _LOOK_SECONDS: Final = 0.5
 # Words that stay in the store: no rank that lives is so many behind.
 _KEPT: Final = 1000
 _READ_AT_ONCE: Final = 64
+_BEYOND: Final = 16
 # A rank that finds no next word looks now and then whether it was deleted.
 _LOOKS_PER_FIRST: Final = 10
 # Not Python's own generator: its numbers are the training's, which a save must not take from it.
@@ -161,7 +162,7 @@ class WorldStart:
     def _answer(self, answered: dict[int, str], here: set[int], store: Any) -> dict[int, str]:
         """Answer each hello that was not answered yet. Returns the nonces that were answered, by rank."""
         news: dict[int, str] = {}
-        for rank in range(1, self.size):
+        for rank in range(1, self.size + _BEYOND):  # ranks that count more than there are
             key = f"async_ckpt/hello/{rank}"
             if not store.check([key]):
                 continue
@@ -170,7 +171,7 @@ class WorldStart:
                 continue
             if rank in here:
                 answer = f"- rank 0 knows another process as rank {rank}: this one was started again alone"
-            elif int(size) != self.size:
+            elif int(size) != self.size or rank >= self.size:
                 answer = f"- rank 0 counts {self.size} ranks, and rank {rank} {size}"
             else:
                 answer = f"{self._known.result()} {own_process()}"

@@ -37,6 +37,8 @@ class Connection:
     def __init__(self, store: Any) -> None:
         """`store` is not kept: its users do that, or its server would outlive a process group that is destroyed."""
         self._given, self._address = weakref.ref(store), _address_of(store)
+        # Older versions of torch cannot copy a client; theirs may have to wait for a call of the training.
+        self._copies = self._address is not None and hasattr(store, "clone")
         self._own: Any = None  # of the thread that calls the store
         self._crew = Crew("store", 1)
         self.answered_at = 0.0  # when the store has answered last
@@ -69,10 +71,10 @@ class Connection:
 
         def run() -> None:
             try:
-                outcome.set_result(call(self._as_given() if given else self._connected()))
+                outcome.set_result(call(self._as_given() if given and not self._copies else self._connected()))
                 self.answered_at = monotonic()
             except BaseException as error:
-                if isinstance(error, RuntimeError) and not given:
+                if isinstance(error, RuntimeError) and (self._copies or not given):
                     self._own = None
                 outcome.set_exception(error)
 
@@ -97,7 +99,7 @@ class Connection:
         if self._address is None:
             return self._as_given()
         if self._own is None:
-            self._own = _connected(self._address)
+            self._own = _connected(self._address, self._as_given() if self._copies else None)
         return self._own
 
 
@@ -110,13 +112,18 @@ def _address_of(store: Any) -> tuple[str, int] | None:
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
 
 
-def _connected(address: tuple[str, int]) -> Any:
+def _connected(address: tuple[str, int], given: Any = None) -> Any:
+    """A client of its own; of a store that is `given`, below the same prefixes."""
     import torch.distributed as dist
 
     try:  # torch prints lines of its own where there is no server
         socket.create_connection(address, _CONNECT_SECONDS).close()
     except OSError as error:
         raise RuntimeError(f"there is no store at {address}") from error
+    if given is not None:
+        store = given.clone()
+        store.set_timeout(duration(_CONNECT_SECONDS))
+        return store
     connect: Any = dist.TCPStore  # type: ignore[attr-defined]
     return connect(*address, is_master=False, timeout=duration(_CONNECT_SECONDS))
 
