@@ -32,7 +32,7 @@ from ...errors import PeerFailedError
 from ..host.loop import get_loop
 from ..host.process import in_forked_child, never_end
 from ..host.threads import running_future
-from ..host.waits import growing_pauses
+from ..host.waits import growing_pauses, wait_for_all
 from .heartbeats import Heartbeats, own_process
 from .store import Connection, Words, count_of
 from .world import World
@@ -45,6 +45,7 @@ _LOOK_SECONDS: Final = 0.5
 _KEPT: Final = 1000
 _READ_AT_ONCE: Final = 64
 _BEYOND: Final = 16
+_LINGER_SECONDS: Final = 5.0
 # A rank that finds no next word looks now and then whether it was deleted.
 _LOOKS_PER_FIRST: Final = 10
 # Not Python's own generator: its numbers are the training's, which a save must not take from it.
@@ -68,6 +69,7 @@ class WorldStart:
         self.nonces: dict[int, str] = {}  # on rank 0, those of the other ranks that it has answered last
         self._hello = f"{self.nonce} {world.size} {own_process()}"
         self._known: Future[str] = running_future()  # the token
+        self.all_here: Future[None] = running_future()  # on rank 0: all other ranks have come
         self._num_said = 0  # on rank 0, on the thread that calls the store
         self._num_read = self._num_empty = 0  # words, and looks that have found none since
         self._hearers: dict[str, Callable[[Word], None]] = {}
@@ -155,6 +157,8 @@ class WorldStart:
                 if len(here) < len(answered):
                     here |= await asyncio.wrap_future(self.connection.ask(partial(self._new_here, answered, here)))
             if len(here) == self.size - 1:
+                if not self.all_here.done():
+                    self.all_here.set_result(None)
                 await asyncio.sleep(self.heartbeats.interval)
             else:
                 await asyncio.sleep(next(pauses))
@@ -287,6 +291,12 @@ def _forget_starts() -> None:
     for start in list(_starts.values()):
         never_end(start)
     _starts, _starting = WeakKeyDictionary(), threading.Lock()
+
+
+def answer_the_last() -> None:
+    """As the interpreter exits: give the ranks that are about to come the time to hear what rank 0 has said."""
+    starts = [start for start in list(_starts.values()) if start.rank == 0]
+    wait_for_all([start.all_here for start in starts], _LINGER_SECONDS)
 
 
 def start_of(world: World) -> WorldStart:

@@ -18,6 +18,7 @@ from ..host import waits
 from ..host.loop import Loop, existing_loop
 from ..host.operations import flush_all
 from ..host.waits import GIVES_UP, LIVENESS_SECONDS, Wait, wait_for
+from ..ranks.start import answer_the_last
 from ..spans import monotonic
 from .handle import SaveHandle, name_of, progress_of
 from .ledger import abandon, all_saves
@@ -36,6 +37,8 @@ def drain_at_exit() -> None:
         return
     loop.hurry()
     status = _wait_for_all(loop)
+    with suppress(KeyboardInterrupt):
+        answer_the_last()
     saves = all_saves()
     stuck = [save for save in saves if not save.finished.done()]
     lost = [save.handle for save in saves if save.is_unseen]

@@ -266,14 +266,14 @@ def beating(store: dist.Store, rank: int, size: int = 2) -> Heartbeats:
 @pytest.mark.usefixtures("often")
 def test_heartbeats_are_given_by_a_connection_of_their_own_also_below_prefixes() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    given = [dist.PrefixStore("a", dist.PrefixStore(f"b{rank}", server)) for rank in range(2)]
+    given = [dist.PrefixStore("a", dist.PrefixStore("b", server)) for _ in range(2)]
     ranks = [beating(store, rank) for rank, store in enumerate(given)]
     until(lambda: ranks[0].lost([1]) == {} and 1 in ranks[0]._heard)
 
     assert ranks[0]._heard[1].text.split()[2] == str(os.getpid())
     before = ranks[0]._heard[1].text
     until(lambda: ranks[0].lost([1]) == {} and ranks[0]._heard[1].text != before)
-    assert server.check(["token/heartbeat/1"])
+    assert given[0].check(["token/heartbeat/1"])
 
 
 @pytest.mark.usefixtures("often")
@@ -316,7 +316,7 @@ def test_a_server_that_is_gone_is_tried_again_without_a_word(
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     tried: list[object] = []
     connect = stores._connected
-    monkeypatch.setattr(stores, "_connected", lambda address: (tried.append(address), connect(address))[1])
+    monkeypatch.setattr(stores, "_connected", lambda *what: (tried.append(what), connect(*what))[1])
     del server
     one = beating(client, 0)
     until(lambda: len(tried) > 3)
