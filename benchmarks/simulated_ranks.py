@@ -419,7 +419,7 @@ class _Others:
         is_there = self._server.is_there(f"{self._log}/{self._number}", self._loop.time())
         if is_there not in self._seconds:
             self._client.taken, self._client.begun_at = 0.0, self._loop.time()
-            here: Any = SimpleNamespace(_num_read=self._number)
+            here: Any = SimpleNamespace(_num_read=self._number, _num_empty=0)
             ranks_start.WorldStart._next_words(here, self._log, self._client)
             self._seconds[is_there] = self._client.taken
         at = self._server.serve(self._seconds[is_there])
