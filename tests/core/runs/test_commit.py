@@ -26,7 +26,6 @@ from async_ckpt import (
     StepExistsError,
     StorageUnavailableError,
 )
-from async_ckpt.core.runs.receipts import Receipt
 from async_ckpt.core.runs.run import Run
 from async_ckpt.core.storage.local import LocalStorage
 
@@ -565,7 +564,7 @@ def test_receipts_of_ranks_that_were_killed_before_any_archive_go_a_day_later(tm
         ckpt.save(state_at(1), step=1).result()
     receipts = tmp_path / "step_00000001" / "receipts.0123abcd"
     receipts.mkdir()
-    receipt = receipts / Receipt(0, is_ok=False).name
+    receipt = receipts / "00000.json"
     receipt.write_text("")
     then = receipt.stat().st_mtime - days * 24 * 3600 - 60
     os.utime(receipt, (then, then))
