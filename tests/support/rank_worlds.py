@@ -42,7 +42,7 @@ here = Here()
 
 
 # On a machine with other work, ranks take a minute to import a trainer.
-_PATIENCE = float(os.environ.get("DBG_PATIENCE", 3 * PATIENCE))
+_PATIENCE = 3 * PATIENCE
 
 
 @dataclass
