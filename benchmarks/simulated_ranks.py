@@ -32,12 +32,12 @@ from unittest.mock import patch
 import torch
 
 from async_ckpt.core.format.layout import TensorPlan, lay_out
-from async_ckpt.core.ranks import agreement, calls, divide, heartbeats
+from async_ckpt.core.ranks import agreement, calls, divide, heartbeats, word_log
 from async_ckpt.core.ranks import start as ranks_start
 from async_ckpt.core.ranks import world as ranks_world
 from async_ckpt.core.ranks.meeting import Meeting
 from async_ckpt.core.ranks.peers import Ranks
-from async_ckpt.core.ranks.start import Word
+from async_ckpt.core.ranks.word_log import Word
 from async_ckpt.core.runs.manifest import NAME as MANIFEST
 from async_ckpt.core.runs.manifest import Archive, Manifest, SaveTimes, archive_name, parse, seal
 from async_ckpt.core.runs.receipts import NO_TABLE, Exchange, Receipt
@@ -196,9 +196,9 @@ class SimulatedWorld:
         patches = ExitStack()
         for module in (agreement, calls, heartbeats):
             patches.enter_context(patch.object(module, "monotonic", self._loop.time))
-        for module in (ranks_start, calls, heartbeats):
+        for module in (ranks_start, word_log, calls, heartbeats):
             patches.enter_context(patch.object(module, "get_loop", lambda: self._loop_of_ranks))
-        for module in (ranks_start, agreement):
+        for module in (word_log, agreement):
             patches.enter_context(patch.object(module, "_RANDOM", self._random))
         patches.enter_context(patch.object(ranks_start, "Connection", lambda client: client.connection))
         return patches
@@ -303,10 +303,10 @@ class SimulatedWorld:
 
     def _is_late_in_training(self) -> None:
         """More words were said than the log keeps, and all ranks have read them."""
-        said = self._start._num_said = 2 * ranks_start._KEPT
-        self._follower.ranks.meeting.start._num_read = said
-        prefix = f"{self._start._prefix}/log"
-        self._server.put(f"{prefix}/first", str(said - ranks_start._KEPT))
+        said = self._start.log._num_said = 2 * word_log._KEPT
+        self._follower.ranks.meeting.start.log._num_read = said
+        prefix = f"{self._start.prefix}/log"
+        self._server.put(f"{prefix}/first", str(said - word_log._KEPT))
 
     def _beat(self) -> None:
         """The heartbeats of the others, of a moment."""
@@ -400,10 +400,10 @@ class _Others:
     def __init__(self, world: SimulatedWorld, first: float) -> None:
         """They do so from the first durable archive on."""
         self._random, self._loop, self._server = world._random, world._loop, world._server
-        self.longest = max(ranks_start._LOOK_SECONDS, world.size / ranks_start._LOOKS_PER_SECOND)
+        self.longest = word_log.longest_pause(world.size)
         start = world._start
         self._client = Client(world._server, world._follower.storage)
-        self._log, self._number = f"{start._prefix}/log", start._num_said + 1  # the next word is that of the call
+        self._log, self._number = f"{start.prefix}/log", start.log._num_said + 1  # the next word is that of the call
         self._seconds: dict[bool, float] = {}  # of a look at the store, by whether the word is there
         self.heard: dict[int, float] = {}
         self._have_all = asyncio.Event()
@@ -420,7 +420,7 @@ class _Others:
         if is_there not in self._seconds:
             self._client.taken, self._client.begun_at = 0.0, self._loop.time()
             here: Any = SimpleNamespace(_num_read=self._number, _num_empty=0)
-            ranks_start.WorldStart._next_words(here, self._log, self._client)
+            word_log.WordLog._next_words(here, self._log, self._client)
             self._seconds[is_there] = self._client.taken
         at = self._server.serve(self._seconds[is_there])
         if is_there:

@@ -182,7 +182,7 @@ def _lead(port: int, size: int, pipe: Pipe) -> None:
     pipe.send("begun")
     while True:
         number, at = pipe.recv(), time.monotonic()
-        start.say(_TOPIC, {"number": number}).result()
+        start.log.say(_TOPIC, {"number": number}).result()
         pipe.send(at)
 
 
@@ -203,11 +203,11 @@ def _wait(port: int, ranks: range, size: int, heard: Any, pipe: Pipe) -> None:
             start.connection.ask(_nothing).result(_PATIENCE_SECONDS)
         starts += few
     for start in starts:
-        start.hear(_TOPIC, lambda word: heard.put((word["number"], time.monotonic())))
+        start.log.hear(_TOPIC, lambda word: heard.put((word["number"], time.monotonic())))
     pipe.send("met")
     pipe.recv()
     for start in starts:
-        get_loop().soon(partial(start.wait, start))
+        get_loop().soon(partial(start.log.wait, start))
     pipe.send("waiting")
     pipe.recv()
 

@@ -217,6 +217,12 @@ def _resolve(outcome: Future[T], fn: Callable[[], T]) -> None:
         outcome.set_exception(error)
 
 
+def ask_for_exception(future: asyncio.Future[Any]) -> None:
+    """Retrieve the exception, or asyncio logs it as never retrieved."""
+    if not future.cancelled():
+        future.exception()
+
+
 def _exiting() -> ClosedError:
     return ClosedError("the interpreter is exiting; a save must begin before that")
 

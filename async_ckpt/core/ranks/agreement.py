@@ -30,7 +30,7 @@ from ...errors import (
     StorageUnavailableError,
 )
 from ..format.digests import block_digest
-from ..host.loop import OffLoop
+from ..host.loop import OffLoop, ask_for_exception
 from ..host.waits import DECISION_SECONDS, PEER_SECONDS, SHARED_SECONDS, SILENCE_SECONDS, growing_pauses, wait_for
 from ..runs.manifest import Archive, Manifest, RankFiles, SaveTimes, parse
 from ..runs.receipts import NO_TABLE, Cause, Exchange, Receipt, Table, spread_of, table_of
@@ -155,7 +155,7 @@ class Agreement:
         """
         joint, is_told, since = self._joint, False, monotonic()
         begun = asyncio.wrap_future(joint.begun)
-        begun.add_done_callback(_look_at_error)
+        begun.add_done_callback(ask_for_exception)
         while not begun.done():
             await asyncio.wait([begun], timeout=_LOOK_SECONDS[False])
             check()
@@ -247,7 +247,7 @@ class Agreement:
             if sees is False or (named_at and monotonic() > named_at + SHARED_SECONDS):
                 await off_loop(self._root.say_apart)
                 self._raise_apart()
-            self._raise_if_failed()
+            self._raise_refusal(joint.heard.get(-1))
             why = self._lost_rank_0()
             if not why and not named_at and monotonic() > begun + PEER_SECONDS:
                 why = f"after {PEER_SECONDS:.0f} s rank 0 has not begun to write to {self._root.where}"
@@ -257,11 +257,10 @@ class Agreement:
                 raise PeerFailedError(f"{joint.what} is not committed: {why}. {self._ranks.meeting.advised}", rank=0)
             await _pause(seconds, check)
 
-    def _raise_if_failed(self) -> None:
-        decision = self._joint.heard.get(-1)
-        if decision is not None and decision.kind == "failed":
-            self._is_refused = True
-            raise peers_failed(self._joint, decision.causes)
+    def _raise_refusal(self, decision: Decision | None) -> None:
+        self._is_refused = decision is not None and decision.kind in ("failed", "elsewhere")
+        if decision is not None and self._is_refused:
+            raise peers_failed(self._joint, decision.causes) if decision.kind == "failed" else self._elsewhere()
 
     def _lost_rank_0(self) -> str:
         """Why rank 0, or the store, is lost for this rank."""
@@ -339,7 +338,7 @@ class Agreement:
         Raises PeerFailedError if it has been away for SILENCE_SECONDS.
         """
         answer = asyncio.wrap_future(self._ranks.meeting.start.connection.ask(call))
-        answer.add_done_callback(_look_at_error)
+        answer.add_done_callback(ask_for_exception)
         while not answer.done():
             await asyncio.wait([answer], timeout=_LOOK_SECONDS[False])
             check()
@@ -410,12 +409,7 @@ class Agreement:
     async def _heard(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest:
         joint = self._joint
         decision, silence = await self._decision(off_loop, check)
-        if decision is not None and decision.kind == "failed":
-            self._is_refused = True
-            raise peers_failed(joint, decision.causes)
-        if decision is not None and decision.kind == "elsewhere":
-            self._is_refused = True
-            raise self._elsewhere()
+        self._raise_refusal(decision)
         if decision is not None and decision.kind == "committed":
             manifest = parse(decision.manifest.encode(), path=self._exchange.folder)
             self._is_committed(await off_loop(partial(self._table_after, manifest)))
@@ -591,9 +585,3 @@ async def _pause(seconds: float, check: Callable[[], None]) -> None:
 
 def _digest(copies: dict[str, dict[str, str]]) -> str:
     return block_digest(json.dumps(copies, sort_keys=True).encode()).hex()[:16]
-
-
-def _look_at_error(answer: asyncio.Future[Any]) -> None:
-    """Or asyncio logs an error that nobody asks for any more."""
-    if not answer.cancelled():
-        answer.exception()

@@ -35,7 +35,8 @@ from ..state.division import Structure
 from ..storage.interface import Storage
 from .meeting import Meeting
 from .shared_values import SharedValues
-from .start import Word, WorldStart
+from .start import WorldStart
+from .word_log import Word
 
 # Between the calls that delete these, others are made.
 _FORGOTTEN_AT_ONCE: Final = 500
@@ -180,10 +181,10 @@ class Calls:
     def _enter(self, joint: JointSave, topic: str) -> None:
         if not self._is_hearing:
             self._is_hearing = True
-            self._start.hear(topic, self._hear)
+            self._start.log.hear(topic, self._hear)
         with self._lock:
             self._entries.append(joint)
-        self._start.wait(joint)
+        self._start.log.wait(joint)
         self._match()
 
     def plan(self, joint: JointSave) -> None:
@@ -207,13 +208,13 @@ class Calls:
         """On rank 0: tell the other ranks of the call."""
         if joint.life.go(JointState.BEGUN):
             self._tell(self._word(joint))
-            _resolve(joint.begun)
+            joint.begun.set_result(None)
 
     def _word(self, joint: JointSave, **more: Any) -> Word:
         return {"step": joint.step, "what": joint.what, "number": joint.number, "attempt": joint.attempt, **more}
 
     def _tell(self, word: Word) -> None:
-        self._start.say(self._meeting.topic, word)
+        self._start.log.say(self._meeting.topic, word)
 
     def skip(self, joint: JointSave) -> None:
         """On rank 0: no rank makes this save. On the caller's thread."""
@@ -223,7 +224,7 @@ class Calls:
     def _skip(self, joint: JointSave) -> None:
         if joint.life.go(JointState.SKIPPED):
             self._tell(self._word(joint, skipped=True))
-            _resolve(joint.begun)
+            joint.begun.set_result(None)
 
     def fail(self, joint: JointSave, cause: Cause) -> None:
         """The call has raised on this rank: all others learn why. Does not wait. On the caller's thread."""
@@ -240,11 +241,12 @@ class Calls:
                 joint.attempt = joint.attempt or os.urandom(4).hex()
                 self._tell(self._word(joint, causes=[cause]))
                 self._decide(joint, JointState.REFUSED, None)
-                _resolve(joint.begun)
+                joint.begun.set_result(None)
             else:
                 self.say_decision(joint, Decision("failed", (cause,)))
                 self._decide(joint, JointState.REFUSED, None)
-                self.forget(joint, 0)
+                for root in range(joint.num_roots):
+                    self.forget(joint, root)
         elif joint.attempt:
             self.refuse(joint.attempt, cause)
         else:
@@ -262,7 +264,7 @@ class Calls:
 
         def leave(token: Future[str]) -> None:
             if token.exception() is None:
-                key, text = f"async_ckpt/{token.result()}/why/{cause.rank}", json.dumps(cause)
+                key, text = f"{self._start.prefix}/why/{cause.rank}", json.dumps(cause)
                 self._start.connection.ask(lambda store: store.set(key, text))
 
         self._start.token.add_done_callback(leave)
@@ -285,11 +287,11 @@ class Calls:
         return [rank for rank in ranks if store.check([self._closed_key(rank)])]
 
     def _closed_key(self, rank: int) -> str:
-        return f"async_ckpt/{self._start.token.result()}/{self._meeting.topic}/closed/{rank}"
+        return f"{self._start.prefix}/{self._meeting.topic}/closed/{rank}"
 
     def last_word(self, rank: int, store: Any) -> Cause | None:
         """On rank 0: why the last call of a rank has failed there, if it has left a word. Asks this store."""
-        key = f"async_ckpt/{self._start.token.result()}/why/{rank}"
+        key = f"{self._start.prefix}/why/{rank}"
         return Cause(*json.loads(store.get(key))) if store.check([key]) else None
 
     # --- words, on another rank -------------------------------------------------------------------------------
@@ -329,7 +331,7 @@ class Calls:
                     if self._is_closed
                     else f"rank {self._meeting.world.rank} has made this call alone"
                 )
-                self._is_alone(joint, f"{why}; {self._meeting.advice}")
+                self._end(joint, f"{why}; {self._meeting.advice}")
             elif joint is None:
                 self._refuse(word, f"it has made no call for {word['what']}; {self._meeting.advice}")
             elif _are_alike(word, joint):
@@ -338,9 +340,7 @@ class Calls:
             else:
                 self._failed_together = word["step"], joint.step
                 self._refuse(word, f"it saves {joint.what} by the same call; give all ranks the same arguments")
-                self._is_alone(
-                    joint, f"rank 0 saves {word['what']} by the same call; give all ranks the same arguments"
-                )
+                self._end(joint, f"rank 0 saves {word['what']} by the same call; give all ranks the same arguments")
 
     def _next_pair(self) -> tuple[Word | None, JointSave | None]:
         """The next word and call that belong together, or one of them that belongs to none; neither if that is not
@@ -362,11 +362,12 @@ class Calls:
             return word, None
         return (None, joint) if joint.step == self._failed_together[0] else (word, joint)
 
-    def _is_alone(self, joint: JointSave, why: str) -> None:
-        """Rank 0 does not make this call."""
+    def _end(self, joint: JointSave, why: str) -> None:
+        """This call is over before it has begun."""
         if joint.life.go(JointState.REFUSED):
-            self._start.wait_no_more(joint)
-            self._end_early(joint, f"{joint.what} is not committed: {why}")
+            self._start.log.wait_no_more(joint)
+            joint.begun.set_exception(PeerFailedError(f"{joint.what} is not committed: {why}", rank=0))
+            joint.bell.set()
 
     def _refuse(self, word: Word, why: str) -> None:
         """This rank has no part in the call that rank 0 tells of."""
@@ -374,44 +375,35 @@ class Calls:
         if not (word.get("skipped") or word.get("causes")):
             self.refuse(word["attempt"], Cause(self._meeting.world.rank, why))
 
-    def _end_early(self, joint: JointSave, why: str) -> None:
-        if not joint.begun.done():
-            joint.begun.set_exception(PeerFailedError(why, rank=0))
-        joint.bell.set()
-
     def _begin(self, word: Word, joint: JointSave) -> None:
         """This word is of this call."""
         number = word["number"]
         if word.get("skipped"):
-            self._start.wait_no_more(joint)
+            self._start.log.wait_no_more(joint)
             self._tables[number] = self._table_before(number)
             if joint.life.go(JointState.SKIPPED):
-                _resolve(joint.begun)
+                joint.begun.set_result(None)
             return
         causes = [Cause(*cause) for cause in word.get("causes", ())]
         if causes or word["step"] is None:
-            self._start.wait_no_more(joint)
             self._tables[number] = self._table_before(number)
-            joint.life.go(JointState.REFUSED)
-            self._end_early(joint, f"{joint.what} is not committed: {_reasons(causes)}")
+            self._end(joint, _reasons(causes))
         elif joint.causes:  # it has failed here
-            self._start.wait_no_more(joint)
             self._refuse(word, joint.causes[0].error)
-            joint.life.go(JointState.REFUSED)
-            self._end_early(joint, f"{joint.what} is not committed: {joint.causes[0].error}")
+            self._end(joint, joint.causes[0].error)
         else:
             joint.attempt = word["attempt"]
             joint.life.go(JointState.BEGUN)
             self._drop_old()
             self._undecided[joint.attempt] = joint, monotonic()
-            _resolve(joint.begun)
+            joint.begun.set_result(None)
 
     def _drop_old(self) -> None:
         """Drop attempts that nobody learns of any more, since rank 0 has not decided in all that time."""
         for attempt, (joint, since) in list(self._undecided.items()):
             if monotonic() - since > 2 * DECISION_SECONDS:
                 del self._undecided[attempt]
-                self._start.wait_no_more(joint)
+                self._start.log.wait_no_more(joint)
 
     def _hear_decision(self, word: Word) -> None:
         joint, _ = self._undecided.get(word["attempt"], (None, 0.0))
@@ -420,7 +412,7 @@ class Calls:
                 early["causes"] = word["causes"]
         if joint is not None:
             causes = tuple(Cause(*cause) for cause in word["causes"])
-            joint.heard[word["root"]] = Decision(word["decision"], causes, word.get("manifest", ""))
+            joint.heard[word["root"]] = Decision(word["decision"], causes, word["manifest"])
             if word["decision"] == "failed":
                 joint.causes += causes
                 self._decide(joint, JointState.REFUSED, None)
@@ -444,7 +436,7 @@ class Calls:
 
     def key_of(self, attempt: str) -> str:
         """The prefix of what ranks say of an attempt."""
-        return f"async_ckpt/{self._start.token.result()}/{attempt}"
+        return f"{self._start.prefix}/{attempt}"
 
     def forget(self, joint: JointSave, root: int) -> None:
         """On rank 0, once it is decided at this root: delete what the other ranks have said of it."""
@@ -461,15 +453,8 @@ class Calls:
 
     def say_decision(self, joint: JointSave, decision: Decision, root: int = -1) -> Future[None]:
         """On rank 0: tell the other ranks. The future ends once the store has it."""
-        word: Word = {
-            "attempt": joint.attempt,
-            "decision": decision.kind,
-            "root": root,
-            "causes": [(cause.rank, cause.error) for cause in decision.causes],
-        }
-        if decision.manifest:
-            word["manifest"] = decision.manifest
-        return self._start.say(self._meeting.topic, word)
+        said = {"decision": decision.kind, "causes": decision.causes, "manifest": decision.manifest}
+        return self._start.log.say(self._meeting.topic, {"attempt": joint.attempt, "root": root, **said})
 
     def decide(self, joint: JointSave, state: JointState, table: Table | None) -> None:
         """A save is decided, and `table` is what is known of the ranks from then on; None: what it was begun with.
@@ -492,7 +477,7 @@ class Calls:
         is_heard = -1 in joint.heard or len(joint.heard) >= joint.num_roots
         if is_heard or not joint.is_committed:
             self._undecided.pop(joint.attempt, None)
-            self._start.wait_no_more(joint)
+            self._start.log.wait_no_more(joint)
 
     def _table_before(self, number: int) -> Table:
         """The table by which ranks share the save of this number."""
@@ -504,11 +489,6 @@ class Calls:
             get_loop().soon(call)
         except ClosedError:  # the interpreter exits
             pass
-
-
-def _resolve(begun: Future[None]) -> None:
-    if not begun.done():
-        begun.set_result(None)
 
 
 def _are_alike(word: Word, joint: JointSave) -> bool:

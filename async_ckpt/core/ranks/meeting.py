@@ -42,18 +42,25 @@ def common_name(world: World, topic: str, num_bytes: int, check: Callable[[], No
     """
     if world.store is None:
         return os.urandom(num_bytes).hex()
-    start, begin = start_of(world), monotonic()
-    token = start.token
+    start = start_of(world)
+    _wait_for_rank_0(start, start.token, whom, check)
+    return hashlib.blake2b(f"{start.token.result()}/{topic}".encode(), digest_size=num_bytes).hexdigest()
+
+
+def _wait_for_rank_0(
+    start: WorldStart, future: Future[Any], what: str, check: Callable[[], None], advice: str = ""
+) -> None:
+    """Wait for what follows from a word of rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
+    begin = monotonic()
 
     def goes_on() -> None:
         check()
         if monotonic() - begin > MEETING_SECONDS:
-            raise PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {whom}", rank=0)
+            raise PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {what}{advice}", rank=0)
         for why in start.heartbeats.lost([0]).values():
-            raise PeerFailedError(f"waited for {whom}, but of rank 0: {why}", rank=0)
+            raise PeerFailedError(f"waited for {what}, but of rank 0: {why}; start all ranks again", rank=0)
 
-    wait_for(token, None, goes_on)
-    return hashlib.blake2b(f"{token.result()}/{topic}".encode(), digest_size=num_bytes).hexdigest()
+    wait_for(future, None, goes_on)
 
 
 class Hear(Protocol):
@@ -184,16 +191,10 @@ class Meeting:
 
     def wait_for_rank_0(self, future: Future[Any], what: str, where: str = "save()") -> None:
         """Wait for what follows from a word of rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
-        wait, begin = Wait(f"in {where}", ENDS_THE_CALL), monotonic()
-
-        def goes_on() -> None:
-            wait.goes_on(lambda: f"{what}; {self.advice}")
-            if monotonic() - begin > MEETING_SECONDS:
-                raise PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {what}. {self.advised}", rank=0)
-            for why in self.start.heartbeats.lost([0]).values():
-                raise PeerFailedError(f"waited for {what}, but of rank 0: {why}; start all ranks again", rank=0)
-
-        wait_for(future, None, goes_on)
+        wait = Wait(f"in {where}", ENDS_THE_CALL)
+        _wait_for_rank_0(
+            self.start, future, what, lambda: wait.goes_on(lambda: f"{what}; {self.advice}"), f". {self.advised}"
+        )
 
     @property
     def advised(self) -> str:
@@ -235,7 +236,7 @@ class Meeting:
         def say(_: Any) -> None:  # rank 0 may not have come yet
             if start.token.exception() is not None:
                 return
-            prefix = f"async_ckpt/{start.token.result()}/{self.topic}"
+            prefix = f"{start.prefix}/{self.topic}"
             start.connection.ask(lambda store: store.set(f"{prefix}/structure/{rank}", _NO_STRUCTURE))
             if rank == 0:
                 classes = json.dumps(EMPTY.packed())

@@ -1,24 +1,17 @@
-"""One start of the ranks: how they find each other in a store, and rank 0's words to all of them.
+"""One start of the ranks: how they find each other in a store.
 
-In: a world with a store. Out: the token of the start, below which all else is said, and rank 0's log. Knows nothing of:
-saves.
+In: a world with a store. Out: the token of the start, below which all else is said. Knows nothing of: saves.
 
 A store may outlive its ranks: torchrun keeps its own, and starts all of them again. So each rank says hello with a
 nonce, and rank 0 answers that nonce with the token of this start; old keys are never read. A hello may be that of a
 dead process, so the rank says below the token that it has come. Rank 0 refuses another nonce of a rank that has come,
 which was started again alone.
-
-The log has rank 0's words in order, whatever they are about: each has a topic, and a rank that does not know the
-topic yet keeps them for it. The other ranks read it while they wait for something, by looking: a call that waits in
-the store could not be broken off.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import random
 import secrets
 import threading
 from collections.abc import Callable
@@ -35,30 +28,19 @@ from ..host.threads import running_future
 from ..host.waits import growing_pauses, wait_for_all
 from .heartbeats import Heartbeats, own_process
 from .store import Connection, Words, count_of
+from .word_log import WordLog, longest_pause
 from .world import World
 
-# Between looks of all ranks together at rank 0's next word, and of one rank.
-_LOOKS_PER_SECOND: Final = 16_000
 _FIRST_LOOK_SECONDS: Final = 0.01
 _LOOK_SECONDS: Final = 0.5
-# Words that stay in the store: no rank that lives is so many behind.
-_KEPT: Final = 1000
-_READ_AT_ONCE: Final = 64
+# So many hellos of ranks that count more of them than rank 0 are answered by a refusal.
 _BEYOND: Final = 16
+# How long rank 0 stays at its exit for ranks that have not come yet.
 _LINGER_SECONDS: Final = 5.0
-# A rank that finds no next word looks now and then whether it was deleted.
-_LOOKS_PER_FIRST: Final = 10
-# Not Python's own generator: its numbers are the training's, which a save must not take from it.
-_RANDOM: Final = random.SystemRandom()
-
-Word = dict[str, Any]
 
 
 class WorldStart:
-    """This start of the ranks, as one process knows it. `start_of` makes it; any thread may ask.
-
-    The words that were read change on the loop's thread alone.
-    """
+    """This start of the ranks, as one process knows it. `start_of` makes it; any thread may ask."""
 
     def __init__(self, world: World) -> None:
         self.rank, self.size = world.rank, world.size
@@ -70,13 +52,7 @@ class WorldStart:
         self._hello = f"{self.nonce} {world.size} {own_process()}"
         self._known: Future[str] = running_future()  # the token
         self.all_here: Future[None] = running_future()  # on rank 0: all other ranks have come
-        self._num_said = 0  # on rank 0, on the thread that calls the store
-        self._num_read = self._num_empty = 0  # words, and looks that have found none since
-        self._hearers: dict[str, Callable[[Word], None]] = {}
-        self._early: dict[str, list[Word]] = {}
-        self._waiting: set[object] = set()  # what waits for a word
-        self._reading: asyncio.Task[None] | None = None
-        self._wake: asyncio.Event = asyncio.Event()  # a new wait has begun
+        self.log = WordLog(self.connection, world.size, self._known)
         if world.rank == 0:
             self._begin(secrets.token_hex(8))
             get_loop().begin(self._answer_hellos())
@@ -95,15 +71,16 @@ class WorldStart:
 
     def words(self, topic: str) -> Words:
         """Words about a topic, without those of an earlier start. Only once the token is known."""
-        return Words(self.connection, f"{self._prefix}/{topic}")
+        return Words(self.connection, f"{self.prefix}/{topic}")
 
     @property
-    def _prefix(self) -> str:
+    def prefix(self) -> str:
+        """The prefix of all keys of this start. Only once the token is known."""
         return f"async_ckpt/{self._known.result()}"
 
     def _begin(self, token: str) -> None:
         self._known.set_result(token)
-        self.heartbeats.begin(self._prefix)
+        self.heartbeats.begin(self.prefix)
 
     async def _say_hello(self) -> None:
         """On another rank: say hello until rank 0 has answered it."""
@@ -119,7 +96,7 @@ class WorldStart:
             return store.get(welcome).decode() if store.check([welcome]) else "- - -"
 
         is_said = False
-        for seconds in growing_pauses(_FIRST_LOOK_SECONDS, max(_LOOK_SECONDS, self.size / _LOOKS_PER_SECOND)):
+        for seconds in growing_pauses(_FIRST_LOOK_SECONDS, longest_pause(self.size)):
             with suppress(RuntimeError):  # the store is away: it is asked again
                 if not is_said:
                     await self._asked(say)
@@ -140,7 +117,7 @@ class WorldStart:
             await asyncio.sleep(seconds)
 
     def _come_here(self, store: Any) -> None:
-        store.set(f"{self._prefix}/here/{self.rank}", self.nonce)
+        store.set(f"{self.prefix}/here/{self.rank}", self.nonce)
 
     async def _answer_hellos(self) -> None:
         """On rank 0, from now on: answer the hello of each rank."""
@@ -186,98 +163,13 @@ class WorldStart:
 
     def _new_here(self, answered: dict[int, str], here: set[int], store: Any) -> set[int]:
         """The ranks that have come, of those that were answered: each has said so by the nonce that was answered."""
-        keys = {rank: f"{self._prefix}/here/{rank}" for rank in answered if rank not in here}
+        keys = {rank: f"{self.prefix}/here/{rank}" for rank in answered if rank not in here}
         there = [rank for rank, key in keys.items() if store.check([key])]
         return {rank for rank in there if store.get(keys[rank]).decode() == answered[rank]}
 
     async def _asked(self, call: Callable[[Any], Any]) -> Any:
         """The answer of the store that the user, or the process group, has: ranks meet below its prefix."""
         return await asyncio.wrap_future(self.connection.ask(call, given=True))
-
-    # --- rank 0's log -----------------------------------------------------------------------------------------
-
-    def say(self, topic: str, word: Word) -> Future[None]:
-        """On rank 0: a word to all other ranks. The future ends once the store has it."""
-        text = json.dumps([topic, word])
-
-        def say(store: Any) -> None:
-            number, log = self._num_said, f"{self._prefix}/log"
-            store.set(f"{log}/{number}", text)
-            store.check([f"{log}/{number}"])  # `set` is not answered: what follows on other ways must not overtake it
-            self._num_said = number + 1
-            if number >= _KEPT:
-                store.set(f"{log}/first", str(number - _KEPT + 1))
-                store.delete_key(f"{log}/{number - _KEPT}")
-
-        return self.connection.ask(say)
-
-    def hear(self, topic: str, hearer: Callable[[Word], None]) -> None:
-        """From now on, `hearer` is called with each word about a topic, on the loop's thread. Those that were read
-        already come first.
-        """
-
-        def begin() -> None:
-            self._hearers[topic] = hearer
-            for word in self._early.pop(topic, []):
-                hearer(word)
-
-        get_loop().soon(begin)
-
-    def wait(self, waiting: object) -> None:
-        """Read words until `wait_no_more` is called with the same object. On the loop's thread."""
-        self._waiting.add(waiting)
-        self._wake.set()
-        if self._reading is None and self.rank:
-            self._reading = asyncio.create_task(self._read())
-
-    def wait_no_more(self, waiting: object) -> None:
-        self._waiting.discard(waiting)
-
-    async def _read(self) -> None:
-        try:
-            await asyncio.wrap_future(self._known)
-            log = f"{self._prefix}/log"
-            longest = max(_LOOK_SECONDS, self.size / _LOOKS_PER_SECOND)
-            pauses = growing_pauses(_FIRST_LOOK_SECONDS, longest)
-            while self._waiting:
-                words: list[str] = []
-                with suppress(RuntimeError):  # the store is gone, for now at least: deadlines tell
-                    first, words = await asyncio.wrap_future(self.connection.ask(partial(self._next_words, log)))
-                    self._num_read = first + len(words)
-                for text in words:
-                    self._heard(*json.loads(text))
-                if words or self._wake.is_set():
-                    pauses = growing_pauses(_FIRST_LOOK_SECONDS, longest)
-                self._wake.clear()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), next(pauses) * _RANDOM.uniform(0.75, 1.25))
-        except PeerFailedError:
-            pass  # this rank is none of this start: who waits for a word hears it from the token
-        finally:
-            self._reading = None
-
-    def _next_words(self, log: str, store: Any) -> tuple[int, list[str]]:
-        """The number of the first word that is not read, and the words from there on. Those that are deleted are
-        passed over: a rank that is so far behind was left out, and goes by what is committed.
-        """
-        first, words = self._num_read, list[str]()
-        if store.check([f"{log}/{first}"]):
-            self._num_empty = 0
-        else:
-            self._num_empty += 1
-            if self._num_empty % _LOOKS_PER_FIRST or not store.check([f"{log}/first"]):
-                return first, []
-            first = max(first, int(store.get(f"{log}/first")))
-        while len(words) < _READ_AT_ONCE and store.check([f"{log}/{first + len(words)}"]):
-            words.append(store.get(f"{log}/{first + len(words)}").decode())
-        return first, words
-
-    def _heard(self, topic: str, word: Word) -> None:
-        hearer = self._hearers.get(topic)
-        if hearer is None:
-            self._early.setdefault(topic, []).append(word)
-        else:
-            hearer(word)
 
 
 # By store: a new process group in the same process has another.

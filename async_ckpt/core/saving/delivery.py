@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ...errors import CheckpointError, StorageUnavailableError
-from ..host.loop import OffLoop
+from ..host.loop import OffLoop, ask_for_exception
 from ..host.threads import running_future
 from ..host.waits import AGAIN_SECONDS, END_SECONDS, LAG_SECONDS
 from ..report import Destination, SaveReport
@@ -444,9 +444,3 @@ class Delivery:
             retryable=sink is not None and sink.retryable,
             error=None if error is None else f"{type(error).__name__}: {error}",
         )
-
-
-def ask_for_exception(future: asyncio.Future[Any]) -> None:
-    """Retrieve the exception, or asyncio logs it as never retrieved."""
-    if not future.cancelled():
-        future.exception()

@@ -28,7 +28,7 @@ from async_ckpt.core.ranks import agreement, calls
 from async_ckpt.core.ranks.agreement import Agreement
 from async_ckpt.core.ranks.calls import Calls, JointSave, JointState, OwnPart
 from async_ckpt.core.ranks.peers import KnownStates
-from async_ckpt.core.ranks.start import Word
+from async_ckpt.core.ranks.word_log import Word
 from async_ckpt.core.runs.manifest import Archive, Manifest, RankFiles
 from async_ckpt.core.runs.receipts import EMPTY, Cause, Exchange, Receipt
 
@@ -144,7 +144,8 @@ class _Start:
         self._player = player
         self.token = _done("token")
         self.nonces = dict.fromkeys(range(player.size), self.nonce)
-        self.connection = self.heartbeats = self
+        self.connection = self.heartbeats = self.log = self
+        self.prefix = "async_ckpt/token"
         self.hearers: dict[str, Callable[[Word], None]] = {}
         self.early: dict[str, list[Word]] = {}
 

@@ -1,0 +1,145 @@
+"""The log of rank 0's words to all other ranks.
+
+In: words of rank 0. Out: the same words on each other rank, in order. Knows nothing of: what they are about.
+
+Each word has a topic, and a rank that does not know the topic yet keeps the word for it. The other ranks read the log
+while they wait for something, by looking: a call that waits in the store could not be broken off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+from ...errors import PeerFailedError
+from ..host.loop import get_loop
+from ..host.waits import growing_pauses
+from .store import Connection
+
+# Between looks of all ranks together at rank 0's next word, and of one rank.
+_LOOKS_PER_SECOND: Final = 16_000
+_FIRST_LOOK_SECONDS: Final = 0.01
+_LOOK_SECONDS: Final = 0.5
+# A rank that finds no next word looks now and then whether it was deleted.
+_LOOKS_PER_FIRST: Final = 10
+# Words that stay in the store: no rank that lives is so many behind.
+_KEPT: Final = 1000
+_READ_AT_ONCE: Final = 64
+# Not Python's own generator: its numbers are the training's, which a save must not take from it.
+_RANDOM: Final = random.SystemRandom()
+
+Word = dict[str, Any]
+
+
+def longest_pause(num_ranks: int) -> float:
+    """The seconds between two looks of each of so many ranks, once they have grown."""
+    return max(_LOOK_SECONDS, num_ranks / _LOOKS_PER_SECOND)
+
+
+class WordLog:
+    """The log of one start, as rank 0 says it, or another rank reads it. A start creates it. What was read changes on
+    the loop's thread alone.
+    """
+
+    def __init__(self, connection: Connection, size: int, token: Future[str]) -> None:
+        """`token` is that of the start, once it is known."""
+        self._connection, self._size, self._token = connection, size, token
+        self._num_said = 0  # on rank 0, on the thread that calls the store
+        self._num_read = self._num_empty = 0  # words, and looks that have found none since
+        self._hearers: dict[str, Callable[[Word], None]] = {}
+        self._early: dict[str, list[Word]] = {}
+        self._waiting: set[object] = set()  # what waits for a word
+        self._reading: asyncio.Task[None] | None = None
+        self._wake: asyncio.Event = asyncio.Event()  # a new wait has begun
+
+    @property
+    def _path(self) -> str:
+        return f"async_ckpt/{self._token.result()}/log"
+
+    def say(self, topic: str, word: Word) -> Future[None]:
+        """On rank 0: a word to all other ranks. The future ends once the store has it."""
+        text = json.dumps([topic, word])
+
+        def say(store: Any) -> None:
+            number, log = self._num_said, self._path
+            store.set(f"{log}/{number}", text)
+            store.check([f"{log}/{number}"])  # `set` is not answered: what follows on other ways must not overtake it
+            self._num_said = number + 1
+            if number >= _KEPT:
+                store.set(f"{log}/first", str(number - _KEPT + 1))
+                store.delete_key(f"{log}/{number - _KEPT}")
+
+        return self._connection.ask(say)
+
+    def hear(self, topic: str, hearer: Callable[[Word], None]) -> None:
+        """From now on, `hearer` is called with each word about a topic, on the loop's thread. Those that were read
+        already come first.
+        """
+
+        def begin() -> None:
+            self._hearers[topic] = hearer
+            for word in self._early.pop(topic, []):
+                hearer(word)
+
+        get_loop().soon(begin)
+
+    def wait(self, waiting: object) -> None:
+        """Read words until `wait_no_more` is called with the same object. On the loop's thread."""
+        self._waiting.add(waiting)
+        self._wake.set()
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read())
+
+    def wait_no_more(self, waiting: object) -> None:
+        self._waiting.discard(waiting)
+
+    async def _read(self) -> None:
+        try:
+            await asyncio.wrap_future(self._token)
+            log, longest = self._path, longest_pause(self._size)
+            pauses = growing_pauses(_FIRST_LOOK_SECONDS, longest)
+            while self._waiting:
+                words: list[str] = []
+                with suppress(RuntimeError):  # the store is gone, for now at least: deadlines tell
+                    first, words = await asyncio.wrap_future(self._connection.ask(partial(self._next_words, log)))
+                    self._num_read = first + len(words)
+                for text in words:
+                    self._heard(*json.loads(text))
+                if words or self._wake.is_set():
+                    pauses = growing_pauses(_FIRST_LOOK_SECONDS, longest)
+                self._wake.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), next(pauses) * _RANDOM.uniform(0.75, 1.25))
+        except PeerFailedError:
+            pass  # this rank is none of this start: who waits for a word hears it from the token
+        finally:
+            self._reading = None
+
+    def _next_words(self, log: str, store: Any) -> tuple[int, list[str]]:
+        """The number of the first word that is not read, and the words from there on. Those that are deleted are
+        passed over: a rank that is so far behind was left out, and goes by what is committed.
+        """
+        first, words = self._num_read, list[str]()
+        if store.check([f"{log}/{first}"]):
+            self._num_empty = 0
+        else:
+            self._num_empty += 1
+            if self._num_empty % _LOOKS_PER_FIRST or not store.check([f"{log}/first"]):
+                return first, []
+            first = max(first, int(store.get(f"{log}/first")))
+        while len(words) < _READ_AT_ONCE and store.check([f"{log}/{first + len(words)}"]):
+            words.append(store.get(f"{log}/{first + len(words)}").decode())
+        return first, words
+
+    def _heard(self, topic: str, word: Word) -> None:
+        hearer = self._hearers.get(topic)
+        if hearer is None:
+            self._early.setdefault(topic, []).append(word)
+        else:
+            hearer(word)
