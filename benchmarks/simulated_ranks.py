@@ -32,7 +32,7 @@ from unittest.mock import patch
 import torch
 
 from async_ckpt.core.format.layout import TensorPlan, lay_out
-from async_ckpt.core.ranks import agreement, calls, divide, heartbeats, word_log
+from async_ckpt.core.ranks import agreement, calls, divide, heartbeats, rendezvous, word_log
 from async_ckpt.core.ranks import start as ranks_start
 from async_ckpt.core.ranks import world as ranks_world
 from async_ckpt.core.ranks.meeting import Meeting
@@ -194,11 +194,11 @@ class SimulatedWorld:
     def _patched(self) -> ExitStack:
         """The library's clocks, loop and connections are those of this world."""
         patches = ExitStack()
-        for module in (agreement, calls, heartbeats):
+        for module in (agreement, calls, heartbeats, rendezvous):
             patches.enter_context(patch.object(module, "monotonic", self._loop.time))
         for module in (ranks_start, word_log, calls, heartbeats):
             patches.enter_context(patch.object(module, "get_loop", lambda: self._loop_of_ranks))
-        for module in (word_log, agreement):
+        for module in (word_log, rendezvous):
             patches.enter_context(patch.object(module, "_RANDOM", self._random))
         patches.enter_context(patch.object(ranks_start, "Connection", lambda client: client.connection))
         return patches

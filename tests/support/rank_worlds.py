@@ -24,7 +24,7 @@ from children import Child, Nursery
 from racing import PATIENCE, until
 
 from async_ckpt import AsyncCheckpointer, CheckpointError, PeerFailedError
-from async_ckpt.core.ranks import agreement, divide, meeting
+from async_ckpt.core.ranks import agreement, divide, meeting, rendezvous
 from async_ckpt.core.ranks.agreement import Agreement
 from async_ckpt.core.runs.receipts import Exchange
 from async_ckpt.core.runs.sweep import Sweeper
@@ -283,20 +283,20 @@ class Here:
 
     def expire(self, is_due: Callable[[], bool]) -> None:
         """From then on no deadline of the ranks lies ahead."""
-        real, num_calls = agreement.monotonic, 0
+        real, num_calls = rendezvous.monotonic, 0
 
         def clock() -> float:
             nonlocal num_calls
             num_calls += is_due()
             return real() + 1e6 * num_calls
 
-        agreement.monotonic = meeting.monotonic = clock  # type: ignore[attr-defined]
+        agreement.monotonic = rendezvous.monotonic = meeting.monotonic = clock  # type: ignore[attr-defined]
 
 
 _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
     "capture": (divide.Divider, "divided", lambda *_: "capture"),
     "write": (LocalSink, "write", lambda sink, *_: str(sink._target)),
-    "receipt": (Agreement, "_put_receipt", lambda agreed, *_: agreed._exchange.folder),
+    "receipt": (Agreement, "_put", lambda agreed, *_: agreed._exchange.folder),
     "manifest": (
         LocalStorage,
         "put_new",
@@ -306,6 +306,6 @@ _POINTS: dict[str, tuple[Any, str, Callable[..., str]]] = {
     "decision": (Exchange, "manifest", lambda exchange, *_: exchange.folder),
     "driver": (StepTarget, "_write_driver", lambda target: target._name),
     "verdict": (Agreement, "_say", lambda agreed, *_: agreed._exchange.folder),
-    "looking again": (agreement, "_pause", lambda *_: "looking again"),
+    "looking again": (Agreement, "_pause", lambda *_: "looking again"),
     "hear": (Agreement, "_heard", lambda agreed, *_: agreed._run.folder(agreed._joint.step)),
 }

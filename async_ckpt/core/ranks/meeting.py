@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -33,21 +32,7 @@ NOT_ALONE: Final = "make the same calls on every rank; if this one alone saves, 
 _NO_STRUCTURE: Final = "-"
 
 
-def common_name(world: World, topic: str, num_bytes: int, check: Callable[[], None], whom: str) -> str:
-    """A name that all ranks of a world have alike for a topic, and no other start of them; a process alone has a random
-    one.
-
-    Waits for rank 0 to begin anything at all, and calls `check` meanwhile. Raises PeerFailedError: "waited 600 s for"
-    `whom`.
-    """
-    if world.store is None:
-        return os.urandom(num_bytes).hex()
-    start = start_of(world)
-    _wait_for_rank_0(start, start.token, whom, check)
-    return hashlib.blake2b(f"{start.token.result()}/{topic}".encode(), digest_size=num_bytes).hexdigest()
-
-
-def _wait_for_rank_0(
+def wait_for_rank_0(
     start: WorldStart, future: Future[Any], what: str, check: Callable[[], None], advice: str = ""
 ) -> None:
     """Wait for what follows from a word of rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
@@ -192,7 +177,7 @@ class Meeting:
     def wait_for_rank_0(self, future: Future[Any], what: str, where: str = "save()") -> None:
         """Wait for what follows from a word of rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
         wait = Wait(f"in {where}", ENDS_THE_CALL)
-        _wait_for_rank_0(
+        wait_for_rank_0(
             self.start, future, what, lambda: wait.goes_on(lambda: f"{what}; {self.advice}"), f". {self.advised}"
         )
 

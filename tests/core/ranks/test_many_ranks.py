@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from async_ckpt.core.ranks.agreement import _looks
+from async_ckpt.core.ranks.rendezvous import looks
 from async_ckpt.core.runs import coverage
 from async_ckpt.core.runs.coverage import check_coverage
 from async_ckpt.core.slicing.slices import Slices
@@ -69,10 +69,10 @@ def test_the_ranks_store_keeps_up_with_looks_receipts_and_heartbeats():
 
 def test_many_ranks_look_less_often_so_that_a_store_answers_all_of_them():
     for size in (2, 1000, 16_384):
-        pauses = list(islice(_looks(True, size), 20))
+        pauses = list(islice(looks(True, size), 20))
         assert size / (sum(pauses) / len(pauses)) < 7000
-    assert next(_looks(True, 2)) < 0.1
-    assert next(_looks(False, 16_384)) < 0.1  # a folder of this machine
+    assert next(looks(True, 2)) < 0.1
+    assert next(looks(False, 16_384)) < 0.1  # a folder of this machine
 
 
 def test_a_gap_is_found_in_a_tensor_that_fewer_ranks_have_than_another_that_is_cut_alike():

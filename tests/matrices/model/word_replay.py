@@ -24,10 +24,11 @@ from unittest import mock
 from interleaved import Objects, StoreOf
 
 from async_ckpt import PeerFailedError, StorageUnavailableError
-from async_ckpt.core.ranks import agreement, calls
+from async_ckpt.core.ranks import agreement, calls, rendezvous
 from async_ckpt.core.ranks.agreement import Agreement
 from async_ckpt.core.ranks.calls import Calls, JointSave, JointState, OwnPart
 from async_ckpt.core.ranks.peers import KnownStates
+from async_ckpt.core.ranks.rendezvous import Rendezvous
 from async_ckpt.core.ranks.word_log import Word
 from async_ckpt.core.runs.manifest import Archive, Manifest, RankFiles
 from async_ckpt.core.runs.receipts import EMPTY, Cause, Exchange, Receipt
@@ -436,7 +437,7 @@ async def _at_once(call: Callable[[], Any]) -> Any:
     return call()
 
 
-async def _pause(seconds: float, check: Callable[[], None]) -> None:
+async def _pause(_: Rendezvous, seconds: float, check: Callable[[], None]) -> None:
     task = _task.get()
     assert task.pause_seconds, "rank 0 waits for what the model has"
     task.clock += task.pause_seconds
@@ -454,8 +455,9 @@ def _without_waiting(loop: StillLoop) -> Iterator[None]:
     """Deadlines pass where a path says so, and at no other moment."""
     with (
         mock.patch.object(agreement, "Comparison", _Comparison),
-        mock.patch.object(agreement, "_pause", _pause),
+        mock.patch.object(Agreement, "_pause", _pause),
         mock.patch.object(agreement, "monotonic", _now),
+        mock.patch.object(rendezvous, "monotonic", _now),
         mock.patch.object(calls, "monotonic", _now),
         mock.patch.object(calls, "get_loop", return_value=SimpleNamespace(soon=loop.call_soon)),
     ):

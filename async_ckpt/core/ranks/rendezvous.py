@@ -1,0 +1,398 @@
+"""One call that all ranks make alike: rank 0 names it, each rank does its part, and rank 0 decides.
+
+In: calls, on every rank. Out: on rank 0, what each rank says of its part; on the others, what rank 0 has decided.
+Knows nothing of: what the parts are.
+
+A rank says by the store that it has done its part, and adds to a count. Rank 0 looks at the count, and reads all parts
+once they are there. A rank that cannot do its part refuses, with the reason, and rank 0 fails the call on all. Saves,
+exports, publications and the folders of frameworks meet in this way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import random
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, NoReturn, TypeVar
+
+from ...errors import PeerFailedError, StorageUnavailableError
+from ..host.loop import ask_for_exception, get_loop
+from ..host.waits import DECISION_SECONDS, PEER_SECONDS, SILENCE_SECONDS, growing_pauses, wait_for
+from ..runs.receipts import Cause
+from ..spans import monotonic
+from .answers import in_words
+from .calls import Calls, Decision, JointSave, JointState, peers_failed
+from .meeting import Meeting, wait_for_rank_0
+from .store import count_of
+from .world import World
+
+T = TypeVar("T")
+Check = Callable[[], None]
+
+# Between looks at the store, or at a root: it grows from the one to the other, and no two ranks look at the same time.
+_FIRST_LOOK_SECONDS: Final = 0.01
+LOOK_SECONDS: Final = {False: 0.5, True: 2.0}  # at a folder or the store of the ranks, and at an object store
+# Of all ranks that wait for the same: S3 answers so many requests a second below one prefix.
+_MAX_LOOKS_PER_SECOND: Final = 5500
+# Between looks at who is missing, and at who is lost.
+_LOOK_AROUND_SECONDS: Final = 2.0
+_SAID_SECONDS: Final = 30.0  # a wait for rank 0's call of which the log tells
+# What rank 0 says last has this long to leave before its process may end.
+LEAVE_SECONDS: Final = 5.0
+# Not Python's own generator: its numbers are the training's, which a save must not take from it.
+_RANDOM: Final = random.SystemRandom()
+
+_log = logging.getLogger("async_ckpt")
+
+
+async def _nothing() -> None:
+    """Between two looks there is nothing else to look at."""
+
+
+class Rendezvous:
+    """The rendezvous of all ranks in one call. `Channel.call` makes it, and an `Agreement` is one about archives.
+
+    Coroutines run on the library's loop; the methods that block are called elsewhere.
+    """
+
+    def __init__(self, meeting: Meeting, calls: Calls, joint: JointSave, number: int = 0) -> None:
+        """`number` is that of the root among all roots, where a call has several."""
+        self._meeting, self._calls, self._joint, self._number = meeting, calls, joint, number
+        self._has_said_yes = self._is_refused = False
+        self._begun_at = 0.0 if meeting.world.is_one else meeting.start.connection.now()
+
+    @property
+    def rank(self) -> int:
+        return self._meeting.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._meeting.world.size
+
+    @property
+    def decides(self) -> bool:
+        """True on rank 0, which alone decides."""
+        return self.rank == 0
+
+    @property
+    def attempt(self) -> str:
+        """The name of the call, the same on all ranks; empty as long as rank 0 has not named it."""
+        return self._joint.attempt
+
+    @property
+    def where(self) -> str:
+        """Where the parts lie, for messages."""
+        return ""
+
+    @property
+    def _key(self) -> str:
+        return f"{self._calls.key_of(self._joint.attempt)}/{self._number}"
+
+    def wait_named(self, check: Check) -> str:
+        """The name of the call, on a thread that may block. Raises as `named`."""
+        unnamed = self._why_unnamed()
+
+        def goes_on() -> None:
+            check()
+            next(unnamed)
+
+        wait_for(self._joint.begun, None, goes_on)
+        self._joint.begun.result()
+        return self.attempt
+
+    async def named(self, check: Check) -> None:
+        """Wait until the call has its name, since rank 0 has made it, too. `check` is called meanwhile, and may raise.
+
+        Raises PeerFailedError if the call fails before that, or rank 0 does not make it.
+        """
+        begun, unnamed = asyncio.wrap_future(self._joint.begun), self._why_unnamed()
+        begun.add_done_callback(ask_for_exception)
+        while not begun.done():
+            await asyncio.wait([begun], timeout=LOOK_SECONDS[False])
+            check()
+            if not begun.done():
+                next(unnamed)
+        begun.result()
+
+    def _why_unnamed(self) -> Iterator[None]:
+        """Raises PeerFailedError where rank 0 is lost, or takes too long; and the log tells of a long wait."""
+        joint, is_told, since = self._joint, False, monotonic()
+        while True:
+            waited = monotonic() - since
+            if not is_told and waited > _SAID_SECONDS:
+                is_told = True
+                _log.warning("rank 0 has made no call for %s for %.0f s; it is waited for", joint.what, waited)
+            why = self._lost_rank_0()
+            if not why and waited > PEER_SECONDS:
+                why = f"after {waited:.0f} s rank 0 has made no call for it. {self._meeting.advised}"
+            if why:
+                raise PeerFailedError(f"{joint.what} is not committed: {why}", rank=0)
+            yield
+
+    # --- a part that is done ----------------------------------------------------------------------------------
+
+    def _put(self, part: Sequence[Any]) -> None:
+        """On another rank: tell rank 0 that this rank has done its part, unless the call has failed by now. Blocks."""
+        joint, key = self._joint, self._key
+        text = json.dumps([self._meeting.start.nonce, *part])
+        if joint.is_decided and not joint.is_committed:
+            raise peers_failed(joint, joint.causes)
+
+        def put(store: Any) -> None:
+            store.set(f"{key}/{self.rank}", text)
+            store.add(f"{key}/count", 1)
+
+        self._has_said_yes = True  # also if it fails, since it may have arrived
+        said = self._meeting.start.connection.ask(put)
+        if not wait_for(said, SILENCE_SECONDS):
+            self._raise_silent_store()
+        said.result()
+
+    async def _gathered(
+        self, check: Check, goes_on: Callable[[], Awaitable[None]] = _nothing, *, hint: Callable[[], str] = str
+    ) -> dict[int, list[Any]]:
+        """On rank 0: what each other rank has said of its part, once all have. `goes_on` is called between looks, and
+        may raise; `hint` is what else may be wrong where a rank is missing.
+
+        Raises PeerFailedError for a rank that refuses, is lost, or says nothing; where one of several roots is enough,
+        StorageUnavailableError for the last two.
+        """
+        start, size, looked = self._meeting.start, self.world_size, monotonic()
+        deadline = looked + PEER_SECONDS
+        for seconds in looks(is_remote=False):
+            count, refusal = await self._ask(self._look, check) or (0, None)
+            if refusal is not None:
+                self._joint.causes.append(refusal)
+                raise peers_failed(self._joint, [refusal])
+            if count >= size - 1:
+                parts = await self._ask(self._read, check) or {}
+                if len(parts) == size - 1:
+                    return parts
+            await goes_on()
+            if monotonic() > min(looked + _LOOK_AROUND_SECONDS, deadline):
+                looked = monotonic()
+                there = await self._ask(self._there, check)
+                missing = [rank for rank in range(1, size) if there is not None and rank not in there]
+                if lost := start.heartbeats.lost(missing):
+                    self._raise_lost(lost, await self._ask(partial(self._last_words, [*lost]), check) or {})
+                closed = await self._ask(partial(self._calls.closed, missing), check)
+                if closed:
+                    words = await self._ask(partial(self._last_words, closed), check) or {}
+                    self._raise_lost(dict.fromkeys(closed, "it has closed its checkpointer"), words)
+                if looked > deadline:
+                    self._raise_missing(missing, hint())
+            await self._pause(seconds, check)
+        raise AssertionError("looks never end")
+
+    def _look(self, store: Any) -> tuple[int, Cause | None]:
+        """How many parts are done, and the refusal of a rank."""
+        count = count_of(store, f"{self._key}/count")
+        return count, self._calls.refusal(self._joint.attempt, self._number, store)
+
+    def _there(self, store: Any) -> set[int]:
+        """The ranks that have done their parts."""
+        return {rank for rank in range(1, self.world_size) if store.check([f"{self._key}/{rank}"])}
+
+    def _last_words(self, ranks: Sequence[int], store: Any) -> dict[int, Cause]:
+        words = {rank: self._calls.last_word(rank, store) for rank in ranks}
+        return {rank: word for rank, word in words.items() if word is not None}
+
+    def _read(self, store: Any) -> dict[int, list[Any]]:
+        """What ranks say of their parts, all of which have counted theirs."""
+        keys = {rank: f"{self._key}/{rank}" for rank in range(1, self.world_size)}
+        if not store.check([*keys.values()]):
+            return {}
+        parts = {}
+        for rank, text in zip(keys, store.multi_get([*keys.values()]), strict=True):
+            nonce, *part = json.loads(text)
+            if nonce == self._meeting.start.nonces.get(rank):  # it is not another process's
+                parts[rank] = part
+        return parts
+
+    async def _ask(self, call: Callable[[Any], T], check: Check) -> T | None:
+        """The answer of the ranks' store; None if it is away at this moment.
+
+        Raises PeerFailedError if it has been away for SILENCE_SECONDS.
+        """
+        answer = asyncio.wrap_future(self._meeting.start.connection.ask(call))
+        answer.add_done_callback(ask_for_exception)
+        while not answer.done():
+            await asyncio.wait([answer], timeout=LOOK_SECONDS[False])
+            check()
+            self._raise_silent_store()
+        if isinstance(answer.exception(), RuntimeError):
+            self._raise_silent_store()
+            return None
+        return answer.result()
+
+    async def _pause(self, seconds: float, check: Check) -> None:
+        check()
+        await asyncio.sleep(seconds)
+
+    # --- who is lost ------------------------------------------------------------------------------------------
+
+    def _lost_rank_0(self) -> str:
+        """Why rank 0, or the store, is lost for this rank."""
+        lost = self._meeting.start.heartbeats.lost([0])
+        return f"rank 0 is lost: {lost[0]}" if lost else self._silence_of_store()
+
+    def _silence_of_store(self) -> str:
+        silent = self._meeting.start.connection.silence_since(self._begun_at)
+        return f"the store of the ranks has not answered for {silent:.0f} s" if silent > SILENCE_SECONDS else ""
+
+    def _raise_silent_store(self) -> None:
+        why = self._silence_of_store()
+        if why:
+            raise PeerFailedError(f"{self._joint.what} is not committed: {why}", rank=0)
+
+    def _raise_lost(self, lost: Mapping[int, str], words: Mapping[int, Cause]) -> NoReturn:
+        causes = [
+            Cause(rank, f"{why}; before that, {words[rank].error}" if rank in words else why)
+            for rank, why in lost.items()
+        ]
+        self._joint.causes += causes
+        error = peers_failed(self._joint, causes)
+        if self._joint.is_any:
+            raise StorageUnavailableError(str(error), path=self.where)
+        raise error
+
+    def _raise_missing(self, missing: Sequence[int], hint: str) -> NoReturn:
+        who = ", ".join(map(str, missing[:20])) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+        who = f"rank{'s' if len(missing) > 1 else ''} {who}"
+        self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
+        if self._joint.is_any:
+            raise StorageUnavailableError(
+                f"{self.where}: after {PEER_SECONDS:.0f} s nothing was heard there of {who}", path=self.where
+            )
+        raise PeerFailedError(
+            f"{self._joint.what} is not committed: after {PEER_SECONDS:.0f} s nothing was heard of {who}. "
+            f"{self._meeting.advised}{hint}",
+            rank=missing[0] if missing else 0,
+        )
+
+    # --- the decision -----------------------------------------------------------------------------------------
+
+    async def _decision(
+        self, check: Check, goes_on: Callable[[], Awaitable[None]] = _nothing
+    ) -> tuple[Decision | None, str]:
+        """On another rank: the decision that rank 0 has said, and if it has not said yes or no, why not."""
+        joint, deadline, looked = self._joint, monotonic() + DECISION_SECONDS, monotonic()
+        while True:
+            decision = joint.heard.get(self._number) or joint.heard.get(-1)
+            if decision is not None:
+                return decision, "rank 0 cannot say whether it is committed"
+            joint.bell.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(joint.bell.wait(), LOOK_SECONDS[False])
+            check()
+            if monotonic() < looked + _LOOK_AROUND_SECONDS:
+                continue
+            looked = monotonic()
+            if lost := self._lost_rank_0():
+                return None, f"{lost}, and has not said whether it is committed"
+            await goes_on()
+            if monotonic() > deadline:
+                return None, f"rank 0 has not said in {DECISION_SECONDS:.0f} s whether it is committed"
+
+    def _raise_if_failed(self, decision: Decision | None) -> None:
+        if decision is not None and decision.kind == "failed":
+            self._is_refused = True
+            raise peers_failed(self._joint, decision.causes)
+
+    def _say(self, decision: Decision, root: int) -> None:
+        wait_for(self._calls.say_decision(self._joint, decision, root), LEAVE_SECONDS)
+
+
+class Part(Rendezvous):
+    """One rank's part in a call that has no archives to agree on."""
+
+    async def all_done(self, part: Sequence[Any], check: Check) -> list[Sequence[Any]] | None:
+        """This rank has done its part, and says so with a few values. On rank 0: those of all ranks, once all have
+        done theirs; then this rank calls `decide`. None on the others, which call `hear`.
+
+        Raises PeerFailedError.
+        """
+        await self.named(check)
+        if self.world_size == 1:
+            return [part]
+        if not self.decides:
+            await get_loop().off_loop(partial(self._put, part))
+            return None
+        parts = await self._gathered(check)
+        return [part, *(parts[rank] for rank in range(1, self.world_size))]
+
+    async def hear(self, check: Check) -> None:
+        """On another rank: wait until rank 0 has done what follows. Raises PeerFailedError if it has not."""
+        decision, silence = await self._decision(check)
+        self._raise_if_failed(decision)
+        if decision is None or decision.kind != "committed":
+            raise PeerFailedError(f"{self._joint.what}: {silence}. It may be complete", rank=0, undecided=True)
+        self._calls.decide(self._joint, JointState.COMMITTED, None)
+
+    def decide(self) -> None:
+        """On rank 0: what follows from all parts is done. Blocks for a moment."""
+        if self.world_size > 1:
+            self._calls.decide(self._joint, JointState.COMMITTED, None)
+            self._say(Decision("committed"), self._number)
+            self._calls.forget(self._joint, self._number)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank's part, or what follows on rank 0, has failed: the others learn why. Does not wait."""
+        if self.world_size > 1 and not (self._joint.is_decided or self._is_refused):
+            self._calls.fail(self._joint, Cause(self.rank, in_words(error)))
+
+
+class Channel:
+    """The calls about one topic, in one process. Any rank may make the first one."""
+
+    def __init__(self, topic: str, advice: str, *, is_of_paths: bool = False) -> None:
+        """Topics, and what is of paths, are the same on all ranks; `advice` is what to do if a rank does not come."""
+        self.meeting = Meeting(topic=topic, advice=advice, is_of_paths=is_of_paths)
+        self._topic, self._calls = topic, Calls(self.meeting, 1, lambda _: None)
+        self._token = ""
+
+    @property
+    def world(self) -> World:
+        return self.meeting.world
+
+    def token(self, check: Check, whom: str) -> str:
+        """A name for this topic, which all ranks have alike, and no other start of them; a process alone has a random
+        one. Waits for rank 0 to begin anything at all, and calls `check` meanwhile. Raises PeerFailedError: "waited
+        600 s for" `whom`.
+        """
+        if not self._token and self.world.is_one:
+            self._token = os.urandom(8).hex()
+        if not self._token:
+            start = self.meeting.start
+            wait_for_rank_0(start, start.token, whom, check)
+            text = f"{start.token.result()}/{self._topic}"
+            self._token = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return self._token
+
+    def call(self, number: int, path: str = "") -> Part:
+        """Make a call, known by its number, which for a path is made of it. Does not wait.
+
+        Raises ValueError where the process group is another one by now.
+        """
+        self.meeting.refuse_if_changed()
+        joint = JointSave(number, path)
+        if self.world.is_one:
+            joint.attempt = os.urandom(4).hex()
+            joint.begun.set_result(None)
+        else:
+            self._calls.enter(joint)
+            self._calls.plan(joint)
+        return Part(self.meeting, self._calls, joint)
+
+
+def looks(is_remote: bool, num_ranks: int = 1) -> Iterator[float]:
+    """Seconds to pause between looks at what so many ranks look at."""
+    least = num_ranks / _MAX_LOOKS_PER_SECOND if is_remote else 0.0
+    for seconds in growing_pauses(max(_FIRST_LOOK_SECONDS, least), max(LOOK_SECONDS[is_remote], least)):
+        yield seconds * _RANDOM.uniform(0.75, 1.25)
