@@ -142,10 +142,8 @@ class Agreement(Rendezvous):
         )
         if details:
             await off_loop(partial(self._exchange.put_details, self.rank, details))
-        if self.decides:
-            return await self._all_receipts(receipt, off_loop, check)
         await off_loop(partial(self._put, receipt))
-        return None
+        return await self._all_receipts(receipt, off_loop, check) if self.decides else None
 
     def _details(self, part: OwnPart) -> dict[str, Any]:
         """Details for rank 0: a structure that it may not know, from its first rank, and digests of copies."""

@@ -29,6 +29,11 @@ STEP: Final = 0
 _REQUESTS_IN_FLIGHT: Final = 16
 
 
+def number_of(path: str) -> int:
+    """A number made of a path, for calls that have no step."""
+    return int.from_bytes(hashlib.blake2b(path.encode(errors="replace"), digest_size=7).digest(), "big")
+
+
 class OneOffFolder:
     """The folder of one save. A request creates it for each save; a delivery calls it on helper threads."""
 
@@ -42,7 +47,7 @@ class OneOffFolder:
     @property
     def number(self) -> int:
         """A number made of the path: the same on all ranks that save to it."""
-        return int.from_bytes(hashlib.blake2b(self.path.encode(errors="replace"), digest_size=7).digest(), "big")
+        return number_of(self.path)
 
     def folder(self, step: int) -> str:  # noqa: ARG002
         return self._name

@@ -29,8 +29,10 @@ from ..spans import monotonic
 from .answers import in_words
 from .calls import Calls, Decision, JointSave, JointState, peers_failed
 from .meeting import Meeting, wait_for_rank_0
+from .one_off import number_of
+from .start import start_of
 from .store import count_of
-from .world import World
+from .world import World, world_of_group
 
 T = TypeVar("T")
 Check = Callable[[], None]
@@ -96,11 +98,11 @@ class Rendezvous:
 
     def wait_named(self, check: Check) -> str:
         """The name of the call, on a thread that may block. Raises as `named`."""
-        unnamed = self._why_unnamed()
+        look = self._looking_for_name()
 
         def goes_on() -> None:
             check()
-            next(unnamed)
+            look()
 
         wait_for(self._joint.begun, None, goes_on)
         self._joint.begun.result()
@@ -111,19 +113,23 @@ class Rendezvous:
 
         Raises PeerFailedError if the call fails before that, or rank 0 does not make it.
         """
-        begun, unnamed = asyncio.wrap_future(self._joint.begun), self._why_unnamed()
+        begun, look = asyncio.wrap_future(self._joint.begun), self._looking_for_name()
         begun.add_done_callback(ask_for_exception)
         while not begun.done():
             await asyncio.wait([begun], timeout=LOOK_SECONDS[False])
             check()
             if not begun.done():
-                next(unnamed)
+                look()
         begun.result()
 
-    def _why_unnamed(self) -> Iterator[None]:
-        """Raises PeerFailedError where rank 0 is lost, or takes too long; and the log tells of a long wait."""
+    def _looking_for_name(self) -> Callable[[], None]:
+        """To be called between looks: raises PeerFailedError where rank 0 is lost, or takes too long, and has the log
+        tell of a long wait.
+        """
         joint, is_told, since = self._joint, False, monotonic()
-        while True:
+
+        def look() -> None:
+            nonlocal is_told
             waited = monotonic() - since
             if not is_told and waited > _SAID_SECONDS:
                 is_told = True
@@ -133,13 +139,16 @@ class Rendezvous:
                 why = f"after {waited:.0f} s rank 0 has made no call for it. {self._meeting.advised}"
             if why:
                 raise PeerFailedError(f"{joint.what} is not committed: {why}", rank=0)
-            yield
+
+        return look
 
     # --- a part that is done ----------------------------------------------------------------------------------
 
     def _put(self, part: Sequence[Any]) -> None:
-        """On another rank: tell rank 0 that this rank has done its part, unless the call has failed by now. Blocks."""
+        """Tell rank 0 that this rank has done its part, unless the call has failed by now. Blocks."""
         joint, key = self._joint, self._key
+        if self.decides:
+            return
         text = json.dumps([self._meeting.start.nonce, *part])
         if joint.is_decided and not joint.is_committed:
             raise peers_failed(joint, joint.causes)
@@ -309,7 +318,7 @@ class Rendezvous:
         wait_for(self._calls.say_decision(self._joint, decision, root), LEAVE_SECONDS)
 
 
-class Part(Rendezvous):
+class RankPart(Rendezvous):
     """One rank's part in a call that has no archives to agree on."""
 
     async def all_done(self, part: Sequence[Any], check: Check) -> list[Sequence[Any]] | None:
@@ -321,8 +330,8 @@ class Part(Rendezvous):
         await self.named(check)
         if self.world_size == 1:
             return [part]
+        await get_loop().off_loop(partial(self._put, part))
         if not self.decides:
-            await get_loop().off_loop(partial(self._put, part))
             return None
         parts = await self._gathered(check)
         return [part, *(parts[rank] for rank in range(1, self.world_size))]
@@ -375,20 +384,26 @@ class Channel:
             self._token = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return self._token
 
-    def call(self, number: int, path: str = "") -> Part:
-        """Make a call, known by its number, which for a path is made of it. Does not wait.
+    def call(self, step: int | None = None, path: str = "") -> RankPart:
+        """Make a call, known by its step or its path. Does not wait.
 
         Raises ValueError where the process group is another one by now.
         """
         self.meeting.refuse_if_changed()
-        joint = JointSave(number, path)
+        joint = JointSave(number_of(path) if step is None else step, path)
         if self.world.is_one:
             joint.attempt = os.urandom(4).hex()
             joint.begun.set_result(None)
         else:
             self._calls.enter(joint)
             self._calls.plan(joint)
-        return Part(self.meeting, self._calls, joint)
+        return RankPart(self.meeting, self._calls, joint)
+
+
+def channel(topic: str, advice: str, *, is_of_paths: bool = False) -> Channel:
+    """The channel of the process group that is initialised now, with the arguments of `Channel`."""
+    world, made = world_of_group(), Channel(topic, advice, is_of_paths=is_of_paths)
+    return made if world.store is None else start_of(world).channels.setdefault(topic, made)
 
 
 def looks(is_remote: bool, num_ranks: int = 1) -> Iterator[float]:

@@ -35,7 +35,7 @@ _FIRST_LOOK_SECONDS: Final = 0.01
 _LOOK_SECONDS: Final = 0.5
 # So many hellos of ranks that count more of them than rank 0 are answered by a refusal.
 _BEYOND: Final = 16
-# How long rank 0 stays at its exit for ranks that have not come yet.
+# How long a rank stays at its exit: rank 0 for ranks that have not come yet, another one to say why it has failed.
 _LINGER_SECONDS: Final = 5.0
 
 
@@ -47,11 +47,13 @@ class WorldStart:
         self.connection = Connection(world.store)
         self.heartbeats = Heartbeats(self.connection, world.rank, world.size)
         self.openings = itertools.count(1)
+        self.channels: dict[str, Any] = {}  # by topic, see `rendezvous.channel`
         self.nonce = secrets.token_hex(8)
         self.nonces: dict[int, str] = {}  # on rank 0, those of the other ranks that it has answered last
         self._hello = f"{self.nonce} {world.size} {own_process()}"
         self._known: Future[str] = running_future()  # the token
         self.all_here: Future[None] = running_future()  # on rank 0: all other ranks have come
+        self.leaving: Future[None] | None = None  # on another rank: its last word is said
         self.log = WordLog(self.connection, world.size, self._known)
         if world.rank == 0:
             self._begin(secrets.token_hex(8))
@@ -186,9 +188,12 @@ def _forget_starts() -> None:
 
 
 def answer_the_last() -> None:
-    """As the interpreter exits: give the ranks that are about to come the time to hear what rank 0 has said."""
-    starts = [start for start in list(_starts.values()) if start.rank == 0]
-    wait_for_all([start.all_here for start in starts], _LINGER_SECONDS)
+    """As the interpreter exits: give the ranks that are about to come the time to hear what rank 0 has said, and give
+    rank 0 the last word of this one.
+    """
+    starts = list(_starts.values())
+    last = [start.all_here if start.rank == 0 else start.leaving for start in starts]
+    wait_for_all([future for future in last if future is not None], _LINGER_SECONDS)
 
 
 def start_of(world: World) -> WorldStart:

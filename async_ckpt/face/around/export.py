@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from ...errors import NotAFolderError
 from .hf_folder import Export, ExportRequest
 from .hf_weights import files_of, weights_of
 from .shards import MAX_SHARD_BYTES
-from .spread import ExportMessages, PartsFolder, begin_spread, looks_whole
+from .spread import OtherRanks, begin_spread, looks_whole
 
 
 def export_hf(
@@ -81,7 +80,7 @@ def export_hf(
     place = written_at(destination)
     storage: Storage = place.storage()
     spans, called = Spans(), running_future()
-    others, parts = ExportMessages(storage), None
+    others = OtherRanks(storage)
     try:  # the other ranks learn of an error on this one
         refuse_archive_name(place.shown)
         if isinstance(max_shard_bytes, str) or max_shard_bytes < 1:
@@ -92,20 +91,20 @@ def export_hf(
         held = state_or_model if isinstance(state_or_model, SnapshotView) else None
         refuse_guard([held] if held is not None else [], guard)
         weights = weights_of(state_or_model, config_files)
-        others.announce(is_spread=weights.is_spread)
         request = ExportRequest(storage, config_files, max_shard_bytes, spans, called)
-        if weights.is_spread:
-            parts = PartsFolder(place, storage, lambda: others.check_failed(place.shown))
-            return begin_spread(request, weights, parts, others, held=held, guard=guard)
-        check = partial(others.check_whole, storage)
-        check()
-        request = request._replace(check=check)
-        return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()
+        if not weights.is_spread:
+            others.say_whole()
+            others.check_whole()
+            request = request._replace(check=others.check_whole)
+            return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()
     except BaseException as error:
-        others.announce_failure(error)
-        if parts is None and not looks_whole(state_or_model):
-            PartsFolder.skip()
+        if looks_whole(state_or_model):
+            others.say_whole()
+        else:
+            others.fail(error)
         raise
+    else:
+        return begin_spread(request, weights, others, held=held, guard=guard)
     finally:
         called.set_result(spans.called())
 

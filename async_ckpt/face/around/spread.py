@@ -2,21 +2,17 @@
 
 In: the weights of one rank. Out: the same folder as of a whole model. Knows nothing of: the names of models' weights.
 
-No rank waits for another one: each copies what it holds to the host, and writes it, behind its training, to an
-archive in a folder of parts. Once the parts of all ranks are there, rank 0 reads full tensors from them, by ranges,
-and writes them one after the other. Before the first export, rank 0 sends one word through the store: the name for
-the folders of parts.
+Each rank copies what it holds to the host and writes it, behind its training, to an archive beside the destination (in
+a store: inside it). Once the parts of all ranks are there, rank 0 reads full tensors from them, by ranges, writes them
+one after the other, and tells the others. The ranks meet as they do for any call (`core.ranks.rendezvous`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import itertools
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -25,39 +21,34 @@ import torch
 
 from ...core.host.loop import OffLoop
 from ...core.host.memory import HostBuffer
-from ...core.host.process import OnceInProcess
-from ...core.host.waits import ENDS_THE_CALL, PEER_SECONDS, Wait
 from ...core.loading.archives.contents import Part
 from ...core.loading.archives.step_archives import opened_parts
 from ...core.loading.load import load_state
-from ...core.ranks.answers import in_words
-from ...core.ranks.meeting import common_name
-from ...core.ranks.start import start_of
-from ...core.ranks.store import Words
-from ...core.ranks.world import World, world_of
+from ...core.ranks.rendezvous import RankPart, channel
+from ...core.ranks.start import WorldStart, start_of
+from ...core.ranks.world import world_of_group
 from ...core.report import SaveReport
 from ...core.saving.default import slices_saver
 from ...core.saving.handle import SaveHandle
 from ...core.saving.request import FileRequest
 from ...core.saving.targets import FileTarget
 from ...core.slicing.sharded import Slicer, is_sharded
-from ...core.spans import monotonic
 from ...core.spec import SEGMENT_BYTES
 from ...core.state.captured import FrozenTensors, SnapshotView, tree_of
 from ...core.state.names import dtype_named
 from ...core.storage.interface import Storage
 from ...core.storage.local import LocalStorage
-from ...core.storage.place import Place
 from ...errors import CheckpointError, PeerFailedError, UnsupportedStateError
 from .hf_folder import Export, ExportRequest
 from .hf_weights import Tensors, Weights
 from .ranges import Range, read_ranges
 from .shards import Shard
 
-_LOOK_SECONDS: Final = {False: 0.1, True: 1.0}  # between polls of a folder, and of a store
-_FOLDER: Final = ".async_ckpt-parts"
+# Until a rank believes that another one exports whole weights, and from look to look.
+_LOOK_SECONDS: Final = 2.0
+_PART: Final = ".async_ckpt-part"
 _KEY: Final = "weights"
-_counter: Final = itertools.count()
+_ADVICE: Final = "call export_hf on every rank, with the same destination"
 
 
 def looks_whole(given: Any) -> bool:
@@ -69,150 +60,134 @@ def looks_whole(given: Any) -> bool:
     return False
 
 
-class ExportMessages:
-    """The messages between ranks about their n-th calls for one destination. No rank waits for one.
+class OtherRanks:
+    """The other ranks that may export to one destination. Each call of `export_hf` makes one.
 
-    A rank whose weights are whole cannot know that others export with it. A rank that learns of the others in time does
-    not replace their output, and they stop waiting for it. Made by each call of `export_hf`.
+    A rank whose weights are whole exports alone, and cannot know whether others wait for it; so it says in the store
+    of the ranks that its weights are whole, and those whose weights are spread say that as long as they export.
     """
 
     def __init__(self, destination: Storage) -> None:
-        self._words: Words | None = None
-        with contextlib.suppress(ValueError):  # without a process group there are no other ranks
-            world = world_of()
-            if world.store is not None:
-                # The key has no number of the start: a rank that exports alone must not count one. Messages of an
-                # earlier start, in a store that outlives it, are those that the same program sends again.
-                restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                prefix = f"async_ckpt/destinations/{world.size}/{restarts}"
-                self._words = Words(start_of(world).connection, prefix, given=True)
-                self._rank = world.rank
-        calls = _tokens("").calls
-        where = destination.locate("").rstrip("/")
-        name = hashlib.blake2b(where.encode(errors="replace"), digest_size=8).hexdigest()
-        self._key = f"{name}/{next(calls.setdefault(name, itertools.count()))}"
+        self.path = destination.locate("").rstrip("/")
+        self._start: WorldStart | None = None
+        world = world_of_group()
+        if world.store is not None:
+            self._start = start_of(world)
+        self._own = f"{world.rank} {os.urandom(4).hex()}"
+        self._whole = ""  # what a rank whose weights are whole has said
 
-    def announce(self, *, is_spread: bool) -> None:
-        if self._words is not None:
-            with contextlib.suppress(RuntimeError):  # no store: nobody is informed, and no export fails
-                self._words.say(f"{self._key}/{'spread' if is_spread else 'whole'}", str(self._rank))
+    def call(self) -> RankPart:
+        """The call of all ranks whose weights are spread."""
+        self._set("spread")
+        self._ask(partial(self._forget, "whole", f"{self._own.split()[0]} "))
+        return channel("exports", _ADVICE, is_of_paths=True).call(path=self.path)
 
-    def announce_parts(self, folder: str) -> None:
-        """Say in which folder of parts a rank whose weights are spread leaves its slices."""
-        if self._words is not None:
-            with contextlib.suppress(RuntimeError):
-                self._words.say(f"{self._key}/parts", folder)
+    def fail(self, error: BaseException) -> None:
+        """The call has raised on this rank before it was known whether its weights are spread."""
+        if self._start is not None:
+            self.call().fail(error)
+            self.end()
 
-    def announce_failure(self, error: BaseException) -> None:
-        """Say that this rank has failed, so that no other rank waits for it; not if another one has failed before."""
-        if self._words is not None and not isinstance(error, PeerFailedError):
-            with contextlib.suppress(RuntimeError):
-                self._words.say(f"{self._key}/failed", json.dumps([self._rank, in_words(error)]))
+    def end(self) -> None:
+        """Those whose weights are whole need not look for this rank any more."""
+        self._ask(partial(self._forget, "spread", self._own))
+        if self._whole:
+            self._ask(partial(self._forget, "whole", self._whole))
 
-    def check_failed(self, path: str) -> None:
-        """Raises PeerFailedError if another rank has failed."""
-        if (word := self._said("failed")) is not None:
-            rank, why = json.loads(word)
-            raise PeerFailedError(f"{path}: nothing was exported: rank {rank}: {why}", rank=rank)
+    def say_whole(self) -> None:
+        self._set("whole")
 
-    def check_whole(self, destination: Storage) -> None:
-        """Raises UnsupportedStateError if another rank's weights are spread. For ranks whose weights are whole.
+    def check_whole(self) -> None:
+        """For ranks whose weights are whole. Raises UnsupportedStateError if others export spread ones. Blocks."""
+        if self._start is not None and self._start.token.done():
+            with contextlib.suppress(RuntimeError, PeerFailedError, TimeoutError):
+                if self._start.connection.ask(partial(self._said, "spread")).result(_LOOK_SECONDS):
+                    raise UnsupportedStateError(
+                        "none of this rank's weights is spread over ranks, but those that other ranks export to the "
+                        "same folder are; nothing was written: make DTensors of this rank's weights, if need be on a "
+                        "mesh of this rank alone, or give another folder",
+                        path="",
+                    )
 
-        That rank may have looked for this one's message before there was one, and be done: then its part goes here.
-        """
-        if self._said("spread") is not None:
-            if (folder := self._said("parts")) is not None:
-                _delete_parts(destination, folder)
-            raise UnsupportedStateError(
-                "none of this rank's weights is spread over ranks, but those that other ranks export to the same "
-                "folder are; nothing was written: make DTensors of this rank's weights, if need be on a mesh of "
-                "this rank alone, or give another folder",
-                path="",
-            )
-
-    def check_spread(self, path: str) -> None:
-        """Raises PeerFailedError if another rank's weights are whole. Called on a rank whose weights are spread."""
-        if (rank := self._said("whole")) is not None:
+    def check_spread(self) -> None:
+        """For ranks whose weights are spread. Raises PeerFailedError if another rank's are whole, as `watch` saw."""
+        if self._whole:
+            rank = int(self._whole.split()[0])
             raise PeerFailedError(
-                f"{path}: nothing was exported: none of the weights of rank {rank} is spread over ranks; make "
+                f"{self.path}: nothing was exported: none of the weights of rank {rank} is spread over ranks; make "
                 "DTensors of them, if need be on a mesh of that rank alone",
-                rank=int(rank),
+                rank=rank,
             )
 
-    def _said(self, word: str) -> str | None:
-        if self._words is not None:
-            with contextlib.suppress(RuntimeError):
-                return self._words.said(f"{self._key}/{word}")
-        return None
+    async def watch(self) -> None:
+        """Look now and then whether another rank's weights are whole."""
+        while self._start is not None:
+            await asyncio.sleep(_LOOK_SECONDS)
+            with contextlib.suppress(RuntimeError, PeerFailedError):
+                self._whole = await asyncio.wrap_future(self._start.connection.ask(partial(self._said, "whole")))
+
+    # --- on the thread that asks the store --------------------------------------------------------------------
+
+    def _key(self, what: str) -> str:
+        assert self._start is not None
+        return f"{self._start.prefix}/exports/{what}/{self.path}"
+
+    def _set(self, what: str) -> None:
+        self._ask(lambda store: store.set(self._key(what), self._own))
+
+    def _said(self, what: str, store: Any) -> str:
+        return store.get(self._key(what)).decode() if store.check([self._key(what)]) else ""
+
+    def _forget(self, what: str, begin: str, store: Any) -> None:
+        """Delete what was said, if it begins so."""
+        if self._said(what, store).startswith(begin):
+            store.delete_key(self._key(what))
+
+    def _ask(self, call: Any) -> None:
+        """Ask the store once the start has its token; nobody waits for that."""
+        start = self._start
+        if start is not None:
+            start.token.add_done_callback(lambda token: token.exception() or start.connection.ask(call))
 
 
-class PartsFolder:
-    """The folder of parts, in which each rank of one export leaves its slices."""
+class PartFile:
+    """The archive in which this rank leaves its slices for rank 0."""
 
-    def __init__(self, place: Place, destination: Storage, check: Callable[[], None]) -> None:
-        """`check` is called while rank 0 has not named the folder, and raises to end that wait."""
-        self.world = world_of()
-        self.folder = f"{_FOLDER}-{_token(self.world, check)}-{next(_counter)}"
-        self._destination = destination
-        if destination.remote:
-            # Inside the destination: no reader takes it for a part of a model, and it is deleted at the end.
-            self.storage = replace(place, url=f"{place.text.rstrip('/')}/{self.folder}").storage()
-        else:
+    def __init__(self, destination: Storage) -> None:
+        rank, name = world_of_group().rank, ""
+        self.storage = destination
+        if not destination.remote:
             above, name = os.path.split(destination.locate("").rstrip(os.sep))
-            self.folder += f"-{name}"
-            self.storage = LocalStorage(f"{above}/{self.folder}")
-
-    @staticmethod
-    def skip() -> None:
-        """Count a folder that this rank does not use, since its call has raised: the other ranks have counted it."""
-        next(_counter)
+            self.storage = LocalStorage(above)
+        # In a store it lies inside the destination: no reader takes it for a part of a model.
+        self._stem = f"{_PART}-{name}-"
+        self.name = f"{self._stem}rank_{rank:05d}.{os.urandom(4).hex()}.tar"
 
     def target(self) -> FileTarget:
-        return FileTarget(self.storage, self._name(self.world.rank))
+        return FileTarget(self.storage, self.name)
 
-    def missing_ranks(self) -> list[int]:
-        """The ranks whose parts are missing."""
-        names = set(self.storage.names(""))
-        return [rank for rank in range(self.world.size) if self._name(rank) not in names]
-
-    def files(self) -> list[str]:
-        return [self._name(rank) for rank in range(self.world.size)]
-
-    def delete(self) -> None:
-        _delete_parts(self._destination, self.folder)
-
-    def _name(self, rank: int) -> str:
-        return f"rank_{rank:05d}.tar"
-
-
-def _delete_parts(destination: Storage, folder: str) -> None:
-    above = destination if destination.remote else LocalStorage(os.path.dirname(destination.locate("").rstrip(os.sep)))
-    with contextlib.suppress(CheckpointError, OSError):
-        above.delete_all(folder)
+    def delete(self, names: Sequence[str] = ()) -> None:
+        """Delete this part, or all of these, and those of ranks that were killed a day ago or earlier. Blocks."""
+        with contextlib.suppress(CheckpointError, OSError):
+            self.storage.delete_many([*(names or (self.name,))])
+            left = [name for name in self.storage.names("") if name.startswith(self._stem)]
+            self.storage.sweep("", left, delete=True, decided=True, of_ranks=True)
 
 
 def begin_spread(
-    request: ExportRequest,
-    weights: Weights,
-    parts: PartsFolder,
-    others: ExportMessages,
-    *,
-    held: SnapshotView | None,
-    guard: Any,
+    request: ExportRequest, weights: Weights, others: OtherRanks, *, held: SnapshotView | None, guard: Any
 ) -> SaveHandle:
     """Copy what this rank holds, unless it is `held`, and begin to write it; on rank 0, the folder after it."""
-    saver = slices_saver(parts.world)
-    others.announce_parts(parts.folder)
+    call, file = others.call(), PartFile(request.storage)
     try:
         tensors = _first_replicas(weights.tensors)
         state = {_KEY: tensors if held is None else FrozenTensors(held, tensors)}
-        part = saver.save(FileRequest(state, parts.target(), guard=guard))
+        part = slices_saver(world_of_group()).save(FileRequest(state, file.target(), guard=guard))
+        return SpreadExport(request, weights._replace(tensors={}), part, file, call, others).begin()
     except BaseException as error:
-        others.announce_failure(error)  # before the parts are deleted, or one may be left behind
-        if parts.world.rank == 0:
-            parts.delete()
+        call.fail(error)
+        others.end()
         raise
-    return SpreadExport(request, weights._replace(tensors={}), part, parts, others).begin()
 
 
 def _first_replicas(tensors: Tensors) -> Tensors:
@@ -236,74 +211,57 @@ class SpreadExport(Export):
         request: ExportRequest,
         weights: Weights,
         part: SaveHandle,
-        parts: PartsFolder,
-        others: ExportMessages,
+        file: PartFile,
+        call: RankPart,
+        others: OtherRanks,
     ) -> None:
-        self._part, self._parts, self._others = part, parts, others
+        self._part, self._file, self._call, self._others = part, file, call, others
         self._tied = frozenset(weights.tied)
         super().__init__(request, weights, after=[part.staging_completion])
+        self._files: list[str] = []  # on rank 0, the parts of all ranks
         self._numbers: dict[str, int] = {}  # of the tensors to write, in the merged parts
         self._read: Part | None = None
         self._whole: Tensors = {}  # full tensors, if checkpoints of the model have others than its memory
 
     async def _write(self, off_loop: OffLoop) -> None:
+        watch = asyncio.create_task(self._others.watch())
         try:
             await asyncio.gather(asyncio.wrap_future(self._part), return_exceptions=True)
-            # First of all: a rank that refuses takes the folder away, also while a part is written to it.
-            await off_loop(self._check_others_export)
             self._part.result()
-            if self._parts.world.rank == 0:
-                await self._wait_for_others(off_loop)
+            parts = await self._call.all_done([self._file.name], self._goes_on)
+            if parts is None:
+                await self._call.hear(self._goes_on)
+            else:
+                self._files = [name for (name,) in parts]
                 await off_loop(self._write_folder)
-        except BaseException as error:
-            await off_loop(partial(self._others.announce_failure, error))
-            raise
+        finally:
+            watch.cancel()
 
-    def _check_others_export(self) -> None:
-        """Raises PeerFailedError, and deletes the parts, if another rank's weights are whole, or it has failed; that
-        may be rank 0.
-        """
-        try:
-            self._others.check_spread(self.path)
-            self._others.check_failed(self.path)
-        except PeerFailedError:
-            self._parts.delete()
-            raise
-
-    async def _wait_for_others(self, off_loop: OffLoop) -> None:
-        deadline = monotonic() + PEER_SECONDS
-        while missing_ranks := await off_loop(self._parts.missing_ranks):
-            self._check()
-            await off_loop(self._check_others_export)
-            if monotonic() > deadline:
-                raise PeerFailedError(
-                    f"{self.path}: after {PEER_SECONDS:.0f} s rank {missing_ranks[0]} has not left its slices of "
-                    "the model there; call export_hf on every rank, with the same destination, which all of them see",
-                    rank=missing_ranks[0],
-                )
-            await asyncio.sleep(_LOOK_SECONDS[self._parts.storage.remote])
+    def _goes_on(self) -> None:
+        self._check()
+        self._others.check_spread()
 
     def _commit(self) -> None:
-        if self._parts.world.rank == 0:
+        if self._call.decides:
             super()._commit()
+            self._file.delete(self._files)
+            self._call.decide()
 
     def failed(self, error: BaseException) -> None:
+        self._call.fail(error)
         try:
             super().failed(error)
         finally:
-            if self._parts.world.rank == 0:
-                self._parts.delete()
+            self._file.delete()
+            self._others.end()
 
     async def tidy(self, off_loop: OffLoop) -> None:
-        try:
-            await super().tidy(off_loop)
-        finally:
-            if self._parts.world.rank == 0:
-                await off_loop(self._parts.delete)
+        self._others.end()
+        await super().tidy(off_loop)
 
     def _report(self, call_seconds: float) -> SaveReport:
         part = self._part.result()
-        report = super()._report(call_seconds) if self._parts.world.rank == 0 else part
+        report = super()._report(call_seconds) if self._call.decides else part
         return replace(
             report, path=self.path, stall_seconds=call_seconds + part.stall_seconds, stage_seconds=part.stage_seconds
         )
@@ -311,7 +269,7 @@ class SpreadExport(Export):
     # --- blocking, on a helper thread of rank 0 -----------------------------------------------------------------
 
     def _write_weights(self) -> Storage:
-        with opened_parts(self._parts.storage, self._parts.files()) as part:
+        with opened_parts(self._file.storage, self._files) as part:
             self._read = part
             _, stored = part.archive.tree()
             index = part.archive.index
@@ -352,37 +310,3 @@ class SpreadExport(Export):
                 yield memory.view[:length]
         finally:
             memory.free()
-
-
-class _Token:
-    """The name of this start's folders of parts, and the number of its exports to each destination. One per process."""
-
-    def __init__(self) -> None:
-        self.known: tuple[Any, str] | None = None  # the store, and the name that rank 0 said there
-        self.calls: dict[str, Iterator[int]] = {}  # by destination
-
-
-def _new_token(_: str) -> _Token:
-    return _Token()
-
-
-_tokens: Final = OnceInProcess(_new_token)
-
-
-def _token(world: World, check: Callable[[], None]) -> str:
-    """The name of the folders of parts. Raises PeerFailedError if rank 0 does not say it, and what `check` raises."""
-    token = _tokens("")
-    if token.known is None or token.known[0] is not world.store:
-        token.known = world.store, _token_of_rank_zero(world, check)
-    return token.known[1]
-
-
-def _token_of_rank_zero(world: World, check: Callable[[], None]) -> str:
-    wait = Wait("in export_hf()", ENDS_THE_CALL)
-
-    def goes_on() -> None:
-        check()
-        wait.goes_on(lambda: "the first export of rank 0; a model that is spread over ranks is exported by all of them")
-
-    whom = "rank 0 to call export_hf; call it on every rank"
-    return common_name(world, "exports", 4, goes_on, whom)

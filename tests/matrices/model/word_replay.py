@@ -291,7 +291,7 @@ class Player:
             self._open(channel)
 
     def _open(self, channel: int) -> None:
-        world = SimpleNamespace(rank=self.number, size=self.size)
+        world = SimpleNamespace(rank=self.number, size=self.size, is_one=False)
         advice = "see what they say"
         meeting: Any = SimpleNamespace(
             world=world, topic=str(channel), start=self.start, is_of_paths=False, table=EMPTY, advice=advice, advised=advice
