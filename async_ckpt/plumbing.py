@@ -23,7 +23,7 @@ are loaded when they are first asked for. They may change with each minor versio
   and dtypes, `wrappers` and `optimizer_parts` see through what is around a model or an optimizer, `another_kind`
   compares two of those. `guards` hold steps back; `sharded` and `cover` are the geometry of shards; `backends` and
   `device` know tensors of devices.
-- Ranks: `worlds` are the ranks that save together, and a `common_name` is one that rank 0 chooses for all.
+- Ranks: `worlds` are the ranks that save together, and a `rendezvous` is a call of all of them.
 - Saves: `ledger` waits for those that are under way, `progress_of` says how far they are, `kept_memory` is what they
   share, a `CopySave` is one that writes no archive.
 - Files of others: `safetensors`, `hf_shards` and `hf_weights` write models for Hugging Face.
@@ -36,10 +36,10 @@ from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "Appender", "CopySave", "LocalStorage", "MemoryLoan", "OffLoop", "Reader", "Sink", "Storage",
-    "another_kind", "backends", "bulk", "capture", "captured", "common_name", "compressed", "contents", "copy_step",
+    "another_kind", "backends", "bulk", "capture", "captured", "compressed", "contents", "copy_step",
     "cover", "device", "disk", "events", "fields", "fill", "find", "get_loop", "guards", "hf_shards", "hf_weights",
     "kept_memory", "leaf_names", "ledger", "limits", "locks", "memory", "operations", "optimizer_parts", "pack",
-    "places", "process", "progress_of", "rebuild_layout", "register_storage", "reports", "runs", "safetensors",
+    "places", "process", "progress_of", "rebuild_layout", "register_storage", "rendezvous", "reports", "runs", "safetensors",
     "save_within", "scratches", "sharded", "shared_memory", "spans", "spec", "states", "store_facts", "threads",
     "urls", "verification", "waits", "worlds", "wrappers", "write_by_torch",
 ]  # fmt: skip
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from .core.loading.catch_up import copy_step
     from .core.loading.live.optimizer_forms import another_kind
     from .core.loading.rebuild import rebuild_layout
+    from .core.ranks import rendezvous
     from .core.ranks import world as worlds
-    from .core.ranks.meeting import common_name
     from .core.saving import default as kept_memory
     from .core.saving import ledger
     from .core.saving.handle import progress_of
@@ -93,8 +93,7 @@ else:
         ".core.loading.catch_up": "copy_step",
         ".core.loading.live.optimizer_forms": "another_kind",
         ".core.loading.rebuild": "rebuild_layout",
-        ".core.ranks": "worlds=world",
-        ".core.ranks.meeting": "common_name",
+        ".core.ranks": "rendezvous worlds=world",
         ".core.saving": "kept_memory=default ledger",
         ".face.around.copy_save": "CopySave",
         ".core.saving.handle": "progress_of",

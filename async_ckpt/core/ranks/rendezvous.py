@@ -385,12 +385,12 @@ class Channel:
         return self._token
 
     def call(self, step: int | None = None, path: str = "") -> RankPart:
-        """Make a call, known by its step or its path. Does not wait.
+        """Make a call, known by its path or its step; one without a step is whichever call comes next. Does not wait.
 
         Raises ValueError where the process group is another one by now.
         """
         self.meeting.refuse_if_changed()
-        joint = JointSave(number_of(path) if step is None else step, path)
+        joint = JointSave(number_of(path) if path else step, path)
         if self.world.is_one:
             joint.attempt = os.urandom(4).hex()
             joint.begun.set_result(None)

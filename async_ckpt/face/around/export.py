@@ -23,9 +23,9 @@ from ...core.storage.local import LocalStorage
 from ...core.storage.place import Anywhere, local_place, written_at
 from ...errors import NotAFolderError
 from .hf_folder import Export, ExportRequest
-from .hf_weights import files_of, weights_of
+from .hf_weights import files_of, looks_whole, weights_of
 from .shards import MAX_SHARD_BYTES
-from .spread import OtherRanks, begin_spread, looks_whole
+from .spread import OtherRanks, begin_spread
 
 
 def export_hf(
@@ -51,10 +51,10 @@ def export_hf(
     fails in between. Exports are written in the order of the calls.
 
     If the model is spread over ranks (FSDP2, HSDP, tensor parallelism), all ranks call this alike, with a destination
-    that all of them see. No rank waits for another one: each writes what it holds, and rank 0 makes the folder from
-    these parts, through less than 256 MiB of memory. Its handle is done when the folder is complete; the handle of
-    another rank, when its part is. Every rank must hold DTensors: a rank whose weights are whole makes them on a mesh
-    of its own, or the export fails.
+    that all of them see. No call waits for another rank: each writes what it holds, and rank 0 makes the folder from
+    these parts, through less than 256 MiB of memory. The handles of all ranks are done when the folder is complete, or
+    raise PeerFailedError. Every rank must hold DTensors: a rank whose weights are whole makes them on a mesh of its
+    own, or the export fails.
 
     Together with a checkpoint of the same instant, the weights are copied from the device once:
 
@@ -94,7 +94,6 @@ def export_hf(
         request = ExportRequest(storage, config_files, max_shard_bytes, spans, called)
         if not weights.is_spread:
             others.say_whole()
-            others.check_whole()
             request = request._replace(check=others.check_whole)
             return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()
     except BaseException as error:

@@ -6,6 +6,7 @@ Knows nothing of: files and folders. Imports neither transformers nor PEFT; thei
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -107,6 +108,15 @@ class Weights(NamedTuple):
         if self.stem == "model":
             return re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", path) is not None
         return path == ADAPTER_FILE
+
+
+def looks_whole(given: Any) -> bool:
+    """True for a model of whole tensors, which a rank may export alone; False for a value that is no model, too."""
+    with contextlib.suppress(Exception):
+        named = tree_of(given) if isinstance(given, SnapshotView) else given
+        tensors = list(named.parameters() if isinstance(named, torch.nn.Module) else named.values())
+        return bool(tensors) and not any(map(is_sharded, tensors))
+    return False
 
 
 def weights_of(given: Any, config_files: Mapping[str, bytes]) -> Weights:

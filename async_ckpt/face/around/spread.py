@@ -21,10 +21,11 @@ import torch
 
 from ...core.host.loop import OffLoop
 from ...core.host.memory import HostBuffer
+from ...core.host.waits import wait_for
 from ...core.loading.archives.contents import Part
 from ...core.loading.archives.step_archives import opened_parts
 from ...core.loading.load import load_state
-from ...core.ranks.rendezvous import RankPart, channel
+from ...core.ranks.rendezvous import Channel, RankPart, channel
 from ...core.ranks.start import WorldStart, start_of
 from ...core.ranks.world import world_of_group
 from ...core.report import SaveReport
@@ -34,7 +35,7 @@ from ...core.saving.request import FileRequest
 from ...core.saving.targets import FileTarget
 from ...core.slicing.sharded import Slicer, is_sharded
 from ...core.spec import SEGMENT_BYTES
-from ...core.state.captured import FrozenTensors, SnapshotView, tree_of
+from ...core.state.captured import FrozenTensors, SnapshotView
 from ...core.state.names import dtype_named
 from ...core.storage.interface import Storage
 from ...core.storage.local import LocalStorage
@@ -49,15 +50,6 @@ _LOOK_SECONDS: Final = 2.0
 _PART: Final = ".async_ckpt-part"
 _KEY: Final = "weights"
 _ADVICE: Final = "call export_hf on every rank, with the same destination"
-
-
-def looks_whole(given: Any) -> bool:
-    """True for a model of whole tensors, which a rank may export alone; False for a value that is no model, too."""
-    with contextlib.suppress(Exception):
-        named = tree_of(given) if isinstance(given, SnapshotView) else given
-        tensors = list(named.parameters() if isinstance(named, torch.nn.Module) else named.values())
-        return bool(tensors) and not any(map(is_sharded, tensors))
-    return False
 
 
 class OtherRanks:
@@ -80,7 +72,11 @@ class OtherRanks:
         """The call of all ranks whose weights are spread."""
         self._set("spread")
         self._ask(partial(self._forget, "whole", f"{self._own.split()[0]} "))
-        return channel("exports", _ADVICE, is_of_paths=True).call(path=self.path)
+        return self._channel.call(path=self.path)
+
+    @property
+    def _channel(self) -> Channel:
+        return channel("exports", _ADVICE, is_of_paths=True)
 
     def fail(self, error: BaseException) -> None:
         """The call has raised on this rank before it was known whether its weights are spread."""
@@ -99,15 +95,20 @@ class OtherRanks:
 
     def check_whole(self) -> None:
         """For ranks whose weights are whole. Raises UnsupportedStateError if others export spread ones. Blocks."""
-        if self._start is not None and self._start.token.done():
-            with contextlib.suppress(RuntimeError, PeerFailedError, TimeoutError):
-                if self._start.connection.ask(partial(self._said, "spread")).result(_LOOK_SECONDS):
-                    raise UnsupportedStateError(
-                        "none of this rank's weights is spread over ranks, but those that other ranks export to the "
-                        "same folder are; nothing was written: make DTensors of this rank's weights, if need be on a "
-                        "mesh of this rank alone, or give another folder",
-                        path="",
-                    )
+        start = self._start
+        # At the first export the token may be on its way; where rank 0 has not begun anything, it exports nothing.
+        if start is None or not wait_for(start.token, _LOOK_SECONDS) or start.token.exception():
+            return
+        said = start.connection.ask(partial(self._said, "spread"))
+        if wait_for(said, _LOOK_SECONDS) and not said.exception() and said.result():
+            error = UnsupportedStateError(
+                "none of this rank's weights is spread over ranks, but those that other ranks export to the same "
+                "folder are; nothing was written: make DTensors of this rank's weights, if need be on a mesh of this "
+                "rank alone, or give another folder",
+                path="",
+            )
+            self._channel.call(path=self.path).fail(error)  # so that this rank makes the same calls as the others
+            raise error
 
     def check_spread(self) -> None:
         """For ranks whose weights are spread. Raises PeerFailedError if another rank's are whole, as `watch` saw."""

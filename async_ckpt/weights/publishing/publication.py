@@ -8,6 +8,7 @@ against.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from typing import Final, NamedTuple
 import torch
 import xxhash
 
-from ... import SaveReport
+from ... import SaveHandle, SaveReport
 from ...errors import CheckpointError, ClosedError, StepExistsError, StorageUnavailableError, UnsupportedStateError
 from ...plumbing import (
     CopySave,
@@ -32,11 +33,13 @@ from ...plumbing import (
     bulk,
     captured,
     disk,
+    get_loop,
     guards,
     hf_shards,
     hf_weights,
     leaf_names,
     operations,
+    rendezvous,
     reports,
     safetensors,
     scratches,
@@ -48,6 +51,7 @@ from ..delta import (
     INDEX,
     DeltaFields,
     RankSlices,
+    SliceOf,
     VersionIndex,
     checksum,
     dump_delta,
@@ -58,7 +62,6 @@ from ..delta import (
 )
 from .difference import checksum_of, encode, overwritten_bytes
 from .in_memory.offer import OfferedWeights
-from .of_ranks.own_slices import OwnSlices
 from .replica import MemoryReplica
 from .series import VersionSeries
 from .source import WeightsState
@@ -79,7 +82,8 @@ class PublicationRequest(NamedTuple):
 
     version: int
     weights: hf_weights.Weights  # with the small files to publish beside them
-    slices: OwnSlices | None  # of a model that is spread over ranks
+    slices: Mapping[str, SliceOf]  # of a model that is spread over ranks
+    call: rendezvous.RankPart | None  # of all ranks, for such a model
     acknowledged: int | None
     held: captured.SnapshotView | None
     optimizers: guards.Optimizers
@@ -109,7 +113,7 @@ class Publication(CopySave):
             called=request.called,
         )
         self._series, self._version, self._acknowledged = series, request.version, request.acknowledged
-        self._slices = request.slices
+        self._slices, self._call = request.slices, request.call
         self._lent: Mapping[str, str] | None = None  # the checksums of all tensors, if the version is lent
         self._total_bytes = sum(tensor.nbytes for tensor in tensors)
         copies = tensors if held is not None else self.copy.tensors
@@ -117,6 +121,7 @@ class Publication(CopySave):
         self._result: tuple[VersionIndex, WeightsState, bytes] | None = None
         self._is_put = False  # whether the index may have been written
         self.readable: Future[None] = threads.running_future()  # resolves once it is lent or durable, or has failed
+        self.readable_of_all: Future[None] = threads.running_future()  # the same, on all ranks
 
     @property
     def version(self) -> int:
@@ -133,6 +138,23 @@ class Publication(CopySave):
     def progress(self) -> reports.Progress:
         staged = self._total_bytes if self.staged.done() else 0
         return reports.Progress(self._total_bytes, staged, self._num_bytes)
+
+    def begin(self) -> SaveHandle:
+        handle = super().begin()
+        get_loop().begin(self._meet())
+        return handle
+
+    async def _meet(self) -> None:
+        """Learn when all ranks have published the version, and tell them that this one has."""
+        try:
+            await asyncio.wrap_future(self.readable)
+            if self._call is not None and await self._call.all_done([], _goes_on):
+                await get_loop().off_loop(self._call.decide)
+            elif self._call is not None:
+                await self._call.hear(_goes_on)
+            self.readable_of_all.set_result(None)
+        except BaseException as error:
+            self.readable_of_all.set_exception(error)
 
     async def _write(self, off_loop: OffLoop) -> None:
         try:
@@ -153,6 +175,8 @@ class Publication(CopySave):
             self._series.offer.withdraw()
         if not self.readable.done():
             self.readable.set_exception(error)
+        if self._call is not None:
+            self._call.fail(error)
         super().failed(error)
         self._series.base.crew.stop()
 
@@ -188,7 +212,7 @@ class Publication(CopySave):
         if self._series.offer is None:
             return
         name, weights, start = self._series.loan_name(self._check), self._weights, self._series.start
-        num_ranks = 0 if start is None else start.size
+        num_ranks = 0 if start is None else start.world.size
         offered = OfferedWeights(
             self._version, structure, weights.tensors, weights.files, weights.adapter, self.rank_slices, num_ranks
         )
@@ -303,10 +327,10 @@ class Publication(CopySave):
 
     @property
     def rank_slices(self) -> RankSlices:
-        """The slices of this rank, with the name of the start of all ranks. Waits for the name, and may raise."""
-        if self._series.start is None or self._slices is None:
+        """The slices of this rank, with the name of the call of all ranks. Waits for the name, and may raise."""
+        if self._call is None:
             return RankSlices()
-        return self._series.start.named(self._slices, self._check)
+        return RankSlices(self._series.name_of(self._call, self._check), self._slices)
 
     def _exceeds_weights(self, base: MemoryReplica) -> bool:
         """Whether positions and values may take more bytes than the weights themselves."""
@@ -426,3 +450,7 @@ def _head(frames: Mapping[str, tuple[bytes, str]]) -> bytes:
         at += len(frame)
     wanted = {name: checksum for name, (_, checksum) in frames.items()}
     return safetensors.header(entries, wanted, header_bytes_modulo=8, at=0)
+
+
+def _goes_on() -> None:
+    """A publication that is durable waits for the others as long as they may take."""

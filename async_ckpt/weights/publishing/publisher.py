@@ -6,11 +6,12 @@ Knows nothing of: readers, checkpoints.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -24,6 +25,7 @@ from ...plumbing import (
     places,
     process,
     progress_of,
+    rendezvous,
     shared_memory,
     spec,
     threads,
@@ -34,9 +36,8 @@ from ...plumbing import spans as clock
 from ..delta import ENCODINGS, MAX_VERSION, Encoding, stays_inside
 from ..hf_checks import refuse_unreadable
 from .delta_base import DeltaPolicy
-from .in_memory.borrow import PublisherMemory
 from .in_memory.offer import MemoryOffer
-from .of_ranks.own_slices import OwnSlices, RanksStart, own_slices
+from .of_ranks.own_slices import own_slices
 from .of_ranks.rank_versions import RankVersions, place_of_rank
 from .publication import Publication, PublicationRequest
 from .series import VersionSeries
@@ -49,9 +50,7 @@ def _counting(_: str) -> Iterator[int]:
 
 # By root: the number of this publisher of spread models there, the same on each rank.
 _publisher_numbers: Final = process.OnceInProcess(_counting)
-# From look to look whether all ranks have published a version.
-_FIRST_LOOK_SECONDS: Final = 0.005
-_LOOK_SECONDS: Final = 1.0
+_ADVICE: Final = "publish a model that is spread over ranks on all of them, at the same root"
 
 
 class Publisher:
@@ -175,17 +174,20 @@ class Publisher:
         self._refuse_if_forked()
         if self._is_closed:
             raise ClosedError(f"{self!r}: make another one")
-        number = spec.whole_step(version, what="version")
-        if number > MAX_VERSION:
-            raise ValueError(f"version must be below 10**18, got {number}; give the training step")
         spans, called = clock.Spans(), threads.running_future()
+        number: int | None = None
+        call: rendezvous.RankPart | None = None
         try:
+            number = spec.whole_step(version, what="version")
+            if number > MAX_VERSION:
+                raise ValueError(f"version must be below 10**18, got {number}; give the training step")
             config_files = {} if config_folder is None else _config_files(places.local_place(config_folder))
             held = state_or_snapshot if isinstance(state_or_snapshot, captured.SnapshotView) else None
             guards.refuse_guard([held] if held is not None else [], guard)
             weights = hf_weights.weights_of(state_or_snapshot, config_files)
             refuse_unreadable(state_or_snapshot, weights)
             spread = weights.is_spread
+            call = self._channel.call(number) if spread else None
             weights, slices = own_slices(weights) if spread else (weights, {})
             if spread and worlds.world_of().rank:
                 weights, config_files = weights._replace(files={}), {}  # rank 0 publishes the small files
@@ -199,10 +201,17 @@ class Publisher:
             base = None if self._acknowledged is None else self._acknowledged()
             base = None if base is None else spec.whole_step(base, what="what acknowledged() returns")
             weights = weights._replace(files={**weights.files, **config_files})
-            own = None if series.start is None else OwnSlices(slices, series.start.count(number))
-            request = PublicationRequest(number, weights, own, base, held, guards.unwrapped(guard), spans, called)
+            request = PublicationRequest(
+                number, weights, slices, call, base, held, guards.unwrapped(guard), spans, called
+            )
             publication = Publication(series, request)
             handle = publication.begin()
+        except BaseException as error:  # the other ranks learn of it
+            if call is None and not hf_weights.looks_whole(state_or_snapshot):
+                call = self._channel.call(number)
+            if call is not None:
+                call.fail(error)
+            raise
         finally:
             called.set_result(spans.called())
         with self._lock:
@@ -210,17 +219,22 @@ class Publisher:
             self._pending = [*running, publication]
         return handle
 
+    @cached_property
+    def _channel(self) -> rendezvous.Channel:
+        """The calls of all ranks that publish one model here; each rank makes its publishers in the same order."""
+        root = self._root.locate("")
+        key = hashlib.blake2b(f"{root}/{next(_publisher_numbers(root))}".encode(), digest_size=8).hexdigest()
+        return rendezvous.Channel(f"publish/{key}", _ADVICE)
+
     def _get_series(self, *, spread: bool) -> VersionSeries:
         """The series of versions; the first publication makes it, on whichever thread."""
         with self._lock:
             if self._series is None and not spread:
                 self._series = self._new_series(self._root, offer=self._offer)
             elif self._series is None:
-                world = worlds.world_of()
-                root = self._root.locate("")
-                start = RanksStart(world, root, next(_publisher_numbers(root)))
+                world = self._channel.world
                 place = place_of_rank(self._place, world.rank, world.size)
-                self._series = self._new_series(place.storage(), start=start, offer=self._offer)
+                self._series = self._new_series(place.storage(), start=self._channel, offer=self._offer)
             return self._series
 
     def wait_readable(self, version: int, timeout: float | None = None) -> None:
@@ -242,31 +256,21 @@ class Publisher:
             if not waits.wait_for(found.readable, timeout, lambda: wait.goes_on(lambda: progress_of([found.handle]))):
                 raise TimeoutError(f"version {version} cannot be read yet after {timeout} s")
             found.readable.result(0.0)
-            if self._series is not None and self._series.start is not None:
-                deadline = clock.TIMEKEEPER.now() + waits.PEER_SECONDS if timeout is None else begin + timeout
-                self._wait_for_ranks(found, self._series.start, deadline)
+            deadline = None if timeout is None else max(0.0, begin + timeout - clock.TIMEKEEPER.now())
+            if not waits.wait_for(
+                found.readable_of_all,
+                deadline,
+                lambda: wait.goes_on(lambda: f"all ranks to publish version {version}"),
+            ):
+                raise TimeoutError(f"version {version} cannot be read yet: not all ranks have published it")
+            error = found.readable_of_all.exception(0.0)
+            if error is not None and not (found.has_failed or version in self.versions()):
+                raise error
             if found.has_failed:
                 found.handle.result(0.0)
         elif version not in self.versions():
             root = self._root.locate("")
             raise NotCommittedError(f"{root}: there is no version {version}", path=root, step=version)
-
-    def _wait_for_ranks(self, own: Publication, start: RanksStart, deadline: float) -> None:
-        """Wait until readers can have what all ranks publish, or this rank has failed to."""
-        wait, pauses = (
-            waits.Wait("for readers", waits.ENDS_THE_WAIT),
-            waits.growing_pauses(_FIRST_LOOK_SECONDS, _LOOK_SECONDS),
-        )
-        goes_on = partial(wait.goes_on, lambda: f"all ranks to publish version {own.version}")
-        token, name = start.word(goes_on), own.rank_slices.start
-        ranks, memory = RankVersions(self._place), PublisherMemory()
-        while not (memory.lends(token, own.version, name) or ranks.is_of_start(own.version, start.size, name)):
-            if own.has_failed:
-                return
-            if clock.TIMEKEEPER.now() > deadline:
-                raise TimeoutError(f"version {own.version} cannot be read yet: not all ranks have published it")
-            goes_on()
-            clock.TIMEKEEPER.sleep(next(pauses))
 
     def versions(self) -> list[int]:
         """The versions at the root, ascending.

@@ -20,16 +20,16 @@ from ...errors import (
     StepBehindError,
     StepExistsError,
 )
-from ...plumbing import Storage
+from ...plumbing import Storage, rendezvous
 from ..delta import VersionIndex, folder_of
 from ..lent import loan_of_rank
 from .delta_base import DeltaBase, DeltaPolicy
 from .in_memory.offer import MemoryOffer
-from .of_ranks.own_slices import RanksStart
 from .of_ranks.rank_versions import RankVersions
 from .versions import Ownership, Versions, mark_replaced
 
 _log: Final = logging.getLogger("async_ckpt")
+_WHOM: Final = "rank 0 to publish; a model that is spread over ranks is published by all of them, at the same root"
 
 
 class Replacement:
@@ -39,7 +39,9 @@ class Replacement:
     error.
     """
 
-    def __init__(self, versions: Versions, ranks: RankVersions, start: RanksStart | None, *, is_allowed: bool) -> None:
+    def __init__(
+        self, versions: Versions, ranks: RankVersions, start: rendezvous.Channel | None, *, is_allowed: bool
+    ) -> None:
         self._versions, self._ranks, self._start = versions, ranks, start
         self._is_allowed = is_allowed
         self._newest_other: int | None = None  # in other series at the root; None before it was looked up
@@ -84,7 +86,8 @@ class Replacement:
         if self._start is None:
             return max([*above, *whole])
         start = self._start
-        alive = (number for number in above if start.has(self._versions.start_of(number), check))
+        token = start.token(check, _WHOM)
+        alive = (number for number in above if self._versions.start_of(number).partition("-")[0] == token)
         return max([-1, *whole, *alive, *self._ranks.plain_numbers()])
 
     def delete(self, ownership: Ownership) -> None:
@@ -119,7 +122,7 @@ class VersionSeries:
         deltas: DeltaPolicy,
         keep: int | None,
         retires: bool,
-        start: RanksStart | None = None,
+        start: rendezvous.Channel | None = None,
         offer: MemoryOffer | None = None,
     ) -> None:
         """Begin a series. `place` is the root of all ranks; `start` is None for a whole model.
@@ -131,8 +134,8 @@ class VersionSeries:
         self._keep, self._ranks = keep, RankVersions(place)
         # Rank 0 knows the name of the start without waiting. As the token at the root it leads readers to all ranks.
         of_all = None
-        if start is not None and start.is_first:
-            of_all = Ownership(self._ranks.storage, token=start.word(lambda: None))
+        if start is not None and not start.world.rank:
+            of_all = Ownership(self._ranks.storage, token=start.token(lambda: None, _WHOM))
         self.versions, self.ownership = Versions(storage), Ownership(storage, also=of_all)
         self.base = DeltaBase(deltas)
         self.replacement = Replacement(self.versions, self._ranks, start, is_allowed=retires)
@@ -169,7 +172,12 @@ class VersionSeries:
         """The name by which versions are lent; ranks other than 0 wait for that of their start."""
         if self.start is None:
             return self.ownership.token
-        return loan_of_rank(self.start.word(check), self.start.rank)
+        return loan_of_rank(self.start.token(check, _WHOM), self.start.world.rank)
+
+    def name_of(self, call: rendezvous.RankPart, check: Callable[[], None]) -> str:
+        """The name that all ranks give to the version of one call. Waits for rank 0, and raises PeerFailedError."""
+        assert self.start is not None
+        return f"{self.start.token(check, _WHOM)}-{call.wait_named(check)}"
 
     def _newest_published(self, existing: list[int]) -> VersionIndex | None:
         """The newest index that can be read; None if there is none."""
@@ -220,13 +228,13 @@ def _refuse_other_model(root: str, before: VersionIndex, structure: str, adapter
             )
 
 
-def _is_first(start: RanksStart | None) -> bool:
+def _is_first(start: rendezvous.Channel | None) -> bool:
     """Whether this rank, or the only process, deletes old versions of other worlds at the root."""
-    return start is None or start.is_first
+    return start is None or not start.world.rank
 
 
-def _size(start: RanksStart | None) -> int | None:
-    return None if start is None else start.size
+def _size(start: rendezvous.Channel | None) -> int | None:
+    return None if start is None else start.world.size
 
 
 def _retain_from(oldest: int, versions: Versions, ownership: Ownership) -> list[int]:
