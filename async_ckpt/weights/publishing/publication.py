@@ -148,13 +148,18 @@ class Publication(CopySave):
         """Learn when all ranks have published the version, and tell them that this one has."""
         try:
             await asyncio.wrap_future(self.readable)
-            if self._call is not None and await self._call.all_done([], _goes_on):
+            if self._call is not None and await self._call.all_done([], self._check_failed):
                 await get_loop().off_loop(self._call.decide)
             elif self._call is not None:
-                await self._call.hear(_goes_on)
+                await self._call.hear(self._check_failed)
             self.readable_of_all.set_result(None)
         except BaseException as error:
             self.readable_of_all.set_exception(error)
+
+    def _check_failed(self) -> None:
+        """Raises ClosedError once this publication has failed, and nothing is waited for any more."""
+        if self.has_failed:
+            raise ClosedError(f"{self.path} was not published")
 
     async def _write(self, off_loop: OffLoop) -> None:
         try:
@@ -450,7 +455,3 @@ def _head(frames: Mapping[str, tuple[bytes, str]]) -> bytes:
         at += len(frame)
     wanted = {name: checksum for name, (_, checksum) in frames.items()}
     return safetensors.header(entries, wanted, header_bytes_modulo=8, at=0)
-
-
-def _goes_on() -> None:
-    """A publication that is durable waits for the others as long as they may take."""

@@ -222,11 +222,8 @@ WHOLE_ON_ONE = (
     EXPORTING
     + """
 def others_are_known():
-    try:
-        OtherRanks(LocalStorage(here.root + to)).check_whole()
-    except async_ckpt.UnsupportedStateError:
-        return True
-    return False
+    others = OtherRanks(LocalStorage(here.root + to))
+    return others._start.token.done() and others._start.connection.ask(lambda store: others._said("spread", store)).result()
 
 for culprit in (1, 0):
     to = f"/hf-{culprit}"
@@ -252,7 +249,7 @@ def test_a_rank_whose_weights_are_whole_replaces_nothing_and_nobody_waits_for_it
     rank_0, rank_1 = (one.told for one in worlds.run(2, WHOLE_ON_ONE))
 
     assert rank_0[0][0] == "PeerFailedError"
-    assert "none of the weights of rank 1 is spread" in rank_0[0][1]
+    assert "rank 1: UnsupportedStateError: none of this rank's weights is spread" in rank_0[0][1]
     assert rank_1[0][0] == rank_0[1][0] == "UnsupportedStateError"
     assert "those that other ranks export to the same folder are" in rank_1[0][1]
     # A rank that raises before it has a part tells so, too, and the next export is the next for all.

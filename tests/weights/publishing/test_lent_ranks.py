@@ -352,8 +352,7 @@ def full(publication):
 if here.rank == 0:
     Publication._commit = full
     training.publish(1)
-    real = training.publisher._wait_for_ranks
-    training.publisher._wait_for_ranks = lambda *arguments: (here.say("waiting"), real(*arguments))
+    here.say("waiting")
     try:
         training.publisher.wait_readable(1)
     except async_ckpt.StorageUnavailableError as error:
@@ -365,6 +364,31 @@ training.publisher.close()
 
 def test_a_wait_for_other_ranks_ends_when_the_own_one_fails(worlds: Worlds):
     assert start(worlds, 2, BEGIN, FAILS).ended()[0].told == ["the disk is gone"]
+
+
+FAILS_ELSEWHERE = """
+import async_ckpt
+from async_ckpt.weights.publishing.publication import Publication
+def full(publication):
+    raise async_ckpt.StorageUnavailableError("the disk is gone", path="")
+if here.rank == 1:
+    Publication._commit = full
+handle = training.publish(1)
+try:
+    training.publisher.wait_readable(1)
+except async_ckpt.CheckpointError as error:
+    here.tell([getattr(error, "rank", None), str(error)])
+handle.exception()
+here.meet("over")
+training.publisher.close()
+"""
+
+
+def test_a_rank_that_fails_to_publish_is_named_to_those_that_wait(worlds: Worlds):
+    (rank_0,), (rank_1,) = (one.told for one in start(worlds, 2, BEGIN, FAILS_ELSEWHERE, options="local=False").ended())
+    assert rank_0[0] == 1
+    assert "rank 1: StorageUnavailableError: the disk is gone" in rank_0[1]
+    assert rank_1 == [None, "the disk is gone"]
 
 
 # --- which version is the truth -----------------------------------------------------------------------------------
