@@ -186,9 +186,9 @@ class Loop:
             wait.goes_on(lambda: what)
         raise _exiting()
 
-    def begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop. It is broken off when the loop stops."""
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def hurry(self) -> None:
         """Let the background threads no longer give way to training, because the user waits for them."""

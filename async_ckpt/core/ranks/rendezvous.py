@@ -19,7 +19,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar
 
 from ...errors import PeerFailedError, StorageUnavailableError
 from ..host.loop import ask_for_exception, get_loop
@@ -51,6 +51,10 @@ LEAVE_SECONDS: Final = 5.0
 _RANDOM: Final = random.SystemRandom()
 
 _log = logging.getLogger("async_ckpt")
+
+
+def _nothing_to_check() -> None:
+    """The caller waits as long as it takes."""
 
 
 async def _nothing() -> None:
@@ -351,6 +355,23 @@ class RankPart(Rendezvous):
             self._say(Decision("committed"), self._number)
             self._calls.forget(self._joint, self._number)
 
+    def conclude(self, what_follows: Callable[[], None]) -> None:
+        """This rank has done its part: wait until all have, do what follows on rank 0, and wait for that on the others.
+        Blocks. Raises PeerFailedError, and on rank 0 what `what_follows` raises.
+        """
+
+        async def met() -> bool:
+            if await self.all_done([], _nothing_to_check) is not None:
+                return True
+            await self.hear(_nothing_to_check)
+            return False
+
+        meeting = get_loop().begin(met())
+        wait_for(meeting)
+        if meeting.result():
+            what_follows()
+            self.decide()
+
     def fail(self, error: BaseException) -> None:
         """This rank's part, or what follows on rank 0, has failed: the others learn why. Does not wait."""
         if self.world_size > 1 and not (self._joint.is_decided or self._is_refused):
@@ -365,6 +386,12 @@ class Channel:
         self.meeting = Meeting(topic=topic, advice=advice, is_of_paths=is_of_paths)
         self._topic, self._calls = topic, Calls(self.meeting, 1, lambda _: None)
         self._token = ""
+
+    @classmethod
+    def of_group(cls, topic: str, advice: str, *, is_of_paths: bool = False) -> Self:
+        """The one channel of a topic that the process group which is initialised now has in this process."""
+        world, made = world_of_group(), cls(topic, advice, is_of_paths=is_of_paths)
+        return made if world.store is None else start_of(world).channels.setdefault(topic, made)
 
     @property
     def world(self) -> World:
@@ -398,12 +425,6 @@ class Channel:
             self._calls.enter(joint)
             self._calls.plan(joint)
         return RankPart(self.meeting, self._calls, joint)
-
-
-def channel(topic: str, advice: str, *, is_of_paths: bool = False) -> Channel:
-    """The channel of the process group that is initialised now, with the arguments of `Channel`."""
-    world, made = world_of_group(), Channel(topic, advice, is_of_paths=is_of_paths)
-    return made if world.store is None else start_of(world).channels.setdefault(topic, made)
 
 
 def looks(is_remote: bool, num_ranks: int = 1) -> Iterator[float]:

@@ -23,7 +23,7 @@ from ...core.storage.local import LocalStorage
 from ...core.storage.place import Anywhere, local_place, written_at
 from ...errors import NotAFolderError
 from .hf_folder import Export, ExportRequest
-from .hf_weights import files_of, looks_whole, weights_of
+from .hf_weights import Weights, files_of, weights_of
 from .shards import MAX_SHARD_BYTES
 from .spread import OtherRanks, begin_spread
 
@@ -97,7 +97,7 @@ def export_hf(
             request = request._replace(check=others.check_whole)
             return Export(request, weights, held=held, optimizers=unwrapped(guard)).begin()
     except BaseException as error:
-        if looks_whole(state_or_model):
+        if Weights.looks_whole(state_or_model):
             others.say_whole()
         else:
             others.fail(error)

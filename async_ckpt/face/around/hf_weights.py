@@ -93,6 +93,15 @@ class Weights(NamedTuple):
         }
         return self.as_published(empty)
 
+    @staticmethod
+    def looks_whole(given: Any) -> bool:
+        """True for a model of whole tensors, which a rank may export alone; False for a value that is no model, too."""
+        with contextlib.suppress(Exception):
+            named = tree_of(given) if isinstance(given, SnapshotView) else given
+            tensors = list(named.parameters() if isinstance(named, torch.nn.Module) else named.values())
+            return bool(tensors) and not any(map(is_sharded, tensors))
+        return False
+
     @property
     def is_spread(self) -> bool:
         """Whether tensors are spread over ranks."""
@@ -108,15 +117,6 @@ class Weights(NamedTuple):
         if self.stem == "model":
             return re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", path) is not None
         return path == ADAPTER_FILE
-
-
-def looks_whole(given: Any) -> bool:
-    """True for a model of whole tensors, which a rank may export alone; False for a value that is no model, too."""
-    with contextlib.suppress(Exception):
-        named = tree_of(given) if isinstance(given, SnapshotView) else given
-        tensors = list(named.parameters() if isinstance(named, torch.nn.Module) else named.values())
-        return bool(tensors) and not any(map(is_sharded, tensors))
-    return False
 
 
 def weights_of(given: Any, config_files: Mapping[str, bytes]) -> Weights:

@@ -25,7 +25,7 @@ from ...core.host.waits import wait_for
 from ...core.loading.archives.contents import Part
 from ...core.loading.archives.step_archives import opened_parts
 from ...core.loading.load import load_state
-from ...core.ranks.rendezvous import Channel, RankPart, channel
+from ...core.ranks.rendezvous import Channel, RankPart
 from ...core.ranks.start import WorldStart, start_of
 from ...core.ranks.world import world_of_group
 from ...core.report import SaveReport
@@ -76,7 +76,7 @@ class OtherRanks:
 
     @property
     def _channel(self) -> Channel:
-        return channel("exports", _ADVICE, is_of_paths=True)
+        return Channel.of_group("exports", _ADVICE, is_of_paths=True)
 
     def fail(self, error: BaseException) -> None:
         """The call has raised on this rank before it was known whether its weights are spread."""

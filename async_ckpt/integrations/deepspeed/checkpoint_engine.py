@@ -174,6 +174,7 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             else:
                 files = self._collect(folder, client_state or {}, save_latest, exclude_frozen_parameters)
             meet(begin)
+            folder.begin()
         except BaseException:
             if handle is not None:
                 waits.wait_for(handle)

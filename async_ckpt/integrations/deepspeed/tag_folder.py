@@ -5,11 +5,10 @@ Knows nothing of: what is in the files, and DeepSpeed.
 
     <save_dir>/.<tag>.<random>.async_ckpt-tmp.d/    made by rank 0, whose lock shows that it lives
         rank_00001/                                 where a rank writes files of DeepSpeed
-        rank_00001.done, rank_00001.failed          how it has ended
         files/                                      where ranks write archives; becomes <save_dir>/<tag>
 
-No collective is called: a rank says by a file that it is done, and rank 0 looks for these. In a store nothing can be
-renamed: the archives lie under the tag from the beginning, and their manifest makes them a checkpoint.
+No collective is called: the ranks meet in the background (`plumbing.rendezvous`). In a store nothing can be renamed:
+the archives lie under the tag from the beginning, and their manifest makes them a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,17 +20,14 @@ from pathlib import Path
 from typing import Final
 
 from ... import Place
-from ...errors import PeerFailedError
-from ...plumbing import disk, locks, runs, scratches, spans, waits
+from ...plumbing import disk, locks, rendezvous, runs, scratches
 from ..common.folders import name_latest
 
 LATEST: Final = "latest"
 _ONE_ARCHIVE: Final = "rank_00000.tar"
 _FOLDER_SUFFIX: Final = f"{locks.TEMP_SUFFIX}.d"
 _FILES: Final = "files"
-# How long rank 0 pauses between two looks for the files of the others.
-_LOOK_SECONDS: Final = 0.02
-_LONGEST_LOOK_SECONDS: Final = 0.5
+_ADVICE: Final = "call save_checkpoint on every rank"
 
 
 class TagFolder:
@@ -43,6 +39,7 @@ class TagFolder:
         self._save_latest, self._rank, self._world_size = save_latest, rank, world_size
         self._scratch: scratches.Scratch | None = None
         self._hidden = Path()
+        self._call: rendezvous.RankPart | None = None
 
     def make(self) -> str | None:
         """On rank 0, make the hidden folder, and remove those of killed trainings. Returns its path."""
@@ -59,6 +56,10 @@ class TagFolder:
         assert hidden is not None
         self._hidden = Path(hidden)
 
+    def begin(self) -> None:
+        """All ranks have begun their parts."""
+        self._call = rendezvous.Channel.of_group("deepspeed", _ADVICE, is_of_paths=True).call(path=str(self.target))
+
     @property
     def of_rank(self) -> Path:
         """Where this rank writes files of DeepSpeed."""
@@ -71,17 +72,17 @@ class TagFolder:
         return files if self._world_size > 1 else files / _ONE_ARCHIVE
 
     def done(self) -> None:
-        """The files of this rank, if it has any, are durable. On rank 0: wait for the others, and publish them all.
+        """The files of this rank, if it has any, are durable: wait until the files of all ranks are published.
 
-        Raises PeerFailedError on rank 0 if another rank has failed, or does not end.
+        Raises PeerFailedError if another rank has failed, or does not end.
         """
+        assert self._call is not None
         if self.of_rank.is_dir():
             for path in self.of_rank.iterdir():
                 os.replace(path, self._hidden / _FILES / path.name)
-        if self._rank != 0:
-            self._say("done", "")
-            return
-        self._wait_for_others()
+        self._call.conclude(self._publish)
+
+    def _publish(self) -> None:
         files = self._hidden / _FILES
         disk.sync_folder(files)
         scratches.publish(files, self.target, replaced=_is_of_archives)
@@ -89,40 +90,14 @@ class TagFolder:
             name_latest(self.save_dir / LATEST, self.tag)
 
     def failed(self, error: BaseException) -> None:
-        """Tell rank 0 that this rank has failed."""
-        if self._rank != 0:
-            with suppress(OSError):  # rank 0 has failed, too, and has removed the folder
-                self._say("failed", f"{type(error).__name__}: {error}")
+        """Tell the other ranks that this one has failed."""
+        if self._call is not None:
+            self._call.fail(error)
 
     def remove(self) -> None:
         """On rank 0, remove the hidden folder with whatever is left in it."""
         if self._scratch is not None:
             self._scratch.remove()
-
-    def _say(self, how: str, text: str) -> None:
-        temp = self._hidden / f"{_name(self._rank)}.telling"
-        temp.write_text(text)
-        os.replace(temp, self._hidden / f"{_name(self._rank)}.{how}")
-
-    def _wait_for_others(self) -> None:
-        left, pauses = {*range(1, self._world_size)}, waits.growing_pauses(_LOOK_SECONDS, _LONGEST_LOOK_SECONDS)
-        deadline = spans.monotonic() + waits.PEER_SECONDS
-        while True:
-            names = {*os.listdir(self._hidden)}
-            for rank in sorted(left):
-                if f"{_name(rank)}.failed" in names:
-                    why = (self._hidden / f"{_name(rank)}.failed").read_text()
-                    raise PeerFailedError(f"{self.target} is not saved: rank {rank}: {why}", rank=rank)
-            left = {rank for rank in left if f"{_name(rank)}.done" not in names}
-            if not left:
-                return
-            if spans.monotonic() > deadline:
-                raise PeerFailedError(
-                    f"{self.target} is not saved: after {waits.PEER_SECONDS:.0f} s nothing was heard of rank "
-                    f"{min(left)}; all ranks must see the same folder",
-                    rank=min(left),
-                )
-            spans.TIMEKEEPER.sleep(next(pauses))
 
 
 class StoredFolder:
@@ -135,10 +110,13 @@ class StoredFolder:
         self._names_latest = save_latest and rank == 0
 
     def make(self) -> str | None:
-        """Nothing is made ahead of the archives."""
+        """None: this layout writes straight into the tag's folder."""
 
     def enter(self, hidden: str | None) -> None:
-        """There is no hidden folder."""
+        """Nothing to do: this layout writes straight into the tag's folder."""
+
+    def begin(self) -> None:
+        """Nothing to do: the archives are saved by all ranks together."""
 
     def done(self) -> None:
         """The archives of all ranks are committed."""
@@ -149,7 +127,7 @@ class StoredFolder:
         """The ranks have told each other."""
 
     def remove(self) -> None:
-        """There is no hidden folder."""
+        """Nothing to do: this layout writes straight into the tag's folder."""
 
 
 def latest_in(load_dir: Place) -> str | None:

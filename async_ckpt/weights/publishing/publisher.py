@@ -207,7 +207,7 @@ class Publisher:
             publication = Publication(series, request)
             handle = publication.begin()
         except BaseException as error:  # the other ranks learn of it
-            if call is None and not hf_weights.looks_whole(state_or_snapshot):
+            if call is None and not hf_weights.Weights.looks_whole(state_or_snapshot):
                 call = self._channel.call(number)
             if call is not None:
                 call.fail(error)
