@@ -35,11 +35,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "Appender", "CopySave", "LocalStorage", "MemoryLoan", "OffLoop", "Reader", "Sink", "Storage",
-    "another_kind", "backends", "bulk", "capture", "captured", "compressed", "contents", "copy_step",
-    "cover", "device", "disk", "events", "fields", "fill", "find", "get_loop", "guards", "hf_shards", "hf_weights",
-    "kept_memory", "leaf_names", "ledger", "limits", "locks", "memory", "operations", "optimizer_parts", "pack",
-    "places", "process", "progress_of", "rebuild_layout", "register_storage", "rendezvous", "reports", "runs", "safetensors",
+    "Appender", "CopySave", "LocalStorage", "MemoryLoan", "OffLoop", "Reader", "Sink", "Storage", "another_kind",
+    "backends", "bulk", "capture", "captured", "compressed", "contents", "copy_step", "cover", "device", "disk",
+    "events", "fields", "fill", "find", "get_loop", "guards", "hf_shards", "hf_weights", "kept_memory",
+    "leaf_names", "ledger", "limits", "locks", "memory", "operations", "optimizer_parts", "pack", "places",
+    "process", "progress_of", "rebuild_layout", "register_storage", "rendezvous", "reports", "runs", "safetensors",
     "save_within", "scratches", "sharded", "shared_memory", "spans", "spec", "states", "store_facts", "threads",
     "urls", "verification", "waits", "worlds", "wrappers", "write_by_torch",
 ]  # fmt: skip

@@ -176,7 +176,7 @@ class DeltaFields:
 
 @dataclass(frozen=True, slots=True)
 class RankSlices:
-    """The slices that one rank publishes, and the start of all ranks to which they belong. Empty for a whole model."""
+    """The slices that one rank publishes, and the name of the call of all ranks. Empty for a whole model."""
 
     start: str = ""
     of_tensors: Mapping[str, SliceOf] = field(default_factory=dict)

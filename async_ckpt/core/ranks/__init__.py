@@ -6,8 +6,8 @@
   first save, and at a restore; `answers.py`: rank 0's answers for all.
 - `calls.py`: the joint saves of all ranks, matched by rank 0's words; `divide.py`: the part of one that this rank
   writes.
-- `agreement.py`: how a joint save is committed or refused at one root; `comparison.py`: rank 0's checks of all
-  receipts.
+- `rendezvous.py`: one call of all ranks: a part of each, and rank 0's decision; `agreement.py`: that of a save at one
+  root; `comparison.py`: rank 0's checks of all receipts.
 - `one_off.py`: the folder of a save without a run.
 - `shared_root.py`: whether all ranks see the same root; `shared_values.py`: values that all ranks should have alike.
 """

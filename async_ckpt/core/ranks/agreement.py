@@ -3,9 +3,9 @@
 In: an archive of this rank that is durable, and receipts of the others. Out: what the manifest is to name; or the
 decision of rank 0, which alone makes one. Knows nothing of: what is in the archives.
 
-The part of a rank in this rendezvous is a receipt: its archive is durable. Rank 0 says "committed" when the manifest is
-put and no later start was seen, and "failed" only if the manifest will never be put. A rank that hears nothing any more,
-since rank 0 or the store is gone, goes by the manifest, and without one does not know.
+The part of a rank in this rendezvous is a receipt: its archive is durable. Rank 0 says "committed" when the manifest
+is put and no later start was seen, and "failed" only if the manifest will never be put. A rank that hears nothing any
+more, since rank 0 or the store is gone, goes by the manifest, and without one does not know.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -217,7 +218,7 @@ class Rendezvous:
         return {rank: word for rank, word in words.items() if word is not None}
 
     def _read(self, store: Any) -> dict[int, list[Any]]:
-        """What ranks say of their parts, all of which have counted theirs."""
+        """The parts of all other ranks, each of which has counted its own; none if one is not there yet."""
         keys = {rank: f"{self._key}/{rank}" for rank in range(1, self.world_size)}
         if not store.check([*keys.values()]):
             return {}
@@ -292,10 +293,10 @@ class Rendezvous:
     # --- the decision -----------------------------------------------------------------------------------------
 
     async def _decision(
-        self, check: Check, goes_on: Callable[[], Awaitable[None]] = _nothing
+        self, check: Check, goes_on: Callable[[], Awaitable[None]] = _nothing, *, seconds: float = DECISION_SECONDS
     ) -> tuple[Decision | None, str]:
         """On another rank: the decision that rank 0 has said, and if it has not said yes or no, why not."""
-        joint, deadline, looked = self._joint, monotonic() + DECISION_SECONDS, monotonic()
+        joint, deadline, looked = self._joint, monotonic() + seconds, monotonic()
         while True:
             decision = joint.heard.get(self._number) or joint.heard.get(-1)
             if decision is not None:
@@ -311,7 +312,7 @@ class Rendezvous:
                 return None, f"{lost}, and has not said whether it is committed"
             await goes_on()
             if monotonic() > deadline:
-                return None, f"rank 0 has not said in {DECISION_SECONDS:.0f} s whether it is committed"
+                return None, f"rank 0 has not said in {seconds:.0f} s whether it is committed"
 
     def _raise_if_failed(self, decision: Decision | None) -> None:
         if decision is not None and decision.kind == "failed":
@@ -322,7 +323,7 @@ class Rendezvous:
         wait_for(self._calls.say_decision(self._joint, decision, root), LEAVE_SECONDS)
 
 
-class RankPart(Rendezvous):
+class RankCall(Rendezvous):
     """One rank's part in a call that has no archives to agree on."""
 
     async def all_done(self, part: Sequence[Any], check: Check) -> list[Sequence[Any]] | None:
@@ -341,8 +342,12 @@ class RankPart(Rendezvous):
         return [part, *(parts[rank] for rank in range(1, self.world_size))]
 
     async def hear(self, check: Check) -> None:
-        """On another rank: wait until rank 0 has done what follows. Raises PeerFailedError if it has not."""
-        decision, silence = await self._decision(check)
+        """On another rank: wait until rank 0 has done what follows, which may take long where it has heartbeats.
+
+        Raises PeerFailedError if it has not, and with `undecided` if that is not known.
+        """
+        has_heartbeats = self._meeting.start.connection.has_server
+        decision, silence = await self._decision(check, seconds=math.inf if has_heartbeats else DECISION_SECONDS)
         self._raise_if_failed(decision)
         if decision is None or decision.kind != "committed":
             raise PeerFailedError(f"{self._joint.what}: {silence}. It may be complete", rank=0, undecided=True)
@@ -411,7 +416,7 @@ class Channel:
             self._token = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return self._token
 
-    def call(self, step: int | None = None, path: str = "") -> RankPart:
+    def call(self, step: int | None = None, path: str = "") -> RankCall:
         """Make a call, known by its path or its step; one without a step is whichever call comes next. Does not wait.
 
         Raises ValueError where the process group is another one by now.
@@ -424,7 +429,7 @@ class Channel:
         else:
             self._calls.enter(joint)
             self._calls.plan(joint)
-        return RankPart(self.meeting, self._calls, joint)
+        return RankCall(self.meeting, self._calls, joint)
 
 
 def looks(is_remote: bool, num_ranks: int = 1) -> Iterator[float]:

@@ -25,7 +25,7 @@ from ...core.host.waits import wait_for
 from ...core.loading.archives.contents import Part
 from ...core.loading.archives.step_archives import opened_parts
 from ...core.loading.load import load_state
-from ...core.ranks.rendezvous import Channel, RankPart
+from ...core.ranks.rendezvous import Channel, RankCall
 from ...core.ranks.start import WorldStart, start_of
 from ...core.ranks.world import world_of_group
 from ...core.report import SaveReport
@@ -68,7 +68,7 @@ class OtherRanks:
         self._own = f"{world.rank} {os.urandom(4).hex()}"
         self._whole = ""  # what a rank whose weights are whole has said
 
-    def call(self) -> RankPart:
+    def call(self) -> RankCall:
         """The call of all ranks whose weights are spread."""
         self._set("spread")
         self._ask(partial(self._forget, "whole", f"{self._own.split()[0]} "))
@@ -85,7 +85,7 @@ class OtherRanks:
             self.end()
 
     def end(self) -> None:
-        """Those whose weights are whole need not look for this rank any more."""
+        """End the call: those whose weights are whole need not look for this rank any more."""
         self._ask(partial(self._forget, "spread", self._own))
         if self._whole:
             self._ask(partial(self._forget, "whole", self._whole))
@@ -213,7 +213,7 @@ class SpreadExport(Export):
         weights: Weights,
         part: SaveHandle,
         file: PartFile,
-        call: RankPart,
+        call: RankCall,
         others: OtherRanks,
     ) -> None:
         self._part, self._file, self._call, self._others = part, file, call, others

@@ -39,7 +39,7 @@ class TagFolder:
         self._save_latest, self._rank, self._world_size = save_latest, rank, world_size
         self._scratch: scratches.Scratch | None = None
         self._hidden = Path()
-        self._call: rendezvous.RankPart | None = None
+        self._call: rendezvous.RankCall | None = None
 
     def make(self) -> str | None:
         """On rank 0, make the hidden folder, and remove those of killed trainings. Returns its path."""

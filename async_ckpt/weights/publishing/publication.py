@@ -83,7 +83,7 @@ class PublicationRequest(NamedTuple):
     version: int
     weights: hf_weights.Weights  # with the small files to publish beside them
     slices: Mapping[str, SliceOf]  # of a model that is spread over ranks
-    call: rendezvous.RankPart | None  # of all ranks, for such a model
+    call: rendezvous.RankCall | None  # of all ranks, for such a model
     acknowledged: int | None
     held: captured.SnapshotView | None
     optimizers: guards.Optimizers

@@ -176,7 +176,7 @@ class Publisher:
             raise ClosedError(f"{self!r}: make another one")
         spans, called = clock.Spans(), threads.running_future()
         number: int | None = None
-        call: rendezvous.RankPart | None = None
+        call: rendezvous.RankCall | None = None
         try:
             number = spec.whole_step(version, what="version")
             if number > MAX_VERSION:

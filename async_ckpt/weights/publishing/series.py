@@ -174,7 +174,7 @@ class VersionSeries:
             return self.ownership.token
         return loan_of_rank(self.start.token(check, _WHOM), self.start.world.rank)
 
-    def name_of(self, call: rendezvous.RankPart, check: Callable[[], None]) -> str:
+    def name_of(self, call: rendezvous.RankCall, check: Callable[[], None]) -> str:
         """The name that all ranks give to the version of one call. Waits for rank 0, and raises PeerFailedError."""
         assert self.start is not None
         return f"{self.start.token(check, _WHOM)}-{call.wait_named(check)}"
