@@ -20,10 +20,11 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NoReturn, Self, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from ...errors import PeerFailedError, StorageUnavailableError
 from ..host.loop import ask_for_exception, get_loop
+from ..host.process import in_forked_child
 from ..host.waits import DECISION_SECONDS, PEER_SECONDS, SILENCE_SECONDS, growing_pauses, wait_for
 from ..runs.receipts import Cause
 from ..spans import monotonic
@@ -31,7 +32,6 @@ from .answers import in_words
 from .calls import Calls, Decision, JointSave, JointState, peers_failed
 from .meeting import Meeting, wait_for_rank_0
 from .one_off import number_of
-from .start import start_of
 from .store import count_of
 from .world import World, world_of_group
 
@@ -393,10 +393,12 @@ class Channel:
         self._token = ""
 
     @classmethod
-    def of_group(cls, topic: str, advice: str, *, is_of_paths: bool = False) -> Self:
+    def of_group(cls, topic: str, advice: str, *, is_of_paths: bool = False) -> Channel:
         """The one channel of a topic that the process group which is initialised now has in this process."""
-        world, made = world_of_group(), cls(topic, advice, is_of_paths=is_of_paths)
-        return made if world.store is None else start_of(world).channels.setdefault(topic, made)
+        found = _of_group.get(topic)
+        if found is None or found.world != world_of_group():
+            found = _of_group[topic] = cls(topic, advice, is_of_paths=is_of_paths)
+        return found
 
     @property
     def world(self) -> World:
@@ -417,10 +419,23 @@ class Channel:
         return self._token
 
     def call(self, step: int | None = None, path: str = "") -> RankCall:
-        """Make a call, known by its path or its step; one without a step is whichever call comes next. Does not wait.
+        """Make a call, known by its path or its step. Does not wait.
 
         Raises ValueError where the process group is another one by now.
         """
+        made = self._entered(step, path)
+        if not self.world.is_one:
+            self._calls.plan(made._joint)
+        return made
+
+    def fail(self, error: BaseException, step: int | None = None, path: str = "") -> None:
+        """The call has raised on this rank before it could be made: the others learn why. One without a step is
+        whichever call comes next. Does not wait.
+        """
+        with suppress(ValueError):  # the process group is another one by now, and the caller raises
+            self._entered(step, path).fail(error)
+
+    def _entered(self, step: int | None, path: str) -> RankCall:
         self.meeting.refuse_if_changed()
         joint = JointSave(number_of(path) if path else step, path)
         if self.world.is_one:
@@ -428,8 +443,15 @@ class Channel:
             joint.begun.set_result(None)
         else:
             self._calls.enter(joint)
-            self._calls.plan(joint)
         return RankCall(self.meeting, self._calls, joint)
+
+
+_of_group: dict[str, Channel] = {}  # by topic
+
+
+@in_forked_child
+def _forget_channels() -> None:
+    _of_group.clear()
 
 
 def looks(is_remote: bool, num_ranks: int = 1) -> Iterator[float]:

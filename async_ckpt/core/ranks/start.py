@@ -47,7 +47,6 @@ class WorldStart:
         self.connection = Connection(world.store)
         self.heartbeats = Heartbeats(self.connection, world.rank, world.size)
         self.openings = itertools.count(1)
-        self.channels: dict[str, Any] = {}  # by topic, see `rendezvous.Channel.of_group`
         self.nonce = secrets.token_hex(8)
         self.nonces: dict[int, str] = {}  # on rank 0, those of the other ranks that it has answered last
         self._hello = f"{self.nonce} {world.size} {own_process()}"

@@ -81,8 +81,7 @@ class OtherRanks:
     def fail(self, error: BaseException) -> None:
         """The call has raised on this rank before it was known whether its weights are spread."""
         if self._start is not None:
-            self.call().fail(error)
-            self.end()
+            self._channel.fail(error, path=self.path)
 
     def end(self) -> None:
         """End the call: those whose weights are whole need not look for this rank any more."""
@@ -107,7 +106,7 @@ class OtherRanks:
                 "rank alone, or give another folder",
                 path="",
             )
-            self._channel.call(path=self.path).fail(error)  # so that this rank makes the same calls as the others
+            self._channel.fail(error, path=self.path)  # so that this rank makes the same calls as the others
             raise error
 
     def check_spread(self) -> None:

@@ -207,10 +207,10 @@ class Publisher:
             publication = Publication(series, request)
             handle = publication.begin()
         except BaseException as error:  # the other ranks learn of it
-            if call is None and not hf_weights.Weights.looks_whole(state_or_snapshot):
-                call = self._channel.call(number)
             if call is not None:
                 call.fail(error)
+            elif not hf_weights.Weights.looks_whole(state_or_snapshot):
+                self._channel.fail(error, number)
             raise
         finally:
             called.set_result(spans.called())

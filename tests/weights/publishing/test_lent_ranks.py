@@ -391,6 +391,49 @@ def test_a_rank_that_fails_to_publish_is_named_to_those_that_wait(worlds: Worlds
     assert rank_1 == [None, "the disk is gone"]
 
 
+WRONG = """
+import async_ckpt
+def lend(number, *arguments):
+    try:
+        handle = training.publisher.publish(*arguments)
+        error = handle.exception()
+        training.publisher.wait_readable(arguments[1], 60.0)
+        here.tell("done")
+    except Exception as error:
+        here.tell([type(error).__name__, str(error)])
+    here.meet(f"tried {{number}}")
+
+wrong, model = here.rank == {rank}, training.model
+lend(0, None if wrong else model, 1)
+lend(1, model, "two" if wrong else 2)
+lend(2, model, 3, here.root + "-absent" if wrong else None)
+if here.rank == 0:
+    training.publisher.publish(model, 4)
+lend(3, model, 5)
+if here.rank == 0:
+    try:
+        training.publisher.wait_readable(4)
+    except async_ckpt.PeerFailedError as error:
+        here.tell(str(error))
+training.publisher.close()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whatever_is_wrong_in_one_call_the_others_are_told_and_the_next_version_is_that_of_all(worlds: Worlds, rank: int):
+    """No model, no number, a config that is not there; and a version that rank 1 has not published."""
+    ended = start(worlds, 2, BEGIN, WRONG, rank=rank)
+
+    told = [one.told for one in ended.ended()]
+    for number, name in enumerate(["UnsupportedStateError", "ValueError", "NotAFolderError"]):
+        assert told[rank][number][0] == name
+        other, text = told[1 - rank][number]
+        assert other == "PeerFailedError"
+        assert f"rank {rank}: {name}" in text
+    assert [one[3] for one in told] == ["done"] * 2
+    assert "rank 1: it has made no call for step 4" in told[0][4]
+
+
 # --- which version is the truth -----------------------------------------------------------------------------------
 
 TWICE = """
