@@ -121,12 +121,16 @@ class OtherRanks:
 
     async def watch(self) -> None:
         """Look now and then whether another rank's weights are whole."""
-        while self._start is not None:
-            await asyncio.sleep(_LOOK_SECONDS)
-            with contextlib.suppress(RuntimeError, PeerFailedError):
-                self._whole = await asyncio.wrap_future(self._start.connection.ask(partial(self._said, "whole")))
+        if self._start is None:
+            return
+        with contextlib.suppress(PeerFailedError):  # the call itself raises it
+            await asyncio.wrap_future(self._start.token)
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                with contextlib.suppress(RuntimeError):
+                    self._whole = await asyncio.wrap_future(self._start.connection.ask(partial(self._said, "whole")))
 
-    # --- on the thread that asks the store --------------------------------------------------------------------
+    # --- on the thread that asks the store, once the token is known -------------------------------------------
 
     def _key(self, what: str) -> str:
         assert self._start is not None
