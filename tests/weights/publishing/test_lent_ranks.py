@@ -420,7 +420,9 @@ training.publisher.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_whatever_is_wrong_in_one_call_the_others_are_told_and_the_next_version_is_that_of_all(worlds: Worlds, rank: int):
+def test_whatever_is_wrong_in_one_call_the_others_are_told_and_the_next_version_is_that_of_all(
+    worlds: Worlds, rank: int
+):
     """No model, no number, a config that is not there; and a version that rank 1 has not published."""
     ended = start(worlds, 2, BEGIN, WRONG, rank=rank)
 
