@@ -167,9 +167,9 @@ class Publisher:
         Raises UnsupportedStateError for a model that cannot be published, such as one of several active adapters, or
         one that is quantised by a method whose weights in memory differ from those in its checkpoints. The handle
         raises StepExistsError or StepBehindError for a version that is not newer, StateMismatchError for another model
-        or adapter than before, ClosedError if another publisher has taken the root, MemoryError, StorageFullError and
-        StorageUnavailableError. The versions published before stay as they were then, and the next delta is against
-        them.
+        or adapter than before, ClosedError if another publisher has taken the root, PeerFailedError if rank 0 has not
+        made the same call, MemoryError, StorageFullError and StorageUnavailableError. The versions published before
+        stay as they were then, and the next delta is against them.
         """
         self._refuse_if_forked()
         if self._is_closed:
@@ -246,7 +246,8 @@ class Publisher:
         With `local=True` that is when the version lies in memory, and perhaps not yet at the root; otherwise when it is
         durable. If the model is spread over ranks, that is when it is so on all of them, for which they have half an
         hour if there is no timeout. `timeout` is in seconds. Raises TimeoutError, the error of a version that has
-        failed, and NotCommittedError for one that was never published.
+        failed, PeerFailedError if it has failed on another rank, and NotCommittedError for one that was never
+        published.
         """
         self._refuse_if_forked()
         begin = clock.TIMEKEEPER.now()
