@@ -11,13 +11,12 @@ exports, publications and the folders of frameworks meet in this way.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import math
 import os
 import random
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
@@ -103,14 +102,7 @@ class Rendezvous:
 
     def wait_named(self, check: Check) -> str:
         """The name of the call, on a thread that may block. Raises as `named`."""
-        look = self._looking_for_name()
-
-        def goes_on() -> None:
-            check()
-            look()
-
-        wait_for(self._joint.begun, None, goes_on)
-        self._joint.begun.result()
+        _waited(self.named(check))
         return self.attempt
 
     async def named(self, check: Check) -> None:
@@ -118,23 +110,14 @@ class Rendezvous:
 
         Raises PeerFailedError if the call fails before that, or rank 0 does not make it.
         """
-        begun, look = asyncio.wrap_future(self._joint.begun), self._looking_for_name()
+        joint, is_told, since = self._joint, False, monotonic()
+        begun = asyncio.wrap_future(joint.begun)
         begun.add_done_callback(ask_for_exception)
         while not begun.done():
             await asyncio.wait([begun], timeout=LOOK_SECONDS[False])
             check()
-            if not begun.done():
-                look()
-        begun.result()
-
-    def _looking_for_name(self) -> Callable[[], None]:
-        """To be called between looks: raises PeerFailedError where rank 0 is lost, or takes too long, and has the log
-        tell of a long wait.
-        """
-        joint, is_told, since = self._joint, False, monotonic()
-
-        def look() -> None:
-            nonlocal is_told
+            if begun.done():
+                break
             waited = monotonic() - since
             if not is_told and waited > _SAID_SECONDS:
                 is_told = True
@@ -144,8 +127,7 @@ class Rendezvous:
                 why = f"after {waited:.0f} s rank 0 has made no call for it. {self._meeting.advised}"
             if why:
                 raise PeerFailedError(f"{joint.what} is not committed: {why}", rank=0)
-
-        return look
+        begun.result()
 
     # --- a part that is done ----------------------------------------------------------------------------------
 
@@ -371,9 +353,7 @@ class RankCall(Rendezvous):
             await self.hear(_nothing_to_check)
             return False
 
-        meeting = get_loop().begin(met())
-        wait_for(meeting)
-        if meeting.result():
+        if _waited(met()):
             what_follows()
             self.decide()
 
@@ -389,8 +369,8 @@ class Channel:
     def __init__(self, topic: str, advice: str, *, is_of_paths: bool = False) -> None:
         """Topics, and what is of paths, are the same on all ranks; `advice` is what to do if a rank does not come."""
         self.meeting = Meeting(topic=topic, advice=advice, is_of_paths=is_of_paths)
-        self._topic, self._calls = topic, Calls(self.meeting, 1, lambda _: None)
-        self._token = ""
+        self._calls = Calls(self.meeting, 1, lambda _: None)
+        self._own_token = os.urandom(8).hex()  # of a process alone
 
     @classmethod
     def of_group(cls, topic: str, advice: str, *, is_of_paths: bool = False) -> Channel:
@@ -409,14 +389,11 @@ class Channel:
         one. Waits for rank 0 to begin anything at all, and calls `check` meanwhile. Raises PeerFailedError: "waited
         600 s for" `whom`.
         """
-        if not self._token and self.world.is_one:
-            self._token = os.urandom(8).hex()
-        if not self._token:
-            start = self.meeting.start
-            wait_for_rank_0(start, start.token, whom, check)
-            text = f"{start.token.result()}/{self._topic}"
-            self._token = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        return self._token
+        if self.world.is_one:
+            return self._own_token
+        start = self.meeting.start
+        wait_for_rank_0(start, start.token, whom, check)
+        return self.meeting.token()
 
     def call(self, step: int | None = None, path: str = "") -> RankCall:
         """Make a call, known by its path or its step. Does not wait.
@@ -452,6 +429,13 @@ _of_group: dict[str, Channel] = {}  # by topic
 @in_forked_child
 def _forget_channels() -> None:
     _of_group.clear()
+
+
+def _waited(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine on the library's loop. Blocks."""
+    outcome = get_loop().begin(coroutine)
+    wait_for(outcome)
+    return outcome.result()
 
 
 def looks(is_remote: bool, num_ranks: int = 1) -> Iterator[float]:

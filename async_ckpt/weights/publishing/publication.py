@@ -216,8 +216,8 @@ class Publication(CopySave):
         """Lend the weights to other processes of this host, before they are durable."""
         if self._series.offer is None:
             return
-        name, weights, start = self._series.loan_name(self._check), self._weights, self._series.start
-        num_ranks = 0 if start is None else start.world.size
+        name, weights, channel = self._series.loan_name(self._check), self._weights, self._series.channel
+        num_ranks = 0 if channel is None else channel.world.size
         offered = OfferedWeights(
             self._version, structure, weights.tensors, weights.files, weights.adapter, self.rank_slices, num_ranks
         )

@@ -168,8 +168,8 @@ class Publisher:
         one that is quantised by a method whose weights in memory differ from those in its checkpoints. The handle
         raises StepExistsError or StepBehindError for a version that is not newer, StateMismatchError for another model
         or adapter than before, ClosedError if another publisher has taken the root, PeerFailedError if rank 0 has not
-        made the same call, MemoryError, StorageFullError and StorageUnavailableError. The versions published before
-        stay as they were then, and the next delta is against them.
+        made the same call or has failed in it, MemoryError, StorageFullError and StorageUnavailableError. The versions
+        published before stay as they were then, and the next delta is against them.
         """
         self._refuse_if_forked()
         if self._is_closed:
@@ -192,7 +192,7 @@ class Publisher:
             if spread and worlds.world_of().rank:
                 weights, config_files = weights._replace(files={}), {}  # rank 0 publishes the small files
             series = self._get_series(spread=spread)
-            if spread is not (series.start is not None):
+            if spread is not (series.channel is not None):
                 raise UnsupportedStateError(
                     f"{self!r} has published {'a whole model' if spread else 'one that is spread over ranks'} before; "
                     "make another Publisher, at a root of its own",
@@ -234,7 +234,7 @@ class Publisher:
             elif self._series is None:
                 world = self._channel.world
                 place = place_of_rank(self._place, world.rank, world.size)
-                self._series = self._new_series(place.storage(), start=self._channel, offer=self._offer)
+                self._series = self._new_series(place.storage(), channel=self._channel, offer=self._offer)
             return self._series
 
     def wait_readable(self, version: int, timeout: float | None = None) -> None:

@@ -40,9 +40,9 @@ class Replacement:
     """
 
     def __init__(
-        self, versions: Versions, ranks: RankVersions, start: rendezvous.Channel | None, *, is_allowed: bool
+        self, versions: Versions, ranks: RankVersions, channel: rendezvous.Channel | None, *, is_allowed: bool
     ) -> None:
-        self._versions, self._ranks, self._start = versions, ranks, start
+        self._versions, self._ranks, self._channel = versions, ranks, channel
         self._is_allowed = is_allowed
         self._newest_other: int | None = None  # in other series at the root; None before it was looked up
         self._version = 0  # the last one that was checked
@@ -52,7 +52,7 @@ class Replacement:
     def check(self, version: int, existing: list[int], check: Callable[[], None]) -> None:
         """Find the versions that this one replaces. Raises StepExistsError or StepBehindError if it may not."""
         if self._newest_other is None:
-            self._newest_other = self._ranks.newest_of_other_worlds(_size(self._start))
+            self._newest_other = self._ranks.newest_of_other_worlds(_size(self._channel))
         self._version, self._replaced = version, []
         if max([*existing, self._newest_other]) < version:
             return
@@ -64,12 +64,12 @@ class Replacement:
             newest = self._newest_of_all(above, check)
             advice = 'give a higher one, or make the Publisher with on_rollback="retire"'
         if newest < version:
-            others = self._ranks.of_other_worlds(_size(self._start)).values() if self._is_allowed else ()
+            others = self._ranks.of_other_worlds(_size(self._channel)).values() if self._is_allowed else ()
             self._replaced = [self._versions, *others]
             return
         root = self._versions.root
         if newest == version:
-            alone = "" if self._start else ". If all ranks publish the same model, let rank 0 do it alone"
+            alone = "" if self._channel else ". If all ranks publish the same model, let rank 0 do it alone"
             raise StepExistsError(f"{root}: version {version} is published already; {advice}{alone}", step=version)
         raise StepBehindError(
             f"{root}: version {version} is not newer than {newest}, which is published; {advice}",
@@ -83,16 +83,15 @@ class Replacement:
         A version that some ranks never published, because they were killed, does not count.
         """
         whole = self._ranks.sizes()
-        if self._start is None:
+        if self._channel is None:
             return max([*above, *whole])
-        start = self._start
-        token = start.token(check, _WHOM)
+        token = self._channel.token(check, _WHOM)
         alive = (number for number in above if self._versions.start_of(number).partition("-")[0] == token)
         return max([-1, *whole, *alive, *self._ranks.plain_numbers()])
 
     def delete(self, ownership: Ownership) -> None:
         """Delete the versions that the checked one replaces, and have readers look again."""
-        for versions in self._replaced if _is_first(self._start) else self._replaced[:1]:
+        for versions in self._replaced if _is_first(self._channel) else self._replaced[:1]:
             numbers = [number for number in versions.numbers() if number >= self._version]
             versions.delete(numbers, token=ownership.token, check=ownership.check)
         if self._replaced:
@@ -122,23 +121,23 @@ class VersionSeries:
         deltas: DeltaPolicy,
         keep: int | None,
         retires: bool,
-        start: rendezvous.Channel | None = None,
+        channel: rendezvous.Channel | None = None,
         offer: MemoryOffer | None = None,
     ) -> None:
-        """Begin a series. `place` is the root of all ranks; `start` is None for a whole model.
+        """Begin a series. `place` is the root of all ranks; `channel` is None for a whole model.
 
         Versions are lent in memory, too, if there is an `offer`.
         """
-        self.storage, self.start, self.offer = storage, start, offer
+        self.storage, self.channel, self.offer = storage, channel, offer
         self.is_clean = False  # nothing unfinished is left, of this publisher or one before it
         self._keep, self._ranks = keep, RankVersions(place)
-        # Rank 0 knows the name of the start without waiting. As the token at the root it leads readers to all ranks.
+        # Rank 0 knows the token of the channel without waiting. As the token at the root it leads readers to all ranks.
         of_all = None
-        if start is not None and not start.world.rank:
-            of_all = Ownership(self._ranks.storage, token=start.token(lambda: None, _WHOM))
+        if channel is not None and not channel.world.rank:
+            of_all = Ownership(self._ranks.storage, token=channel.token(lambda: None, _WHOM))
         self.versions, self.ownership = Versions(storage), Ownership(storage, also=of_all)
         self.base = DeltaBase(deltas)
-        self.replacement = Replacement(self.versions, self._ranks, start, is_allowed=retires)
+        self.replacement = Replacement(self.versions, self._ranks, channel, is_allowed=retires)
         self._newest: VersionIndex | None = None  # that was added: its number, structure and adapter
 
     def prepare(self, version: int, structure: str, adapter: Mapping[str, str], check: Callable[[], None]) -> None:
@@ -169,15 +168,15 @@ class VersionSeries:
             )
 
     def loan_name(self, check: Callable[[], None]) -> str:
-        """The name by which versions are lent; ranks other than 0 wait for that of their start."""
-        if self.start is None:
+        """The name by which versions are lent; ranks other than 0 wait for rank 0."""
+        if self.channel is None:
             return self.ownership.token
-        return loan_of_rank(self.start.token(check, _WHOM), self.start.world.rank)
+        return loan_of_rank(self.channel.token(check, _WHOM), self.channel.world.rank)
 
     def name_of(self, call: rendezvous.RankCall, check: Callable[[], None]) -> str:
         """The name that all ranks give to the version of one call. Waits for rank 0, and raises PeerFailedError."""
-        assert self.start is not None
-        return f"{self.start.token(check, _WHOM)}-{call.wait_named(check)}"
+        assert self.channel is not None
+        return f"{self.channel.token(check, _WHOM)}-{call.wait_named(check)}"
 
     def _newest_published(self, existing: list[int]) -> VersionIndex | None:
         """The newest index that can be read; None if there is none."""
@@ -200,13 +199,13 @@ class VersionSeries:
         own = self.versions.numbers()
         whole = self._ranks.sizes()
         # Other ranks may still fail to publish a version of this rank, so only whole versions are counted.
-        counted = sorted({*whole, *own} if self.start is None else whole)
+        counted = sorted({*whole, *own} if self.channel is None else whole)
         if not counted:
             return
         oldest = counted[-self._keep :][0]
         _retain_from(oldest, self.versions, self.ownership)
-        if _is_first(self.start):
-            for name, versions in self._ranks.of_other_worlds(_size(self.start)).items():
+        if _is_first(self.channel):
+            for name, versions in self._ranks.of_other_worlds(_size(self.channel)).items():
                 if versions.numbers() and not _retain_from(oldest, versions, self.ownership):
                     self._ranks.remove(name)
 
@@ -228,13 +227,13 @@ def _refuse_other_model(root: str, before: VersionIndex, structure: str, adapter
             )
 
 
-def _is_first(start: rendezvous.Channel | None) -> bool:
+def _is_first(channel: rendezvous.Channel | None) -> bool:
     """Whether this rank, or the only process, deletes old versions of other worlds at the root."""
-    return start is None or not start.world.rank
+    return channel is None or not channel.world.rank
 
 
-def _size(start: rendezvous.Channel | None) -> int | None:
-    return None if start is None else start.world.size
+def _size(channel: rendezvous.Channel | None) -> int | None:
+    return None if channel is None else channel.world.size
 
 
 def _retain_from(oldest: int, versions: Versions, ownership: Ownership) -> list[int]:

@@ -67,7 +67,8 @@ def wrong_in(plan: list[list[str]], outcomes: list[list[list[str]]], committed: 
     for number, kinds in enumerate(plan):
         said = [one[number] for one in outcomes]
         first = {calls[0].partition(":")[0] for calls in said if calls}
-        if "committed" in first and first - {"committed", "undecided"} and set(kinds) <= {"right", "twice"}:
+        is_wrong = not set(kinds) <= {"right", "twice"}
+        if "committed" in first and (is_wrong or first - {"committed", "undecided"}):
             wrong.append(f"step {number + 1}: {said}")
         # A call without a step, which no other rank makes, is whichever comes next, and costs that.
         num_free += kinds.count("step")
