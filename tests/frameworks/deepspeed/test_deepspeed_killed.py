@@ -112,4 +112,5 @@ def test_whenever_ranks_are_killed_latest_names_a_whole_folder_and_training_goes
         for before, after in zip(whole, trained(worlds, layout, folder), strict=True):
             assert after["losses"] == {step: loss for step, loss in before["losses"].items() if int(step) > newest}
         assert latest.read_text() == "global_step6"
-        assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+        # Who dies between `latest` and removing the hidden folder leaves that to the next save.
+        assert newest == 6 or not [path.name for path in folder.iterdir() if path.name.startswith(".")]
