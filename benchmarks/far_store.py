@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import selectors
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from time import thread_time
@@ -251,6 +251,11 @@ class FarStorage(Storage):
         names = [name for name, found in listed if found.since <= moment]
         self._ask(received=sum(map(len, names)) + len(names) * (len(folder) + _LINE_BYTES))
         return names
+
+    def listed(self, folder: str, names: Collection[str]) -> set[str]:
+        self._ask_many(-(-len(names) // PAGE_NAMES))
+        self.traffic.received += len(names) * (len(folder) + _LINE_BYTES) + sum(map(len, names))
+        return {name for name in names if self._found(f"{folder}/{name}") is not None}
 
     def sizes(self, folder: str) -> dict[str, int]:
         found: dict[str, int] = {}

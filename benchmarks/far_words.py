@@ -137,8 +137,8 @@ class FarConnection:
     def now(self) -> float:
         return self._server.loop.time()
 
-    def silence_since(self, begun: float) -> float:
-        return self.now() - max(begun, self.answered_at)
+    def silence_since(self, begun: float) -> str:  # noqa: ARG002
+        return ""
 
     def ask(self, call: Callable[[Any], T], *, given: bool = False) -> Future[T]:  # noqa: ARG002
         answer, client, loop = _Answer(self), self._client, self._server.loop

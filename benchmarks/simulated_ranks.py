@@ -420,7 +420,7 @@ class _Others:
         if is_there not in self._seconds:
             self._client.taken, self._client.begun_at = 0.0, self._loop.time()
             here: Any = SimpleNamespace(_num_read=self._number, _num_empty=0)
-            word_log.WordLog._next_words(here, self._log, self._client)
+            word_log.WordLog._next_word(here, self._log, self._client)
             self._seconds[is_there] = self._client.taken
         at = self._server.serve(self._seconds[is_there])
         if is_there:

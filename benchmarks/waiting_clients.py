@@ -191,6 +191,7 @@ def _nothing(store: Any) -> None: ...
 
 def _wait(port: int, ranks: range, size: int, heard: Any, pipe: Pipe) -> None:
     from async_ckpt.core.host.loop import get_loop
+    from async_ckpt.core.ranks.calls import JointSave
     from async_ckpt.core.ranks.start import WorldStart
     from async_ckpt.core.ranks.world import World
 
@@ -207,7 +208,7 @@ def _wait(port: int, ranks: range, size: int, heard: Any, pipe: Pipe) -> None:
     pipe.send("met")
     pipe.recv()
     for start in starts:
-        get_loop().soon(partial(start.log.wait, start))
+        get_loop().soon(partial(start.log.wait, JointSave(None)))
     pipe.send("waiting")
     pipe.recv()
 

@@ -305,7 +305,9 @@ class ObjectContract(ContractBase):
         assert storage.existing([paths[0], *paths[1:]]) == paths[1:]
         assert {path for path, content in storage.read_many(paths).items() if content} <= {*paths[1:]}
         assert storage.names("") == [f"step_{step:08d}" for step in range(number + 1)]
-        assert storage.names(f"step_{number:08d}") == [path.rpartition("/")[2] for path in archives]
+        names = [path.rpartition("/")[2] for path in archives]
+        assert storage.names(f"step_{number:08d}") == names
+        assert storage.listed(f"step_{number:08d}", ["gone.tar", *names[1:]]) == {*names[1:]}
         assert list(storage.sizes("")) == sorted(every)
         storage.delete_many(archives)
         assert list(storage.sizes("")) == sorted([*paths[1:], *beside])

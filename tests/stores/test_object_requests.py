@@ -628,3 +628,15 @@ def test_over_plain_http_to_another_host_the_payload_is_signed(bare):
 def test_who_has_no_credentials_is_told_how_that_store_s_are_given(url: str, said: str) -> None:
     error = OSError("Generic error: no answer from http://169.254.169.254/computeMetadata/v1/instance")
     assert said in str(translate(error, "run", BucketSettings(url, None)))
+
+
+def test_more_names_than_a_page_has_are_listed_by_pages_side_by_side(far, proxy, s3, bucket):
+    names = [f"rank_{number:05d}.1234abcd.tar" for number in range(2100)]
+    for name in [*names[3:], "archives.1234abcd.bin"]:
+        s3.client.put_object(Bucket=bucket, Key=f"run/step_00000001/{name}", Body=b"1")
+    before = len(proxy.requests)
+
+    assert far.listed("step_00000001", names[::-1]) == {*names[3:]}
+    kinds = [request.kind for request in proxy.requests[before:]]
+    assert kinds == ["list_objects"] * 3
+    assert far.listed("step_00000001", names[:5]) == {*names[3:5]}

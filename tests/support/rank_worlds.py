@@ -64,7 +64,7 @@ class World:
 
     folder: Path
     children: list[Child]
-    store: dist.TCPStore | None
+    store: Any  # has the port, unless rank 0 hosts it
     killed: set[int] = field(default_factory=set)
 
     def kill(self, rank: int) -> None:
@@ -127,16 +127,17 @@ class Worlds:
         has_group: bool = True,
         store_at_rank_0: bool = False,
         after: World | None = None,
+        store: Any = None,
         **env: object,
     ) -> World:
         """`env` is for the script; `store_at_rank_0` has the store of the group die with rank 0, as without an agent.
 
-        `after` another world, the agent starts the ranks again: its store is still there.
+        `after` another world, the agent starts the ranks again: its store is still there. `store` is one at a `port`.
         """
         self._num_started += 1
         folder = self._folder / f"world-{self._num_started}"
         folder.mkdir()
-        store = None if after is None else after.store
+        store = store if after is None else after.store
         if store is None and not store_at_rank_0:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(size if after is not None and store is not None else 0):

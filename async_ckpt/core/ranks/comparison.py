@@ -90,10 +90,11 @@ class Comparison:
         may hide for a while what other machines have written. Raises PeerFailedError.
         """
         storage, folder, attempt = self._exchange.storage, self._exchange.folder, self._exchange.attempt
+        rank_of = {archive_name(one.rank, attempt): one.rank for one in receipts}
         deadline = monotonic() + SHARED_SECONDS
         while True:
-            names = set(storage.names(folder))
-            missing = [one.rank for one in receipts if archive_name(one.rank, attempt) not in names]
+            listed = storage.listed(folder, [*rank_of])
+            missing = [rank for name, rank in rank_of.items() if name not in listed]
             if not missing:
                 return
             if missing[0] == 0 or monotonic() > deadline:

@@ -3,8 +3,8 @@
 In: the store of the ranks, and the prefix of their start. Out: for a rank that is asked for, why it is taken for lost.
 Knows nothing of: saves.
 
-Every few seconds each process says a number that rises and which process it is. A process on the same machine that is
-gone is lost at once. Another is lost when nothing was heard of it for two minutes, by a store that answers. A rank
+Every few seconds each process says a number that rises, and its open calls. A process on the same machine that is gone
+is lost at once. Another is lost when nothing was heard of it for two minutes, by a store that answers. A rank
 that was busy, or stopped, is a rank again with its next heartbeat. A store without a server has no heartbeats, since
 a FileStore grows with each of them: there, and before the first heartbeat, a rank is known by what it said when ranks
 met.
@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -38,7 +38,9 @@ _log = logging.getLogger("async_ckpt")
 
 
 class Heartbeat(NamedTuple):
-    """The last heartbeat of a rank: its text, since when that is known, and how often it was read."""
+    """The last heartbeat of a rank: a number and the names of its open calls, since when it is known, and how often it
+    was read.
+    """
 
     text: str
     since: float
@@ -48,9 +50,10 @@ class Heartbeat(NamedTuple):
 class Heartbeats:
     """The heartbeats that this process gives and hears. A start of the ranks creates it, and any thread may ask."""
 
-    def __init__(self, connection: Connection, rank: int, size: int) -> None:
+    def __init__(self, connection: Connection, rank: int, size: int, open_calls: Callable[[], Iterable[str]]) -> None:
+        """`open_calls` are those of this rank."""
         self.interval = max(_INTERVAL_SECONDS, size / _BEATS_PER_SECOND)
-        self._connection, self._rank = connection, rank
+        self._connection, self._rank, self._open_calls = connection, rank, open_calls
         self._processes: dict[int, str] = {}  # as ranks have said when they met; entries are set once
         self._heard: Mapping[int, Heartbeat] = {}  # replaced as a whole, like all below
         self._asked: Mapping[int, float] = {}  # ranks, and when somebody has asked for them last
@@ -87,14 +90,20 @@ class Heartbeats:
                 _log.warning("nothing was heard of rank %s for %.0f s; it is waited for", rank, silent)
         return reasons
 
+    def not_called(self, ranks: Iterable[int], call: str) -> list[int]:
+        """The ranks, among these, that live and have not made an open call, as far as they have said."""
+        heard = self._heard
+        return [rank for rank in ranks if rank in heard and call not in heard[rank].text.split()[1:]]
+
     async def _live(self, prefix: str) -> None:
-        own, pid = own_process(), os.getpid()
+        pid = os.getpid()
         pauses, was_heard = growing_pauses(self.interval, 12 * self.interval), monotonic()
         for number in itertools.count():
             if self._connection.is_over or pid != os.getpid():
                 return
             wanted = [one for one, at in self._asked.items() if monotonic() - at < 3 * self.interval]
-            exchanged = partial(_exchanged, prefix, self._rank, f"{number} {own}", wanted)
+            text = " ".join([str(number), *self._open_calls()])
+            exchanged = partial(_exchanged, prefix, self._rank, text, wanted)
             try:
                 heard = await asyncio.wrap_future(self._connection.ask(exchanged))
             except RuntimeError:  # the store is gone, for now at least

@@ -36,14 +36,14 @@ def wait_for_rank_0(
     start: WorldStart, future: Future[Any], what: str, check: Callable[[], None], advice: str = ""
 ) -> None:
     """Wait for what follows from a word of rank 0. Raises PeerFailedError if rank 0 is lost, or takes too long."""
-    begin = monotonic()
+    begin, since = monotonic(), start.connection.now()
 
     def goes_on() -> None:
         check()
         if monotonic() - begin > MEETING_SECONDS:
             raise PeerFailedError(f"waited {MEETING_SECONDS:.0f} s for {what}{advice}", rank=0)
-        for why in start.heartbeats.lost([0]).values():
-            raise PeerFailedError(f"waited for {what}, but of rank 0: {why}; start all ranks again", rank=0)
+        if why := start.lost_rank_0(since):
+            raise PeerFailedError(f"waited for {what}, but {why}; start all ranks again", rank=0)
 
     wait_for(future, None, goes_on)
 
@@ -267,7 +267,7 @@ class Meeting:
             for rank, why in lost.items():
                 if rank in missing:
                     raise PeerFailedError(
-                        f"waited for {what}, but of rank {rank}: {why}; start all ranks again", rank=rank
+                        f"waited for {what}, but rank {rank} is lost: {why}; start all ranks again", rank=rank
                     )
             return goes_on
 

@@ -22,6 +22,7 @@ from .divide import Divider
 from .meeting import Meeting
 from .one_off import OneOffFolder
 from .shared_root import SharedRoot
+from .store import quietly
 from .world import World
 
 Differing: TypeAlias = Literal["keep", "fail"]
@@ -176,11 +177,10 @@ class Ranks:
         self.meeting.refuse_if_changed()
         if self.is_alone or self._is_leaving:
             return asked or self._is_leaving
-        with suppress(RuntimeError):  # the store is gone: then rank 0's answer does not come either
-            words, is_rank_0 = self.meeting.words(), self.world.rank == 0
-            if asked and not is_rank_0:
-                words.say(_LEAVING, str(self.world.rank))
-            self._is_leaving = asked or (is_rank_0 and words.is_said(_LEAVING))
+        words, is_rank_0 = self.meeting.words(), self.world.rank == 0
+        if asked and not is_rank_0:
+            quietly(lambda: words.say(_LEAVING, str(self.world.rank)))
+        self._is_leaving = asked or (is_rank_0 and bool(quietly(lambda: words.is_said(_LEAVING))))
         return asked or self._is_leaving
 
     def readers(self, from_ranks: Mapping[str, int] | None) -> tuple[tuple[int, int] | None, Mapping[str, int] | None]:

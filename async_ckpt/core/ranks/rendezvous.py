@@ -26,7 +26,7 @@ from ..host.loop import ask_for_exception, get_loop
 from ..host.process import in_forked_child
 from ..host.waits import DECISION_SECONDS, PEER_SECONDS, SILENCE_SECONDS, growing_pauses, wait_for
 from ..runs.receipts import Cause
-from ..spans import monotonic
+from ..spans import TIMEKEEPER, monotonic
 from .answers import in_words
 from .calls import Calls, Decision, JointSave, JointState, peers_failed
 from .meeting import Meeting, wait_for_rank_0
@@ -145,10 +145,14 @@ class Rendezvous:
             store.add(f"{key}/count", 1)
 
         self._has_said_yes = True  # also if it fails, since it may have arrived
-        said = self._meeting.start.connection.ask(put)
-        if not wait_for(said, SILENCE_SECONDS):
-            self._raise_silent_store()
-        said.result()
+        pauses = looks(is_remote=False)
+        # Who waits for the decision learns of a store that stays silent.
+        while not self._silence_of_store():
+            said = self._meeting.start.connection.ask(put)
+            if wait_for(said, SILENCE_SECONDS) and not isinstance(said.exception(), RuntimeError):
+                said.result()
+                return
+            TIMEKEEPER.sleep(next(pauses))
 
     async def _gathered(
         self, check: Check, goes_on: Callable[[], Awaitable[None]] = _nothing, *, hint: Callable[[], str] = str
@@ -159,8 +163,8 @@ class Rendezvous:
         Raises PeerFailedError for a rank that refuses, is lost, or says nothing; where one of several roots is enough,
         StorageUnavailableError for the last two.
         """
-        start, size, looked = self._meeting.start, self.world_size, monotonic()
-        deadline = looked + PEER_SECONDS
+        start, size, begun = self._meeting.start, self.world_size, monotonic()
+        looked, deadline, tells_at = begun, begun + PEER_SECONDS, begun + _SAID_SECONDS
         for seconds in looks(is_remote=False):
             count, refusal = await self._ask(self._look, check) or (0, None)
             if refusal is not None:
@@ -183,6 +187,14 @@ class Rendezvous:
                     self._raise_lost(dict.fromkeys(closed, "it has closed its checkpointer"), words)
                 if looked > deadline:
                     self._raise_missing(missing, hint())
+                if looked > tells_at and (late := start.heartbeats.not_called(missing, self.attempt)):
+                    tells_at = math.inf
+                    _log.warning(
+                        "%s: %s had made no call for it after %.0f s; it is waited for",
+                        self._joint.what,
+                        _named(late),
+                        looked - begun,
+                    )
             await self._pause(seconds, check)
         raise AssertionError("looks never end")
 
@@ -235,12 +247,10 @@ class Rendezvous:
 
     def _lost_rank_0(self) -> str:
         """Why rank 0, or the store, is lost for this rank."""
-        lost = self._meeting.start.heartbeats.lost([0])
-        return f"rank 0 is lost: {lost[0]}" if lost else self._silence_of_store()
+        return self._meeting.start.lost_rank_0(self._begun_at)
 
     def _silence_of_store(self) -> str:
-        silent = self._meeting.start.connection.silence_since(self._begun_at)
-        return f"the store of the ranks has not answered for {silent:.0f} s" if silent > SILENCE_SECONDS else ""
+        return self._meeting.start.connection.silence_since(self._begun_at)
 
     def _raise_silent_store(self) -> None:
         why = self._silence_of_store()
@@ -259,16 +269,15 @@ class Rendezvous:
         raise error
 
     def _raise_missing(self, missing: Sequence[int], hint: str) -> NoReturn:
-        who = ", ".join(map(str, missing[:20])) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
-        who = f"rank{'s' if len(missing) > 1 else ''} {who}"
+        late = self._meeting.start.heartbeats.not_called(missing, self.attempt)
+        others = [rank for rank in missing if rank not in late]
+        said = [f"{_named(late)} had made no call for it"] if late else []
+        who = " and ".join(said + ([f"nothing was heard of {_named(others)}"] if others else []))
         self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
         if self._joint.is_any:
-            raise StorageUnavailableError(
-                f"{self.where}: after {PEER_SECONDS:.0f} s nothing was heard there of {who}", path=self.where
-            )
+            raise StorageUnavailableError(f"{self.where}: after {PEER_SECONDS:.0f} s {who} there", path=self.where)
         raise PeerFailedError(
-            f"{self._joint.what} is not committed: after {PEER_SECONDS:.0f} s nothing was heard of {who}. "
-            f"{self._meeting.advised}{hint}",
+            f"{self._joint.what} is not committed: after {PEER_SECONDS:.0f} s {who}. {self._meeting.advised}{hint}",
             rank=missing[0] if missing else 0,
         )
 
@@ -429,6 +438,12 @@ _of_group: dict[str, Channel] = {}  # by topic
 @in_forked_child
 def _forget_channels() -> None:
     _of_group.clear()
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """The ranks, for messages."""
+    more = f" and {len(ranks) - 20} more" if len(ranks) > 20 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:20]))}{more}"
 
 
 def _waited(coroutine: Coroutine[Any, Any, T]) -> T:

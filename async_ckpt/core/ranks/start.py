@@ -45,7 +45,7 @@ class WorldStart:
     def __init__(self, world: World) -> None:
         self.rank, self.size = world.rank, world.size
         self.connection = Connection(world.store)
-        self.heartbeats = Heartbeats(self.connection, world.rank, world.size)
+        self.heartbeats = Heartbeats(self.connection, world.rank, world.size, lambda: self.log.open_calls)
         self.openings = itertools.count(1)
         self.nonce = secrets.token_hex(8)
         self.nonces: dict[int, str] = {}  # on rank 0, those of the other ranks that it has answered last
@@ -69,6 +69,11 @@ class WorldStart:
         PeerFailedError where rank 0 knows another process as this rank.
         """
         return self._known
+
+    def lost_rank_0(self, since: float) -> str:
+        """Why rank 0, or the store, is lost for this rank, which waits since then; empty if they are not."""
+        lost = self.heartbeats.lost([0])
+        return f"rank 0 is lost: {lost[0]}" if lost else self.connection.silence_since(since)
 
     def words(self, topic: str) -> Words:
         """Words about a topic, without those of an earlier start. Only once the token is known."""

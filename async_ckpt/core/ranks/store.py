@@ -16,10 +16,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from ...errors import ClosedError
+from ...errors import ClosedError, PeerFailedError
 from ..host.loop import get_loop
 from ..host.threads import Crew, running_future
-from ..host.waits import MEETING_SECONDS, growing_pauses, wait_for
+from ..host.waits import SILENCE_SECONDS, growing_pauses, wait_for
 from ..spans import duration, monotonic
 
 T = TypeVar("T")
@@ -52,9 +52,10 @@ class Connection:
         """The time by which the connection tells since when the store is silent."""
         return monotonic()
 
-    def silence_since(self, begun: float) -> float:
-        """For how many seconds since that moment the store has not answered, at the most: it is asked all the time."""
-        return monotonic() - max(begun, self.answered_at)
+    def silence_since(self, begun: float) -> str:
+        """That the store has been silent since that moment for too long, since it is asked all the time; else empty."""
+        silent = monotonic() - max(begun, self.answered_at)
+        return f"the store of the ranks has not answered for {silent:.0f} s" if silent > SILENCE_SECONDS else ""
 
     @property
     def is_over(self) -> bool:
@@ -131,7 +132,7 @@ def _connected(address: tuple[str, int], given: Any = None) -> Any:
 class Words:
     """Messages of ranks by keys with one prefix; each key is written once. Blocking calls, but not on the loop.
 
-    All of them raise RuntimeError if the store is gone, or does not answer for MEETING_SECONDS.
+    All of them raise PeerFailedError if the store is gone, or does not answer for SILENCE_SECONDS.
     """
 
     def __init__(self, connection: Connection, prefix: str, *, given: bool = False) -> None:
@@ -178,9 +179,12 @@ class Words:
 
     def _answer(self, call: Ask[T], goes_on: Callable[[], None] = lambda: None) -> T:
         future = self._connection.ask(call, given=self._given)
-        if not wait_for(future, MEETING_SECONDS, goes_on):
-            raise RuntimeError(f"the store of the ranks has not answered for {MEETING_SECONDS:.0f} s")
-        return future.result()
+        if not wait_for(future, SILENCE_SECONDS, goes_on):
+            raise PeerFailedError(f"the store of the ranks has not answered for {SILENCE_SECONDS:.0f} s", rank=0)
+        try:
+            return future.result()
+        except RuntimeError as error:
+            raise PeerFailedError(f"the store of the ranks is gone: {error}", rank=0) from error
 
 
 def count_of(store: Any, key: str) -> int:
@@ -190,6 +194,6 @@ def count_of(store: Any, key: str) -> int:
 
 def quietly(call: Callable[[], T]) -> T | None:
     """The result of a call to a store; None if the store is gone, of which deadlines tell."""
-    with suppress(RuntimeError):
+    with suppress(PeerFailedError):
         return call()
     return None

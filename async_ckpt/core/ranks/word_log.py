@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from ...errors import PeerFailedError
 from ..host.loop import get_loop
@@ -30,11 +30,18 @@ _LOOK_SECONDS: Final = 0.5
 _LOOKS_PER_FIRST: Final = 10
 # Words that stay in the store: no rank that lives is so many behind.
 _KEPT: Final = 1000
-_READ_AT_ONCE: Final = 64
 # Not Python's own generator: its numbers are the training's, which a save must not take from it.
 _RANDOM: Final = random.SystemRandom()
 
 Word = dict[str, Any]
+
+
+class Waiting(Protocol):
+    """A call that waits for a word."""
+
+    @property
+    def attempt(self) -> str:
+        """The name of the call, once rank 0 has told of it."""
 
 
 def longest_pause(num_ranks: int) -> float:
@@ -54,7 +61,7 @@ class WordLog:
         self._num_read = self._num_empty = 0  # words, and looks that have found none since
         self._hearers: dict[str, Callable[[Word], None]] = {}
         self._early: dict[str, list[Word]] = {}
-        self._waiting: set[object] = set()  # what waits for a word
+        self._waiting: set[Waiting] = set()
         self._reading: asyncio.Task[None] | None = None
         self._wake: asyncio.Event = asyncio.Event()  # a new wait has begun
 
@@ -89,15 +96,20 @@ class WordLog:
 
         get_loop().soon(begin)
 
-    def wait(self, waiting: object) -> None:
+    def wait(self, waiting: Waiting) -> None:
         """Read words until `wait_no_more` is called with the same object. On the loop's thread."""
         self._waiting.add(waiting)
         self._wake.set()
         if self._reading is None:
             self._reading = asyncio.create_task(self._read())
 
-    def wait_no_more(self, waiting: object) -> None:
+    def wait_no_more(self, waiting: Waiting) -> None:
         self._waiting.discard(waiting)
+
+    @property
+    def open_calls(self) -> set[str]:
+        """The names of the calls that this rank has made, and does not know the decision of. On the loop's thread."""
+        return {one.attempt for one in self._waiting if one.attempt}
 
     async def _read(self) -> None:
         try:
@@ -105,13 +117,15 @@ class WordLog:
             log, longest = self._path, longest_pause(self._size)
             pauses = growing_pauses(_FIRST_LOOK_SECONDS, longest)
             while self._waiting:
-                words: list[str] = []
+                text = None
                 with suppress(RuntimeError):  # the store is gone, for now at least: deadlines tell
-                    first, words = await asyncio.wrap_future(self._connection.ask(partial(self._next_words, log)))
-                    self._num_read = first + len(words)
-                for text in words:
+                    number, text = await asyncio.wrap_future(self._connection.ask(partial(self._next_word, log)))
+                    self._num_read = number + (text is not None)
+                if text is not None:
                     self._heard(*json.loads(text))
-                if words or self._wake.is_set():
+                    pauses = growing_pauses(_FIRST_LOOK_SECONDS, longest)
+                    continue
+                if self._wake.is_set():
                     pauses = growing_pauses(_FIRST_LOOK_SECONDS, longest)
                 self._wake.clear()
                 with suppress(TimeoutError):
@@ -121,21 +135,21 @@ class WordLog:
         finally:
             self._reading = None
 
-    def _next_words(self, log: str, store: Any) -> tuple[int, list[str]]:
-        """The number of the first word that is not read, and the words from there on. Those that are deleted are
-        passed over: a rank that is so far behind was left out, and goes by what is committed.
+    def _next_word(self, log: str, store: Any) -> tuple[int, str | None]:
+        """The number of the first word that is not read, and that word. Those that are deleted are passed over: a rank
+        that is so far behind was left out, and goes by what is committed.
         """
-        first, words = self._num_read, list[str]()
-        if store.check([f"{log}/{first}"]):
-            self._num_empty = 0
-        else:
+        number = self._num_read
+        if not store.check([f"{log}/{number}"]):
             self._num_empty += 1
             if self._num_empty % _LOOKS_PER_FIRST or not store.check([f"{log}/first"]):
-                return first, []
-            first = max(first, int(store.get(f"{log}/first")))
-        while len(words) < _READ_AT_ONCE and store.check([f"{log}/{first + len(words)}"]):
-            words.append(store.get(f"{log}/{first + len(words)}").decode())
-        return first, words
+                return number, None
+            number = max(number, int(store.get(f"{log}/first")))
+            if not store.check([f"{log}/{number}"]):
+                return number, None
+        self._num_empty = 0
+        (word,) = store.multi_get([f"{log}/{number}"])  # `get` asks twice
+        return number, word.decode()
 
     def _heard(self, topic: str, word: Word) -> None:
         hearer = self._hearers.get(topic)

@@ -25,6 +25,8 @@ from typing import Final
 
 from ...errors import StorageUnavailableError
 from ..host.process import in_forked_child
+from ..host.waits import REQUEST_SECONDS, growing_pauses
+from ..spans import TIMEKEEPER
 from ..spec import PAGE_BYTES, SEGMENT_BYTES
 from .disk import (
     address,
@@ -496,11 +498,29 @@ def _lock_version(path: Path) -> Iterator[str | None]:
             return
         try:
             if fcntl is not None:
-                with suppress(OSError):
-                    fcntl.lockf(fd, fcntl.LOCK_EX)
+                _wait_for_lock(fd, path)
             yield _version(os.stat(path))
         finally:
             close_quietly(fd)
+
+
+def _wait_for_lock(fd: int, path: Path) -> None:
+    """Lock a file, where locks work. Raises StorageUnavailableError: a process that is stopped may hold its lock."""
+    deadline = TIMEKEEPER.now() + REQUEST_SECONDS
+    for seconds in growing_pauses(0.001, 0.05):
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN) and TIMEKEEPER.now() > deadline:
+                raise StorageUnavailableError(
+                    f"{path}: for {REQUEST_SECONDS:.0f} s another process has been replacing it; "
+                    "see whether one is stopped",
+                    path=str(path),
+                ) from error
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                TIMEKEEPER.sleep(seconds)
+                continue
+        return
 
 
 def _unlink(target: Path) -> bool:

@@ -30,7 +30,7 @@ _READ_BYTES: Final = 256 * spec.KIB
 # Small objects that are read at a time: their sizes do not count, the latency of the requests does.
 _MANY_READERS: Final = 128
 # The number of keys that a page of a listing has at most, in S3.
-_PAGE_KEYS: Final = 1000
+PAGE_KEYS: Final = 1000
 # A page that tells of fewer objects is no better than a request for each; and pages come one after the other.
 _LEAST_TOLD: Final = 4
 _MOST_PAGES: Final = 32
@@ -189,7 +189,7 @@ class Client:
             missing -= told
             there |= {path_of[key] for key in found}
             last = next(reversed(page), "")
-            is_through = len(page) < _PAGE_KEYS or last >= final or last == after
+            is_through = len(page) < PAGE_KEYS or last >= final or last == after
             if is_through or len(told) < _LEAST_TOLD or len(missing) > _MOST_PAGES * len(told):
                 break
             after = last
@@ -200,7 +200,7 @@ class Client:
         import obstore
 
         def list_one(store: Any, _: WatchedCall) -> dict[str, int]:
-            pages = obstore.list(store, folder or None, offset=after, chunk_size=_PAGE_KEYS)
+            pages = obstore.list(store, folder or None, offset=after, chunk_size=PAGE_KEYS)
             return {meta["path"]: meta["size"] for page in islice(pages, 1) for meta in page}
 
         return self.ask_watched(path, list_one)

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from ...errors import StorageUnavailableError
-from ...plumbing import Storage, bulk, spans, store_facts, urls
+from ...plumbing import Storage, bulk, spans, store_facts, threads, urls
 from ..conditions import Conditions, Form
 from ..proven.place_proof import prove
 from ..watched_calls import WatchedCall
 from . import refusals
-from .client import Client, version_of
+from .client import PAGE_KEYS, Client, version_of
 from .plan import plan_upload
 from .sink import ObjectReader, ObjectSink
 
 # Fewer objects are read, or deleted, one by one, which all servers support.
 _LEAST_MANY: Final = 8
+_PAGES_AT_ONCE: Final = 16
 
 _log = logging.getLogger("async_ckpt")
 
@@ -142,6 +143,19 @@ class ObjectStorage(Storage):
         paths = {*listing["common_prefixes"], *(meta["path"] for meta in listing["objects"])}
         paths.discard(self._client.key(folder))  # an empty object by which consoles mark a folder
         return sorted({path.rpartition("/")[2] for path in paths} - {""})
+
+    def listed(self, folder: str, names: Collection[str]) -> set[str]:
+        if len(names) <= PAGE_KEYS or self._client.settings.scheme != "s3":
+            return super().listed(folder, names)
+        paths = [f"{folder}/{name}" if folder else name for name in sorted(names)]
+        found: list[str] = []
+
+        def look(some: Sequence[str]) -> None:
+            found.extend(self.existing(some))
+
+        pages = [partial(look, paths[at : at + PAGE_KEYS]) for at in range(0, len(paths), PAGE_KEYS)]
+        threads.run_together("look", pages, max_threads=_PAGES_AT_ONCE)  # a listing has one after the other
+        return {path.rpartition("/")[2] for path in found}
 
     def sizes(self, folder: str) -> dict[str, int]:
         import obstore

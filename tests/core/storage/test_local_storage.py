@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -644,3 +645,30 @@ def test_what_close_answers_of_a_file_that_was_only_read_fails_no_call(tmp_path,
     assert fds
     with pytest.raises(OSError, match="Bad file descriptor"):  # what is closed twice may be another file by then
         close_quietly(2**30)
+
+
+@needs_fcntl
+def test_a_writer_that_is_stopped_while_it_replaces_a_file_holds_up_others_only_for_a_while(
+    tmp_path, nursery, monkeypatch
+):
+    storage = LocalStorage(tmp_path)
+    version = storage.replace("latest", b"1")
+    holder = nursery.start(
+        """
+        import fcntl, signal, sys
+        file = open(sys.argv[1], "r+b")
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        print("held", flush=True)
+        signal.pause()
+        """,
+        tmp_path / "latest",
+    )
+    holder.wait_for_line("held")
+    monkeypatch.setattr(local, "REQUEST_SECONDS", 0.0)
+    with pytest.raises(StorageUnavailableError, match="another process has been replacing it"):
+        storage.replace("latest", b"2", version=version)
+    holder.send(signal.SIGKILL)
+    holder.ended()
+
+    storage.replace("latest", b"2", version=version)
+    assert storage.read("latest")[0] == b"2"

@@ -191,12 +191,13 @@ def wake(pid: int) -> None:
             os.kill(pid, signal.SIGCONT)
         except ProcessLookupError:
             return
-        state = _state(pid)
+        state = state_of_process(pid)
         if state in ("Z", ""):
             return
 
 
-def _state(pid: int) -> str:
+def state_of_process(pid: int) -> str:
+    """As /proc tells: T if it is stopped, Z if it has ended; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -24,6 +24,7 @@ from unittest import mock
 from interleaved import Objects, StoreOf
 
 from async_ckpt import PeerFailedError, StorageUnavailableError
+from async_ckpt.core.host.waits import SILENCE_SECONDS
 from async_ckpt.core.ranks import agreement, calls, rendezvous
 from async_ckpt.core.ranks.agreement import Agreement
 from async_ckpt.core.ranks.calls import Calls, JointSave, JointState, OwnPart
@@ -172,8 +173,12 @@ class _Start:
     def now(self) -> float:
         return _now()
 
-    def silence_since(self, begun: float) -> float:
-        return _now() - begun if self._player.replay.store.is_gone else 0.0
+    def silence_since(self, begun: float) -> str:
+        is_silent = self._player.replay.store.is_gone and _now() - begun > SILENCE_SECONDS
+        return "the store is silent" if is_silent else ""
+
+    def lost_rank_0(self, since: float) -> str:
+        return self.lost([0]).get(0) or self.silence_since(since)
 
     def lost(self, ranks: Sequence[int]) -> dict[int, str]:
         return {rank: "silent" for rank in ranks if rank in self._player.lost}

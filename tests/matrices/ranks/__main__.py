@@ -12,14 +12,13 @@ import sys
 from typing import Final
 
 from tests.matrices.attack_driver import Matrix
-from tests.matrices.calls.attack_places import FAULTS
-from tests.matrices.ranks.rank_places import rank_attackers
+from tests.matrices.ranks.rank_places import RANK_FAULTS, rank_attackers
 from tests.matrices.ranks.rank_scenarios import RANK_SCENARIOS
 
 PARTS: Final = 4
 
 MATRIX: Final = Matrix(
-    "ranks", list(RANK_SCENARIOS), list(FAULTS), rank_attackers, "python -m tests.matrices.ranks", PARTS
+    "ranks", list(RANK_SCENARIOS), list(RANK_FAULTS), rank_attackers, "python -m tests.matrices.ranks", PARTS
 )
 
 if __name__ == "__main__":

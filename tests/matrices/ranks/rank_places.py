@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,19 +17,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from children import Ended, Nursery
+from children import Child, Ended, Nursery
+from racing import until
 from rank_worlds import World, Worlds
 
 from tests.matrices.attack_driver import NOT_MET, Place
-from tests.matrices.calls.attack_places import FAULTS, build_shim, wake
+from tests.matrices.calls.attack_places import FAULTS, build_shim, state_of_process
 from tests.matrices.calls.scenario import Told
-from tests.matrices.ranks.rank_scenarios import RANK_SCENARIOS, Decided
+from tests.matrices.ranks.rank_scenarios import NEXT, RANK_SCENARIOS, Decided
 
 _PATIENCE: Final = 60.0
+_STOPPED_SECONDS: Final = 0.1
+_STORE_PAUSES_SECONDS: Final = 0.3
+_STORE_SILENCE_SECONDS: Final = 2.0
+
+# The rank is stopped ahead of the call, and goes on when this has happened meanwhile.
+_MEANWHILE: Final = FAULTS["SIGSTOP"]._replace(
+    calls=frozenset({"create", "fsync", "rename", "link", "unlink"}), is_survived=False
+)
+RANK_FAULTS: Final = {
+    **FAULTS,
+    "all killed": _MEANWHILE,
+    "overtaken": _MEANWHILE,
+    "store pauses": _MEANWHILE._replace(is_survived=True),
+    "store hangs": _MEANWHILE,
+    "store gone": _MEANWHILE,
+}
+_OF_STORE: Final = frozenset({"store pauses", "store hangs", "store gone"})
 
 _JOB = """
 import ctypes, os, warnings
 warnings.simplefilter("ignore")
+from async_ckpt.core.ranks import rendezvous, store
 from tests.matrices.ranks.rank_scenarios import act
 who, root, notes, kind = int(os.environ["ARMED"]), here.root, os.environ["NOTES"], os.environ["KIND"]
 log = os.environ["CALLS"] and os.open(os.environ["CALLS"] + f".{here.rank}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
@@ -40,10 +59,46 @@ def armed():
         shim.attack_arm(root.encode(), kind.encode(), ctypes.c_long(number), code, log or -1)
     elif notes:
         here.expire(lambda: here.is_said("dead"))
+    if os.environ["SILENCE_SECONDS"]:
+        rendezvous.SILENCE_SECONDS = store.SILENCE_SECONDS = float(os.environ["SILENCE_SECONDS"])
 act(here, os.environ["SCENARIO"], root, notes and f"{notes}.{here.rank}", armed)
 if here.rank == who and not shim.attack_is_met():
     os.write(1, b"not met")
 """
+
+_NEXT_JOB = """
+import os, warnings
+warnings.simplefilter("ignore")
+from tests.matrices.ranks.rank_scenarios import overtake
+overtake(here, here.root, f"{os.environ['NOTES']}.{here.rank}")
+"""
+
+_STORE = """
+import os, signal, sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(str(store.port))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+signal.pause()
+"""
+
+
+class _StoreProcess:
+    """A store of the ranks in a process of its own, which can be stopped and killed."""
+
+    def __init__(self, nursery: Nursery, folder: Path) -> None:
+        told = folder / "port"
+        self._child = nursery.start(_STORE, told)
+        until(told.exists)
+        self.port = int(told.read_text())
+
+    def send(self, signum: int) -> None:
+        self._child.send(signum)
+
+    def end(self) -> None:
+        self._child.send(signal.SIGKILL)
+        self._child.ended()
 
 
 @dataclass
@@ -82,7 +137,8 @@ class RankAttacker:
             of_kind: Counter[str] = Counter()
             for kind in calls:
                 of_kind[kind] += 1
-                fitting = [name for name, fault in FAULTS.items() if kind in fault.calls]
+                fitting = [name for name, fault in RANK_FAULTS.items() if kind in fault.calls]
+                fitting = [name for name in fitting if name != "overtaken" or RANK_SCENARIOS[scenario].is_run]
                 found += [Place(scenario, name, f"{rank}.{kind}", of_kind[kind]) for name in fitting]
         return found
 
@@ -97,14 +153,16 @@ class RankAttacker:
             shutil.rmtree(root.parent, ignore_errors=True)
 
     def _wrong(self, place: Place, root: Path) -> str | None:
-        fault, scenario = FAULTS[place.fault], RANK_SCENARIOS[place.scenario]
+        fault, scenario = RANK_FAULTS[place.fault], RANK_SCENARIOS[place.scenario]
         who = int(place.kind.partition(".")[0])
         ends = self._run(place, root)
         told = _told(place.scenario, root)
         attacked = ends[who]
         if attacked.status == 0 and NOT_MET in attacked.out:
             return NOT_MET
-        is_killed = place.fault == "SIGKILL" and attacked.status == -signal.SIGKILL
+        is_killed = place.fault in ("SIGKILL", "all killed") and attacked.status == -signal.SIGKILL
+        if failed := _read(root.parent / "next"):
+            return f"the start that overtakes has failed: {failed[-600:]}"
         for rank, ended in enumerate(ends):
             if not (ended.status == 0 or is_killed):
                 return f"rank {rank} ended with {ended.status}: {ended.err[-600:]}"
@@ -150,32 +208,91 @@ class RankAttacker:
         return into
 
     def _start(
-        self, size: int, name: str, root: Path, *, notes: str, place: Place | None = None, log: str = ""
+        self,
+        size: int,
+        name: str,
+        root: Path,
+        *,
+        notes: str,
+        place: Place | None = None,
+        log: str = "",
+        store: _StoreProcess | None = None,
     ) -> World:
         who, _, kind = place.kind.partition(".") if place else ("-1", "", "none")
         env: dict[str, Any] = {"SCENARIO": name, "NOTES": notes, "CALLS": log, "ARMED": who, "KIND": kind}
-        env |= {"NUMBER": place.number if place else 0, "CODE": FAULTS[place.fault].code if place else 0}
-        return self._worlds.start(size, _JOB, root=root, **env)
+        env |= {"NUMBER": place.number if place else 0, "CODE": RANK_FAULTS[place.fault].code if place else 0}
+        loses_store = place is not None and place.fault in ("store hangs", "store gone")
+        env["SILENCE_SECONDS"] = _STORE_SILENCE_SECONDS if loses_store else ""
+        return self._worlds.start(size, _JOB, root=root, store=store, **env)
 
     def _run(self, place: Place, root: Path) -> list[Ended]:
         """How each rank has ended. When the attacked one was killed, the deadlines of the others are over."""
         size, who = RANK_SCENARIOS[place.scenario].size, int(place.kind.partition(".")[0])
-        world = self._start(size, place.scenario, root, notes=str(root.parent / "notes"), place=place)
-        waker = threading.Thread(target=wake, args=(world.children[who].pid,)) if place.fault == "SIGSTOP" else None
-        if waker is not None:
-            waker.start()
+        store = _StoreProcess(self._nursery, root.parent) if place.fault in _OF_STORE else None
+        world = self._start(size, place.scenario, root, notes=str(root.parent / "notes"), place=place, store=store)
+        attacked = world.children[who]
         try:
-            attacked = world.children[who].ended(_PATIENCE)
-            if attacked.status == -signal.SIGKILL:
+            if RANK_FAULTS[place.fault].code == FAULTS["SIGSTOP"].code and _is_stopped(attacked):
+                self._meanwhile(place, root, world, store)
+                with suppress(ProcessLookupError):
+                    attacked.send(signal.SIGCONT)
+            ends = {who: attacked.ended(_PATIENCE)}
+            if ends[who].status == -signal.SIGKILL:
                 world.say("dead")
-            others = {rank: child.ended(_PATIENCE) for rank, child in enumerate(world.children) if rank != who}
+            ends |= {rank: child.ended(_PATIENCE) for rank, child in enumerate(world.children) if rank != who}
         finally:
             for child in world.children:
                 with suppress(ProcessLookupError):
                     child.send(signal.SIGKILL)
-            if waker is not None:
-                waker.join()
-        return [attacked if rank == who else others[rank] for rank in range(size)]
+            if store is not None:
+                store.end()
+        return [ends[rank] for rank in range(size)]
+
+    def _meanwhile(self, place: Place, root: Path, world: World, store: _StoreProcess | None) -> None:
+        """What happens while the attacked rank is stopped."""
+        match place.fault:
+            case "SIGSTOP":
+                time.sleep(_STOPPED_SECONDS)
+            case "all killed":
+                for child in world.children:
+                    child.send(signal.SIGKILL)
+            case "overtaken" if _num_starts(root) > _num_starts(self._ready(place.scenario).root):
+                for child in world.children:
+                    child.send(signal.SIGSTOP)
+                self._overtake(place, root)
+                for child in world.children:
+                    child.send(signal.SIGCONT)
+            case "store pauses":
+                assert store is not None
+                store.send(signal.SIGSTOP)
+                world.children[int(place.kind.partition(".")[0])].send(signal.SIGCONT)
+                time.sleep(_STORE_PAUSES_SECONDS)
+                store.send(signal.SIGCONT)
+            case "store hangs" | "store gone":
+                assert store is not None
+                store.send(signal.SIGSTOP if place.fault == "store hangs" else signal.SIGKILL)
+
+    def _overtake(self, place: Place, root: Path) -> None:
+        """Another start of the ranks restores what is there, and saves the next step."""
+        env = {"NOTES": str(root.parent / "notes.next"), "SCENARIO": place.scenario}
+        world = self._worlds.start(RANK_SCENARIOS[place.scenario].size, _NEXT_JOB, root=root, **env)
+        ends = [child.ended(_PATIENCE) for child in world.children]
+        (root.parent / "next").write_text("\n".join(ended.err for ended in ends if ended.status))
+
+
+def _is_stopped(child: Child) -> bool:
+    """Wait until a process is stopped. False if it has ended before."""
+    until(lambda: state_of_process(child.pid) in ("T", "Z", ""))
+    return state_of_process(child.pid) == "T"
+
+
+def _num_starts(root: Path) -> int:
+    """The starts of the run that have announced themselves: only of such a one is another the later one."""
+    return len([*root.glob("run/start-*.json")])
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _told(name: str, root: Path) -> Told:
@@ -186,6 +303,8 @@ def _told(name: str, root: Path) -> Told:
     told_of = {(what, key) for word, what, key, _ in lines if word == "told"}
     failed = {(what, key) for word, what, key, error in lines if word == "refused" and error == Decided.__name__}
     assert told_of.isdisjoint(failed), f"some ranks were told of {told_of & failed}, and others that it has failed"
+    first, after = ({int(key) for what, key in told_of if (what == NEXT) is is_next} for is_next in (False, True))
+    assert first.isdisjoint(after), f"two starts were told of steps {first & after}"
     together = root.parent / "notes"
     with open(together, "w") as merged:
         for _, what, key, number in dict.fromkeys(line for line in lines if line[0] == "begun"):

@@ -9,6 +9,7 @@ process goes on from what is there.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 import warnings
@@ -30,6 +31,8 @@ from tests.matrices.calls.attack_scenarios import closing
 from tests.matrices.calls.scenario import FROZEN, Notes, Told, number_of, state_of
 
 _TWO_DAYS: Final = 2 * 86_400
+# What a start begins that has overtaken another.
+NEXT: Final = "next"
 
 
 def _of_ranks(number: int, mesh: DeviceMesh) -> dict[str, Any]:
@@ -82,6 +85,7 @@ class RankScenario:
     before: Mapping[int, int] = field(default_factory=dict)
     """What is there at the beginning: numbers by step, saved by `before_size` ranks."""
     before_size: int = 0
+    is_run: bool = True
 
 
 def _open(root: Path, **options: Any) -> AsyncCheckpointer:
@@ -186,7 +190,7 @@ RANK_SCENARIOS: Final[Mapping[str, RankScenario]] = {
     "4 ranks, then 2": RankScenario(
         2, _goes_on, lambda root, told: _check_run(root, told, 2), (0, 30), {1: 10, 2: 20}, 4
     ),
-    "DCP async_save of 2 ranks": RankScenario(2, _saves_by_dcp, _check_dcp, (20, 30)),
+    "DCP async_save of 2 ranks": RankScenario(2, _saves_by_dcp, _check_dcp, (20, 30), is_run=False),
 }
 
 
@@ -202,3 +206,15 @@ def act(here: Here, name: str, root: str, notes: str, armed: Callable[[], None])
         scenario.act(rank)
     else:
         save_before(rank, scenario.before)
+
+
+def overtake(here: Here, root: str, notes: str) -> None:
+    """In the process of a rank: a new start, on another machine, which sees no locks of the one that is stopped."""
+    fcntl.lockf = lambda *_: None
+    mesh = init_device_mesh("cpu", (here.size,))
+    live, state = _of_ranks(0, mesh), _of_ranks(500, mesh)
+    told = Notes(Path(notes))
+    with _open(Path(root)) as ckpt:
+        step = (ckpt.restore(live) or 0) + 1
+        with told.of(NEXT, step, 500):
+            ckpt.save(state, step).result()
