@@ -150,6 +150,19 @@ def test_with_any_a_store_that_was_away_is_caught_up_when_asked(both):
         assert alone.steps() == [1, 2]
 
 
+def test_with_any_a_store_that_is_away_is_no_reason_to_begin_anew_on_an_empty_disk(obstore, tmp_path):
+    with open_run([tmp_path, obstore.place(**SOON, **NO_RETRIES)], commit="any", segment_bytes=PART) as ckpt:
+        away = obstore.proxy.refuse()
+        for ask in (ckpt.latest, ckpt.steps, ckpt.load, lambda: ckpt.restore(state_at(0, 1))):
+            failure(ask, "no step is committed at the roots that answer, .*leave it out of the roots")
+        ckpt.save(state_at(2, 1), step=2).result()
+        ckpt.wait()
+        with pytest.warns(RuntimeWarning, match="a root does not answer"):
+            assert ckpt.latest() == 2
+        away.clear()
+        assert ckpt.steps() == [1, 2]
+
+
 def test_with_any_a_slow_store_arrives_by_itself_after_the_disk_has_committed(patient):
     far, disk, ckpt = patient
     held = far.proxy.delay(None, kind="create_multipart_upload", times=1)

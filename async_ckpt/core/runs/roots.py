@@ -84,7 +84,7 @@ class Roots:
             self._without_retired(answers)
 
     def steps(self) -> list[int]:
-        """The steps committed at any root that answers, ascending."""
+        """The steps committed at any root that answers, ascending. Raises StorageUnavailableError."""
         return sorted(self._holders())
 
     def latest(self) -> int | None:
@@ -189,7 +189,9 @@ class Roots:
             return False
 
     def _ask(self, question: Callable[[Run], T], but_not_without: Run | None = None) -> list[tuple[Run, T]]:
-        """The answers of the runs that answer. Raises the first error if none does, and that of `but_not_without`."""
+        """The answers of the runs that answer. Raises StorageUnavailableError if none does, if those that do have no
+        step, and where `but_not_without` does not.
+        """
         answers: list[tuple[Run, T]] = []
         errors: list[StorageUnavailableError] = []
         for run in self.runs:
@@ -201,6 +203,12 @@ class Roots:
                 errors.append(error)
         if errors and not answers:
             raise errors[0]
+        if errors and not any(answer for _, answer in answers):  # a training must not begin anew by mistake
+            raise StorageUnavailableError(
+                f"no step is committed at the roots that answer, and there may be one where this is refused: {errors[0]}. "
+                "Try again once that root answers; to begin anew without it, leave it out of the roots",
+                path=errors[0].path,
+            ) from errors[0]
         for refusal in errors:
             warnings.warn(f"a root does not answer and is ignored: {refusal}", RuntimeWarning, stacklevel=2)
         return answers
