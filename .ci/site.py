@@ -2,7 +2,7 @@
 
 In: README and docs as GitHub shows them, the package. Out: pages of the site. Knows nothing of: how they look.
 
-README is the first page, and its table of the documentation is the navigation: there is no second list to keep.
+docs/index.md is the first page, and its table of all pages is the navigation: there is no second list to keep.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 PICTURES = "benchmarks/results/"
 WORKER = "iframe-worker.js"
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
@@ -30,7 +30,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {section: [{module.removeprefix("async_ckpt.integrations."): _page_of(module)} for module in modules]}
         for section, modules in _reference().items()
     ]
-    config.nav = [{"Overview": "index.md"}, *_documentation(), *reference]
+    config.nav = [{"Overview": "index.md"}, {"README": "readme.md"}, *_documentation(), *reference]
     return config
 
 
@@ -67,13 +67,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _documentation() -> Iterator[dict[str, object]]:
-    """The rows of README's table. A row that links several pages is a section of them."""
-    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Documentation\n")[2]
+    """The rows of the table of all pages. A row that links several is a section of them."""
+    table = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").partition("\n## All pages\n")[2]
     seen: set[str] = set()
     for row in re.findall(r"^\| \[.*$", table, flags=re.M):
         pages = []
         for title, target in re.findall(r"\[([^]]+)\]\(([^)#]+)\)", row):
-            page = PAGES.get(target, target.removeprefix("docs/"))
+            page = PAGES.get(target.removeprefix("../"), target)
             if page not in seen:
                 seen.add(page)
                 pages.append({title: page})
