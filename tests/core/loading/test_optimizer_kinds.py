@@ -600,3 +600,23 @@ def test_one_state_for_all_parameters_needs_their_order(tmp_path: Path):
     async_ckpt.save({"optimizer": optimizer}, tmp_path / "x.tar").result()
     with pytest.raises(StateMismatchError, match=r"in the order 0\.weight, 0\.bias, 1\.weight"):
         restore({"optimizer": other}, tmp_path / "x.tar")
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_where_torch_has_no_setting_by_which_adam_and_adamw_differ_either_state_is_taken(monkeypatch, kind):
+    """As in torch 2.6, from a checkpoint that names no class."""
+    settings_of = optimizer_kinds._settings_of
+    unsaid = {"decoupled_weight_decay"}
+    monkeypatch.setattr(
+        optimizer_kinds, "_settings_of", lambda one: settings_of(one) - (unsaid if one == "Adam" else set())
+    )
+    weight = nn.Parameter(torch.ones(2))
+    live = OF_TORCH[kind]([weight])
+    weight.sum().backward()
+    live.step()
+    for settings in (live.defaults, *live.param_groups):
+        settings.pop("decoupled_weight_decay")
+    group = {name: value for name, value in live.param_groups[0].items() if name != "params"}
+    saved_group = optimizer_kinds.SavedParameters(group, list(live.state.values()))
+
+    assert optimizer_kinds.kind_difference(live, [saved_group]) is None
