@@ -27,7 +27,7 @@ _SHARED: Final = frozenset({"foreach", "fused", "capturable", "differentiable", 
 _BESIDE: Final = frozenset(
     {"params", "param_names", "initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
 )
-# torch 2.6 has no such setting, and its Adam and AdamW have the same ones.
+# Torch 2.6 has no such setting, and its Adam and AdamW have the same ones.
 _UNSAID: Final = frozenset({"decoupled_weight_decay"})
 # Classes of bitsandbytes that differ in bits or in pages alone.
 _VARIANT: Final = re.compile(r"^Paged|(8|32)bit$")
@@ -224,7 +224,12 @@ def _likely_kinds(saved: set[str], states: Sequence[Mapping[Any, Any]]) -> list[
         for kind in _kinds()
         if _settings_of(kind) - _SHARED <= known <= _settings_of(kind) and _STATES[kind].fit(states)
     ]
-    return [kind for kind in likely if _settings_of(kind) - _UNSAID == known - _UNSAID] or likely
+    alike = known ^ _UNSAID  # with or without it
+    return [
+        kind
+        for kind in likely
+        if _settings_of(kind) == known or (f"torch.{kind}" in _ADAM and _settings_of(kind) == alike)
+    ] or likely
 
 
 @functools.cache
