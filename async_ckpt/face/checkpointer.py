@@ -430,6 +430,9 @@ class AsyncCheckpointer(RunReader):
             restored = call.restore(step, broadcast)
             seconds = operation.seconds
             operation.end(restored)
+        if self._ranks.world.rank == 0:
+            for note in self._roots.owner_notes():
+                warnings.warn(f"no step can be saved: {note}", RuntimeWarning, stacklevel=2)
         captured = self._saver.warm(state, call.state_dicts.of)
         if restored is None:
             for note in self._roots.foreign_notes():

@@ -29,6 +29,9 @@ OF_DCP: Final = ".metadata"
 _OF_ONE_RANK: Final = re.compile(r"__\d+\.metadata")
 
 
+_FILE_SUFFIXES: Final = (".ckpt", ".pt", ".pth")  # of files that torch.save writes
+
+
 class OtherNaming(NamedTuple):
     """A committed step of another naming."""
 
@@ -110,11 +113,14 @@ def foreign_kind(names: Collection[str]) -> str | None:
     of_torch = [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
     if of_torch:
         return f"{', '.join(of_torch[:5])}, which torch.load reads"
+    if files := [name for name in names if name.endswith(_FILE_SUFFIXES)]:
+        return f"{', '.join(sorted(files)[:5])}, no step of a run: load it by the program that has written it"
     return None
 
 
 def foreign_steps(storage: Storage, is_own: Callable[[str], bool], is_library_name: Callable[[str], bool]) -> list[str]:
-    """The folders of steps, of any known naming, that have files of other programs; the newest first.
+    """The numbered folders that have files of other programs: any, if steps are named so, else checkpoints. The newest
+    come first.
 
     `is_library_name` recognizes the leftovers of killed processes of this library.
     """
@@ -122,8 +128,10 @@ def foreign_steps(storage: Storage, is_own: Callable[[str], bool], is_library_na
     for folders in _by_naming(storage.names("")):
         for folder in folders:
             inside = storage.names(folder)
-            known = is_own(folder) or words_for(folder)
-            if OF_DCP in inside or (known and not all(map(is_library_name, inside))):
+            others = [name for name in inside if not is_library_name(name)]
+            if OF_DCP in inside or ((is_own(folder) or words_for(folder)) and others):
+                foreign.append(folder)
+            elif any(name.endswith((*_FILE_SUFFIXES, ".safetensors", ".bin")) for name in others):
                 foreign.append(folder)
     return foreign
 

@@ -13,7 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from ...errors import CheckpointError, NotAFolderError, NotCommittedError, StorageUnavailableError
+from ...errors import (
+    CheckpointError,
+    NotAFolderError,
+    NotCommittedError,
+    RunTakenError,
+    StorageUnavailableError,
+)
 from ..spans import Clock
 from ..spec import Keep, keep_of
 from ..storage.local import LocalStorage
@@ -67,6 +73,17 @@ class Roots:
                         f"{name}: no step there was committed by async_ckpt (a step has a manifest.json), but "
                         f"the folder holds {description}"
                     )
+        return notes
+
+    def owner_notes(self) -> list[str]:
+        """Why this process cannot save at some of the roots, since another one that lives does. Makes no request."""
+        notes = []
+        for run in self.runs:
+            try:
+                with suppress(StorageUnavailableError, OSError):
+                    run.check_start()
+            except RunTakenError as error:
+                notes.append(str(error))
         return notes
 
     def close(self) -> None:

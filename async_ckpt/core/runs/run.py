@@ -41,7 +41,7 @@ from ..storage.interface import Storage
 from .announce import Announcer
 from .foreign_entries import foreign_kind, foreign_steps, incomplete_steps, newest_of_other_namings
 from .manifest import Archive, GroupLocation, Manifest, RankFiles, Retired, SaveTimes, intent_name
-from .naming import STEP_FORMAT, TRACKER, tracker_of
+from .naming import STEP_FORMAT, TRACKER, TRACKERS, tracker_of
 from .retention import Commits, deletable_steps, describe_missing_metric, unknown_metric
 from .root import Listing, Root, commit_of
 from .starts import NUM_KEPT, Commit, Seen, Start, about_start, has_ended_here, later_than, refuse_if_alive, tenure_of
@@ -163,11 +163,14 @@ class Run:
 
     def describe_foreign(self) -> str | None:
         """A description, with advice, of entries that look like a run or a checkpoint though nothing is committed."""
-        kind = foreign_kind(self.storage.names(""))
+        names = self.storage.names("")
+        kind = foreign_kind(names)
         folders = foreign_steps(self.storage, self.root.is_step, is_library_name)
         shown = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
         tracker = self._announcer.tracker_text()
         tracker_note = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else ""
+        if not tracker:
+            tracker_note = next((name for name in names if name in TRACKERS), "")
         if halves := incomplete_steps(self.storage, self.root.is_step):
             return (
                 f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,15 @@ def steps_of_verl(root: Path) -> None:
     (root / "global_step_7/actor.pt").write_text("x")
 
 
+def of_others(*names: str) -> Callable[[Path], None]:
+    def write(root: Path) -> None:
+        for name in names:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text("x")
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("write", "told"),
     [
@@ -118,6 +128,15 @@ def steps_of_verl(root: Path) -> None:
             r"the folder holds safetensors files, which async_ckpt\.load reads; load one .* model\.safetensors",
         ),
         (steps_of_verl, "the folder holds global_step_7; another program has written that"),
+        (
+            of_others("checkpoint-5/model.safetensors"),
+            "the folder holds checkpoint-5; another program has written that",
+        ),
+        (
+            of_others("iter_0000005/model.pt", "latest_checkpointed_iteration.txt"),
+            "the folder holds iter_0000005 and latest_checkpointed_iteration.txt; another program",
+        ),
+        (of_others("last.ckpt", "epoch=1-step=9.ckpt"), r"the folder holds epoch=1-step=9\.ckpt, last\.ckpt, no step"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
