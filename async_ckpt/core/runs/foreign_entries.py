@@ -129,11 +129,14 @@ def foreign_steps(storage: Storage, is_own: Callable[[str], bool], is_library_na
         for folder in folders:
             inside = storage.names(folder)
             others = [name for name in inside if not is_library_name(name)]
-            if OF_DCP in inside or ((is_own(folder) or words_for(folder)) and others):
-                foreign.append(folder)
-            elif any(name.endswith((*_FILE_SUFFIXES, ".safetensors", ".bin")) for name in others):
+            is_step = others if is_own(folder) or words_for(folder) else _checkpoints_in(others)
+            if OF_DCP in inside or is_step:
                 foreign.append(folder)
     return foreign
+
+
+def _checkpoints_in(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.endswith((*_FILE_SUFFIXES, ".safetensors", ".bin"))]
 
 
 def incomplete_steps(storage: Storage, is_own: Callable[[str], bool]) -> list[str]:
