@@ -64,6 +64,7 @@ def merged(step: Any) -> Callable[[Path], Any]:
         (opened(exit_timeout="5"), TypeError, "exit_timeout must be a number of seconds, or None, got '5'"),
         (opened(progress="y"), ValueError, "progress must be True or False, got 'y'"),
         (opened(strict=1), ValueError, "strict must be True or False, got 1"),
+        (lambda path: async_ckpt.save(path / "x.tar", STATE), TypeError, "the order is save(obj, path), as in torch.save"),
         (called(lambda c: c.save(STATE, 1, rolling="x")), ValueError, "rolling must be True or False, got 'x'"),
         (called(lambda c: c.save(STATE, 1, overwrite="x")), ValueError, "overwrite must be True or False, got 'x'"),
         (called(lambda c: c.save(STATE, 1, unchanged=3)), TypeError, "unchanged must be the name of an entry of the state"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import threading
@@ -754,6 +755,31 @@ def test_every_owner_shows_its_state(tmp_path):
             if step == 3:
                 assert repr(ckpt) == f"{run} steps 1, 2, 3>"
         assert repr(ckpt) == f"{run} 8 steps, 1 to 8>"
+
+
+# --- an event loop ---------------------------------------------------------------------------------------------
+
+
+async def test_async_with_waits_for_the_saves_while_the_event_loop_goes_on(tmp_path):
+    async with open_run(tmp_path) as ckpt:
+        with scripted(ckpt) as disk:
+            stop = disk.stop("write")
+            handle = ckpt.save(state_at(1), step=1)
+            stop.wait_reached()
+            asyncio.get_running_loop().call_later(0.01, stop.release)  # nobody else releases it
+            await ckpt.__aexit__(None, None, None)
+    assert handle.result().status == "committed"
+    with pytest.raises(ClosedError):
+        ckpt.save(state_at(2), step=2)
+
+
+async def test_async_with_raises_the_error_of_a_save_that_nobody_has_read(tmp_path):
+    ckpt = open_run(tmp_path)
+    with scripted(ckpt) as disk:
+        disk.fail("write", error=FULL)
+        ckpt.save(state_at(1), step=1)
+        with pytest.raises(StorageFullError):
+            await ckpt.__aexit__(None, None, None)
 
 
 # --- what is wrong is said at once ----------------------------------------------------------------------------

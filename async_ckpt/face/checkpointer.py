@@ -5,12 +5,14 @@ In: states and steps. Out: handles, and states back. Knows nothing of: bytes, th
 
 from __future__ import annotations
 
+import asyncio
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from ..core.host.loop import ask_for_exception
 from ..core.host.operations import observed
 from ..core.loading.run_reader import RunReader
 from ..core.ranks.meeting import Meeting
@@ -359,6 +361,20 @@ class AsyncCheckpointer(RunReader):
                 raise
             error.add_note(f"async_ckpt: a save failed too: {type(failed).__name__}: {failed}")
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """Wait for the saves, while the event loop goes on, and close."""
+        saves = [asyncio.wrap_future(save.finished) for save in self._saver.ledger.saves()]
+        try:
+            for save in saves:
+                save.add_done_callback(ask_for_exception)
+            if saves:
+                await asyncio.wait(saves)
+        finally:  # the task may be cancelled
+            self.__exit__(kind, error)
+
     # --- reading ----------------------------------------------------------------------------------------------
 
     def restore(
@@ -395,7 +411,8 @@ class AsyncCheckpointer(RunReader):
             verify: compare the digest of every block. "first" does so before anything is written, and reads twice.
             types: as for `async_ckpt.load`.
             from_ranks: for a step saved by a world of another size, the rank whose value to take where each rank had
-                its own, by name, such as {"rng": 0}. In a world of the same size, each rank gets its own.
+                its own, by name, such as {"loader": 0}. In a world of the same size, each rank gets its own; in
+                another, an `RngState` takes that of the rank's number modulo the saved world, with one warning.
             fallback: with several ranks and without `step`, whether a step that is corrupt for one of them is skipped
                 by all of them. By default that rank raises CorruptCheckpointError. Not for objects whose
                 `load_state_dict` is a collective, as under FSDP1.

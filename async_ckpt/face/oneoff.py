@@ -34,7 +34,7 @@ from ..core.staging.held_snapshot import HeldSnapshot, begin
 from ..core.state.names import Select
 from ..core.state.wrappers import StateDictCache
 from ..core.storage.compressed import refuse_archive_name
-from ..core.storage.place import Anywhere, storage_at, written_at
+from ..core.storage.place import Anywhere, Place, storage_at, written_at
 
 # The wing that verifies published versions, imported when something is verified.
 _VERSIONS: Final = "async_ckpt.weights.publishing.version_checks"
@@ -76,6 +76,8 @@ def save(
     IsADirectoryError or NotADirectoryError for a path that cannot be written to, and PeerFailedError if another rank
     has failed, or does not call. All other errors are raised by the handle.
     """
+    if isinstance(obj, str | os.PathLike | Place) and not isinstance(path, str | os.PathLike | Place):
+        raise TypeError(f"the order is save(obj, path), as in torch.save; the path comes first here: {obj!r:.200}")
     place, state_dicts = written_at(path), StateDictCache()
     world = world_of_group()
     is_spread = world.has_group and state_dicts.is_spread(obj)

@@ -6,7 +6,7 @@ In: the roots of a run, live objects, options. Out: the step that they hold now.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..host.pool import SegmentPool
 from ..ranks.peers import Ranks
 from ..runs.roots import Roots
 from ..spec import flag
+from ..state.rng import RngState
 from .archives.contents import Part
 from .archives.find import from_step
 from .archives.step_archives import Readers
@@ -44,7 +45,7 @@ class RunRestore:
         check_verify(options.verify)
         self._roots, self._state, self._options = roots, state, options
         self._ranks, self._pool, self._see_own_saves = ranks, pool, see_own_saves
-        self._readers = Readers(*ranks.readers(from_ranks))
+        self._readers = Readers(*ranks.readers(from_ranks), wrapping=frozenset(_names_of_generators(state)))
         self._fallback = flag("fallback", fallback)
         self.state_dicts = LiveStateDicts()
 
@@ -84,6 +85,15 @@ class RunRestore:
 
     def _fill(self, sharing: Sharing | None, parts: Sequence[Part]) -> None:
         restore_state(parts, self._state, self._options, pool=self._pool, sharing=sharing, state_dicts=self.state_dicts)
+
+
+def _names_of_generators(state: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of the random generators in the dicts of a live state."""
+    for name, value in state.items() if isinstance(state, dict) else ():
+        if isinstance(value, RngState) and isinstance(name, str):
+            yield f"{prefix}{name}"
+        elif isinstance(value, dict):
+            yield from _names_of_generators(value, f"{prefix}{name}.")
 
 
 def _warn_of_skipped(step: int, error: CorruptCheckpointError) -> None:

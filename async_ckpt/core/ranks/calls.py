@@ -27,7 +27,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 from ...errors import CheckpointError, ClosedError, PeerFailedError
 from ..host.loop import get_loop
 from ..host.threads import Life, running_future
-from ..host.waits import DECISION_SECONDS
+from ..host.waits import DECISION_SECONDS, wait_for
 from ..runs.manifest import Manifest
 from ..runs.receipts import EMPTY, NO_TABLE, Cause, Table
 from ..spans import monotonic
@@ -35,7 +35,7 @@ from ..state.division import Structure
 from ..storage.interface import Storage
 from .meeting import Meeting
 from .shared_values import SharedValues
-from .start import WorldStart
+from .start import LINGER_SECONDS, WorldStart
 from .word_log import Word
 
 # Between the calls that delete these, others are made.
@@ -275,9 +275,13 @@ class Calls:
         start.token.add_done_callback(leave)
 
     def close(self) -> None:
-        """This rank makes no call any more: the others need not wait for one. On the thread that closes."""
+        """This rank makes no call any more: the others need not wait for one. On the thread that closes. Rank 0 waits
+        there for ranks that have not come yet, since it would not answer them once its process group is destroyed.
+        """
         if self._meeting.has_topic:
             self._soon(self._close)
+            if self._meeting.world.rank == 0:
+                wait_for(self._start.all_here, LINGER_SECONDS)
 
     def _close(self) -> None:
         rank, token = self._meeting.world.rank, self._start.token

@@ -173,6 +173,7 @@ class Rendezvous:
             if count >= size - 1:
                 parts = await self._ask(self._read, check) or {}
                 if len(parts) == size - 1:
+                    start.note_all_here()
                     return parts
             await goes_on()
             if monotonic() > min(looked + _LOOK_AROUND_SECONDS, deadline):

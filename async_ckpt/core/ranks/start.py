@@ -35,8 +35,9 @@ _FIRST_LOOK_SECONDS: Final = 0.01
 _LOOK_SECONDS: Final = 0.5
 # So many hellos of ranks that count more of them than rank 0 are answered by a refusal.
 _BEYOND: Final = 16
-# How long a rank stays at its exit: rank 0 for ranks that have not come yet, another one to say why it has failed.
-_LINGER_SECONDS: Final = 5.0
+# How long a rank stays as it closes, or exits: rank 0 for ranks that have not come yet, another one to say why it has
+# failed.
+LINGER_SECONDS: Final = 5.0
 
 
 class WorldStart:
@@ -140,11 +141,15 @@ class WorldStart:
                 if len(here) < len(answered):
                     here |= await asyncio.wrap_future(self.connection.ask(partial(self._new_here, answered, here)))
             if len(here) == self.size - 1:
-                if not self.all_here.done():
-                    self.all_here.set_result(None)
+                self.note_all_here()
                 await asyncio.sleep(self.heartbeats.interval)
             else:
                 await asyncio.sleep(next(pauses))
+
+    def note_all_here(self) -> None:
+        """On rank 0: all other ranks know the token. On the loop's thread."""
+        if not self.all_here.done():
+            self.all_here.set_result(None)
 
     def _answer(self, answered: dict[int, str], here: set[int], store: Any) -> dict[int, str]:
         """Answer each hello that was not answered yet. Returns the nonces that were answered, by rank."""
@@ -197,7 +202,7 @@ def answer_the_last() -> None:
     """
     starts = list(_starts.values())
     last = [start.all_here if start.rank == 0 else start.leaving for start in starts]
-    wait_for_all([future for future in last if future is not None], _LINGER_SECONDS)
+    wait_for_all([future for future in last if future is not None], LINGER_SECONDS)
 
 
 def start_of(world: World) -> WorldStart:

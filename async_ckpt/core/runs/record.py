@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from ..spec import flag
@@ -87,6 +88,9 @@ def _plain(value: Any, name: str, depth: int) -> Any:
         return {key: _plain(item, f'{name}["{key}"]', depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{name}[{index}]", depth + 1) for index, item in enumerate(value)]
+    if type(value).__module__ in ("torch", "numpy") and getattr(value, "ndim", None) == 0:
+        with suppress(Exception):  # such as a tensor without data
+            return _plain(value.item(), name, depth + 1)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(
         f"{name:.200} is of type {kind}, which is not plain JSON data; give a number or a string, such as value.item()"

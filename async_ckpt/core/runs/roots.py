@@ -222,8 +222,8 @@ class Roots:
             raise errors[0]
         if errors and not any(answer for _, answer in answers):  # a training must not begin anew by mistake
             raise StorageUnavailableError(
-                f"no step is committed at the roots that answer, and there may be one where this is refused: {errors[0]}. "
-                "Try again once that root answers; to begin anew without it, leave it out of the roots",
+                "no step is committed at the roots that answer, and there may be one where this is refused: "
+                f"{errors[0]}. Try again once that root answers; to begin anew without it, leave it out of the roots",
                 path=errors[0].path,
             ) from errors[0]
         for refusal in errors:

@@ -48,6 +48,10 @@ class PackedFolder(_PathType):  # type: ignore[misc]
             raise UsageError("there is no handle until the `with` block has ended without an exception")
         return self._handle
 
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """The result of the save, once the block has been left, as by `handle.result`."""
+        return self.handle.result(timeout)
+
 
 class Pack:
     """A folder to write into; leaving the block streams it. Made by `pack`."""

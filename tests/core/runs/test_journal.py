@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from states import assert_is_state, open_run, state_at
 
 import async_ckpt
@@ -69,3 +71,13 @@ def test_lines_that_are_no_records_are_passed_over():
 
 def test_a_line_that_is_nested_too_deeply_is_skipped():
     assert parse(b'{"step": 1}\n' + b"[" * 100_000 + b'\n{"step": 2}\n') == [{"step": 1}, {"step": 2}]
+
+
+def test_a_record_takes_numbers_of_torch_and_numpy_that_have_one_value(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        record = {"loss": torch.tensor(0.5), "of": [np.float32(2), np.int64(3), np.array(4)], "best": np.bool_(True)}
+        ckpt.save(state_at(1), step=1, record=record).result()
+        assert ckpt.records() == {1: {"loss": 0.5, "of": [2.0, 3, 4], "best": True}}
+        for wrong in (torch.ones(2), np.ones(1), torch.ones((), device="meta"), torch.tensor(1j)):
+            with pytest.raises(TypeError, match=r'record\["loss"\] is of type .*value\.item\(\)'):
+                ckpt.save(state_at(2), step=2, record={"loss": wrong})

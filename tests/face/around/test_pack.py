@@ -111,7 +111,7 @@ def test_there_is_no_handle_before_the_block_is_left(out):
                 either.handle  # noqa: B018
         assert "x.tar" in repr(packing)
     assert packing.handle is folder.handle
-    packing.handle.result()
+    assert folder.result() is packing.handle.result()
     assert "done" in repr(packing)
 
 

@@ -170,6 +170,8 @@ class _Start:
 
     def wait_no_more(self, waiting: object) -> None: ...
 
+    def note_all_here(self) -> None: ...
+
     def now(self) -> float:
         return _now()
 

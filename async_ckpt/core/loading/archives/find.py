@@ -270,9 +270,13 @@ def from_committed(
     for _ in range(TRIES):
         try:
             with contextlib.ExitStack() as stack:
-                archives = [StepArchives(sources, readers, stack, verify=verify) for sources in step.archives(manifest)]
+                of_world = readers.of_world(manifest.world_size)
+                archives = [
+                    StepArchives(sources, of_world, stack, verify=verify) for sources in step.archives(manifest)
+                ]
                 parts = [source.part()._replace(manifest=manifest) for source in archives]
                 _check_names(parts, readers)
+                _warn_of_wrapped(parts, readers, manifest)
                 return use(parts)
         except (CorruptCheckpointError, StorageUnavailableError) as error:
             before, manifest = manifest, _read_again(step, manifest, error)
@@ -301,6 +305,23 @@ def _check_names(parts: Sequence[Part], readers: Readers) -> None:
                 f"of from_ranks={readers.from_ranks!r}, {name!r} names nothing in {parts[0].archive.path}; it holds "
                 f"{parts[0].archive.names()}"
             )
+
+
+def _warn_of_wrapped(parts: Sequence[Part], readers: Readers, manifest: Manifest) -> None:
+    """Warn, on one rank, of values that ranks take from others, since they are not as many as those that saved."""
+    rank, num_readers = readers.ranks or (0, 1)
+    merged = [part.archive for part in parts if isinstance(part.archive, MergedArchives)]
+    names = {name for archive in merged for name in archive.chosen} & {*readers.wrapping} - {
+        *(readers.from_ranks or ())
+    }
+    if names and rank == 0 and num_readers != manifest.world_size:
+        warnings.warn(
+            f"step {manifest.step} was saved by {manifest.world_size} ranks, and is restored by {num_readers}: for "
+            f"{', '.join(sorted(names))}, rank n takes the random state of rank n modulo {manifest.world_size}. Choose "
+            "otherwise with from_ranks=",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _read_again(step: CommittedStep, manifest: Manifest, error: CheckpointError) -> Manifest:

@@ -41,13 +41,21 @@ class Readers(NamedTuple):
     """The reader of a step that several ranks have saved; see `MergedArchives`.
 
     With `reads_all`, it opens all archives. `wants` chooses those of all paths in the state that it will read; None is
-    for all of them.
+    for all of them. Of the names in `wrapping`, a rank takes the value of its own number modulo that of the ranks which
+    have saved, if these are not as many.
     """
 
     ranks: tuple[int, int] | None = None
     from_ranks: Mapping[str, int] | None = None
     reads_all: bool = False
     wants: Callable[[Sequence[Path]], Iterable[Path]] | None = None
+    wrapping: Collection[str] = ()
+
+    def of_world(self, size: int) -> Readers:
+        """The same for a step that so many ranks have saved."""
+        rank, num_readers = self.ranks or (0, 1)
+        wrapped = {} if size == num_readers else dict.fromkeys(self.wrapping, rank % size)
+        return self._replace(from_ranks={**wrapped, **(self.from_ranks or {})}) if wrapped else self
 
 
 def check_from_ranks(from_ranks: Any) -> None:
