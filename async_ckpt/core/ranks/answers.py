@@ -58,7 +58,7 @@ class Answers:
         return tuple(answers)
 
     def fail(self, question: str, error: BaseException) -> None:
-        """On rank 0: there is no answer but this."""
+        """On rank 0: answer a question with an error, which the other ranks raise as PeerFailedError."""
         self._words().say(question, json.dumps(in_words(error)))
 
     def _forget(self) -> None:

@@ -47,12 +47,12 @@ class Divider:
 
     @property
     def slicer(self) -> Slicer | None:
-        """The slicer that finds the local slices of tensors; None in a process that is no part of anything."""
+        """The slicer that finds the local slices of tensors; None without a process group."""
         states = self._ranked()
         return None if states is None else states.slicer
 
     def _ranked(self) -> StateDivider | None:
-        """None in a process that is no part of anything: then tensors are all that they are."""
+        """None without a process group: then no tensor is a shard."""
         world = self._meeting.world
         if self._states is None and (world.has_group or not world.is_one):
             self._states = StateDivider(world.rank, world.size, self.root_mesh)

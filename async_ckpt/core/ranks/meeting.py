@@ -3,8 +3,8 @@
 In: words, by what they are about. Out: the words of other ranks. Knows nothing of: saves, archives.
 
 Before its first save rank 0 says which ranks have states alike. A word is said once; a rank waits for the words of
-others until a deadline, and takes a rank that says nothing for dead. So a rank that has to wait for something of its
-own before it can say a word says meanwhile that this takes time.
+others until a deadline, and a rank that stays silent until then counts as dead. A rank that must first wait for
+something itself sends keep-alives.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def wait_for_rank_0(
 
 
 class Hear(Protocol):
-    """Waits for the words of these keys: what they are, where it is waited, and whether there was a sign since the
-    last call.
+    """Waits until these keys are set. `what` and `where` are for messages; `takes_time` returns True if a keep-alive
+    came since the last call.
     """
 
     def __call__(self, keys: Sequence[str], what: str, where: str, takes_time: Callable[[], bool]) -> list[str]: ...

@@ -174,7 +174,7 @@ class RankPart:
         self.task.add_done_callback(ask_for_exception)  # `Delivery.error` has it
 
     def check(self) -> None:
-        """Raise the error that made it be in vain."""
+        """Raise the error that cancelled this part, if there is one."""
         if self._in_vain is not None:
             raise self._in_vain
 

@@ -136,7 +136,7 @@ def _timeline(run: RunColumns) -> Picture | None:
         "timeline",
         "Saves over time",
         f"{counted(len(rows['save']), 'save')} committed{others}.{zoomed} Where the steps go down, the training went "
-        "back; where nothing is for long, it stood still.",
+        "back to an earlier step; a gap means that nothing was saved.",
         "time",
         series,
         ("step", "kind", "time", "total_seconds", "num_bytes", "about"),
