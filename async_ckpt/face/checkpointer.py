@@ -447,7 +447,7 @@ class AsyncCheckpointer(RunReader):
             restored = call.restore(step, broadcast)
             seconds = operation.seconds
             operation.end(restored)
-        if self._ranks.world.rank == 0:
+        if self._ranks.world.rank == 0 and self._saver.belongs_here:
             for note in self._roots.owner_notes():
                 warnings.warn(f"no step can be saved: {note}", RuntimeWarning, stacklevel=2)
         captured = self._saver.warm(state, call.state_dicts.of)
