@@ -206,8 +206,10 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     ),
     "a size made again and again": lambda: zipped(repeated(100_000, "torch.Size", numbers(*range(20_000)))),
     "attributes again and again": lambda: zipped(
-        of(b"}q\x02(" + b"".join(text(f"a{i}") + b"N" for i in range(5000)) + b"u")
-        + (name("collections.OrderedDict") + b"q\x00)q\x01Rh\x02b" + b"h\x00h\x01Rh\x02b" * 100_000).join((b"(", b"t"))
+        of(
+            b"}q\x02(" + b"".join(text(f"a{i}") + b"N" for i in range(5000)) + b"u",
+            name("collections.OrderedDict") + b"q\x00)q\x01Rh\x02b", b"h\x00h\x01Rh\x02b" * 100_000,
+        )
     ),
     "a key of keys": lambda: zipped(b"}" + b")q\x00" + b"h\x00\x86q\x00" * 60 + b"Ns"),
     "a key within keys": lambda: zipped(b"}" + b")" + b"\x85" * 300_000 + b"Ns"),
