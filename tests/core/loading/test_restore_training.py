@@ -388,6 +388,17 @@ def test_shapes_that_differ_everywhere_are_told_without_saying_that_names_do(ckp
     assert len(caught.value.mismatched) == 2
 
 
+@pytest.mark.parametrize(("saved", "live"), [([torch.ones(3)], [torch.zeros(4)]), (torch.ones(3), torch.zeros(4))])
+def test_a_state_without_names_at_its_top_is_not_said_to_lack_them(
+    saved: Any, live: Any, ckpt: AsyncCheckpointer
+) -> None:
+    ckpt.save(saved, step=1).result()
+    with pytest.raises(StateMismatchError) as caught:
+        ckpt.restore(live)
+    assert "none of its names" not in str(caught.value)
+    assert len(caught.value.mismatched) == 1
+
+
 def test_what_is_filled_counts_as_written_to(ckpt: AsyncCheckpointer) -> None:
     """Autograd and `unchanged=` know by its version that a tensor has other values."""
     ckpt.save({"w": torch.ones(5), "t": torch.ones(4, 6)}, step=1).result()
