@@ -90,9 +90,10 @@ else:
     here.at("write", lambda: here.fail(OSError("gone")), step=2)
 ckpt.save(state(2), 2)
 restored()
+here.tell(here.is_said("has waited"))
 {END}"""
     ends = [one.told for one in worlds.run(2, script)]
-    assert [told[:2] for told in ends] == [[[1, 1, True, 1], 1]] * 2
+    assert [told[:3] for told in ends] == [[[1, 1, True, 1], True, 1]] * 2
 
 
 def test_where_rank_0_is_interrupted_while_it_waits_the_others_are_told(worlds: Worlds):
