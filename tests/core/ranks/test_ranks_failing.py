@@ -6,10 +6,17 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from racing import Thrown
 from rank_oracle import saved
 from rank_states import numbered
 from rank_worlds import Ended, Worlds
 from states import open_run
+
+from async_ckpt.core.ranks import rendezvous
+from async_ckpt.core.ranks.calls import Calls, JointSave
+from async_ckpt.core.ranks.meeting import Meeting
+from async_ckpt.core.ranks.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
 
@@ -350,6 +357,21 @@ def test_a_save_that_is_not_even_begun_on_one_rank_is_told_to_all(worlds):
     assert column(ended, 1, "raised_by") == ["handle", "save"]
     assert "rank 1: OSError: broken" in ended[0].saves[1]["text"]
     assert_whole(worlds, 1, 4)
+
+
+def test_a_rank_whose_save_has_failed_does_not_wait_for_rank_0_to_make_the_call(monkeypatch):
+    """Nor is rank 0 blamed, though its time is over in the same moment."""
+    monkeypatch.setattr(rendezvous, "PEER_SECONDS", 0.0)
+    meeting = Meeting((1, 2), store=dist.HashStore())
+    joint = JointSave(2)
+    calls = Calls(meeting, 1, lambda _: None)
+    calls.enter(joint)
+
+    def has_failed() -> None:
+        raise Thrown
+
+    with pytest.raises(Thrown):
+        Rendezvous(meeting, calls, joint).wait_named(has_failed)
 
 
 NO_MANIFEST = """
