@@ -278,6 +278,19 @@ def test_several_optimizers_are_each_held(training):
     assert bool((saved["second"] == 2).all())
 
 
+def test_steps_that_are_held_are_woken_when_the_copy_ends(training, monkeypatch):
+    """And not at their next look at whether it still goes on, to which they might wait a fifth of a second each."""
+    monkeypatch.setattr("async_ckpt.core.staging.guard.LIVENESS_SECONDS", 1e6)
+    p = parameter()
+    optimizer = sgd(p)
+    training.ckpt.save({"p": p}, step=1, guard=optimizer)
+    stepping = [training.step_in_thread(optimizer) for _ in range(2)]
+    assert all(call.is_alive() for call in stepping)
+    training.release()
+    for call in stepping:
+        call.outcome()
+
+
 def test_the_optimizer_inside_of_a_wrapper_is_found(training):
     p = parameter()
     optimizer = sgd(p)
