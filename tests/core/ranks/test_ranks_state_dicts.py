@@ -113,6 +113,16 @@ def test_where_a_rank_looks_for_names_that_another_has_saved(worlds: Worlds) -> 
     assert [one.told for one in ended] == [[[1, [1, 1, 1, 1, 1]]]] * 2
 
 
+def test_where_a_part_that_was_not_saved_contains_the_whole_state(worlds: Worlds) -> None:
+    worlds.run(2, "own_parts = []" + COUNTED + SAVE)
+    around = 'state["settings"] = {"all": state}\nwith open_run'
+    restore = RESTORE.replace("with open_run", around).replace("restore(state)", "restore(state, strict=False)")
+
+    ended = worlds.run(2, "own_parts = []" + COUNTED + restore)
+
+    assert [one.told for one in ended] == [[[1, [1, 1, 1, 1, 1]]]] * 2
+
+
 def test_where_one_rank_alone_finds_the_newest_step_damaged(worlds: Worlds) -> None:
     """The other fills its state already, and must not wait in a state dict for the first."""
     worlds.run(
