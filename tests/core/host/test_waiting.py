@@ -19,6 +19,7 @@ from states import MIB, SEGMENT, open_run, state_at, weight
 
 import async_ckpt
 from async_ckpt.core.host import waits
+from async_ckpt.core.host.loop import get_loop
 from async_ckpt.core.host.threads import start_thread
 from async_ckpt.core.report import Progress
 from async_ckpt.core.saving import default
@@ -274,6 +275,12 @@ def test_a_wrapped_call_that_waits_for_the_memory_of_earlier_ones_is_told_of_it(
     gate.open()
     waiter.outcome().result()
     first.result()
+
+
+def test_who_waits_for_a_call_is_woken_when_it_ends(monkeypatch):
+    """And not at the next look at whether it still goes on."""
+    monkeypatch.setattr("async_ckpt.core.host.loop.LIVENESS_SECONDS", 1e6)
+    assert Call(lambda: get_loop().call(lambda: "ended", "a call")).outcome() == "ended"
 
 
 def test_threads_of_the_library_say_nothing(timer, lines):
