@@ -354,6 +354,21 @@ def test_a_step_that_another_process_has_overwritten_is_judged_by_what_is_there_
         assert ours.steps() == [2, 4]
 
 
+def test_of_the_steps_that_were_to_go_one_that_was_overwritten_since_stays(tmp_path):
+    """As `prune` shows them to somebody, who thinks about it."""
+    with open_run(tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            save(ckpt, step)
+    run = Run(LocalStorage(tmp_path), clock=time.time, keep=Keep(last=1))
+    shown = run.view()
+    with open_run(tmp_path) as theirs:
+        save(theirs, 1, overwrite=True)
+
+    with run.changing():
+        assert run.retain(3, replaced=None, in_flight=(), only=shown) == [2]
+    assert run.steps() == [1, 3]
+
+
 def test_nothing_goes_while_a_manifest_that_decides_cannot_be_read(tmp_path):
     with open_run(tmp_path) as ckpt:
         for step, loss in ((1, 0.1), (2, 0.5), (3, 0.9)):
