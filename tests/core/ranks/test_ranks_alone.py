@@ -183,6 +183,20 @@ def test_objects_are_compared_one_by_one_and_not_by_their_pickles(worlds: Worlds
     assert run_of(worlds.root).manifest(1).ranks.per_rank == ("loader",)
 
 
+def test_a_small_tensor_that_differs_is_named_wherever_it_lies(worlds: Worlds) -> None:
+    script = """
+    state = {"first": numbered(3), "large": numbered(300, 1000), "then": numbered(5), "own": torch.tensor([here.rank]), "last": numbered(7)}
+    with open_run(here.root) as ckpt:
+        here.save(ckpt, state, 1)
+    """
+    worlds.run(2, script)
+
+    assert run_of(worlds.root).manifest(1).ranks.per_rank == ("own",)
+    loaded = load(worlds.root)
+    assert [int(loaded["own"][rank]) for rank in (0, 1)] == [0, 1]
+    assert torch.equal(loaded["last"], numbered(7))
+
+
 def test_ranks_that_the_process_group_calls_otherwise_write_all_that_they_hold() -> None:
     """What a mesh says of other ranks is about those of the process group."""
     told = {}
