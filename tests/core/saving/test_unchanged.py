@@ -15,6 +15,7 @@ import pytest
 import torch
 from archives import forge_manifest
 from frozen import BIG, Training, save
+from scripted_disk import scripted
 from states import open_run
 
 import async_ckpt
@@ -508,6 +509,21 @@ def test_no_group_is_borrowed_from_a_step_that_a_failed_save_may_have_replaced(t
         ckpt.save(state, 2, unchanged=["ref"]).result()
         ckpt.wait()
         assert torch.equal(ckpt.load(2)["ref"]["w"], state["ref"]["w"])
+
+
+def test_no_group_is_borrowed_from_a_step_that_a_save_in_flight_is_about_to_retire(tmp_path):
+    state = {"model": {"w": torch.zeros(3)}, "ref": {"w": torch.arange(4.0)}}
+    with open_run(tmp_path, max_in_flight=2, on_rollback="retire") as ckpt, scripted(ckpt) as disk:
+        for step in (1, 2):
+            ckpt.save(state, step).result()
+        disk.stop("write", times=1)
+        back = ckpt.save(state, 1, overwrite=True)
+        after = ckpt.save(state, 3, unchanged=["ref"])
+        disk.release_all()
+
+        assert [back.result().status, after.result().status] == ["committed"] * 2
+        assert ckpt.steps() == [1, 3]
+        assert torch.equal(ckpt.load(3)["ref"]["w"], state["ref"]["w"])
 
 
 # --- steps that somebody deletes by hand ------------------------------------------------------------------------------
