@@ -87,13 +87,14 @@ class RunRestore:
         restore_state(parts, self._state, self._options, pool=self._pool, sharing=sharing, state_dicts=self.state_dicts)
 
 
-def _names_of_generators(state: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted names of the random generators in the dicts of a live state."""
-    for name, value in state.items() if isinstance(state, dict) else ():
-        if isinstance(value, RngState) and isinstance(name, str):
-            yield f"{prefix}{name}"
-        elif isinstance(value, dict):
-            yield from _names_of_generators(value, f"{prefix}{name}.")
+def _names_of_generators(state: Any) -> Iterator[str]:
+    """The dotted names of the random generators in the dicts of a live state, which may contain itself."""
+    todo, seen = [("", state)], set[int]()
+    for prefix, part in todo:
+        if isinstance(part, dict) and id(part) not in seen:
+            seen.add(id(part))
+            yield from (f"{prefix}{name}" for name, value in part.items() if isinstance(value, RngState))
+            todo += [(f"{prefix}{name}.", value) for name, value in part.items()]
 
 
 def _warn_of_skipped(step: int, error: CorruptCheckpointError) -> None:
