@@ -342,7 +342,7 @@ CIRCLE.append(CIRCLE)
 @pytest.mark.parametrize(
     ("record", "error", "told"),
     [
-        ({"loss": torch.tensor(0.5)}, TypeError, r'record\["loss"\] is of type torch\.Tensor'),
+        ({"loss": torch.ones(2)}, TypeError, r'record\["loss"\] is of type torch\.Tensor'),
         ({"a": {"b": [1, {2, 3}]}}, TypeError, r'record\["a"\]\["b"\]\[1\] is of type builtins\.set'),
         ({"a": b"x"}, TypeError, r'record\["a"\] is of type builtins\.bytes'),
         ({"a": {1: 2}}, TypeError, r'record\["a"\] has the key 1'),
