@@ -241,6 +241,15 @@ def test_a_mesh_that_does_not_fit_the_ranks_or_the_tensor_is_no_layout(spread: A
         check_structure(json.dumps(["w", "float32", [8], spread]), 2)
 
 
+@pytest.mark.parametrize(
+    "held", [5, [5], [[[0]]], [[[0], [4], [1]]], [[[0], ["4"]]], [[[0], [-4]]], [[[0.5], [4]]]], ids=range(7)
+)
+def test_slices_that_are_no_boxes_are_no_layout(held: Any) -> None:
+    check_structure(json.dumps(["w", "float32", [8], {"held": [[[0], [4]]]}]), 2)
+    with pytest.raises((ValueError, TypeError)):
+        check_structure(json.dumps(["w", "float32", [8], {"held": held}]), 2)
+
+
 def test_a_structure_of_no_rank_and_a_root_of_more_places_than_ranks_are_no_layout() -> None:
     structures = {"a": json.dumps(["w", "float32", [8], None]), "b": json.dumps(["w", "float32", [8], None])}
     sound = layouts.dump(StepLayout({"a": [0, 1]}, structures), Table({"a": [0, 1]}))
