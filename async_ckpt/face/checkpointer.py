@@ -198,8 +198,8 @@ class AsyncCheckpointer(RunReader):
             step: the number of the step, from 0 on.
             overwrite: replace a step that is committed already. It stays loadable until the new one is committed.
             guard: overrides the checkpointer's `guard` for this save.
-            record: a small mapping of plain JSON data that is committed with the step and written to its line of
-                `checkpoints.jsonl`. A float that is not finite becomes None there.
+            record: a small mapping of plain JSON data, or numbers of torch and numpy, that is committed with the step
+                and written to its line of `checkpoints.jsonl`. A float that is not finite becomes None there.
             rolling: delete this step once a newer one is committed, regardless of `keep=`.
             ttl_seconds: delete this step at the first save after this many seconds, regardless of `keep=`. The rules of
                 `keep=` ignore rolling steps and those with a `ttl_seconds`.
@@ -340,7 +340,8 @@ class AsyncCheckpointer(RunReader):
 
             ckpt.close()  # leaving the `with` block does it
 
-        Ctrl-C gives up the saves that are still under way. Signal handlers are restored.
+        Ctrl-C gives up the saves that are still under way. Signal handlers are restored. Rank 0 waits up to five
+        seconds for ranks that have not made their first call yet.
         """
         try:
             self._saver.close()
@@ -422,9 +423,9 @@ class AsyncCheckpointer(RunReader):
 
         With several ranks and without `step`, all ranks call this, and take the step that rank 0 names.
 
-        Raises StateMismatchError before anything is written, CorruptCheckpointError, ValueError for a `step` that is no
-        step, and NotCommittedError for one that is not committed, and if the newest step has another `naming` than this
-        checkpointer's.
+        Raises StateMismatchError before anything is written, CorruptCheckpointError, StorageUnavailableError (also if
+        a root does not answer and the others have no step), ValueError for a `step` that is no step, and
+        NotCommittedError for one that is not committed, and if the newest step has another `naming` than this one.
         """
         # Imported here, as in `load`: reading is a large part of the library, and a training may start without it.
         from ..core.loading.restore import RestoreOptions

@@ -47,7 +47,8 @@ class RunReader:
         return self._roots.steps()
 
     def latest(self) -> int | None:
-        """The newest committed step, or None. Waits for saves that are under way, as `restore` does.
+        """The newest committed step, or None if all roots answer and have none. Waits for saves that are under way, as
+        `restore` does.
 
         ckpt.latest()  # 300
         """

@@ -119,8 +119,8 @@ def foreign_kind(names: Collection[str]) -> str | None:
 
 
 def foreign_steps(storage: Storage, is_own: Callable[[str], bool], is_library_name: Callable[[str], bool]) -> list[str]:
-    """The numbered folders that have files of other programs: any, if steps are named so, else checkpoints. The newest
-    come first.
+    """The numbered folders with files of other programs, the newest first. In a folder that is named like a step any
+    file counts, in another only a checkpoint.
 
     `is_library_name` recognizes the leftovers of killed processes of this library.
     """
@@ -129,8 +129,8 @@ def foreign_steps(storage: Storage, is_own: Callable[[str], bool], is_library_na
         for folder in folders:
             inside = storage.names(folder)
             others = [name for name in inside if not is_library_name(name)]
-            is_step = others if is_own(folder) or words_for(folder) else _checkpoints_in(others)
-            if OF_DCP in inside or is_step:
+            counted = others if is_own(folder) or words_for(folder) else _checkpoints_in(others)
+            if OF_DCP in inside or counted:
                 foreign.append(folder)
     return foreign
 

@@ -168,9 +168,8 @@ class Run:
         folders = foreign_steps(self.storage, self.root.is_step, is_library_name)
         shown = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
         tracker = self._announcer.tracker_text()
-        tracker_note = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else ""
-        if not tracker:
-            tracker_note = next((name for name in names if name in TRACKERS), "")
+        other = next((name for name in names if name in TRACKERS), "")
+        tracker_note = f"{tracker[0]}, which says {tracker[1]!r}" if tracker else other
         if halves := incomplete_steps(self.storage, self.root.is_step):
             return (
                 f"the archives of all ranks without their manifest, in {halves[0]}: it was not copied whole, or "

@@ -36,7 +36,8 @@ class RngState:
     can be restored, whatever `keys` is.
 
     A missing key is ignored, and so is numpy's state if numpy is not installed. If the number of devices differs, the
-    first ones are set, in order; a single state is set on the current device.
+    first ones are set, in order; a single state is set on the current device. With several ranks, each saves its own
+    states; in a world of another size, `restore` gives a rank those of its number modulo the saved world.
     """
 
     def __init__(self, keys: Keys | None = None) -> None:

@@ -510,17 +510,17 @@ def _wait_for_lock(fd: int, path: Path) -> None:
     for seconds in growing_pauses(0.001, 0.05):
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN) and TIMEKEEPER.now() > deadline:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return
+            if TIMEKEEPER.now() > deadline:
                 raise StorageUnavailableError(
                     f"{path}: for {REQUEST_SECONDS:.0f} s another process has been replacing it; "
                     "see whether one is stopped",
                     path=str(path),
                 ) from error
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                TIMEKEEPER.sleep(seconds)
-                continue
-        return
+        TIMEKEEPER.sleep(seconds)
 
 
 def _unlink(target: Path) -> bool:

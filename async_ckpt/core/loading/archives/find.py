@@ -276,7 +276,7 @@ def from_committed(
                 ]
                 parts = [source.part()._replace(manifest=manifest) for source in archives]
                 _check_names(parts, readers)
-                _warn_of_wrapped(parts, readers, manifest)
+                _warn_of_wrapped(parts, readers, of_world, manifest)
                 return use(parts)
         except (CorruptCheckpointError, StorageUnavailableError) as error:
             before, manifest = manifest, _read_again(step, manifest, error)
@@ -307,14 +307,13 @@ def _check_names(parts: Sequence[Part], readers: Readers) -> None:
             )
 
 
-def _warn_of_wrapped(parts: Sequence[Part], readers: Readers, manifest: Manifest) -> None:
+def _warn_of_wrapped(parts: Sequence[Part], readers: Readers, of_world: Readers, manifest: Manifest) -> None:
     """Warn, on one rank, of values that ranks take from others, since they are not as many as those that saved."""
     rank, num_readers = readers.ranks or (0, 1)
     merged = [part.archive for part in parts if isinstance(part.archive, MergedArchives)]
-    names = {name for archive in merged for name in archive.chosen} & {*readers.wrapping} - {
-        *(readers.from_ranks or ())
-    }
-    if names and rank == 0 and num_readers != manifest.world_size:
+    wrapped = {*(of_world.from_ranks or ())} - {*(readers.from_ranks or ())}
+    names = wrapped.intersection(name for archive in merged for name in archive.chosen)
+    if names and rank == 0:
         warnings.warn(
             f"step {manifest.step} was saved by {manifest.world_size} ranks, and is restored by {num_readers}: for "
             f"{', '.join(sorted(names))}, rank n takes the random state of rank n modulo {manifest.world_size}. Choose "

@@ -41,8 +41,8 @@ class Readers(NamedTuple):
     """The reader of a step that several ranks have saved; see `MergedArchives`.
 
     With `reads_all`, it opens all archives. `wants` chooses those of all paths in the state that it will read; None is
-    for all of them. Of the names in `wrapping`, a rank takes the value of its own number modulo that of the ranks which
-    have saved, if these are not as many.
+    for all of them. For the names in `wrapping`, a rank of a world of another size takes the value of the rank with its
+    own number modulo the saved world.
     """
 
     ranks: tuple[int, int] | None = None
@@ -52,7 +52,7 @@ class Readers(NamedTuple):
     wrapping: Collection[str] = ()
 
     def of_world(self, size: int) -> Readers:
-        """The same for a step that so many ranks have saved."""
+        """These readers, for a step that so many ranks have saved."""
         rank, num_readers = self.ranks or (0, 1)
         wrapped = {} if size == num_readers else dict.fromkeys(self.wrapping, rank % size)
         return self._replace(from_ranks={**wrapped, **(self.from_ranks or {})}) if wrapped else self
