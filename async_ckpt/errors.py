@@ -164,6 +164,16 @@ class RunTakenError(CheckpointError):
     undecided: bool = False
 
 
+class ConflictError(CheckpointError):
+    """A place of the run has a commit of a start that this run does not descend from: nothing is written there.
+
+    It happens if two machines go on from the same step, each at a place of its own, and then reach a common one.
+    """
+
+    path: str
+    step: int
+
+
 class PeerFailedError(CheckpointError):
     """Another rank could not do its part of the checkpoint, or did not say in time that it has.
 

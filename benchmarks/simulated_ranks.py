@@ -324,7 +324,7 @@ class SimulatedWorld:
         """Have all other ranks say that their archives are durable; when each of them does."""
         part, shares_by = self._rank_0.part, self._rank_0.joint.shares_by
         exchange = Exchange(self._follower.storage, attempt.folder, attempt.name)
-        key = f"{self._rank_0.ranks.calls.key_of(attempt.name)}/0"
+        key = self._rank_0.ranks.calls.key_of(attempt.name)
         values = part.shared.digest()
         more = self._copies if self._is_first else [None] * _SHARDS
         says = [(NO_TABLE, b"") if one is None else (agreement._digest(one), seal({"copies": one})) for one in more]
@@ -458,9 +458,9 @@ class _Rank:
             Roots([self.run]),
             Ledger(),
             Admission(),
-            rule="all",
             retire=False,
             catch_up=lambda *_, **__: [],
+            copy_step=lambda *_, **__: [],
             ranks=self.ranks,
         )
         self._capture = capture
@@ -483,7 +483,7 @@ class _Rank:
         assert joint is not None
         self.joint = joint
         call = StepCall(step, joint)
-        (self._target,) = begin_step(self._lineage, call, self.ranks)(StepContents(call))
+        self._target = begin_step(self._lineage, call, self.ranks)[1](StepContents(call))
         divided, facts, part = self.ranks.divider.divided(self._capture, joint)
         assert part is not None
         self.part = part

@@ -31,7 +31,7 @@ from ..core.saving.policy import Due, SavePolicy
 from ..core.saving.request import StepRequest
 from ..core.saving.saver import Saver
 from ..core.saving.signals import Notice
-from ..core.saving.story import CommitRule
+from ..core.saving.tiers import Places
 from ..core.spans import wall_time
 from ..core.spec import Keep, flag, keep_of, whole_count, whole_step
 from ..core.staging.guard import INHERITED, unwrapped
@@ -58,9 +58,11 @@ class AsyncCheckpointer(RunReader):
 
     Args:
         root: the run's folder, which the first save creates; a URL such as "s3://bucket/run"; a `Place`; or a list of
-            these. With a list, every save goes to all of them in one pass, and a step exists if one of them has it.
+            these from near to far, such as ["/nvme/run", "s3://bucket/run"]. With a list, a save is committed at the
+            first that answers and has room, and copied to the others behind that; `handle.at(place)` waits for it. A
+            step exists if one of them has it.
         keep: how many of the newest steps to keep, or `Keep(last=…, every=…, best=…, seconds=…)`. None keeps all.
-            `Place(…, keep=…)` gives one of several roots a retention of its own.
+            `Place(…, keep=…)` gives one of several places a retention of its own.
         due: the rules of `should_save`: `Due(every=…, seconds=…, deadline=…, signals=True)`. With signals, the
             checkpointer must be constructed on the main thread.
         guard: the optimizer (or several) that alone changes its parameters and state, in `step()`. Their copy then
@@ -79,11 +81,9 @@ class AsyncCheckpointer(RunReader):
         strict: at the next `save`, before it starts, raise the error of an earlier save that was not retrieved yet.
         exit_timeout: how many seconds the interpreter waits for saves when it exits. None waits as long as they take.
         progress: draw a bar for each save on stderr, or in the notebook. Needs tqdm.
-        commit: with several roots, "all" makes a save wait for all of them, and fail if one fails. With "any" it is
-            committed at the root where it is durable first; roots that lag or fail are caught up later. With several
-            ranks, a root that they do not share is then a cache of each node.
+        commit: do not give it: "any" is what several places do now, and `handle.at(place)` takes the place of "all".
         max_bandwidth: the most bytes per second that are written to a place, averaged over a few segments, also when
-            a root is caught up. The limit applies to each process separately.
+            a step is copied there. The limit applies to each process separately, and not to copies in `close`.
         trace: a file that records what each thread did, and when; open it in https://ui.perfetto.dev. It is replaced
             when the checkpointer is constructed, and complete after each save. Give each process its own.
         ranks: (rank, world size), for processes that have no process group of torch.distributed, such as Ray actors.
@@ -119,7 +119,7 @@ class AsyncCheckpointer(RunReader):
         strict: bool = False,
         exit_timeout: float | None = None,
         progress: bool = False,
-        commit: CommitRule = "all",
+        commit: str | None = None,
         max_bandwidth: float | None = None,
         trace: str | os.PathLike[str] | None = None,
         ranks: tuple[int, int] | None = None,
@@ -130,8 +130,8 @@ class AsyncCheckpointer(RunReader):
     ) -> None:
         if on_rollback not in (None, "retire"):
             raise ValueError(f'on_rollback must be None or "retire", got {on_rollback!r}')
-        if commit not in ("all", "any"):
-            raise ValueError(f'commit must be "all" or "any", got {commit!r}')
+        if commit is not None:
+            _refuse_rule(commit)
         if due is not None and not isinstance(due, Due):
             raise TypeError(f"due must be Due(every=…, seconds=…, …), got {due!r:.100}")
         due = due or Due()
@@ -163,12 +163,13 @@ class AsyncCheckpointer(RunReader):
             self._roots,
             self._saver.ledger,
             self._saver.admission,
-            rule=commit,
             retire=on_rollback == "retire",
             catch_up=_catch_up,
+            copy_step=_copy_step,
             pace_of=writers.pace_of,
             ranks=self._ranks,
         )
+        self._lineage.tiers.exit_timeout = self._saver.ledger.exit_timeout
         self._notice.listen()  # last: a checkpointer that could not be constructed has no handlers
 
     # --- saving -----------------------------------------------------------------------------------------------
@@ -248,6 +249,8 @@ class AsyncCheckpointer(RunReader):
             if request.joint is not None:
                 self._ranks.failed(request.joint, error)
             raise
+        if self._lineage.tiers.movers:
+            handle.places = Places(self._lineage.tiers, step)
         self._policy.follow(step, handle)
         return handle
 
@@ -319,12 +322,13 @@ class AsyncCheckpointer(RunReader):
         self._saver.wait(timeout)
 
     def catch_up(self) -> dict[str, list[int]]:
-        """Copy to each root the steps that only other roots have, on this thread. Returns the copied steps by root.
+        """Copy to each place all steps that only others have, on this thread. Returns the copied steps by place.
 
             ckpt.catch_up()  # {"runs/a": [], "s3://bucket/run": [100, 200]}
 
-        The step of a save that has not ended yet is left out, even if its handle has failed already: call `wait` first.
-        Raises StorageUnavailableError if a root is still unavailable, after the others have been caught up.
+        Further places get the newest steps by themselves; this fills the gaps. The step of a save that has not ended
+        yet is left out, even if its handle has failed already: call `wait` first. Raises StorageUnavailableError if a
+        place is still unavailable, after the others have been caught up.
         """
         return self._lineage.catch_up()
 
@@ -333,21 +337,24 @@ class AsyncCheckpointer(RunReader):
 
         wandb.log(ckpt.metrics("ckpt/"))
         """
-        return self._saver.metrics(prefix)
+        return self._saver.metrics(prefix, num_behind=len(self._lineage.tiers.behind()))
 
     def close(self) -> None:
         """Wait for every save, and raise the first error not retrieved yet. May be called again.
 
             ckpt.close()  # leaving the `with` block does it
 
-        Ctrl-C gives up the saves that are still under way. Signal handlers are restored. Rank 0 waits up to five
-        seconds for ranks that have not made their first call yet.
+        With several places, the newest step is then copied to all of them that answer, and a RuntimeWarning names what
+        is left. Ctrl-C gives up the saves that are still under way, and ends the copies. Signal handlers are restored.
+        Rank 0 waits up to five seconds for ranks that have not made their first call yet.
         """
         try:
             self._saver.close()
         finally:
             self._notice.close()
             if self._saver.belongs_here:
+                for left in self._lineage.tiers.finish():
+                    warnings.warn(left, RuntimeWarning, stacklevel=2)
                 self._ranks.calls.close()
                 self._roots.close()
 
@@ -397,7 +404,9 @@ class AsyncCheckpointer(RunReader):
             start = ckpt.restore({"model": model, "optimizer": optimizer, "rng": async_ckpt.RngState()})
 
         Waits for the saves of this checkpointer that are under way, so that it sees their steps, and warns of one that
-        fails. Afterwards the memory for the first save is allocated in the background, as by `prewarm`.
+        fails. Afterwards the memory for the first save is allocated in the background, as by `prewarm`. With several
+        places, steps that only nearer ones hold are copied to the others from then on, unless another process that has
+        the run is alive; to read alone, open one place.
 
         Everything is compared first: one error lists what is missing, unexpected, or of another shape or dtype, before
         anything is written. A module is matched by its own names first, then by those of the plain model, so it does
@@ -448,9 +457,10 @@ class AsyncCheckpointer(RunReader):
             restored = call.restore(step, broadcast)
             seconds = operation.seconds
             operation.end(restored)
-        if self._ranks.world.rank == 0 and self._saver.belongs_here:
-            for note in self._roots.owner_notes():
-                warnings.warn(f"no step can be saved: {note}", RuntimeWarning, stacklevel=2)
+        is_first = self._ranks.world.rank == 0 and self._saver.belongs_here
+        notes = self._roots.owner_notes() if is_first else []
+        for note in notes:
+            warnings.warn(f"no step can be saved: {note}", RuntimeWarning, stacklevel=2)
         captured = self._saver.warm(state, call.state_dicts.of)
         if restored is None:
             for note in self._roots.foreign_notes():
@@ -458,8 +468,10 @@ class AsyncCheckpointer(RunReader):
             return None
         newest = self._roots.latest()
         self._lineage.restored(restored, behind=newest is not None and restored < newest, seconds=seconds)
+        if is_first and not notes and restored == newest:  # after a rollback, the next commit says what is to be copied
+            self._lineage.tiers.wake()
         if captured is not None and (groups := call.restored_groups()):
-            self._lineage.groups.restored(captured, groups, restored, self._roots.holding(restored))
+            self._lineage.groups.restored(captured, groups, restored, self._roots.holding(restored)[0])
         self._policy.restored(restored)
         return restored
 
@@ -482,9 +494,23 @@ class AsyncCheckpointer(RunReader):
         return f"<AsyncCheckpointer {', '.join(self.roots)}: {'; '.join(facts)}>"
 
 
-def _catch_up(
-    roots: Roots, run: Run, *, skip: Collection[int], check: Callable[[], None], pace: Pace | None
-) -> list[int]:
-    from ..core.loading.catch_up import catch_up  # only a run at several roots needs it
+def _refuse_rule(commit: str) -> None:
+    """Raise ValueError for the rule of a commit at several roots, or warn of it."""
+    if commit != "any":
+        raise ValueError(
+            f"commit={commit!r}: a save is committed at the first place that answers, and copied to the others; leave "
+            "commit= out, and call handle.at(place).result() to wait until a step is at another place"
+        )
+    warnings.warn('commit="any" is what several places do without it; leave it out', DeprecationWarning, stacklevel=3)
 
-    return catch_up(roots, run, skip=skip, check=check, pace=pace)
+
+def _catch_up(roots: Roots, run: Run, *, skip: Collection[int], pace: Pace | None) -> list[int]:
+    from ..core.loading.catch_up import catch_up  # only a run at several places needs it
+
+    return catch_up(roots, run, skip=skip, pace=pace)
+
+
+def _copy_step(source: Run, target: Run, step: int, **options: Any) -> list[int]:
+    from ..core.loading.catch_up import copy_step  # only a run at several places needs it
+
+    return copy_step(source, target, step, **options)

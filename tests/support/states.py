@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from racing import PATIENCE, until
 from torch import nn
 
-from async_ckpt import AsyncCheckpointer, Place
+from async_ckpt import AsyncCheckpointer, Place, SaveHandle, SaveReport
 from async_ckpt.core.events.log import NAME as HISTORY
 
 MIB = 1 << 20
@@ -56,6 +57,16 @@ def assert_is_state(state: dict[str, Any], step: int, mib: int = 1) -> None:
 def open_run(root: str | os.PathLike[str] | Place | list[Any], **options: Any) -> AsyncCheckpointer:
     options.setdefault("segment_bytes", SEGMENT)
     return AsyncCheckpointer(root, **options)
+
+
+def everywhere(ckpt: AsyncCheckpointer, handle: SaveHandle) -> SaveReport:
+    """Wait until a save is committed, and copied to all further places of its run, where retention has been applied."""
+    report = handle.result()
+    for place in ckpt.roots[1:]:
+        handle.at(place).result(PATIENCE)
+    ckpt.wait()
+    until(lambda: not any(mover.is_running for mover in ckpt._lineage.tiers.movers))
+    return report
 
 
 def restored(ckpt: AsyncCheckpointer, saved: Any, live: Any, **how: Any) -> Any:

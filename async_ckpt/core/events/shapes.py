@@ -103,6 +103,7 @@ KINDS: Final[Mapping[str, Mapping[str, tuple[_Read, Any]]]] = {
     "restore": {"total_seconds": (_seconds, None), "behind": (_flag, False)},
     "rollback": {"retired": (_steps, [])},
     "retention": {"deleted": (_steps, [])},
+    "moved": {"place": (text, ""), "total_seconds": (_seconds, None)},
 }
 
 

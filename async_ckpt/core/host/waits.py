@@ -65,13 +65,13 @@ SHARED_SECONDS: Final = 120.0
 
 # --- a place of several, and the end ------------------------------------------------------------------------------
 
-# A place that does not even open, once the save could go on without it, or has failed.
+# A place that does not even open, once the save has failed.
 OPEN_SECONDS: Final = 10.0
-# With `commit="any"`, a place that lags behind a committed one. Then it is left to be caught up.
-LAG_SECONDS: Final = 900.0
-# A place that was away is tried again for so long, since other ranks may wait for its object.
-AGAIN_SECONDS: Final = 1800.0
-# Calls at a place whose part is in vain.
+# A place of several where no write returns: the save fails, and the next goes to another place.
+PROGRESS_SECONDS: Final = 30.0
+# At the end, a place to which a copy makes no progress.
+FINISH_SECONDS: Final = 120.0
+# Calls at a place whose save has failed, where the next can go elsewhere.
 END_SECONDS: Final = 10.0
 # The last writes of abandoned saves. An exit with a timeout waits only for a tenth of that timeout more, but at least
 # as long as a healthy disk may need.

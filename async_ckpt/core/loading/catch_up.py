@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ...errors import CheckpointError, CorruptCheckpointError, NotCommittedError, StepExistsError
-from ..runs.manifest import Archive, Manifest, missing_error
+from ..runs.manifest import Archive, Manifest, Retired, missing_error
 from ..runs.receipts import archives_of, layout_name, read_beside
 from ..runs.roots import Roots
 from ..runs.run import Run
@@ -68,13 +68,15 @@ def copy_step(
     on_bytes: Callable[[int], None] = lambda _: None,
     mends: bool = False,
     pace: Pace | None = None,
+    retires: Sequence[Retired] = (),
 ) -> list[int]:
     """Copy a step to another root, and first the steps that lend to it. Returns the steps that it has committed there.
 
     A step that is committed there in another version is replaced. An archive that is there already, as an interrupted
     copy leaves it, is not copied again. The copies are locked until the commit, so that no sweep deletes them.
     `on_bytes` is called on any thread, with the numbers of bytes that were compared with their digests. With `mends`,
-    archives that are there are read too, and damaged ones replaced; the step stays committed meanwhile.
+    archives that are there are read too, and damaged ones replaced; the step stays committed meanwhile. With
+    `retires`, the copy retires these commits at the other root.
 
     Raises NotCommittedError, StepExistsError if another process has committed the step there meanwhile,
     CorruptCheckpointError for a damaged source, StorageUnavailableError and StorageFullError.
@@ -83,8 +85,8 @@ def copy_step(
     replaced = target.manifest_to_replace(step)
     manifest = source.manifest(step)
     for earlier in sorted({other.step for other in manifest.elsewhere} - {step}):
-        lender = target.committed(earlier)
-        if mends or lender is None or lender.attempt != source.manifest(earlier).attempt:
+        lender, lent = target.committed(earlier), {one.archive.name for one in manifest.elsewhere if one.step == earlier}
+        if mends or lender is None or not lent.issubset(lender.own_names):
             committed += copy_step(
                 source, target, earlier, check=check, background=background, on_bytes=on_bytes, mends=mends, pace=pace
             )
@@ -114,7 +116,7 @@ def copy_step(
             name = layout_name(manifest.attempt)
             with contextlib.suppress(FileNotFoundError):
                 target.storage.replace(f"{target.folder(step)}/{name}", source.storage.read(f"{folder}/{name}")[0])
-        target.adopt(manifest, replaces=replaced)
+        target.adopt(manifest, replaces=replaced, retires=retires)
     return [*committed, step]
 
 

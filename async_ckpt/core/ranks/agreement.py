@@ -11,7 +11,7 @@ more, since rank 0 or the store is gone, goes by the manifest, and without one d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
@@ -45,7 +45,7 @@ _MANIFEST_LOOKS: Final = 10
 class Alone:
     """The agreement of a process that saves alone, with nothing to agree on."""
 
-    rank, world_size, has_others, decides, is_apart = 0, 1, False, True, False
+    rank, world_size, has_others, decides, is_apart, fails_elsewhere = 0, 1, False, True, False, False
     spread: Final[Mapping[str, Any]] = MappingProxyType({})
 
     def __init__(self, attempt: str) -> None:
@@ -77,13 +77,14 @@ class Alone:
 
 
 class Agreement(Rendezvous):
-    """One rank's part in the agreement on one save at one root. `saving.targets` creates one for each root."""
+    """One rank's part in the agreement on one save. `saving.targets` creates it."""
 
     has_others = True
 
-    def __init__(self, ranks: Ranks, joint: JointSave, run: AttemptPlace, number: int = 0) -> None:
-        super().__init__(ranks.meeting, ranks.calls, joint, number)
-        self._ranks, self._run = ranks, run
+    def __init__(self, ranks: Ranks, joint: JointSave, places: Sequence[AttemptPlace]) -> None:
+        """`places` are those that rank 0 chooses from."""
+        super().__init__(ranks.meeting, ranks.calls, joint)
+        self._ranks, self._places = ranks, places
         self._is_committed_here = False  # as rank 0 knows
         self._compared: tuple[Table, Mapping[str, str]] | None = None  # what follows from the commit
         self._has_details = False  # of some rank
@@ -91,12 +92,22 @@ class Agreement(Rendezvous):
 
     @property
     def is_apart(self) -> bool:
-        """True if it is known that ranks see different folders at this root."""
+        """True if it is known that ranks see different folders at the place."""
         return bool(self._joint.attempt) and self._root.is_apart
 
     @property
+    def fails_elsewhere(self) -> bool:
+        """True if the place does not answer another rank, or has no room for it, as that rank has said."""
+        unable = (StorageUnavailableError.__name__, StorageFullError.__name__)
+        return any(cause.rank != self.rank and cause.error.startswith(unable) for cause in self._joint.causes)
+
+    @property
+    def _run(self) -> AttemptPlace:
+        return self._places[self._joint.place]
+
+    @property
     def _root(self) -> SharedRoot:
-        return self._ranks.root(self._run, self._number, self._joint)
+        return self._ranks.root(self._run, self._joint)
 
     @property
     def _exchange(self) -> Exchange:
@@ -116,8 +127,7 @@ class Agreement(Rendezvous):
     ) -> RankFiles | None:
         """This rank's archive is durable, after these `times`: say so. On rank 0, go on once all ranks have.
 
-        `check` is called in between, and raises when nobody waits for it any more. Raises PeerFailedError; and where
-        one of several roots is enough, StorageUnavailableError for one at which not all ranks can be.
+        `check` is called in between, and raises when nobody waits for it any more. Raises PeerFailedError.
         """
         joint = self._joint
         if self._root.is_apart:
@@ -164,21 +174,13 @@ class Agreement(Rendezvous):
             if sees is False or (named_at and monotonic() > named_at + SHARED_SECONDS):
                 await off_loop(self._root.say_apart)
                 self._raise_apart()
-            self._raise_refusal(joint.heard.get(-1))
+            self._raise_if_failed(joint.heard)
             why = self._lost_rank_0()
             if not why and not named_at and monotonic() > begun + PEER_SECONDS:
                 why = f"after {PEER_SECONDS:.0f} s rank 0 has not begun to write to {self._root.where}"
-            if why and joint.is_any:
-                raise StorageUnavailableError(why, path=self._root.where)
             if why:
                 raise PeerFailedError(f"{joint.what} is not committed: {why}. {self._meeting.advised}", rank=0)
             await self._pause(seconds, check)
-
-    def _raise_refusal(self, decision: Decision | None) -> None:
-        self._raise_if_failed(decision)
-        if decision is not None and decision.kind == "elsewhere":
-            self._is_refused = True
-            raise self._elsewhere()
 
     async def _all_receipts(self, own: Receipt, off_loop: OffLoop, check: Callable[[], None]) -> RankFiles:
         """On rank 0: wait for the receipts of the others, and compare them. Raises as `agree`."""
@@ -204,8 +206,6 @@ class Agreement(Rendezvous):
     def _raise_apart(self) -> NoReturn:
         where, who = self._root.where, self._root.apart_rank or 0
         reason = f"rank {who} does not see there what rank 0 has written"
-        if self._joint.is_any:
-            raise StorageUnavailableError(f"{where} is not shared by all ranks: {reason}", path=where)
         self._joint.causes.append(Cause(who, f"{where} is another folder there"))
         raise PeerFailedError(
             f"{self._joint.what} is not committed: {where} must be shared by all ranks, but {reason}. Give a root that "
@@ -218,20 +218,13 @@ class Agreement(Rendezvous):
     async def hear(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest | None:
         """The manifest that rank 0 has committed, on the others. Raises PeerFailedError for its refusal, and where it
         says nothing.
-
-        Where one of several roots is enough, StorageUnavailableError if it is committed at another one, and never here.
         """
         return None if self.decides else await self._heard(off_loop, check)
 
     async def _heard(self, off_loop: OffLoop, check: Callable[[], None]) -> Manifest:
         joint = self._joint
-
-        async def see_shared() -> None:
-            if joint.is_any and await off_loop(self._root.found_apart):
-                self._raise_apart()
-
-        decision, silence = await self._decision(check, see_shared)
-        self._raise_refusal(decision)
+        decision, silence = await self._decision(check)
+        self._raise_if_failed(decision)
         if decision is not None and decision.kind == "committed":
             manifest = parse(decision.manifest.encode(), path=self._exchange.folder)
             self._is_committed(await off_loop(partial(self._table_after, manifest)))
@@ -259,13 +252,6 @@ class Agreement(Rendezvous):
             await self._pause(LOOK_SECONDS[self._run.storage.remote], check)
         return None
 
-    def _elsewhere(self) -> StorageUnavailableError:
-        where = self._run.storage.locate(self._exchange.folder)
-        return StorageUnavailableError(
-            f"{where}: it is committed at another root, and as far as rank 0 knows not here; it is caught up later",
-            path=where,
-        )
-
     def _table_after(self, manifest: Manifest) -> Table:
         if manifest.ranks is None or manifest.ranks.table == self._joint.table.digest:
             return self._joint.table
@@ -280,15 +266,15 @@ class Agreement(Rendezvous):
     @contextmanager
     def committing(self) -> Iterator[None]:
         """On rank 0, around putting the manifest: if that fails, nobody knows whether it is there."""
-        self._joint.maybe_at.add(self._run)
+        self._joint.maybe_put = True
         try:
             yield
         except StepExistsError:
-            self._joint.maybe_at.discard(self._run)  # it is another one's
+            self._joint.maybe_put = False  # it is another one's
             raise
         except StorageFullError:
             if not self._run.storage.remote and self._is_missing():
-                self._joint.maybe_at.discard(self._run)
+                self._joint.maybe_put = False
             raise
 
     def _is_missing(self) -> bool:
@@ -311,11 +297,11 @@ class Agreement(Rendezvous):
         self._ranks.known.compared.update(table.classes)
         self._ranks.known.texts = dict(texts)
         self._is_committed(table)
-        self._say(Decision("committed", manifest=manifest.dump().decode()), self._number)
+        self._say(Decision("committed", manifest=manifest.dump().decode()))
 
     def afterwards(self) -> None:
         """On rank 0, when nobody waits any more: delete what ranks have said, which takes time where they are many."""
-        self._calls.forget(self._joint, self._number)
+        self._calls.forget(self._joint)
         with suppress(CheckpointError, OSError):  # they go with the step
             if self._has_details:
                 self._exchange.forget()
@@ -323,11 +309,7 @@ class Agreement(Rendezvous):
                 self._root.withdraw()
 
     def refuse(self, error: BaseException) -> bool:
-        """Give the save up on this rank, at all roots; or only at this root, if it is committed at another one.
-
-        Whether the archive here may be deleted: nobody can commit it any more. What is committed elsewhere is copied
-        here under the same names, at any time, so then it may not. Blocks.
-        """
+        """Give the save up on this rank. Whether its archive may be deleted: nobody can commit it any more. Blocks."""
         joint = self._joint
         if self.decides:
             return self._refuse_for_all(error)
@@ -337,32 +319,27 @@ class Agreement(Rendezvous):
             if not (joint.is_decided or self._is_refused or self._root.is_apart):
                 return False  # rank 0 may still commit it
         elif not (self._is_refused or self._root.is_apart):
-            root = self._number if joint.is_any else None
-            wait_for(self._calls.refuse(joint.attempt, Cause(self.rank, in_words(error)), root), LEAVE_SECONDS)
+            wait_for(self._calls.refuse(joint.attempt, Cause(self.rank, in_words(error))), LEAVE_SECONDS)
         return not joint.is_committed
 
     def _refuse_for_all(self, error: BaseException) -> bool:
         joint = self._joint
-        if self._run in joint.maybe_at or (joint.maybe_at and not joint.is_committed):
+        if joint.maybe_put:
             self._learn_of_lost_answer(error)
             if not self._is_committed_here:  # the others need not wait
-                self._say(Decision("elsewhere" if joint.is_committed else "unknown"), self._number)
-            return False  # nobody knows whether it is committed here
-        if joint.is_committed:
-            self._say(Decision("elsewhere"), self._number)
-        else:
-            self._say(Decision("failed", tuple(joint.causes) or (Cause(0, in_words(error)),)), -1)
-            self._calls.decide(joint, JointState.REFUSED, None)
+                self._say(Decision("unknown"))
+            return False  # nobody knows whether it is committed
+        self._say(Decision("failed", tuple(joint.causes) or (Cause(0, in_words(error)),)))
+        self._calls.decide(joint, JointState.REFUSED, None)
         self.afterwards()
-        return not joint.is_committed
+        return True
 
     def _learn_of_lost_answer(self, error: BaseException) -> None:
         """On rank 0: its put of the manifest has failed, but may have arrived. Then the other ranks know what follows
         from the commit, and so must this one.
         """
         joint, is_lost = self._joint, isinstance(error, StorageUnavailableError)
-        is_open = is_lost and self._run in joint.maybe_at and not joint.is_committed
-        manifest = self._found() if is_open else None
+        manifest = self._found() if is_lost and not joint.is_committed else None
         if manifest is not None:
             error.add_note(f"{joint.what} is committed all the same: its manifest is at {self._root.where}")
             self.committed(manifest)

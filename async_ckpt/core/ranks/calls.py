@@ -62,14 +62,18 @@ _SUCCESSORS: Final = {
 }
 
 
-class Decision(NamedTuple):
-    """Rank 0's decision on an attempt, at one root or at all of them.
+# Between looks whether rank 0, which copies a step, is lost.
+_WATCH_SECONDS: Final = 2.0
 
-    "committed": with the text of the manifest, so that ranks need not read it; "elsewhere": it is committed at
-    another root, and never there; "unknown": rank 0 does not know whether it is.
+
+class Decision(NamedTuple):
+    """Rank 0's decision on an attempt.
+
+    "committed": with the text of the manifest, so that ranks need not read it; "unknown": rank 0 does not know whether
+    it is.
     """
 
-    kind: Literal["committed", "failed", "elsewhere", "unknown"]
+    kind: Literal["committed", "failed", "unknown"]
     causes: tuple[Cause, ...] = ()
     manifest: str = ""
 
@@ -116,11 +120,10 @@ class JointSave:
     attempt: str = ""  # its name, the same on all ranks
     table: Table = EMPTY  # by which this rank shares
     part: OwnPart | None = None  # once it is planned
-    is_any: bool = False  # one of several roots is enough
-    num_roots: int = 1
+    place: int = 0  # the number of the run's place that it goes to; on another rank, once it has its name
     causes: list[Cause] = field(default_factory=list)  # why it fails
-    maybe_at: set[AttemptPlace] = field(default_factory=set)  # on rank 0: where it has put the manifest, or may have
-    heard: dict[int, Decision] = field(default_factory=dict)  # by root; -1 for all
+    maybe_put: bool = False  # on rank 0: it has put the manifest, or may have
+    heard: Decision | None = None
     bell: asyncio.Event = field(default_factory=asyncio.Event)  # something was heard
 
     @property
@@ -165,6 +168,9 @@ class Calls:
         self._is_closed = False  # rank 0 makes no call any more
         self._failed_together: tuple[int | None, int | None] = None, None  # the last word and call, of two paths
         self._is_hearing = False
+        self._watches: set[asyncio.Task[None] | None] = set()
+        # On another rank, with the number of a place and the step that rank 0 has copied there.
+        self.hear_arrival: Callable[[int, int], None] = lambda _place, _step: None
 
     @property
     def _start(self) -> WorldStart:
@@ -211,7 +217,8 @@ class Calls:
             joint.begun.set_result(None)
 
     def _word(self, joint: JointSave, **more: Any) -> Word:
-        return {"step": joint.step, "what": joint.what, "number": joint.number, "attempt": joint.attempt, **more}
+        facts = {"step": joint.step, "what": joint.what, "number": joint.number, "attempt": joint.attempt}
+        return {**facts, "place": joint.place, **more}
 
     def _tell(self, word: Word) -> None:
         self._start.log.say(self._meeting.topic, word)
@@ -245,8 +252,7 @@ class Calls:
             else:
                 self.say_decision(joint, Decision("failed", (cause,)))
                 self._decide(joint, JointState.REFUSED, None)
-                for root in range(joint.num_roots):
-                    self.forget(joint, root)
+                self.forget(joint)
         elif joint.attempt:
             self.refuse(joint.attempt, cause)
         else:
@@ -298,6 +304,31 @@ class Calls:
     def _closed_key(self, rank: int) -> str:
         return f"{self._start.prefix}/{self._meeting.topic}/closed/{rank}"
 
+    def say_arrival(self, place: int, step: int) -> None:
+        """On rank 0: the place of this number has a step, which was copied there. From any thread."""
+        if not self._meeting.world.is_one:
+            self._tell({"arrived": step, "place": place})
+
+    def wait_for_arrival(self, arrived: Future[Any]) -> None:
+        """On another rank: read words until rank 0 has told of this arrival. From any thread.
+
+        The future raises PeerFailedError if rank 0 is lost, or has closed its checkpointer.
+        """
+        if self._meeting.world.rank:
+            self._soon(lambda: self._watches.add(asyncio.create_task(self._watch(arrived))))
+
+    async def _watch(self, arrived: Future[Any]) -> None:
+        waiting, begun = JointSave(None), self._start.connection.now()
+        self._start.log.wait(waiting)
+        while not arrived.done():
+            await asyncio.wait([asyncio.wrap_future(arrived)], timeout=_WATCH_SECONDS)
+            why = "rank 0 has closed its checkpointer" if self._is_closed else self._start.lost_rank_0(begun)
+            if why and not arrived.done():
+                text = f"{why}, and has not said that the step was copied; look at what is there"
+                arrived.set_exception(PeerFailedError(text, rank=0, undecided=True))
+        self._start.log.wait_no_more(waiting)
+        self._watches.discard(asyncio.current_task())
+
     def last_word(self, rank: int, store: Any) -> Cause | None:
         """On rank 0: why the last call of a rank has failed there, if it has left a word. Asks this store."""
         key = f"{self._start.prefix}/why/{rank}"
@@ -308,6 +339,9 @@ class Calls:
     def _hear(self, word: Word) -> None:
         if "decision" in word:
             self._hear_decision(word)
+            return
+        if "arrived" in word:
+            self.hear_arrival(word["place"], word["arrived"])
             return
         if "closed" in word:
             self._is_closed = True
@@ -401,7 +435,7 @@ class Calls:
             self._refuse(word, joint.causes[0].error)
             self._end(joint, joint.causes[0].error)
         else:
-            joint.attempt = word["attempt"]
+            joint.attempt, joint.place = word["attempt"], word["place"]
             joint.life.go(JointState.BEGUN)
             self._drop_old()
             self._undecided[joint.attempt] = joint, monotonic()
@@ -421,37 +455,33 @@ class Calls:
                 early["causes"] = word["causes"]
         if joint is not None:
             causes = tuple(Cause(*cause) for cause in word["causes"])
-            joint.heard[word["root"]] = Decision(word["decision"], causes, word["manifest"])
+            joint.heard = Decision(word["decision"], causes, word["manifest"])
             if word["decision"] == "failed":
                 joint.causes += causes
                 self._decide(joint, JointState.REFUSED, None)
-            elif joint.is_decided:
-                self._listen_no_more(joint)
             joint.bell.set()
 
     # --- refusals and decisions -------------------------------------------------------------------------------
 
-    def refuse(self, attempt: str, cause: Cause, root: int | None = None) -> Future[None]:
-        """On another rank: tell rank 0 that an attempt fails, at one root or altogether, and why."""
-        key, text = f"{self.key_of(attempt)}/no/{root}", json.dumps(cause)
+    def refuse(self, attempt: str, cause: Cause) -> Future[None]:
+        """On another rank: tell rank 0 that an attempt fails, and why."""
+        key, text = f"{self.key_of(attempt)}/no", json.dumps(cause)
         return self._start.connection.ask(lambda store: store.set(key, text))
 
-    def refusal(self, attempt: str, root: int, store: Any) -> Cause | None:
-        """On rank 0: why another rank says that an attempt fails there; None if none does. Asks this store."""
-        for key in (f"{self.key_of(attempt)}/no/{root}", f"{self.key_of(attempt)}/no/{None}"):
-            if store.check([key]):
-                return Cause(*json.loads(store.get(key)))
-        return None
+    def refusal(self, attempt: str, store: Any) -> Cause | None:
+        """On rank 0: why another rank says that an attempt fails; None if none does. Asks this store."""
+        key = f"{self.key_of(attempt)}/no"
+        return Cause(*json.loads(store.get(key))) if store.check([key]) else None
 
     def key_of(self, attempt: str) -> str:
         """The prefix of what ranks say of an attempt."""
         return f"{self._start.prefix}/{attempt}"
 
-    def forget(self, joint: JointSave, root: int) -> None:
-        """On rank 0, once it is decided at this root: delete what the other ranks have said of it."""
+    def forget(self, joint: JointSave) -> None:
+        """On rank 0, once it is decided: delete what the other ranks have said of it."""
         prefix = self.key_of(joint.attempt)
-        keys = [f"{prefix}/{root}/{rank}" for rank in range(1, self._meeting.world.size)]
-        keys += [f"{prefix}/{root}/count", f"{prefix}/no/{root}", f"{prefix}/no/{None}"]
+        keys = [f"{prefix}/{rank}" for rank in range(1, self._meeting.world.size)]
+        keys += [f"{prefix}/count", f"{prefix}/no"]
 
         def forget(few: Sequence[str], store: Any) -> None:
             for key in few:
@@ -460,10 +490,10 @@ class Calls:
         for at in range(0, len(keys), _FORGOTTEN_AT_ONCE):
             self._start.connection.ask(partial(forget, keys[at : at + _FORGOTTEN_AT_ONCE]))
 
-    def say_decision(self, joint: JointSave, decision: Decision, root: int = -1) -> Future[None]:
+    def say_decision(self, joint: JointSave, decision: Decision) -> Future[None]:
         """On rank 0: tell the other ranks. The future ends once the store has it."""
         said = {"decision": decision.kind, "causes": decision.causes, "manifest": decision.manifest}
-        return self._start.log.say(self._meeting.topic, {"attempt": joint.attempt, "root": root, **said})
+        return self._start.log.say(self._meeting.topic, {"attempt": joint.attempt, **said})
 
     def decide(self, joint: JointSave, state: JointState, table: Table | None) -> None:
         """A save is decided, and `table` is what is known of the ranks from then on; None: what it was begun with.
@@ -482,11 +512,9 @@ class Calls:
         joint.bell.set()
 
     def _listen_no_more(self, joint: JointSave) -> None:
-        """Once it is decided, at each of its roots."""
-        is_heard = -1 in joint.heard or len(joint.heard) >= joint.num_roots
-        if is_heard or not joint.is_committed:
-            self._undecided.pop(joint.attempt, None)
-            self._start.log.wait_no_more(joint)
+        """Once it is decided."""
+        self._undecided.pop(joint.attempt, None)
+        self._start.log.wait_no_more(joint)
 
     def _table_before(self, number: int) -> Table:
         """The table by which ranks share the save of this number."""

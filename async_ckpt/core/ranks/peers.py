@@ -13,7 +13,6 @@ from typing import Any, Final, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ..runs.receipts import Cause
-from ..runs.run import Run
 from ..spec import entry_names, flag
 from ..state.captured import Capture
 from .answers import Answers, in_words
@@ -141,23 +140,19 @@ class Ranks:
             self.meeting.does_not_meet()
             raise
 
-    def root(self, place: AttemptPlace, number: int, joint: JointSave) -> SharedRoot:
-        """The knowledge of one root, the one of this number."""
+    def root(self, place: AttemptPlace, joint: JointSave) -> SharedRoot:
+        """The knowledge of the root that a save goes to."""
         if place not in self._roots:
             is_own = bool(joint.path)  # the folder of a one-off save is claimed by each of its attempts
             self._roots[place] = SharedRoot(
                 place.storage,
-                f"save/{joint.attempt}" if is_own else f"root/{number}",
+                f"save/{joint.attempt}" if is_own else f"root/{joint.place}",
                 self.world,
                 f"{self.meeting.token()}.{joint.attempt}" if is_own else self.meeting.token(),
                 self.meeting.words(),
                 folder=place.folder(joint.step or 0) if is_own else "",
             )
         return self._roots[place]
-
-    def is_apart(self, run: Run) -> bool:
-        """True if it is known that not all ranks see the same at this root."""
-        return run in self._roots and self._roots[run].is_apart
 
     def answers_of_rank_0(self, what: str, step: int, ask: Callable[[], tuple[bool, ...]]) -> tuple[bool, ...]:
         """Return rank 0's answers of `ask` on all ranks, which ask about the same steps.

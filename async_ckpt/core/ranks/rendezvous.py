@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 
-from ...errors import PeerFailedError, StorageUnavailableError
+from ...errors import PeerFailedError
 from ..host.loop import ask_for_exception, get_loop
 from ..host.process import in_forked_child
 from ..host.waits import DECISION_SECONDS, PEER_SECONDS, SILENCE_SECONDS, growing_pauses, wait_for
@@ -67,9 +67,8 @@ class Rendezvous:
     Coroutines run on the library's loop; the methods that block are called elsewhere.
     """
 
-    def __init__(self, meeting: Meeting, calls: Calls, joint: JointSave, number: int = 0) -> None:
-        """`number` is that of the root among all roots, where a call has several."""
-        self._meeting, self._calls, self._joint, self._number = meeting, calls, joint, number
+    def __init__(self, meeting: Meeting, calls: Calls, joint: JointSave) -> None:
+        self._meeting, self._calls, self._joint = meeting, calls, joint
         self._has_said_yes = self._is_refused = False
         self._begun_at = 0.0 if meeting.world.is_one else meeting.start.connection.now()
 
@@ -98,7 +97,7 @@ class Rendezvous:
 
     @property
     def _key(self) -> str:
-        return f"{self._calls.key_of(self._joint.attempt)}/{self._number}"
+        return self._calls.key_of(self._joint.attempt)
 
     def wait_named(self, check: Check) -> str:
         """The name of the call, on a thread that may block. Raises as `named`."""
@@ -160,8 +159,7 @@ class Rendezvous:
         """On rank 0: what each other rank has said of its part, once all have. `goes_on` is called between looks, and
         may raise; `hint` is what else may be wrong where a rank is missing.
 
-        Raises PeerFailedError for a rank that refuses, is lost, or says nothing; where one of several roots is enough,
-        StorageUnavailableError for the last two.
+        Raises PeerFailedError for a rank that refuses, is lost, or says nothing.
         """
         start, size, begun = self._meeting.start, self.world_size, monotonic()
         looked, deadline, tells_at = begun, begun + PEER_SECONDS, begun + _SAID_SECONDS
@@ -202,7 +200,7 @@ class Rendezvous:
     def _look(self, store: Any) -> tuple[int, Cause | None]:
         """How many parts are done, and the refusal of a rank."""
         count = count_of(store, f"{self._key}/count")
-        return count, self._calls.refusal(self._joint.attempt, self._number, store)
+        return count, self._calls.refusal(self._joint.attempt, store)
 
     def _there(self, store: Any) -> set[int]:
         """The ranks that have done their parts."""
@@ -264,10 +262,7 @@ class Rendezvous:
             for rank, why in lost.items()
         ]
         self._joint.causes += causes
-        error = peers_failed(self._joint, causes)
-        if self._joint.is_any:
-            raise StorageUnavailableError(str(error), path=self.where)
-        raise error
+        raise peers_failed(self._joint, causes)
 
     def _raise_missing(self, missing: Sequence[int], hint: str) -> NoReturn:
         late = self._meeting.start.heartbeats.not_called(missing, self.attempt)
@@ -275,8 +270,6 @@ class Rendezvous:
         said = [f"{_named(late)} had made no call for it"] if late else []
         who = " and ".join(said + ([f"nothing was heard of {_named(others)}"] if others else []))
         self._joint.causes += [Cause(rank, "it did not finish its part in time") for rank in missing[:20]]
-        if self._joint.is_any:
-            raise StorageUnavailableError(f"{self.where}: after {PEER_SECONDS:.0f} s {who} there", path=self.where)
         raise PeerFailedError(
             f"{self._joint.what} is not committed: after {PEER_SECONDS:.0f} s {who}. {self._meeting.advised}{hint}",
             rank=missing[0] if missing else 0,
@@ -290,8 +283,7 @@ class Rendezvous:
         """On another rank: the decision that rank 0 has said, and if it has not said yes or no, why not."""
         joint, deadline, looked = self._joint, monotonic() + seconds, monotonic()
         while True:
-            decision = joint.heard.get(self._number) or joint.heard.get(-1)
-            if decision is not None:
+            if (decision := joint.heard) is not None:
                 return decision, "rank 0 cannot say whether it is committed"
             joint.bell.clear()
             with suppress(TimeoutError):
@@ -311,8 +303,8 @@ class Rendezvous:
             self._is_refused = True
             raise peers_failed(self._joint, decision.causes)
 
-    def _say(self, decision: Decision, root: int) -> None:
-        wait_for(self._calls.say_decision(self._joint, decision, root), LEAVE_SECONDS)
+    def _say(self, decision: Decision) -> None:
+        wait_for(self._calls.say_decision(self._joint, decision), LEAVE_SECONDS)
 
 
 class RankCall(Rendezvous):
@@ -349,8 +341,8 @@ class RankCall(Rendezvous):
         """On rank 0: what follows from all parts is done. Blocks for a moment."""
         if self.world_size > 1:
             self._calls.decide(self._joint, JointState.COMMITTED, None)
-            self._say(Decision("committed"), self._number)
-            self._calls.forget(self._joint, self._number)
+            self._say(Decision("committed"))
+            self._calls.forget(self._joint)
 
     def conclude(self, what_follows: Callable[[], None]) -> None:
         """This rank has done its part: wait until all have, do what follows on rank 0, and wait for that on the others.

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ...errors import (
     CheckpointError,
@@ -24,13 +24,24 @@ from ..spans import Clock
 from ..spec import Keep, keep_of
 from ..storage.local import LocalStorage
 from ..storage.place import Anywhere, Place, place_of
-from .manifest import Manifest
+from .manifest import Manifest, Retired
 from .naming import Naming
 from .retention import Commits
 from .run import Run
 from .starts import Commit, Line
 
 T = TypeVar("T")
+
+
+class Ahead(NamedTuple):
+    """What the roots before one hold, and that one lacks."""
+
+    holders: Mapping[int, Sequence[Run]]
+    """The steps of all, and the roots that hold them."""
+    step: int | None
+    """The step that it is to get next."""
+    stale: tuple[Retired, ...]
+    """The commits there that a rollback has retired at a nearer root."""
 
 
 class Roots:
@@ -91,15 +102,6 @@ class Roots:
         for run in self.runs:
             run.close()
 
-    def settle(self) -> None:
-        """Tell each run which of its commits do not count because of commits at other roots that answer."""
-        answers: dict[Run, list[int]] = {}
-        for run in self.runs:
-            with suppress(CheckpointError):
-                answers[run] = run.steps()
-        with suppress(CheckpointError):
-            self._without_retired(answers)
-
     def steps(self) -> list[int]:
         """The steps committed at any root that answers, ascending. Raises StorageUnavailableError."""
         return sorted(self._holders())
@@ -138,6 +140,43 @@ class Roots:
         doomed = set(run.steps_to_delete(commits))
         kept = [step for step in sorted(current, reverse=True) if step not in doomed]
         return [(step, current[step]) for step in kept if run not in current[step]]
+
+    def ahead(self, run: Run, *, is_last: bool = False) -> Ahead:
+        """What the last root, which is `run`, is to get from the nearer ones: the lowest newer step that its `keep`
+        keeps for good, else the newest. With `is_last`, the newest whatever `every` says.
+
+        Raises StorageUnavailableError if the root itself is away.
+        """
+        views = dict(self._ask(Run.view, but_not_without=run, says=False))
+        commits, current = self._merged(views)
+        newest = max((step for step, holders in current.items() if run in holders), default=-1)
+        doomed = set(run.steps_to_delete(commits))
+        newer = [step for step, holders in current.items() if step > newest and run not in holders]
+        wanted = [step for step in newer if step not in doomed and run.takes(step)]
+        lasting = run.kept_for_good(commits).intersection(wanted)
+        chosen = min(lasting) if lasting and not is_last else max(newer if is_last else wanted, default=None)
+        stale = tuple(
+            Retired(step, manifest.attempt)
+            for step, manifest in views[run].items()
+            if step not in current and manifest is not None
+        )
+        return Ahead(current, chosen, stale)
+
+    def take(self, run: Run, step: int) -> bool:
+        """Take one of the roots for this process, at its first save there. True if it was taken now.
+
+        Raises RunTakenError, and ConflictError if this process has another of the roots, and the run there does not
+        descend from what is committed at this one.
+        """
+        others = [other for other in self.runs if other is not run]
+        if not run.has_start and any(other.has_start for other in others):
+            self.refuse_strangers(run)
+        return run.take(step, others)
+
+    def refuse_strangers(self, run: Run) -> None:
+        """Raise ConflictError if a root has a commit of a start that the other roots do not descend from."""
+        known = {token for other in self.runs if other is not run for token in other.descent()}
+        run.refuse_strangers(known)
 
     def _merged(self, views: Mapping[Run, Commits]) -> tuple[Commits, dict[int, list[Run]]]:
         """The commits of all roots together, and the runs that hold the current version of each step."""
@@ -205,7 +244,9 @@ class Roots:
         except StorageUnavailableError:  # the root has gone away since, so it is not asked
             return False
 
-    def _ask(self, question: Callable[[Run], T], but_not_without: Run | None = None) -> list[tuple[Run, T]]:
+    def _ask(
+        self, question: Callable[[Run], T], but_not_without: Run | None = None, *, says: bool = True
+    ) -> list[tuple[Run, T]]:
         """The answers of the runs that answer. Raises StorageUnavailableError if none does, if those that do have no
         step, and where `but_not_without` does not.
         """
@@ -226,7 +267,7 @@ class Roots:
                 f"{errors[0]}. Try again once that root answers; to begin anew without it, leave it out of the roots",
                 path=errors[0].path,
             ) from errors[0]
-        for refusal in errors:
+        for refusal in errors if says else ():
             warnings.warn(f"a root does not answer and is ignored: {refusal}", RuntimeWarning, stacklevel=2)
         return answers
 
@@ -270,6 +311,8 @@ def open_roots(root: Anywhere | Sequence[Anywhere], *, keep: Keep, naming: Namin
                 step_format=naming.step_format,
                 tracker=naming.tracker,
                 keep=keep if place.keep is None else keep_of(place.keep),
+                every=place.every,
+                is_volatile=len(places) > 1 and place.is_volatile,
                 opening=opening,
             )
             for storage, place in zip(storages, places, strict=True)

@@ -23,11 +23,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, Final
 
 from ...errors import (
     CheckpointError,
+    ConflictError,
     CorruptCheckpointError,
     NotCommittedError,
     StepBehindError,
@@ -67,15 +69,20 @@ class Run:
         step_format: str = STEP_FORMAT,
         tracker: tuple[str, str] | str | None = TRACKER,
         keep: Keep | None = None,
+        every: int | None = None,
+        is_volatile: bool = False,
         opening: str = "",
     ) -> None:
-        """`opening` is a random text for the checkpointer, the same at all of its roots."""
+        """`every`: copies from other roots bring only the multiples of this. `is_volatile`: a reboot loses what is here.
+        `opening` is a random text for the checkpointer, the same at all of its roots.
+        """
         self._opening = opening or os.urandom(4).hex()
         self.root = Root(storage, step_format)
-        self.keep = keep or Keep()
+        self.keep, self.is_volatile, self._every = keep or Keep(), is_volatile, every
         self._clock = clock
         self._tenure = tenure_of(storage.locate(""))
         self._start: Start | None = None  # of this process, from the first save on
+        self._ancestors: frozenset[str] = frozenset()  # the tokens of the starts before it
         self._swept_for: set[Start] = set()  # the start of this process for which those before it were swept
         self._is_changing = False  # `changing` has taken the root, and not a save
         self._announcer = Announcer(self.root, tracker_of(tracker, step_format))
@@ -425,8 +432,9 @@ class Run:
             step,
             next((other._start.token for other in others if other._start is not None), self._opening),
             lambda: self.root.relist().starts,
-            lambda: [start for other in others for start in other._starts_if_there()],
+            lambda: [start for other in others for start in other.root.starts],
             self._see,
+            partial(self._descended, others),
             roots=sorted(run.storage.locate("") for run in (self, *others)),
         )
         self.root.note_start(self._start, Seen.parse(self._tenure.seen))
@@ -448,11 +456,59 @@ class Run:
             return listing.starts, dict.fromkeys(self.steps(), "")
         return listing.starts, {step: manifest.attempt if manifest else "" for step, manifest in commits.items()}
 
-    def _starts_if_there(self) -> list[Start]:
-        try:
-            return self.root.relist().starts
-        except StorageUnavailableError:
-            return []
+    def _descended(self, others: Sequence[Run], starts: Sequence[Start]) -> list[str]:
+        """The tokens of the starts that a new start follows: those here, at other roots as far as they have answered,
+        and their own ancestors.
+        """
+        of_others = {start.token for other in others for start in other.root.starts}
+        of_others.update(*(other._ancestors for other in others))
+        self._ancestors = frozenset(of_others.union(self._told(starts), (start.token for start in starts)))
+        return sorted(self._ancestors)
+
+    def _told(self, starts: Sequence[Start]) -> set[str]:
+        """The ancestors that the file of the newest of these starts names."""
+        told = about_start(self.storage, max(starts)).get("ancestors") if starts else None
+        return {token for token in told if isinstance(token, str)} if isinstance(told, list) else set()
+
+    def descent(self) -> set[str]:
+        """The tokens of the starts that the run at this root has had, and of this process's own."""
+        own = {self._opening, *self._ancestors} | ({self._start.token} if self._start else set())
+        listed = self.root.starts if self.root.listing else self.root.relist().starts
+        return own.union((start.token for start in listed), () if self._start else self._told(listed))
+
+    def refuse_strangers(self, known: Collection[str]) -> None:
+        """Raise ConflictError if a commit here is of a listed start that is none of these."""
+        listing = self.root.listing or self.root.relist()
+        strangers = {start.token: start for start in listing.starts if start.token not in known}
+        for step, manifest in reversed(self.root.view(listing).items() if strangers else ()):
+            stranger = None if manifest is None else strangers.get(manifest.start.rpartition(".")[2])
+            if stranger is not None:
+                raise self._conflict(step, stranger)
+
+    def _conflict(self, step: int, stranger: Start) -> ConflictError:
+        where, about = self.storage.locate(""), about_start(self.storage, stranger)
+        error = ConflictError(
+            f"{where}: step {step} there was saved by process {about.get('pid')} on {about.get('host')!a:.200}, which "
+            "went on from another step than this run did; nothing is copied there. Restore from that place to go on "
+            "with its steps, or give this run another place"
+        )
+        error.path, error.step = where, step
+        return error
+
+    def takes(self, step: int) -> bool:
+        """Whether copies from other roots bring this step."""
+        return self._every is None or step % self._every == 0
+
+    def kept_for_good(self, commits: Commits) -> set[int]:
+        """The steps that `every` or `best` of the retention here keeps."""
+        keep = Keep(every=self.keep.every, best=self.keep.best)
+        if keep == Keep():
+            return set()
+        return (
+            set(commits)
+            .difference(deletable_steps(keep, commits, now=self._clock()))
+            .difference(() if keep.best is None or unknown_metric(keep, commits) is None else commits)
+        )
 
     def check_taken(self) -> None:
         """Before a commit or a deletion, raise RunTakenError if another process has taken the run since."""
@@ -493,12 +549,17 @@ class Run:
         if self.has_start:
             self.events.write(again=again)
 
-    def adopt(self, manifest: Manifest, *, replaces: tuple[Manifest, str] | None) -> None:
-        """Commit, with its manifest and the rollback in it, a step whose archives were copied from another root.
+    def adopt(
+        self, manifest: Manifest, *, replaces: tuple[Manifest, str] | None, retires: Sequence[Retired] = ()
+    ) -> None:
+        """Commit, with its manifest and the rollback in it, a step whose archives were copied from another root. With
+        `retires`, it retires these commits here, too.
 
         Raises StepExistsError if the step was committed here meanwhile, and RunTakenError if another process has the
         run.
         """
+        if retires:
+            manifest = replace(manifest, retires=tuple({*manifest.retires, *retires}))
         listing = self.root.relist()
         if self._start is None:
             refuse_if_alive(self.storage, listing.starts)
@@ -517,6 +578,8 @@ class Run:
             self.root.finish_rollbacks(listing._replace(intents=[(manifest.step, manifest.attempt)]))
         if replaces and replaces[0].attempt != manifest.attempt:  # else its archives were mended
             self.sweeper.delete_replaced(manifest.step, replaces[0])
+        if self._start is not None:
+            self.look_again(manifest)
 
     def committed(self, step: int) -> Manifest | None:
         """The step's manifest; None if there is none that can be read."""

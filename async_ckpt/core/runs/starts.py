@@ -238,7 +238,7 @@ class Tenure:
 
     def __init__(self) -> None:
         self.start: Start | None = None  # since the first save; replaced under _taking
-        self._roots: Sequence[str] = ()  # of the run, for the file of the start
+        self._facts: Mapping[str, object] = {}  # of the run, for the file of the start
         self.seen = b""  # the text of its `.seen`
         self._joined: set[str] = set()  # the tokens of the starts that rank 0 makes for this process, too
         self._lost: tuple[str, Start, dict[str, object]] | None = None
@@ -273,6 +273,7 @@ class Tenure:
         listed: Callable[[], Sequence[Start]],
         elsewhere: Callable[[], Iterable[Start]],
         commits: Callable[[Start], tuple[Sequence[Start], Mapping[int, str]]],
+        ancestors: Callable[[Sequence[Start]], Sequence[str]] = lambda _: (),
         *,
         roots: Sequence[str] = (),
     ) -> tuple[Start, bool]:
@@ -280,7 +281,7 @@ class Tenure:
 
         Returns the start, and whether it is new: then the caller looks at the commits again. `token` is that of the
         start at all `roots` of the run; `listed` lists the starts at this root, and `elsewhere` those at the others.
-        `commits` lists what the new start sees: the starts, and the attempts that count by their steps. Raises
+        `ancestors` names the starts that the new one follows, by the starts here. `commits` lists what the new start sees: the starts, and the attempts that count by their steps. Raises
         RunTakenError for a root that another process has taken meanwhile or that a living one has, and
         StorageUnavailableError.
         """
@@ -298,7 +299,7 @@ class Tenure:
             number = max(least_number, 1 + max((s.number for s in starts), default=0))
             _tokens.add(token)
             start = Start(number, token, step)
-            self._roots = roots
+            self._facts = {"roots": [*roots], "ancestors": [*ancestors(starts)]}
             self._put(storage, start)
             self._put_seen(storage, start, listed, *commits(start))
             self.start = start
@@ -316,7 +317,7 @@ class Tenure:
 
     def _put(self, storage: Storage, start: Start) -> None:
         with suppress(FileExistsError):  # an earlier put that failed may have arrived
-            storage.put_new(start.name, seal({**_about_this_process(), "roots": [*self._roots]}))
+            storage.put_new(start.name, seal({**_about_this_process(), **self._facts}))
         self._hold.replace(storage.hold(start.name))
 
     def _put_seen(

@@ -1,10 +1,12 @@
-"""The drain of one save: filled segments on their way to every sink.
+"""The drain of one save: filled segments on their way to its sink, and perhaps to one that follows.
 
 In: segments, in any order and from any thread. Out: written, digested, their memory given back. Knows nothing of: where
 segments come from, what becomes of the archives.
 
-Each sink has a lane with threads of its own, so a sink that hangs holds up no other. The thread that has written a
-segment first also digests it: the disk works meanwhile without the processor. The last segments of an archive (the
+The first lane is the save's. A second one follows it to the next place of the run: it is dropped when it fails, or when
+its memory is needed, and the save goes on. Each lane has threads of its own where there are two, so that neither holds
+up the other. The thread that has written a segment first also digests it: the disk works meanwhile without the
+processor. The last segments of an archive (the
 tail) hold the digests of all others; the drain keeps the tail until they are known. Segments that come before the
 sinks are open are kept, too. After a failure the drain returns memory unread, so that threads that wait for memory go
 on.
@@ -92,8 +94,9 @@ class FilledSegment:
 class Lane:
     """The way of one archive's segments to one sink. The drain creates it, and guards all its state by its own lock."""
 
-    def __init__(self, sink: Sink, submit: Submit, num_segments: int, pace: Pace | None) -> None:
+    def __init__(self, sink: Sink, submit: Submit, num_segments: int, pace: Pace | None, *, follows: bool) -> None:
         self.sink = sink
+        self.follows = follows  # the save goes on without it
         self.submit = submit
         self.pace = pace
         self.written = running_future()  # every segment is taken, or the error that ended the lane
@@ -101,31 +104,13 @@ class Lane:
         self.queue: deque[FilledSegment] = deque()
         self.num_writing = 0
         self.num_left = num_segments
-        self.num_held = 0  # leases that the sink has retained
         self.written_bytes = 0
         self.has_ended = False  # `written` resolves
         self.is_given_up = False  # its sink lets go of all that it holds
 
 
-class CountedLease:
-    """A lease as the sink of a lane sees it. Loans are counted, since a lane that lags holds more than others."""
-
-    __slots__ = ("_drain", "_lane", "_lease")
-
-    def __init__(self, drain: Drain, lane: Lane, lease: Lease) -> None:
-        self._drain, self._lane, self._lease = drain, lane, lease
-
-    def retain(self) -> None:
-        self._lease.retain()
-        self._drain.count_held(self._lane, 1)
-
-    def release(self) -> None:
-        self._drain.count_held(self._lane, -1)
-        self._lease.release()
-
-
 class Drain:
-    """Takes the filled segments of one save to every sink: write, digest, give the memory back.
+    """Takes the filled segments of one save to its sinks: write, digest, give the memory back.
 
     The saver creates it. Staging threads `put`, the loop's thread opens and decides, the threads of the lanes write.
     """
@@ -138,12 +123,11 @@ class Drain:
         submit: Submit,
         *,
         block_readers: Sequence[BlockReader] = (),
-        may_drop: bool = False,
         trace: Trace = NO_TRACE,
     ) -> None:
-        """`submit` runs tasks that belong to no lane. `may_drop`: the save can do without a lane."""
+        """`submit` runs tasks that belong to no lane."""
         self._file, self.segment_bytes, self.max_segments = file, segment_bytes, max_segments
-        self._submit, self._may_drop, self._trace = submit, may_drop, trace
+        self._submit, self._trace = submit, trace
         # The bytes that are digested come before the digests; a file without digests is written as it comes.
         self.digests = BlockDigests(file, block_readers)
         self._first_tail = self.num_segments if file.digests is None else self.digests.covered // segment_bytes
@@ -157,7 +141,6 @@ class Drain:
         self._staged_bytes = 0
         self._num_active = 0
         self._error: BaseException | None = None  # if it has failed
-        self._is_committed = False
 
     @property
     def file_bytes(self) -> int:
@@ -174,11 +157,9 @@ class Drain:
 
     @property
     def progress(self) -> Progress:
-        """The bytes that are written everywhere, or at the fastest place if the save can do without the others."""
+        """The bytes that are staged, and written by the first lane."""
         with self._lock:
-            written = [lane.written_bytes for lane in self._lanes]
-        least_or_most = max if self._may_drop else min
-        return Progress(self.file_bytes, self._staged_bytes, least_or_most(written, default=0))
+            return Progress(self.file_bytes, self._staged_bytes, self._lanes[0].written_bytes if self._lanes else 0)
 
     def check(self) -> None:
         """Raise the error that made this save fail, if it did."""
@@ -208,7 +189,10 @@ class Drain:
 
     def open(self, sinks: Sequence[tuple[Sink, Submit, Pace | None]]) -> list[Lane]:
         """Send to these sinks from now on, by one lane for each: sink, `submit` of its threads, pace."""
-        lanes = [Lane(sink, submit, self.num_segments, pace) for sink, submit, pace in sinks]
+        lanes = [
+            Lane(sink, submit, self.num_segments, pace, follows=number > 0)
+            for number, (sink, submit, pace) in enumerate(sinks)
+        ]
         with self._lock:
             self._lanes = lanes
             failed = self._error
@@ -236,7 +220,7 @@ class Drain:
         self._settle()
 
     def drop(self, lane: Lane, error: BaseException) -> None:
-        """End a lane, if it has not ended: the others go on without it; when none is left, the save fails."""
+        """End a lane, if it has not ended."""
         with self._lock:
             if lane.has_ended:
                 return
@@ -244,57 +228,32 @@ class Drain:
             dropped, lane.queue = lane.queue, deque()
             self._num_active -= len(dropped)
             is_quiet = not lane.num_writing
-            none_left = all(other.has_ended and other.num_left for other in self._lanes)
         for filled in dropped:
             filled.lease.release()
         lane.written.set_exception(error)
         if is_quiet:
             lane.quiet.set_result(None)
-        if none_left:
-            self.fail(error)
         self._settle()
 
-    def committed(self) -> None:
-        """The save is true without the lanes that have not ended: from now on memory goes before them."""
-        with self._lock:
-            self._is_committed = self._error is None
-
-    @property
-    def is_committed(self) -> bool:
-        """True if the save is true, and was not given up since."""
-        return self._is_committed and self._error is None
-
     def relieve(self, starving: bool) -> bool:
-        """Memory is short. First goes what is only kept for trying again, then a lane that the save can do without."""
+        """Memory is short. First goes what is only kept for trying again, then the lane that follows."""
         with self._lock:
             lanes = list(self._lanes)
         if any(lane.sink.relieve() for lane in lanes):
             return True
-        if not (starving and self._may_drop):
+        lagging = [lane for lane in lanes[1:] if not lane.is_given_up]
+        if not (starving and lagging):
             return False
-        with self._lock:
-            behind = {lane: lane.num_left + lane.num_held for lane in lanes if not lane.is_given_up}
-            last = max(behind, key=lambda lane: behind[lane], default=None)
-            if last is None or not behind[last]:
-                return False
-            # Dropping it helps only as far as it alone keeps others from going on.
-            lag = behind[last] - min(behind.values())
-            if not self.is_committed and (len(behind) < 2 or lag * 2 < self.max_segments - self.num_tail):
-                return False
-        path = repr(last.sink)
-        self.drop(last, StorageUnavailableError(f"{path} fell behind, and its memory was needed", path=path))
-        self.give_up(last)
+        path = repr(lagging[0].sink)
+        self.give_up(lagging[0], StorageUnavailableError(f"{path} fell behind, and its memory was needed", path=path))
         return True
 
-    def give_up(self, lane: Lane) -> None:
-        """Have the sink of a lane free all memory that it does not send at this moment."""
+    def give_up(self, lane: Lane, error: BaseException) -> None:
+        """End a lane, and have its sink free all memory that it does not send at this moment."""
+        self.drop(lane, error)
         with self._lock:
             lane.is_given_up = True
         lane.sink.give_up()
-
-    def count_held(self, lane: Lane, change: int) -> None:
-        with self._lock:
-            lane.num_held += change
 
     # --- the lanes --------------------------------------------------------------------------------------------
 
@@ -318,8 +277,8 @@ class Drain:
 
     def _take(self, lane: Lane) -> FilledSegment | None:
         with self._lock:
-            # The memory of a write that hangs comes back only with it: a lane may hold a part of the pool in that way.
-            if not lane.queue or (self._may_drop and lane.num_writing >= max(1, self.max_segments // 4)):
+            # The memory of a write that hangs comes back only with it: the lane that follows may hold a part of the pool.
+            if not lane.queue or (lane.follows and lane.num_writing >= max(1, self.max_segments // 4)):
                 return None
             lane.num_writing += 1
             return lane.queue.popleft()
@@ -332,9 +291,9 @@ class Drain:
                 lane.pace.wait(num_bytes, partial(self._check_lane, lane))
             data = filled.lease.segment.view[:num_bytes]
             with self._trace.span("write", segment=filled.number, sink=repr(lane.sink)):
-                lane.sink.write(filled.number * self.segment_bytes, data, CountedLease(self, lane, filled.lease))
+                lane.sink.write(filled.number * self.segment_bytes, data, filled.lease)
         except BaseException as error:
-            if self._may_drop and isinstance(error, StorageUnavailableError):
+            if lane.follows:
                 self.drop(lane, error)
             else:
                 self.fail(error)
@@ -354,7 +313,7 @@ class Drain:
 
     def _check_lane(self, lane: Lane) -> None:
         self.check()
-        if lane.has_ended:  # dropped: the others go on without it
+        if lane.has_ended:  # dropped: the save goes on without it
             raise StorageUnavailableError(f"{lane.sink!r} was given up", path=repr(lane.sink))
 
     def _count_written(self, lane: Lane, num_bytes: int) -> None:

@@ -23,6 +23,7 @@ from ..spans import monotonic
 from .handle import SaveHandle, name_of, progress_of
 from .ledger import abandon, all_saves
 from .save import Save, SaveState
+from .tiers import all_tiers
 
 # sysexits.h EX_TEMPFAIL: what could not be done now may succeed when the job is started again.
 EXIT_STATUS_SAVE_FAILED: Final = 75
@@ -37,6 +38,9 @@ def drain_at_exit() -> None:
         return
     loop.hurry()
     status = _wait_for_all(loop)
+    for tiers in all_tiers():
+        for left in tiers.finish(0.0 if status else tiers.exit_timeout, say=say_on_stderr):
+            say_on_stderr(f"async_ckpt: {left}")
     with suppress(KeyboardInterrupt):
         answer_the_last()
     saves = all_saves()

@@ -26,6 +26,8 @@ from ..host.threads import Task, is_library_thread, running_future
 from ..host.waits import ENDS_THE_WAIT, Wait, wait_for
 from ..notebooks.markup import bars, paragraph
 from ..report import Progress, SaveReport
+from ..storage.place import Anywhere
+from .tiers import Places
 
 _DRAW_SECONDS: Final = 0.2
 # In a log file, where each drawing is a line that stays.
@@ -63,6 +65,7 @@ class SaveHandle(Future[SaveReport]):
         self._pid = os.getpid()
         self._callbacks_lock = threading.Lock()
         self._callbacks: list[Callable[[SaveHandle], Any]] = []  # under _callbacks_lock
+        self.places: Places | None = None  # of a run at several
         self.looked_at = False  # the outcome was retrieved; a race here costs one superfluous warning
         self.set_running_or_notify_cancel()
         super().add_done_callback(lambda _: self._end())
@@ -88,6 +91,20 @@ class SaveHandle(Future[SaveReport]):
         handle.upload_completion.result()
         """
         return self
+
+    def at(self, place: Anywhere) -> Future[int]:
+        """A future of the step by which a place of the run holds this step, or a newer one in its stead.
+
+            handle.at("s3://bucket/run").result(timeout=600)  # seconds
+
+        The place is one of those given to the AsyncCheckpointer. A place that does not answer is tried again until the
+        checkpointer is closed; then the future raises StorageUnavailableError. It raises ConflictError if the place has
+        steps of another line, and this save's own error. With several ranks, rank 0 copies and knows. Raises ValueError
+        for another place, and UsageError on another rank.
+        """
+        if self.places is None:
+            raise ValueError(f"{self.path}: this save is of one place; handle.result() waits for it")
+        return self.places.at(place, self)
 
     @property
     def progress(self) -> Progress:

@@ -94,14 +94,14 @@ class Ledger:
         roots: tuple[str, ...] = (),
     ) -> None:
         """The arguments and roots of the checkpointer. Raises TypeError, ValueError, and ImportError as `Bars` does."""
-        self._exit_timeout = seconds_or_none("exit_timeout", exit_timeout)
+        self.exit_timeout = seconds_or_none("exit_timeout", exit_timeout)
         self._strict = flag("strict", strict)
         self._bars = Bars() if flag("progress", progress) else None
         self._roots = roots
         self._last: Future[None] | None = None  # resolved when the newest save is settled
         self._last_report: SaveReport | None = None
         self._stall_seconds = 0.0
-        self._num_committed = self._num_failed = self._num_cleanup_failures = self._num_missed = 0
+        self._num_committed = self._num_failed = self._num_cleanup_failures = 0
         self._warned: list[SaveHandle] = []  # replaced as a whole, by callers of `save`
         self._skips = itertools.count(1)
         self._num_skipped = 0
@@ -110,7 +110,7 @@ class Ledger:
         """Run a save once those before it have begun, and commit it after them. On the loop's thread."""
         global _saves
         turn, self._last = self._last, save.settled
-        save.exit_timeout = self._exit_timeout
+        save.exit_timeout = self.exit_timeout
         # A failed save stays until somebody has looked at its error.
         others = [(ledger, s) for ledger, s in _saves if not s.finished.done() or s.is_unseen]
         _saves = [*others, (self, save)]
@@ -139,11 +139,14 @@ class Ledger:
             operation.end(report.step, report, written_bytes=save.written_bytes)
             failed = await self._clean(handle, save.tidy(off_loop))
             save.settled.set_result(None)
-            handle.set_result(report)
+            promise = save.promise()
+            if promise is None:
+                handle.set_result(report)
             failed = await self._clean(handle, save.afterwards(off_loop)) or failed
+            if promise is not None:
+                await self._keep(promise, handle, report)
             if failed is not None:
                 save.finished.set_exception(failed)
-            self._num_missed += save.num_missed
         finally:
             if drawing is not None:  # so that a caller that waits for the save prints below it
                 await asyncio.wait([drawing], timeout=_LAST_DRAWING_SECONDS)
@@ -160,6 +163,17 @@ class Ledger:
             self._num_cleanup_failures += 1
             return error
         return None
+
+    async def _keep(self, promise: Future[int], handle: SaveHandle, report: SaveReport) -> None:
+        """Resolve the handle of a save that is committed at a volatile place once it is at one that is not."""
+        try:
+            await asyncio.wrap_future(promise)
+        except Exception as error:
+            self._num_failed += 1
+            error.add_note(f"async_ckpt: {name_of(handle)} is committed at {report.path} alone, which a reboot loses")
+            handle.set_exception(error)
+        else:
+            handle.set_result(report)
 
     def _count(self, report: SaveReport) -> None:
         self._last_report = report
@@ -195,7 +209,7 @@ class Ledger:
         `meanwhile` is called now and then. Raises RuntimeError on a thread of this library, if a save is under way.
         """
         begun = self.saves()
-        undecided = [save for save in begun if not (save.handle.done() or save.given_up)]
+        undecided = [save for save in begun if not (save.settled.done() or save.given_up)]
         if undecided and is_library_thread():
             raise UsageError(
                 f"{reader} would have to wait for {name_of(undecided[0].handle)}, and a thread of "
@@ -227,7 +241,7 @@ class Ledger:
         """Raise the first unseen error; the others are noted in it."""
         raise_error_of(self._unseen())
 
-    def metrics(self, prefix: str, *, num_in_flight: int, pool_bytes: int) -> dict[str, float]:
+    def metrics(self, prefix: str, *, num_in_flight: int, pool_bytes: int, num_behind: int) -> dict[str, float]:
         """Counters and the last report, as numbers under constant keys; NaN before the first report."""
         last = self._last_report.as_dict("last_") if self._last_report else dict.fromkeys(_LAST, nan)
         numbers = {
@@ -236,7 +250,7 @@ class Ledger:
             "saves_skipped": self._num_skipped,
             "saves_in_flight": num_in_flight,
             "cleanup_failures": self._num_cleanup_failures,
-            "destinations_missed": self._num_missed,
+            "places_behind": num_behind,
             "stall_seconds_total": self._stall_seconds,
             "pool_bytes": pool_bytes,
         }

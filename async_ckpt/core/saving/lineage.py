@@ -11,7 +11,6 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
@@ -33,7 +32,7 @@ from .admission import Admission
 from .block_digests import GroupDigest
 from .ledger import Ledger
 from .planner import small_archive
-from .story import CommitRule
+from .tiers import CopyStep, Tiers
 
 _MAX_DRIVER_BYTES: Final = 64 * MIB
 
@@ -46,16 +45,13 @@ _log = logging.getLogger("async_ckpt")
 class CatchUp(Protocol):
     """Copies to a run the steps that only other roots have. Returns the steps that it has copied."""
 
-    def __call__(
-        self, roots: Roots, run: Run, *, skip: Collection[int], check: Callable[[], None], pace: Pace | None
-    ) -> list[int]: ...
+    def __call__(self, roots: Roots, run: Run, *, skip: Collection[int], pace: Pace | None) -> list[int]: ...
 
 
 class Lineage:
     """The facts that saves and restores of one checkpointer leave for later saves. From any thread.
 
-    The checkpointer creates it; targets report commits to it, and retention asks it. Both locks guard tables only, or a
-    whole copy between roots; neither is held while a user's code runs.
+    The checkpointer creates it; targets report commits to it, and retention asks it. The lock guards tables only.
     """
 
     def __init__(
@@ -64,22 +60,21 @@ class Lineage:
         ledger: Ledger,
         admission: Admission,
         *,
-        rule: CommitRule,
         retire: bool,
         catch_up: CatchUp,
+        copy_step: CopyStep,
         pace_of: Callable[[Storage], Pace | None] = lambda _: None,
         ranks: Ranks,
     ) -> None:
         """`pace_of` gives the pace of the writes to a place."""
-        self.roots, self.rule, self.retire = roots, rule, retire
-        self.pace_of = pace_of
+        self.roots, self.retire = roots, retire
+        self.tiers = Tiers(roots, copy_step, pace_of, self.in_flight, None if ranks.is_alone else ranks.calls)
+        self._pace_of = pace_of
         self.groups = UnchangedGroups(lambda: ranks.divider.slicer)
         self._ledger, self._admission, self._catch_up, self._ranks = ledger, admission, catch_up, ranks
-        self._catching_up = threading.Lock()  # one thread copies at a time: two would write the same object
         self._lock = threading.Lock()
         # Under _lock, and read without it: the restore from below the newest commit that no commit has followed.
         self.rolled_back: object | None = None
-        self._hanging: dict[Run, list[Future[None]]] = {}  # writes that saves went on without; under _lock
         self._digests: dict[str, bytes] = {}  # of the groups of the last commit; under _lock
 
     def unchanged_in(self, digests: Mapping[str, GroupDigest], borrowed: Collection[str]) -> tuple[str, ...]:
@@ -116,21 +111,12 @@ class Lineage:
             if self.rolled_back is since:
                 self.rolled_back = None
 
-    def left_behind(self, run: Run, quiet: Future[None]) -> None:
-        """Note that a save goes on without its writes at this root, which are under way until `quiet` resolves."""
-        with self._lock:
-            hanging = [future for future in self._hanging.get(run, ()) if not future.done()]
-            self._hanging[run] = [*hanging, quiet]
-
-    def hangs(self, run: Run) -> bool:
-        """True if a save went on without its writes at this root, and they have not returned yet."""
-        with self._lock:
-            return not all(quiet.done() for quiet in self._hanging.get(run, ()))
-
-    def in_flight(self) -> Collection[int]:
-        """The steps that retention must not touch: those being saved, and those that a save may borrow from."""
+    def in_flight(self, run: Run) -> Collection[int]:
+        """The steps that retention must not touch at a place: those being saved, those that a save may borrow from, and
+        those that further places are to have.
+        """
         steps = {step for slot in self._admission.under_way() for step in (slot.step, *slot.needs())}
-        return {step for step in steps if step is not None} | self.groups.lenders()
+        return {step for step in steps if step is not None} | self.groups.lenders() | self.tiers.held(run)
 
     def catch_up(self) -> dict[str, list[int]]:
         """Copy to each root the steps that only others have. Returns the steps copied to each root.
@@ -139,34 +125,18 @@ class Lineage:
         """
         copied: dict[str, list[int]] = {}
         errors: list[CheckpointError] = []
-        with self._catching_up:
-            for run in self.roots.runs:
-                if self._ranks.is_apart(run):
-                    continue  # it is never committed to
-                root = run.storage.locate("").rstrip("/") or "/"
-                try:
-                    copied[root] = self._copy_missed_steps(run, lambda: None)
-                except CheckpointError as error:
-                    errors.append(error)
+        under_way = {save.handle.step for save in self._ledger.saves() if not save.finished.done()}
+        skip = {step for step in under_way if step is not None}
+        for run in self.roots.runs:
+            root = run.storage.locate("").rstrip("/") or "/"
+            try:
+                with self.tiers.copying(run):
+                    copied[root] = self._catch_up(self.roots, run, skip=skip, pace=self._pace_of(run.storage))
+            except CheckpointError as error:
+                errors.append(error)
         if errors:
             raise errors[0]
         return copied
-
-    def catch_up_behind(self, run: Run) -> None:
-        """In the background, after a save that reached this root: copy the steps that it has missed before."""
-        if not self.has_one_root and self._catching_up.acquire(blocking=False):
-            try:
-                self._copy_missed_steps(run, self._ledger.check_going_on)
-            finally:
-                self._catching_up.release()
-
-    def _copy_missed_steps(self, run: Run, check: Callable[[], None]) -> list[int]:
-        pace = self.pace_of(run.storage)
-        return self._catch_up(self.roots, run, skip=self._on_the_way(), check=check, pace=pace)
-
-    def _on_the_way(self) -> Collection[int]:
-        """The steps that may still arrive at a root that lags."""
-        return {p.handle.step for p in self._ledger.saves() if p.handle.step is not None and not p.finished.done()}
 
 
 class StateOutline:
@@ -219,12 +189,12 @@ class GroupOutline:
 
 @dataclass(slots=True)
 class SavedGroup:
-    """The archives that a group was last written to, the outline of that state, and the roots that have them."""
+    """The archives that a group was last written to, the outline of that state, and the run that has them."""
 
     step: int
     borrowed: tuple[GroupLocation, ...]
     outline: StateOutline
-    runs: set[Run] = field(default_factory=set)
+    run: Run
 
     @property
     def archives(self) -> tuple[Archive, ...]:
@@ -261,7 +231,7 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True)
 class StepContents:
-    """The contents of one step that is being saved, the same at all roots: the call, and what it borrows."""
+    """The contents of one step that is being saved: the call, and what it borrows."""
 
     call: StepCall
     number: int = 0  # in the order of the calls; `UnchangedGroups.begin` gives it
@@ -351,14 +321,13 @@ class UnchangedGroups:
         call: StepCall,
         number: int,
         *,
-        runs: Sequence[Run],
+        run: Run,
     ) -> tuple[Any, tuple[GroupLocation, ...]]:
-        """The state without the unchanged groups of a call that all these runs have already, and the archives that have
-        them.
+        """The state without the unchanged groups of a call that this run has already, and the archives that have them.
 
-        Several ranks must borrow the same groups. If one root is enough for a commit, ranks learn at different times
-        which other roots have a group, so then they write everything. Raises ValueError for a name that is not a group
-        of the state, NotUnchangedError for one that has changed.
+        Several ranks must borrow the same groups, so they all go by the last commit; rank 0 refuses the save if it goes
+        to a place that does not have them. Raises ValueError for a name that is not a group of the state,
+        NotUnchangedError for one that has changed.
         """
         names = call.unchanged
         if not names:
@@ -372,16 +341,14 @@ class UnchangedGroups:
                 )
             if not is_entry:
                 raise ValueError(f"unchanged={name!r}: the state has no group of that name at its top level")
-        if call.joint is not None and call.joint.is_any:
-            return state, ()
         borrowed: list[GroupLocation] = []
         # Without the lock: the caller's thread may be interrupted, and must not be while it holds one.
         lent = self._to_lend(call, number)
         for name in sorted(names):
             known = lent.get(name)
-            if known is None or not known.runs.issuperset(runs):
+            if known is None or (known.run is not run and call.joint is None):
                 continue  # it has to be written
-            if not all(_still_lends(run, known.borrowed) for run in runs):
+            if not _still_lends(known.run, known.borrowed):
                 continue  # somebody has deleted it by hand
             now = StateOutline(capture({name: _entry(state, name)}, slicer=self._slicer())).of(name)
             differences = known.outline.of(name).differences(now)
@@ -411,26 +378,16 @@ class UnchangedGroups:
         return {group.step for known in self._known for group in known.groups.values()}
 
     def committed(self, run: Run, archives: tuple[Archive, ...], contents: StepContents) -> None:
-        """Note a commit at one run: from now on its groups may be borrowed from it."""
+        """Note a commit: from now on its groups may be borrowed."""
         if contents.outline is None:
             return
         step, joint = contents.step, contents.joint
         with self._lock:
-            known, newest = self._newest(), self._written()
-            if known is not None and contents.number < known.number:
-                for group in newest.values():  # it arrived late
-                    if group.archives == archives:
-                        group.runs.add(run)
-                return
-            lent = {**newest, **self._written(joint)}  # at a second root, this save is the newest itself
+            lent = {**self._written(), **self._written(joint)}
             kept = {b.group: lent[b.group] for b in contents.borrowed if b.group in lent}
             for name in contents.outline.groups:
-                before = newest.get(name)
-                if before is None or before.archives != archives:
-                    written = tuple(GroupLocation(name, step, run.folder(step), archive) for archive in archives)
-                    before = SavedGroup(step, written, contents.outline)
-                before.runs.add(run)
-                kept[name] = before
+                written = tuple(GroupLocation(name, step, run.folder(step), archive) for archive in archives)
+                kept[name] = SavedGroup(step, written, contents.outline, run)
             if joint is None:
                 self._set([_Known(_FIRST, contents.number, kept)])
                 return
@@ -447,17 +404,17 @@ class UnchangedGroups:
             if begun[0] <= known[0].number:
                 self._begun.remove(begun)
 
-    def restored(self, captured: Capture, groups: Collection[str], step: int, runs: Sequence[Run]) -> None:
-        """Note that groups of a live state hold the bytes of a step at these runs: saves may borrow them, too."""
-        manifest = runs[0].committed(step)
+    def restored(self, captured: Capture, groups: Collection[str], step: int, run: Run) -> None:
+        """Note that groups of a live state hold the bytes of a step at this run: saves may borrow them, too."""
+        manifest = run.committed(step)
         if manifest is None or not groups:
             return
-        folder = runs[0].folder(step)
+        folder = run.folder(step)
         parts = {name: tuple(GroupLocation(name, step, folder, a) for a in manifest.lenders) for name in groups}
         parts |= {name: lent for name in groups if (lent := manifest.lent(name))}
         outline = StateOutline(captured)
         with self._lock:
-            written = {group: SavedGroup(lent[0].step, lent, outline, set(runs)) for group, lent in parts.items()}
+            written = {group: SavedGroup(lent[0].step, lent, outline, run) for group, lent in parts.items()}
             self._set([_Known(_FIRST, next(self._numbers), written)])
 
 

@@ -1,11 +1,11 @@
 """From a state to the plan of its archive, and the host memory that it may have.
 
-In: captured states, targets. Out: layouts, and numbers of segments. Knows nothing of: copies, saves under way.
+In: captured states, a target. Out: layouts, and numbers of segments. Knows nothing of: copies, saves under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,8 @@ from ..staging.device import fill_image, first_device
 from ..state.capture import capture
 from ..state.captured import Capture
 from .block_digests import BlockDigests, GroupDigests, Groups
-from .delivery import Target
-from .story import CommitRule, UnchangedIn
+from .story import UnchangedIn
+from .target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,7 @@ class SavePlan:
     """One save, planned from top to bottom before anything of it begins. It keeps the tensors alive."""
 
     step: int | None
-    targets: Sequence[Target]
-    rule: CommitRule
+    target: Target
     captured: Capture
     """The state, or the part of it that this rank writes."""
     device: torch.device | None
@@ -65,7 +64,7 @@ class Planner:
         before, self._groups = self._groups, {**self._groups, **layout.groups}
         return GroupDigests(layout.groups, before)
 
-    def admit(self, layout: Image, targets: Sequence[Target]) -> int:
+    def admit(self, layout: Image, target: Target | None) -> int:
         """Let the pool grow to the needs of an archive. Returns the number of segments that it may have.
 
         Raises ValueError if it cannot hold the segments that have to be there at one time.
@@ -74,7 +73,7 @@ class Planner:
         member = layout.digests
         num_tail = -(-layout.file_bytes // size) - member.data.offset // size if member else 0
         # The tail waits for all other segments, of which a part is sent while the next one is filled.
-        part = max((t.part_segments(layout.file_bytes, size) for t in targets), default=1)
+        part = 1 if target is None else target.part_segments(layout.file_bytes, size)
         least = num_tail + 2 * part
         self._pool.admit(layout.file_bytes, self._max_in_flight, least=least)
         if least > self._pool.max_segments:
@@ -86,11 +85,11 @@ class Planner:
     def take_memory(self, captured: Capture, crew: Crew | None, *, goes_on: Callable[[], bool] = lambda: True) -> None:
         """Plan a state, and take the memory for its archive, as long as `goes_on()`."""
         layout = self.lay_out(captured, step=0)
-        self.admit(layout, ())
+        self.admit(layout, None)
         num_segments = -(-layout.file_bytes // self._pool.segment_bytes)
         self._pool.reserve(num_segments, crew, pin=first_device(captured.tensors), goes_on=goes_on)
 
-    def may_defer(self, num_segments: int, layout: Image, targets: Sequence[Target]) -> bool:
+    def may_defer(self, num_segments: int, layout: Image, target: Target) -> bool:
         """True if some tensors may be copied later than others.
 
         The tensors that are copied first could fill a small pool, and wait there for the later ones: if other saves are
@@ -98,7 +97,7 @@ class Planner:
         """
         is_tight = num_segments * self._max_in_flight > self._pool.max_segments
         size = self._pool.segment_bytes
-        in_turn = any(t.in_order or t.part_segments(layout.file_bytes, size) > 1 for t in targets)
+        in_turn = target.in_order or target.part_segments(layout.file_bytes, size) > 1
         return not (is_tight and (self._max_in_flight > 1 or in_turn))
 
 

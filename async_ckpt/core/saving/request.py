@@ -6,24 +6,25 @@ In: arguments of `save`. Out: targets, and the state to write to them. Knows not
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from ..ranks.calls import JointSave
 from ..ranks.one_off import OneOffFolder
 from ..ranks.peers import Ranks
 from ..runs.manifest import GroupLocation
+from ..runs.run import Run
 from ..spec import entry_names, flag
 from ..staging.guard import refuse_guard
 from ..state.captured import Capture, SnapshotView
 from ..state.names import Select
 from ..state.wrappers import StateDictOf, state_dict_of
-from .delivery import Target
 from .lineage import Lineage, StateOutline, StepCall, StepContents
-from .story import CommitRule, UnchangedIn
+from .story import UnchangedIn
+from .target import Target
 from .targets import begin_step, folder_target
 
-MakeTargets: TypeAlias = Callable[[StepContents | None], Sequence[Target]]
+MakeTarget: TypeAlias = Callable[[StepContents | None], Target]
 
 
 class Written(NamedTuple):
@@ -44,12 +45,11 @@ class Written(NamedTuple):
 
 
 class SaveRequest(ABC):
-    """The state that a caller wants to save, and its targets. A saver calls it on the caller's thread, top down."""
+    """The state that a caller wants to save, and its target. A saver calls it on the caller's thread, top down."""
 
     step: int | None = None
     guard: Any = None
     select: Select = None
-    rule: CommitRule = "all"
     joint: JointSave | None = None  # the save as all ranks see it, where there are several
     state_dict_of: StateDictOf = staticmethod(state_dict_of)
 
@@ -62,9 +62,9 @@ class SaveRequest(ABC):
         """Tell the history that the save was not begun, since others are under way."""
 
     @abstractmethod
-    def begin(self) -> MakeTargets:
-        """Begin the save, whose turn it is, and return what makes the places to write to, by what is planned for them.
-        Raises the refusal of the save.
+    def begin(self) -> MakeTarget:
+        """Begin the save, whose turn it is, and return what makes its target, by what is planned for it. Raises the
+        refusal of the save.
         """
 
     @abstractmethod
@@ -116,9 +116,9 @@ class FileRequest(SaveRequest):
         self._state, self._target, self.guard, self.select = state, target, guard, select
         self.state_dict_of = state_dict_of
 
-    def begin(self) -> MakeTargets:
+    def begin(self) -> MakeTarget:
         target = self._target
-        return lambda _: [target]
+        return lambda _: target
 
     def written(self) -> Written:
         state, self._state = self._state, None  # so that the save does not keep it alive
@@ -142,9 +142,9 @@ class FolderRequest(SaveRequest):
         self._state, self._folder, self._ranks = state, folder, ranks
         self.guard, self.select, self.state_dict_of = guard, select, state_dict_of
 
-    def begin(self) -> MakeTargets:
+    def begin(self) -> MakeTarget:
         target = folder_target(self._folder, self.joint, self._ranks)
-        return lambda _: [target]
+        return lambda _: target
 
     def written(self) -> Written:
         state, self._state = self._state, None  # so that the save does not keep it alive
@@ -152,7 +152,9 @@ class FolderRequest(SaveRequest):
 
 
 class StepRequest(SaveRequest):
-    """A state as one step of a run, at all of its roots."""
+    """A state as one step of a run."""
+
+    _run: Run  # that the step goes to, as far as this rank knows
 
     def __init__(
         self,
@@ -167,7 +169,7 @@ class StepRequest(SaveRequest):
     ) -> None:
         """`is_own_guard`: the guard is of this call, and not the checkpointer's."""
         self.step = step
-        self.guard, self.select, self.rule = guard, select, lineage.rule
+        self.guard, self.select = guard, select
         self.joint: JointSave | None = ranks.called(step)
         self._call = StepCall(step, self.joint)
         self._state, self._is_own_guard = state, is_own_guard
@@ -211,8 +213,8 @@ class StepRequest(SaveRequest):
         step = self._call.step
         self._lineage.note("skipped", step, first_step=step, count=1)
 
-    def begin(self) -> MakeTargets:
-        made = begin_step(self._lineage, self._call, self._ranks)
+    def begin(self) -> MakeTarget:
+        self._run, made = begin_step(self._lineage, self._call, self._ranks)
         return lambda contents: made(contents or StepContents(self._call))
 
     def written(self) -> Written:
@@ -220,7 +222,7 @@ class StepRequest(SaveRequest):
         state, self._state = self._state, None  # so that the save does not keep it alive
         groups, call = self._lineage.groups, self._call
         number = groups.begin(call.step)
-        left, borrowed = groups.without(state, call, number, runs=self._lineage.roots.runs)
+        left, borrowed = groups.without(state, call, number, run=self._run)
         return Written(left, call.per_rank, borrowed, number)
 
     def contents(self, written: Written, captured: Capture) -> StepContents:

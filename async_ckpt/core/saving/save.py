@@ -5,8 +5,8 @@ Knows nothing of: other saves.
 
 The fate of a save is its `life`, and it is decided here. Three futures show it to others, in this order: `settled`
 when it is committed or has failed and its temporary files are gone, the handle with the report or the error, `finished`
-when retention has been applied, too. How far the archive is at each of several places is the state of a `Delivery`; a
-lane of the drain knows only whether it has ended.
+when retention has been applied, too. How far the archive is at its place is the state of an `Attempt`; a lane of the
+drain knows only whether it has ended.
 
 The caller's thread creates a save, and may be interrupted by a signal between any two lines. From `Ledger.begin` on the
 save belongs to the loop's thread, which no signal interrupts, so its life needs no lock.
@@ -64,7 +64,6 @@ class Save(ABC):
 
     exit_timeout: float | None = None  # seconds that the interpreter's exit waits for it
     written_bytes: int | None = None  # by this process, if the report also counts those of other ranks
-    num_missed = 0  # targets that have no committed checkpoint when the save has finished
 
     def __init__(
         self,
@@ -108,11 +107,15 @@ class Save(ABC):
         """Have `run` raise this error soon, since nobody waits for the save any more. From any thread."""
         self.given_up = error
 
+    def promise(self) -> Future[int] | None:
+        """What the handle waits for beyond the commit, if there is anything."""
+        return None
+
     async def tidy(self, off_loop: OffLoop) -> None:  # noqa: B027 - most have no files but those that they commit
         """After the commit, remove every file of the save that does not stay. The handle waits for this."""
 
     async def afterwards(self, off_loop: OffLoop) -> None:  # noqa: B027 - only runs have retention
-        """Do what follows the commit, when the handle is done: deliveries that lag, and retention."""
+        """Do what follows the commit, when the handle is done: retention."""
 
     async def after_failure(self, error: BaseException, off_loop: OffLoop) -> None:  # noqa: B027 - most tell nobody
         """Tell people of the error. Nobody waits for this."""
@@ -172,9 +175,9 @@ def wait_for_decisions(saves: Sequence[Save], wait: Wait, meanwhile: Callable[[]
     """Wait until each of these is committed, has failed, or was given up. `meanwhile` is called now and then."""
 
     def left() -> list[SaveHandle]:
-        return [save.handle for save in saves if not save.handle.done()]
+        return [save.handle for save in saves if not save.settled.done()]
 
     for save in saves:
-        while not (save.given_up or wait_for(save.handle, LIVENESS_SECONDS)):
+        while not (save.given_up or wait_for(save.settled, LIVENESS_SECONDS)):
             wait.goes_on(lambda: progress_of(left()))
             meanwhile()

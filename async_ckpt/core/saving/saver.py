@@ -42,7 +42,6 @@ from ..state.names import Select
 from ..state.wrappers import StateDictOf, state_dict_of
 from ..trace import TraceFile
 from .admission import Admission, Slot
-from .delivery import Target
 from .drain import Drain, Writers
 from .exit import note_exit_status
 from .handle import SaveHandle, named, skipped
@@ -51,6 +50,7 @@ from .planner import Planner, SavePlan, pool_for
 from .request import SaveRequest
 from .save import Save, SaveState, wait_for_saves
 from .story import Attempt, StateSave
+from .target import Target
 
 
 class Saver:
@@ -119,8 +119,8 @@ class Saver:
             raise
 
     def _plan(self, request: SaveRequest, slot: Slot) -> SavePlan:
-        """Plan a save whose turn it is, from its targets to the place of each byte. Nothing is written yet."""
-        make_targets, written, joint, contents = request.begin(), request.written(), request.joint, None
+        """Plan a save whose turn it is, from its target to the place of each byte. Nothing is written yet."""
+        make_target, written, joint, contents = request.begin(), request.written(), request.joint, None
         lenders = written.lenders
         slot.needs = lenders.values  # from now on, retention leaves these steps
         if isinstance(written.state, RankShare):  # divided already
@@ -136,8 +136,7 @@ class Saver:
             shared.lie_in(layout)
         return SavePlan(
             step,
-            make_targets(contents),
-            request.rule,
+            make_target(contents),
             captured,
             first_device(captured.tensors),
             layout,
@@ -148,22 +147,21 @@ class Saver:
 
     def _started(self, plan: SavePlan, optimizers: Optimizers, spans: Spans) -> StateSave:
         """The objects that copy, write and commit a plan. None of them begins."""
-        captured, layout, targets, groups = plan.captured, plan.layout, plan.targets, plan.groups
+        captured, layout, target, groups = plan.captured, plan.layout, plan.target, plan.groups
         drain = Drain(
             layout,
             self.pool.segment_bytes,
-            self._planner.admit(layout, targets),
+            self._planner.admit(layout, target),
             get_loop().background.submit,
             block_readers=[groups] if plan.shared is None else [groups, plan.shared],
-            may_drop=plan.rule == "any" and len(targets) > 1,
             trace=self._trace,
         )
         frozen = captured.frozen
-        if not self._planner.may_defer(drain.num_segments, layout, targets):
+        if not self._planner.may_defer(drain.num_segments, layout, target):
             optimizers, frozen = (), frozenset()
-        copy_name = f"the copy of {named(plan.step, targets[0].path)}"
+        copy_name = f"the copy of {named(plan.step, target.path)}"
         snapshot = self._snapshot(captured, layout, drain, optimizers, frozen, plan.device, copy_name)
-        attempt = Attempt(drain, targets, snapshot, spans, rule=plan.rule, writers=self._writers)
+        attempt = Attempt(drain, target, snapshot, spans, writers=self._writers)
         return StateSave(plan.step, attempt, snapshot, len(captured.specs), groups, plan.unchanged_in)
 
     def _begin_state(self, save: StateSave, slot: Slot, device: torch.device | None) -> None:
@@ -264,9 +262,9 @@ class Saver:
         files.
         """
         loop, size = get_loop(), self.pool.segment_bytes
-        drain = Drain(files.image, size, self._planner.admit(files.image, [target]), loop.background.submit)
+        drain = Drain(files.image, size, self._planner.admit(files.image, target), loop.background.submit)
         fill = FileFill(files, drain, order=next(self._orders), pool=self.pool, crew=loop.readers, clock=monotonic)
-        return Attempt(drain, [target], fill, spans, writers=self._writers), fill
+        return Attempt(drain, target, fill, spans, writers=self._writers), fill
 
     @contextmanager
     def relieved_by(self, drain: Drain) -> Iterator[None]:
@@ -347,10 +345,10 @@ class Saver:
             except OSError as error:
                 warnings.warn(f"{self._trace_file!r} is incomplete: {error}", RuntimeWarning, stacklevel=4)
 
-    def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Counters and the last report, as numbers under constant keys."""
-        in_flight = len(self.admission.under_way())
-        return self.ledger.metrics(prefix, num_in_flight=in_flight, pool_bytes=self.pool.num_bytes)
+    def metrics(self, prefix: str = "", *, num_behind: int = 0) -> dict[str, float]:
+        """Counters and the last report, as numbers under constant keys. `num_behind`: places that lack a step."""
+        in_flight, pool_bytes = len(self.admission.under_way()), self.pool.num_bytes
+        return self.ledger.metrics(prefix, num_in_flight=in_flight, pool_bytes=pool_bytes, num_behind=num_behind)
 
     # --- parts ------------------------------------------------------------------------------------------------
 

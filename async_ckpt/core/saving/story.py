@@ -1,34 +1,36 @@
 """The story of a save, told once from top to bottom. It starts no threads, and logs nothing.
 
-In: a layout, segments as they are filled, one or several targets. Out: a committed checkpoint and its report.
+In: a layout, segments as they are filled, a target. Out: a committed checkpoint and its report, or no trace of the save.
 Knows nothing of: where segments come from, or their contents.
 
 Filled segments do not pass through the story: `Drain` takes them from the copying threads straight to the writing
-ones. The story waits for the last, and decides whether the archives are committed or taken back.
+ones. The story waits for the last, and decides whether the archive is committed or taken back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
+from enum import IntEnum
 from functools import partial
-from typing import Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
-from ...errors import PeerFailedError, StorageUnavailableError
-from ..host.loop import OffLoop
+from ...errors import CheckpointError, StorageUnavailableError
+from ..host.loop import OffLoop, ask_for_exception
 from ..host.threads import Life, running_future
-from ..host.waits import OPEN_SECONDS
-from ..report import SaveReport
+from ..host.waits import END_SECONDS, OPEN_SECONDS, PROGRESS_SECONDS
+from ..report import Destination, SaveReport
 from ..runs.manifest import Archive, SaveTimes
 from ..spans import Spans
 from ..staging.snapshot import Snapshot
+from ..storage.interface import Sink
 from .block_digests import GroupDigest, GroupDigests
-from .delivery import Delivery, SaveOutcome, Target
-from .drain import Drain, Writers
+from .drain import Drain, Lane, Writers
 from .save import Save, SaveState
+from .target import SaveOutcome, Target
 
-CommitRule = Literal["all", "any"]
 UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
 
 
@@ -47,208 +49,185 @@ async def story(attempt: Attempt, turn: Future[None] | None, off_loop: OffLoop, 
 
     Raises the error if it fails, after every trace of the attempt is gone.
     """
-    async with attempt:
+    async with attempt.running(off_loop):
         with attempt.spans.span("write"):
-            await attempt.open(off_loop)  # from here on segments go to the sinks, past the story
+            await attempt.open()  # from here on segments go to the sink, past the story
             await asyncio.wrap_future(attempt.staging.completion)
             life.go(SaveState.WRITING)
-        while not attempt.is_committed:
-            with attempt.spans.span("write"):
-                durable = await attempt.durable()  # all, or the first
-                life.go(SaveState.DURABLE)
-            if turn is not None:
-                await asyncio.wrap_future(turn)
-            with attempt.spans.span("commit"):
-                agreed = await attempt.agree(durable)  # the other ranks too, if there are any
-                await attempt.commit(agreed)
+            await attempt.durable()
+            life.go(SaveState.DURABLE)
+        if turn is not None:
+            await asyncio.wrap_future(turn)
+        with attempt.spans.span("commit"):
+            await attempt.agree()  # the other ranks too, if there are any
+            await attempt.commit()
         life.go(SaveState.COMMITTED)
 
 
-class Attempt:
-    """All deliveries of one save. The saver creates it, the save owns it, and the loop runs it.
+class ObjectState(IntEnum):
+    """The progress of the object at its place, from each state to the next."""
 
-    When its block is left by an exception, no trace of it stays.
+    OPENING = 0  # there is no object yet
+    WRITING = 1  # there is a sink, which takes segments
+    FINISHING = 2  # the object may be visible, and must be taken away if it is not committed
+    DURABLE = 3  # the object is visible, and stays
+    COMMITTED = 4  # the object is the checkpoint
+
+
+class Attempt:
+    """One archive on its way to its place. The saver creates it, the save owns it, and the loop runs it.
+
+    When its block is left by an exception, no trace of it stays. All of it runs on the loop's thread, so there is no
+    lock: between two awaits nothing changes. Calls that block run on helper threads and touch nothing here. The lane
+    belongs to the drain and changes on any thread; its two futures, which resolve once and outside the drain's lock,
+    bring the loop all that it has to know.
     """
 
-    def __init__(
-        self,
-        drain: Drain,
-        targets: Sequence[Target],
-        staging: Staging,
-        spans: Spans,
-        *,
-        rule: CommitRule = "all",
-        writers: Writers,
-    ) -> None:
-        self.drain, self.targets, self.staging, self.spans = drain, targets, staging, spans
-        self._rule, self._writers = rule, writers
-        # Not a method: a delivery keeps it, and in a cycle a save that has ended would wait for the garbage collection.
-        self._may_miss = partial(_may_miss, rule)
+    _off_loop: OffLoop
+
+    def __init__(self, drain: Drain, target: Target, staging: Staging, spans: Spans, *, writers: Writers) -> None:
+        self.drain, self.target, self.staging, self.spans = drain, target, staging, spans
+        self._writers = writers
         # The seconds of the call, once the caller has its handle.
         self.called: Future[float] = running_future()
-        self._deliveries: list[Delivery] = []  # from `open` on, in the order of the targets
-
-    @property
-    def is_committed(self) -> bool:
-        """True if it is the checkpoint at one of its targets."""
-        return any(delivery.is_committed for delivery in self._deliveries)
+        self.state = ObjectState.OPENING
+        self._sink: Sink | None = None
+        self._lane: Lane | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._finishing: asyncio.Task[None] | None = None  # ends when the archive is durable there
+        self._write_seconds = 0.0
 
     @property
     def written_bytes(self) -> int:
-        """The bytes that this process has written for the checkpoint, counted once for all targets."""
-        return self.drain.file_bytes + max(target.num_driver_bytes for target in self.targets)
+        """The bytes that this process has written for the checkpoint."""
+        return self.drain.file_bytes + self.target.num_driver_bytes
 
-    @property
-    def num_missed(self) -> int:
-        """The number of targets without a committed checkpoint."""
-        return sum(not (delivery.is_committed or delivery.is_kept) for delivery in self._deliveries)
+    def running(self, off_loop: OffLoop) -> Self:
+        """The block in which the attempt is made."""
+        self._off_loop = off_loop
+        return self
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if error is None:
-            for delivery in self._deliveries:
-                await delivery.close()
+            assert self._sink is not None
+            await self._off_loop(self._sink.close)
             return
         self.drain.fail(error)
-        for delivery in self._deliveries:
-            await delivery.part.end(error)
-        for delivery in self._deliveries:
-            await delivery.part.refuse(error)
-        await asyncio.wrap_future(self.drain.idle)
-        for delivery in self._deliveries:
-            if delivery.left_behind is None:
-                await delivery.take_back()
-        left_behind = [d.left_behind for d in self._deliveries if d.left_behind is not None]
-        if left_behind:
-            await asyncio.wait(left_behind, timeout=OPEN_SECONDS)
+        may_delete = False
+        with suppress(CheckpointError, OSError):
+            may_delete = await self._off_loop(partial(self.target.refuse, error))
+        taking_back = asyncio.create_task(self._take_back(may_delete=may_delete))
+        is_open = self._opening is not None and not self._opening.done()
+        limit = OPEN_SECONDS if is_open else END_SECONDS if self.target.has_further_places else None
+        await asyncio.wait([taking_back], timeout=limit)
+        if not taking_back.done():
+            quiet = running_future()
+            taking_back.add_done_callback(lambda _: quiet.set_result(None))
+            self.target.hangs(quiet)
+        taking_back.add_done_callback(ask_for_exception)
 
-    async def open(self, off_loop: OffLoop) -> None:
-        """Begin the object everywhere, or under "any" wherever that is possible, and let the drain write to them.
-
-        Raises the error of a place that the save cannot do without.
-        """
-        self._deliveries = [
-            Delivery(target, self.drain, self.spans, off_loop, self._may_miss) for target in self.targets
-        ]
-        await self._begin_objects()
-        self.drain.check()
-        errors = [delivery.error for delivery in self._deliveries if delivery.error is not None]
-        for error in errors:
-            if not self._may_miss(error) or len(errors) == len(self._deliveries):
-                raise error
-        for delivery in self._deliveries:
-            if delivery.left_behind is not None:
-                delivery.error = delivery.lagging("does not answer")
-        opened = [delivery for delivery in self._deliveries if delivery.error is None]
-        lanes = self.drain.open(
-            [
-                (d.sink, *self._writers.of(d.target.storage, alone=len(self.targets) == 1))
-                for d in opened
-                if d.sink is not None
-            ]
-        )
-        for delivery, lane in zip(opened, lanes, strict=True):
-            delivery.begin(lane)
-
-    async def _begin_objects(self) -> None:
-        """Open every delivery. Those that do not answer are left behind once the save can do without them, or has
-        failed.
-        """
-        tasks = {asyncio.create_task(delivery.open()): delivery for delivery in self._deliveries}
+    async def open(self) -> None:
+        """Begin the object, and let the drain write to it."""
+        await self.target.begin(self.drain.check)
+        self._opening = asyncio.create_task(self._open())
         # While nothing is open, the drain is idle only after a failure.
         failed = asyncio.wrap_future(self.drain.idle)
+        await asyncio.wait([self._opening, failed], return_when=asyncio.FIRST_COMPLETED)
+        self.drain.check()
+        self._opening.result()
+        assert self._sink is not None
+        submit, pace = self._writers.of(self.target.storage, alone=not self.target.has_further_places)
+        (self._lane,) = self.drain.open([(self._sink, submit, pace)])
+        self.state = ObjectState.WRITING
+        self._finishing = asyncio.create_task(self._finish(self._sink, self._lane))
+        self._finishing.add_done_callback(ask_for_exception)
 
-        def is_in_vain() -> bool:
-            errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
-            return failed.done() or not all(map(self._may_miss, errors))
+    async def _open(self) -> None:
+        drain = self.drain
+        room = drain.max_segments - drain.num_tail  # the tail waits for all else
+        self._sink = await self._off_loop(partial(self.target.open, drain.file_bytes, drain.segment_bytes, room))
 
-        while (opening := [task for task in tasks if not task.done()]) and not is_in_vain():
-            enough = self._rule == "any" and any(d.sink is not None for d in self._deliveries)
-            done, _ = await asyncio.wait(
-                [*opening, failed], timeout=OPEN_SECONDS if enough else None, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                break
-        for task, delivery in tasks.items():
-            if task.done():
-                delivery.error = task.exception()
-            else:
-                delivery.leave_behind(task)
+    async def _finish(self, sink: Sink, lane: Lane) -> None:
+        """Return when the archive is durable; raise when it will not be."""
+        checked = asyncio.ensure_future(self._off_loop(self.target.check))
+        arrived: asyncio.Future[Any] = asyncio.gather(checked, asyncio.wrap_future(lane.written))
+        failed = [] if sink.failed is None else [asyncio.wrap_future(sink.failed)]
+        try:
+            done, _ = await asyncio.wait([arrived, *failed], return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                future.result()
+            self.state = ObjectState.FINISHING
+            await self._off_loop(self.spans.traced("finish", sink.finish, path=self.target.path))
+        except BaseException as error:
+            for future in (checked, arrived, *failed):  # nobody waits for them any more
+                future.add_done_callback(ask_for_exception)
+            self.drain.fail(error)
+            raise
+        self.state = ObjectState.DURABLE
+        self._write_seconds = self.spans.total()
 
-    async def durable(self) -> list[Delivery]:
-        """Wait for durable deliveries: all, or under "any" the first. Raises as soon as that is impossible."""
-        return await self._arrived({d: d.task for d in self._deliveries if d.task is not None})
+    async def durable(self) -> None:
+        """Wait until the object is durable. Raises the error that prevents it."""
+        assert self._finishing is not None
+        written, since = -1, 0.0
+        while not self._finishing.done():
+            await asyncio.wait([self._finishing], timeout=1.0 if self.target.has_further_places else None)
+            progress, now = self.drain.progress, self.spans.total()
+            if self.state is not ObjectState.WRITING or progress.written_bytes != written:
+                written, since = progress.written_bytes, now
+            elif now > since + PROGRESS_SECONDS and self._is_writing:
+                raise StorageUnavailableError(
+                    f"{self.target.path}: nothing could be written there for {PROGRESS_SECONDS:.0f} s; until it "
+                    "answers, saves go to the next place",
+                    path=self.target.path,
+                )
+        self._finishing.result()
 
-    async def agree(self, durable: Sequence[Delivery]) -> list[Delivery]:
-        """Wait until all ranks have done their parts at the durable deliveries; under "any" at the first one of all.
+    @property
+    def _is_writing(self) -> bool:
+        """Whether a write has begun, and no limit of bandwidth holds it up."""
+        return self._lane is not None and self._lane.num_writing > 0 and self._lane.pace is None
 
-        Raises as soon as that is impossible.
-        """
-        times = self._times()
-        for delivery in self._deliveries if self._rule == "any" else durable:
-            if delivery.part.task is None:
-                delivery.target.times = times
-                others = [other for other in self._deliveries if other is not delivery]
-                delivery.part.begin(delivery.take_part(self._archives[0], others))
-        return await self._arrived({d: d.part.task for d in self._deliveries if d.part.task is not None})
+    async def agree(self) -> None:
+        """Wait until all ranks have done their parts, as far as this one is to know."""
+        self.target.times = self._times()
+        await self.target.agree(self._archive, self._off_loop, self.drain.check)
+        await self.target.hear(self._off_loop, self.drain.check)
 
-    async def _arrived(self, running: Mapping[Delivery, asyncio.Task[None]]) -> list[Delivery]:
-        """Wait for tasks that end well: all, or under "any" the first. Raises the error of one that the save needs."""
-        pending = set(running.values())
-        while True:
-            done = [delivery for delivery, task in running.items() if task.done()]
-            errors = [delivery.error for delivery in done if delivery.error is not None]
-            for error in errors:
-                if not self._may_miss(error):
-                    raise error
-            if errors and len(errors) == len(running):
-                raise _worst(errors)
-            arrived = [delivery for delivery in done if delivery.error is None]
-            if arrived and (self._rule == "any" or len(done) == len(running)):
-                return arrived
-            assert pending, "every delivery ends in an error, or well"
-            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+    async def commit(self) -> None:
+        """Make the object the checkpoint; raise the error that prevents it."""
+        self.target.times = self._times()
+        commit = partial(self.target.commit, (self._archive,))
+        await self._off_loop(self.spans.traced("commit", commit, path=self.target.path))
+        self.state = ObjectState.COMMITTED
 
-    async def commit(self, durable: Sequence[Delivery]) -> None:
-        """Commit the durable deliveries. Raises the error of one that the save needs."""
-        times = self._times()
-        for delivery in durable:
-            delivery.target.times = times
-            try:
-                await delivery.commit(self._archives)
-            except BaseException as error:
-                done = [other.target.path for other in durable if other.is_committed]
-                if done:
-                    error.add_note(
-                        f"async_ckpt: it is committed at {', '.join(done)}; the other places are caught up later"
-                    )
-                if not self._may_miss(error):
-                    raise
+    async def _take_back(self, *, may_delete: bool) -> None:
+        """Once its calls have returned: end the sink, and remove an object that is not committed."""
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+            ask_for_exception(self._opening)
+        await asyncio.wrap_future(self.drain.idle)
+        if self._finishing is not None:
+            await asyncio.wait([self._finishing])
+        if self._sink is None:
+            return
+        if self.state is not ObjectState.COMMITTED:
+            await self._off_loop(self._sink.abort)
+            if self.state in (ObjectState.FINISHING, ObjectState.DURABLE) and may_delete:
+                with suppress(CheckpointError, OSError):  # what is left then is swept by the next process
+                    await self._off_loop(self.target.discard)
+        await self._off_loop(self._sink.close)
 
     async def tidy(self) -> None:
         """After the commit: remove what the save has put beside the checkpoint and is not to stay."""
-        for delivery in self._deliveries:
-            await delivery.tidy()
+        await self._off_loop(self.target.tidy)
 
     async def afterwards(self) -> None:
-        """After the commit: let deliveries that lag arrive and commit them, too; then apply retention everywhere.
-
-        Raises the first error, which does not make the save less true.
-        """
-        self.drain.committed()
-        errors: list[BaseException] = []
-        late = [delivery for delivery in self._deliveries if not delivery.is_committed]
-        for delivery in self._deliveries:
-            if delivery.is_committed:  # first, for a disk must not fill while it waits for a store
-                await delivery.afterwards(errors)
-        for delivery in late:
-            await delivery.arrive_late(self._archives)
-            if delivery.is_committed or delivery.is_kept:
-                await delivery.afterwards(errors)
-        if errors:
-            raise errors[0]
+        """After the commit: apply retention. Raises an error, which does not make the save less true."""
+        await self._off_loop(self.target.afterwards)
 
     def report(
         self,
@@ -259,9 +238,15 @@ class Attempt:
         unchanged_groups: tuple[str, ...] = (),
     ) -> SaveReport:
         """The report of the save, for its caller."""
-        spans, staging = self.spans, self.staging
-        target = next(delivery.target for delivery in self._deliveries if delivery.is_committed)
-        destinations = tuple(delivery.destination() for delivery in self._deliveries)
+        spans, staging, target = self.spans, self.staging, self.target
+        assert self._sink is not None
+        destination = Destination(
+            path=target.path,
+            num_bytes=self._sink.num_bytes + target.num_bytes_beside,
+            write_seconds=self._write_seconds,
+            retries=self._sink.num_retries,
+            retryable=self._sink.retryable,
+        )
         return SaveReport(
             status="committed",
             step=step,
@@ -273,8 +258,8 @@ class Attempt:
             write_seconds=spans.seconds["write"],
             commit_seconds=spans.seconds["commit"],
             total_seconds=spans.total(),
-            retries=sum(destination.retries for destination in destinations),
-            destinations=destinations,
+            retries=destination.retries,
+            destinations=(destination,),
             unchanged_groups=unchanged_groups,
         )
 
@@ -285,29 +270,13 @@ class Attempt:
         return SaveTimes(seconds, call_seconds + self.staging.stall_seconds)
 
     @property
-    def _archives(self) -> tuple[Archive, ...]:
-        """The archive as a manifest names it, the same at every target."""
-        return (Archive(self.targets[0].name, self.drain.file_bytes, self.drain.digests.of_archive),)
-
-
-def _may_miss(rule: CommitRule, error: BaseException) -> bool:
-    """True if a save can do without a place that has this error: the place is away, and another may do."""
-    # The rank that decides has not been heard of at this place.
-    is_unheard = isinstance(error, PeerFailedError) and error.undecided
-    return rule == "any" and (is_unheard or isinstance(error, StorageUnavailableError))
-
-
-def _worst(errors: Sequence[BaseException]) -> BaseException:
-    """The error to raise if all places have failed: first of all that the commit is undecided."""
-    worst = next((error for error in errors if isinstance(error, PeerFailedError)), errors[0])
-    for error in errors:
-        if error is not worst:
-            worst.add_note(f"async_ckpt: another root failed, too: {type(error).__name__}: {error}")
-    return worst
+    def _archive(self) -> Archive:
+        """The archive as a manifest names it."""
+        return Archive(self.target.name, self.drain.file_bytes, self.drain.digests.of_archive)
 
 
 class StateSave(Save):
-    """A save of a state: the snapshot fills the segments of an archive, and the attempt takes them to every target."""
+    """A save of a state: the snapshot fills the segments of an archive, and the attempt takes them to its target."""
 
     def __init__(
         self,
@@ -320,7 +289,7 @@ class StateSave(Save):
     ) -> None:
         """`unchanged_in` names the groups with the bytes of the commit before. It is called once, after the commit."""
         drain = attempt.drain
-        super().__init__(step, attempt.targets[0].path, snapshot.completion, lambda: drain.progress, attempt.spans)
+        super().__init__(step, attempt.target.path, snapshot.completion, lambda: drain.progress, attempt.spans)
         self.attempt, self.snapshot = attempt, snapshot
         self.called = attempt.called
         self._num_tensors, self._groups, self._unchanged_in = num_tensors, groups, unchanged_in
@@ -336,17 +305,18 @@ class StateSave(Save):
             unchanged_groups=self._unchanged_in(self._groups.result(attempt.drain.digests.of_blocks)),
         )
         self.written_bytes = attempt.written_bytes
-        for target in attempt.targets:
-            target.outcome = SaveOutcome(report, call_seconds, self._groups.sizes)
+        attempt.target.outcome = SaveOutcome(report, call_seconds, self._groups.sizes)
         return report
+
+    def promise(self) -> Future[int] | None:
+        return self.attempt.target.promise()
 
     def failed(self, error: BaseException) -> None:
         """Nothing to do: the attempt leaves no trace."""
 
     async def after_failure(self, error: BaseException, off_loop: OffLoop) -> None:
         seconds = self.attempt.spans.total()
-        for target in self.attempt.targets:
-            await off_loop(partial(target.failed, error, seconds))
+        await off_loop(partial(self.attempt.target.failed, error, seconds))
 
     def give_up(self, error: BaseException) -> None:
         super().give_up(error)
@@ -356,7 +326,4 @@ class StateSave(Save):
         await self.attempt.tidy()
 
     async def afterwards(self, off_loop: OffLoop) -> None:  # noqa: ARG002
-        try:
-            await self.attempt.afterwards()
-        finally:
-            self.num_missed = self.attempt.num_missed
+        await self.attempt.afterwards()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -21,6 +21,7 @@ from ...errors import (
     NotAFolderError,
     NotCommittedError,
     StepExistsError,
+    StorageFullError,
     StorageUnavailableError,
 )
 from ..events.shapes import MEASURED, brief, largest, shortened
@@ -33,14 +34,13 @@ from ..ranks.world import ranks
 from ..runs.manifest import Archive, GroupLocation, Manifest, RankFiles
 from ..runs.run import Run
 from ..spec import BLOCK_BYTES, align_up
-from ..storage.bulk import Parcel, copy
 from ..storage.compressed import Zstd, ZstdSink, promises_zstd, refuse_if_missing
 from ..storage.interface import Sink, Storage
 from ..storage.locks import temps_of
 from ..storage.place import Place
 from ..storage.scratch import refuse_in_running
-from .delivery import Target, Verify
 from .lineage import Lineage, StepCall, StepContents
+from .target import Target
 
 Compression = Zstd | Literal["zstd"] | None
 
@@ -166,7 +166,7 @@ class FolderTarget(JointTarget):
             self.storage.prove(for_run=True)
             self._replaces = self._folder.check()
 
-    def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:  # noqa: ARG002
+    def commit(self, archives: tuple[Archive, ...]) -> None:
         manifest = self._manifest
         if manifest is None:
             with self._agreement.committing():
@@ -190,29 +190,20 @@ class FolderTarget(JointTarget):
 
 
 class StepAdmission:
-    """The admission of a step to one root: what refuses it is asked on the rank that decides, at once where no network
+    """The admission of a step to its place: what refuses it is asked on the rank that decides, at once where no network
     is asked, and before the commit where that gave no answer. Made by `begin_step`; a target asks it elsewhere.
     """
 
     def __init__(self, lineage: Lineage, run: Run, call: StepCall, agreement: Agreement | Alone) -> None:
-        """Raises at once what is known to refuse the step."""
+        """Raises at once what is known to refuse the step. On another rank than the one that decides, nothing is."""
         self.rolled_back = lineage.rolled_back
         self._lineage, self._run, self._call, self._agreement = lineage, run, call, agreement
-        self._has_settled = run.has_start  # what the other roots show of earlier starts is known
         self._is_done = False  # when it was asked, the step could be committed
         if agreement.decides:
-            self._at_once()
-
-    def _at_once(self) -> None:
-        lineage, run = self._lineage, self._run
-        run.check_start()
-        run.check_known(self._call.step, overwrite=self._call.overwrite)
-        if not run.storage.remote:
-            try:
+            run.check_start()
+            run.check_known(call.step, overwrite=call.overwrite)
+            if not run.storage.remote:
                 self.again()
-            except StorageUnavailableError:
-                if lineage.rule == "all" or lineage.has_one_root:
-                    raise  # otherwise its delivery fails, unless it is back by then
 
     def once(self) -> None:
         """Ask, unless it was answered that the step can be committed. Raises what refuses it."""
@@ -221,9 +212,6 @@ class StepAdmission:
 
     def again(self) -> None:
         """Ask. Raises what refuses the step."""
-        if not (self._lineage.has_one_root or self._has_settled):
-            self._has_settled = True
-            self._lineage.roots.settle()
         with self.telling_ranks():
             self._run.check(
                 self._call.step,
@@ -252,27 +240,40 @@ class StepAdmission:
 
 
 class StepTarget(JointTarget):
-    """One attempt at one step, at one root. A plan creates it; a delivery calls it elsewhere."""
+    """One attempt at one step. A plan creates it; an attempt calls it elsewhere."""
 
     def __init__(
         self,
         lineage: Lineage,
-        run: Run,
         contents: StepContents,
         agreement: Agreement | Alone,
         check: StepAdmission,
+        place: Callable[[], Run],
     ) -> None:
-        """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step."""
-        call = contents.call
+        """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step, and
+        chooses the `place`, which the others know once the attempt has its name.
+        """
+        call, run = contents.call, place()
         folder = run.folder(call.step)
         name = folder if agreement.has_others else run.attempt_path(call.step, agreement.attempt)
         super().__init__(run.storage, name)
-        self._lineage, self._run, self._call = lineage, run, call
+        self.has_further_places = not lineage.has_one_root
+        self._lineage, self._call, self._place = lineage, call, place
         self._contents, self._agreement, self._check = contents, agreement, check
         self._is_announced = False  # tracker and journal name the step
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
+        self._num_bytes = 0  # of the archive
         self.num_bytes_beside = len(call.driver.image) if call.driver else 0
+
+    async def begin(self, check: Callable[[], None]) -> None:
+        await super().begin(check)
+        self.storage = self._run.storage
+        self.path = self.storage.locate(self._run.folder(self._call.step) if self._agreement.has_others else self._name)
+
+    @property
+    def _run(self) -> Run:
+        return self._place()
 
     def _archive_path(self) -> str:
         return self._run.attempt_path(self._call.step, self._token, self._agreement.rank)
@@ -281,9 +282,15 @@ class StepTarget(JointTarget):
     def _token(self) -> str:
         return self._agreement.attempt
 
+    @property
+    def in_order(self) -> bool:
+        return any(run.storage.in_order for run in self._lineage.roots.runs)
+
+    def part_segments(self, num_bytes: int, segment_bytes: int) -> int:
+        return max(run.storage.part_segments(num_bytes, segment_bytes) for run in self._lineage.roots.runs)
+
     def open(self, num_bytes: int, segment_bytes: int, max_segments: int) -> Sink:
-        if self._lineage.hangs(self._run):
-            raise StorageUnavailableError(f"{self.path}: earlier writes there have not returned yet", path=self.path)
+        self._num_bytes = num_bytes
         self._agreement.claim()
         if self._agreement.decides and not self.storage.remote:
             if self._take():
@@ -305,59 +312,28 @@ class StepTarget(JointTarget):
             self._replaces = self._run.manifest_to_replace(self._call.step)
 
     def _take(self) -> bool:
-        """Take the root for this process, at its first save there. True if it was taken now."""
-        return self._run.take(self._call.step, [run for run in self._lineage.roots.runs if run is not self._run])
+        """Take the place for this process, at its first save there. True if it was taken now."""
+        return self._lineage.roots.take(self._run, self._call.step)
 
-    @property
-    def is_cache(self) -> bool:
-        return self._agreement.is_apart
-
-    @property
-    def may_be_sent_again(self) -> bool:
-        return self._agreement.has_others and not self.is_cache
-
-    def copy_of(self, other: Target, num_bytes: int, verify: Verify, check: Callable[[], None]) -> Sink:
-        sinks: list[Sink] = []
-        parcel = Parcel(partial(other.storage.open, self._name), self._name, num_bytes, verify)
-        pace = self._lineage.pace_of(self.storage)
-        copy([parcel], self.storage, background=True, check=check, finished=sinks.append, pace=pace)
-        return sinks[0]
-
-    def commit(self, archives: tuple[Archive, ...], *, late: bool = False) -> None:
+    def commit(self, archives: tuple[Archive, ...]) -> None:
         if self._manifest is not None:  # rank 0 has committed
-            if self._run is self._lineage.roots.runs[0]:
-                self._contents.warn_of_lost_driver(self._manifest, self._agreement.rank)
-            self._is_committed_as(self._manifest, archives, late=late)
+            self._lineage.tiers.wait_for(self._run, self._call.step)
+            self._contents.warn_of_lost_driver(self._manifest, self._agreement.rank)
+            self._is_committed_as(self._manifest, archives)
             self._is_announced = True
             return
         if self._agreement.has_others:
             self._run.check_taken()  # the other ranks learn of a commit by its manifest, so it must not be in vain
         elsewhere = (*self._contents.borrowed, *self._write_driver())
-        manifest = self._committed_elsewhere() if late else None
-        if manifest is not None:
-            self._run.adopt(manifest, replaces=self._replaces)
-        else:
-            manifest = self._put_manifest(archives, elsewhere, retire=self._lineage.retire and not late)
+        manifest = self._put_manifest(archives, elsewhere)
         self._close_driver()
         self._agreement.committed(manifest)
-        self._is_committed_as(manifest, archives, late=late)
+        self._is_committed_as(manifest, archives)
+        self._lineage.tiers.committed(self._run, self._call.step, manifest.num_bytes)
         with suppress(CheckpointError):  # the checkpoint is true already; tried once more afterwards
             self._announce()
 
-    def _committed_elsewhere(self) -> Manifest | None:
-        """The manifest that commits this attempt at another root. A late commit takes it over, and so retires the same
-        steps, and no newer step that has followed since.
-        """
-        for run in self._lineage.roots.runs:
-            with suppress(StorageUnavailableError):
-                manifest = run.committed(self._call.step) if run is not self._run else None
-                if manifest is not None and manifest.attempt == self._token:
-                    return manifest
-        return None
-
-    def _put_manifest(
-        self, archives: tuple[Archive, ...], elsewhere: tuple[GroupLocation, ...], *, retire: bool
-    ) -> Manifest:
+    def _put_manifest(self, archives: tuple[Archive, ...], elsewhere: tuple[GroupLocation, ...]) -> Manifest:
         try:
             with self._agreement.committing(), self._check.telling_ranks():
                 return self._run.commit(
@@ -365,7 +341,7 @@ class StepTarget(JointTarget):
                     self._token,
                     archives,
                     replaces=self._replaces,
-                    retire=retire,
+                    retire=self._lineage.retire,
                     record=self._call.record,
                     elsewhere=elsewhere,
                     ranks=self._of_ranks,
@@ -376,14 +352,13 @@ class StepTarget(JointTarget):
             self._lineage.groups.forget(error.step)
             raise
 
-    def _is_committed_as(self, manifest: Manifest, archives: tuple[Archive, ...], *, late: bool) -> None:
+    def _is_committed_as(self, manifest: Manifest, archives: tuple[Archive, ...]) -> None:
         self.num_bytes_beside = manifest.num_bytes - sum(archive.num_bytes for archive in archives)
         self._lineage.groups.committed(self._run, manifest.lenders, self._contents)
-        if not late:
-            self._lineage.committed(since=self._check.rolled_back)
+        self._lineage.committed(since=self._check.rolled_back)
 
     def _announce(self) -> None:
-        self._run.announce(self._call.step, in_flight=self._lineage.in_flight())
+        self._run.announce(self._call.step, in_flight=self._lineage.in_flight(self._run))
         self._is_announced = True
 
     def _write_driver(self) -> list[GroupLocation]:
@@ -412,16 +387,23 @@ class StepTarget(JointTarget):
         if self._driver_sink is not None:
             self._driver_sink.close()
 
+    def refuse(self, error: BaseException) -> bool:
+        is_apart, on_other_rank = self._agreement.is_apart, self._agreement.fails_elsewhere
+        if is_apart or on_other_rank or isinstance(error, StorageUnavailableError | StorageFullError):
+            self._lineage.tiers.failed(
+                self._run, error, num_bytes=self._num_bytes, for_good=is_apart, on_other_rank=on_other_rank
+            )
+        return super().refuse(error)
+
+    def promise(self) -> Future[int] | None:
+        return self._lineage.tiers.promise(self._run, self._call.step)
+
     def discard(self) -> None:
         self._close_driver()
         self._run.sweeper.discard(self._call.step, self._token, self._agreement.rank)
 
     def afterwards(self) -> None:
-        if self.is_cache:
-            self._run.sweeper.trim(
-                self._call.step, self._token, self._agreement.rank, in_flight=self._lineage.in_flight()
-            )
-        if self.is_cache or not self._agreement.decides:
+        if not self._agreement.decides:
             return
         self._note_save()
         refusal: CheckpointError | None = None
@@ -434,14 +416,13 @@ class StepTarget(JointTarget):
             self._retain()
         finally:
             self._run.write_events()
-        self._lineage.catch_up_behind(self._run)
         if refusal is not None:
             raise refusal
 
     def _retain(self) -> None:
         replaced = self._replaces[0] if self._replaces else None
         self._agreement.afterwards()
-        self._run.retain(self._call.step, replaced=replaced, in_flight=self._lineage.in_flight())
+        self._run.retain(self._call.step, replaced=replaced, in_flight=self._lineage.in_flight(self._run))
         if self.storage.remote:
             self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)
 
@@ -451,7 +432,7 @@ class StepTarget(JointTarget):
             return
         report, call_seconds, groups = self.outcome
         measured = {name: getattr(report, name) for name in MEASURED}
-        self._run.events.note(
+        self._lineage.note(
             "save",
             self._call.step,
             **measured,
@@ -468,42 +449,53 @@ class StepTarget(JointTarget):
         )
 
     def failed(self, error: BaseException, seconds: float) -> None:
-        if self.is_cache or not self._agreement.decides or self._lineage.hangs(self._run):
+        if not self._agreement.decides:
             return
         facts = {"error": type(error).__name__, "message": shortened(str(error)), "total_seconds": seconds}
-        self._run.events.note("failed", self._call.step, **facts)
-        if not (self.storage.remote and isinstance(error, StorageUnavailableError)):  # it would fail after a long wait
+        self._lineage.note("failed", self._call.step, **facts)
+        if not isinstance(error, StorageUnavailableError):  # it would fail, after a long wait
             self._run.write_events()
 
     def hangs(self, quiet: Future[None]) -> None:
-        self._lineage.left_behind(self._run, quiet)
+        where = self.path
+        self._lineage.tiers.failed(self._run, StorageUnavailableError(f"{where} does not answer", path=where), quiet)
         get_loop().note_hanging(quiet)
 
 
-def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> Callable[[StepContents], list[StepTarget]]:
-    """Begin an attempt at a step, at each root; of all ranks together, if there are several. Raises what refuses it.
+def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> tuple[Run, Callable[[StepContents], StepTarget]]:
+    """Begin an attempt at a step; of all ranks together, if there are several. Raises what refuses it.
 
-    Returns what makes its targets, once it is planned what they get.
+    Returns the run that it goes to, as far as this rank knows, and what makes its target, once it is planned what it
+    gets.
     """
     joint, runs = call.joint, lineage.roots.runs
     if joint is None:
-        token = os.urandom(4).hex()
-        agreements: list[Agreement | Alone] = [Alone(token) for _ in runs]
+        run = runs[lineage.tiers.choose()]
+        agreement: Agreement | Alone = Alone(os.urandom(4).hex())
+        place = partial(_only, run)
     else:
-        joint.is_any = lineage.rule == "any" and not lineage.has_one_root
-        joint.num_roots = len(runs)
+        if ranks.world.rank == 0:
+            joint.place = lineage.tiers.choose()
         ranks.calls.plan(joint)
         for run in runs:
             run.join(ranks.meeting.token()[:8])
-        agreements = [Agreement(ranks, joint, run, number) for number, run in enumerate(runs)]
-    begun = [(run, one, StepAdmission(lineage, run, call, one)) for run, one in zip(runs, agreements, strict=True)]
-    return lambda contents: [StepTarget(lineage, run, contents, one, check) for run, one, check in begun]
+        agreement, place = Agreement(ranks, joint, runs), partial(_of_joint, runs, joint)
+    check = StepAdmission(lineage, place(), call, agreement)
+    return place(), lambda contents: StepTarget(lineage, contents, agreement, check, place)
+
+
+def _only(run: Run) -> Run:
+    return run
+
+
+def _of_joint(runs: Sequence[Run], joint: JointSave) -> Run:
+    return runs[joint.place]
 
 
 def folder_target(folder: OneOffFolder, joint: JointSave, ranks: Ranks) -> FolderTarget:
     """Begin an attempt at a one-off save of all ranks together. Raises what refuses it."""
     ranks.calls.plan(joint)
-    return FolderTarget(folder, Agreement(ranks, joint, folder))
+    return FolderTarget(folder, Agreement(ranks, joint, [folder]))
 
 
 class StaticLease:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from ..host import process as _  # noqa: F401 - notices forks from now on, even before the first store
-from ..spec import Keep, keep_of
+from ..spec import Keep, flag, keep_of, whole_count
 from .interface import Storage
 from .local import LocalStorage
 from .registry import fsspec_maker, obstore_maker, own_maker
@@ -28,6 +28,7 @@ from .url import (
     shown,
     text_of,
 )
+from .volatile import is_volatile
 
 Engine = Literal["obstore", "fsspec", "s3fs"]
 
@@ -49,7 +50,10 @@ class Place:
         engine: the client: "obstore" (the default for s3, gs and az) or "fsspec" (the default for all other URLs; for
             s3 also called "s3fs").
         fs: an fsspec filesystem to use as it is; `url` is then a path on it, or its URL.
-        keep: the retention of this root, if an AsyncCheckpointer has several; by default its `keep`.
+        keep: the retention at this place, if an AsyncCheckpointer has several; by default its `keep`.
+        every: at a further place of an AsyncCheckpointer, copy only the steps that are multiples of this, and the last.
+        volatile: whether a reboot loses what lies there, as in a RAM disk. A save to a volatile place is done only once
+            it is at the next place that is not. By default tmpfs and ramfs are volatile.
 
     Raises TypeError and ValueError for arguments that are not valid, such as `options` for a local path.
     """
@@ -60,6 +64,8 @@ class Place:
     engine: Engine | None = None
     fs: Any = None
     keep: int | Keep | None = None
+    every: int | None = None
+    volatile: bool | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.url, Place):
@@ -72,6 +78,10 @@ class Place:
         if self.engine not in (None, "obstore", "fsspec", "s3fs"):
             raise ValueError(f'engine must be "obstore", "fsspec" or "s3fs", got {self.engine!r}')
         keep_of(self.keep)
+        if self.every is not None:
+            whole_count("every", self.every)
+        if self.volatile is not None:
+            flag("volatile", self.volatile)
         if self.fs is not None and not (hasattr(self.fs, "protocol") and callable(getattr(self.fs, "open", None))):
             raise TypeError(f'fs must be a filesystem of fsspec, such as fsspec.filesystem("s3"), got {self.fs!r:.100}')
         if self.fs is not None and (self.engine is not None or (self.options or {}).keys() - {_DEADLINE}):
@@ -90,6 +100,13 @@ class Place:
     def shown(self) -> str:
         """The path or URL without secrets."""
         return shown(self.text)
+
+    @property
+    def is_volatile(self) -> bool:
+        """Whether a reboot loses what lies there."""
+        if self.volatile is None:
+            return self.is_local and is_volatile(local_path(self.text))
+        return self.volatile
 
     @property
     def is_local(self) -> bool:
@@ -136,6 +153,10 @@ class Place:
             arguments.append(f"fs=<{type(self.fs).__qualname__}>")
         if self.keep is not None:
             arguments.append(f"keep={self.keep!r}")
+        if self.every is not None:
+            arguments.append(f"every={self.every!r}")
+        if self.volatile is not None:
+            arguments.append(f"volatile={self.volatile!r}")
         return f"Place({', '.join(arguments)})"
 
 
@@ -159,8 +180,10 @@ def place_of(where: Anywhere) -> Place:
 def written_at(where: Anywhere) -> Place:
     """The Place of something that is not a run. Raises ValueError if it has a retention."""
     place = place_of(where)
-    if place.keep is not None:
-        raise ValueError(f"{place!r}: keep= is for a root of an AsyncCheckpointer; leave it out here")
+    if (place.keep, place.every, place.volatile) != (None, None, None):
+        raise ValueError(
+            f"{place!r}: keep=, every= and volatile= are for the places of an AsyncCheckpointer; leave them out here"
+        )
     return place
 
 

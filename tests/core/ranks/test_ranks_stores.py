@@ -102,12 +102,12 @@ def test_worlds_below_prefixes_of_one_store_do_not_mix(worlds: Worlds):
         assert torch.equal(saved(worlds.root / name, 3).tensors["whole"], numbered(300, 1000) + add)
 
 
-def test_ranks_with_a_store_skip_and_commit_at_any_of_several_roots_alike(worlds: Worlds):
+def test_ranks_with_a_store_skip_and_commit_at_several_places_alike(worlds: Worlds):
     body = f"""
     roots = [here.root + "/a", here.root + "/b"]
     state = {{"whole": numbered(3)}}
     with open_run(
-        roots, ranks=(here.rank, here.size), store={STORES["TCPStore"]}, on_overlap="skip", commit="any"
+        roots, ranks=(here.rank, here.size), store={STORES["TCPStore"]}, on_overlap="skip"
     ) as ckpt:
         if here.rank == 0:
             here.at("write", lambda: here.hear("called-0", "called-1"), step=1)

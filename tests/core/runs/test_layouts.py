@@ -13,7 +13,7 @@ import torch
 from archives import forge_manifest
 from racing import until
 from scripted_disk import scripted
-from states import assert_is_state, is_incidental, names_below, open_run, records, state_at
+from states import assert_is_state, everywhere, is_incidental, names_below, open_run, records, state_at
 
 import async_ckpt
 from async_ckpt import (
@@ -473,20 +473,18 @@ def test_every_root_has_its_own_tracker_and_the_record(tmp_path):
     roots[0].mkdir()
     (roots[0] / "latest_ckpt_global_step.txt").write_text("500")
     with open_run(roots, **SKYRL) as ckpt:
-        report = ckpt.save(state_at(400), step=400, record={"loss": 0.5}).result()
+        report = everywhere(ckpt, ckpt.save(state_at(400), step=400, record={"loss": 0.5}))
     assert [(root / "latest_ckpt_global_step.txt").read_text() for root in roots] == ["500", "400"]
     lines = [json.loads((root / "checkpoints.jsonl").read_text()) for root in roots]
     assert [line["loss"] for line in lines] == [0.5, 0.5]
-    assert [f"{root}/{line['state_path']}" for root, line in zip(roots, lines, strict=True)] == [
-        place.path for place in report.destinations
-    ]
+    assert f"{roots[0]}/{lines[0]['state_path']}" == report.path
+    assert lines[1]["state_path"] == lines[0]["state_path"]
 
 
 def test_a_step_that_is_copied_to_another_root_keeps_its_record(tmp_path):
     roots = [tmp_path / "near", tmp_path / "far"]
     with open_run(roots) as ckpt:
-        ckpt.save(state_at(1), step=1, record={"loss": 0.5}, ttl_seconds=1e6).result()
-        ckpt.wait()
+        everywhere(ckpt, ckpt.save(state_at(1), step=1, record={"loss": 0.5}, ttl_seconds=1e6))
         shutil.rmtree(roots[1])
         assert ckpt.catch_up() == {str(roots[0]): [], str(roots[1]): [1]}
     near, far = (root / "step_00000001/manifest.json" for root in roots)

@@ -16,7 +16,7 @@ from archives import forge_manifest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_disk import scripted
-from states import assert_is_state, journaled_steps, leftovers, names_below, open_run, state_at
+from states import assert_is_state, everywhere, journaled_steps, leftovers, names_below, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, Keep, Naming, NotCommittedError, StorageUnavailableError
 from async_ckpt.core.runs.manifest import Manifest
@@ -202,8 +202,7 @@ def test_a_number_is_that_of_the_newest_steps():
 
 def save(ckpt: AsyncCheckpointer, step: int, loss: float | None = None, **options: Any) -> None:
     record = {} if loss is None else {"loss": loss}
-    ckpt.save(state_at(step), step=step, record=record, **options).result()
-    ckpt.wait()
+    everywhere(ckpt, ckpt.save(state_at(step), step=step, record=record, **options))
 
 
 def age(root: Path, step: int, seconds: float) -> None:

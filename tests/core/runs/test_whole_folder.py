@@ -12,7 +12,7 @@ from buckets import ENGINES, Bucket, InMemory, OnServer, RunAt
 from folders import read, write
 from fsspec.implementations.local import LocalFileSystem
 from scripted_disk import scripted
-from states import assert_is_state, is_incidental, open_run, state_at
+from states import assert_is_state, everywhere, is_incidental, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, Keep, Place
 
@@ -42,8 +42,7 @@ def store(request: pytest.FixtureRequest) -> OnServer | InMemory:
 
 
 def save(ckpt: AsyncCheckpointer, step: int) -> None:
-    ckpt.save(state_at(step), step=step).result()
-    ckpt.wait()
+    everywhere(ckpt, ckpt.save(state_at(step), step=step))
 
 
 def folder_of(root: Place, step: int) -> Path:

@@ -16,7 +16,7 @@ import torch
 from archives import forge_manifest
 from frozen import BIG, Training, save
 from scripted_disk import scripted
-from states import open_run
+from states import everywhere, open_run
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, CorruptCheckpointError, NotUnchangedError, Place
@@ -545,16 +545,13 @@ def test_what_was_deleted_by_hand_is_saved_again_and_lends_nothing(tmp_path, how
     state = {"base": {"w": torch.ones(10)}, "n": 0}
     with open_run(roots if num_roots > 1 else roots[0]) as ckpt:
         for step in (1, 2):
-            ckpt.save(state, step, unchanged="base" if step > 1 else None).result()
-        ckpt.wait()
+            everywhere(ckpt, ckpt.save(state, step, unchanged="base" if step > 1 else None))
         for root in roots:
             _by_hand(how, root / "step_00000002")
         assert ckpt.latest() == 1
-        assert ckpt.save(state, 2, unchanged="base").result().unchanged_groups == ("base",)
-        ckpt.wait()
-        _by_hand(how, roots[-1] / "step_00000001")
-        ckpt.save(state, 3, unchanged="base").result()
-        ckpt.wait()
+        assert everywhere(ckpt, ckpt.save(state, 2, unchanged="base")).unchanged_groups == ("base",)
+        _by_hand(how, roots[0] / "step_00000001")
+        everywhere(ckpt, ckpt.save(state, 3, unchanged="base"))
         for root in roots:
             assert torch.equal(async_ckpt.load(root / "step_00000003")["base"]["w"], torch.ones(10))
 

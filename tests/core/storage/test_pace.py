@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from racing import Call
-from scripted_disk import ScriptedStorage, scripted
-from states import assert_is_state, leftovers, open_run, state_at
+from scripted_disk import scripted
+from states import assert_is_state, everywhere, leftovers, open_run, state_at
 
 import async_ckpt
-from async_ckpt import AsyncCheckpointer, StorageFullError, StorageUnavailableError
+from async_ckpt import AsyncCheckpointer, StorageFullError
 from async_ckpt.core.storage.pace import Pace
 
 MIB = 1 << 20
@@ -96,26 +96,10 @@ def test_a_save_that_waits_holds_up_no_other(tmp_path):
     slow.close()
 
 
-def test_a_root_that_is_given_up_while_it_waits_is_missed_and_no_more(tmp_path):
-    roots = [tmp_path / "near", tmp_path / "far"]
-    with open_run(roots, commit="any", segment_bytes=4 * MIB) as ckpt:
-        far = ckpt._roots.runs[1].storage
-        ckpt._saver._writers._max_bandwidth = 1e12
-        ckpt._saver._writers._paces[far.locate("")] = Pace(1.0)
-        with ScriptedStorage(ckpt.roots[1]) as disk:
-            ckpt._roots.runs[1].root.storage = disk
-            disk.fail("write", error=StorageUnavailableError("away", path="far"))
-            report = ckpt.save(state_at(1, 9), step=1).result()
-            ckpt.wait()
-        assert [d.error is None for d in report.destinations] == [True, False]
-        ckpt._roots.runs[1].root.storage = far
-        assert_is_state(ckpt.load(1), 1, 9)
-
-
 def test_each_of_several_places_has_the_bandwidth_for_itself(tmp_path):
     roots = [tmp_path / "near", tmp_path / "far"]
     with open_run(roots, max_bandwidth=1e12) as ckpt:
-        ckpt.save(state_at(1, 9), step=1).result()
+        everywhere(ckpt, ckpt.save(state_at(1, 9), step=1))
         assert sorted(ckpt._saver._writers._paces) == sorted(str(root) for root in roots)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from buckets import Bucket
 from fsspec.implementations.memory import MemoryFileSystem
-from states import MIB, assert_is_state, difference, open_run, state_at, weight
+from states import MIB, assert_is_state, difference, everywhere, open_run, state_at, weight
 
 import async_ckpt
 from async_ckpt import AsyncCheckpointer, Keep, Place, StorageUnavailableError
@@ -213,7 +213,7 @@ def test_what_is_no_place_is_refused_with_what_to_give(make, error, message, tmp
 )
 def test_what_is_written_once_has_no_retention(write, tmp_path):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=r"keep= is for a root of an AsyncCheckpointer; leave it out here"):
+    with pytest.raises(ValueError, match=r"keep=, every= and volatile= are for the places of an AsyncCheckpointer"):
         write(Place(tmp_path / "x", keep=3), tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
@@ -285,8 +285,7 @@ def roots(tmp_path: Path) -> list[Place]:
 
 def save(ckpt: AsyncCheckpointer, *steps: int, **options: Any) -> None:
     for step in steps:
-        ckpt.save(state_at(step), step=step, **options).result()
-        ckpt.wait()
+        everywhere(ckpt, ckpt.save(state_at(step), step=step, **options))
 
 
 def steps_of(root: Place) -> list[int]:

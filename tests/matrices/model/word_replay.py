@@ -239,7 +239,7 @@ class _Task:
     async def _run(self) -> None:
         _task.set(self)
         of_channel = self.player.ranks[self.call.channel]
-        made = Agreement(of_channel, self.joint, self.place)  # type: ignore[arg-type]
+        made = Agreement(of_channel, self.joint, [self.place])  # type: ignore[arg-type]
         try:
             await made.named(_nothing)
             if self.joint.life.now is JointState.SKIPPED:

@@ -168,7 +168,7 @@ def two_roots(top: Path, told: Told) -> None:
 
 
 def either_root(top: Path, told: Told) -> None:
-    with open_run([top / "near", top / "far"], commit="any", on_rollback="retire") as ckpt:
+    with open_run([top / "near", top / "far"], on_rollback="retire") as ckpt:
         for step in range(1, 3):
             save(told, ckpt, f"{step} first")
         save(told, ckpt, "1 again", ("1 first", "2 first"), overwrite=True)

@@ -1,0 +1,591 @@
+"""The places of a run, from near to far: which one takes the next save, and how the others follow.
+
+In: the runs at the places; commits, and failures. Out: a place for each save; the same steps at the places behind it.
+Knows nothing of: tensors, saves under way.
+
+A save is committed at one place: the first that answers and has room. One mover for each further place copies to it
+the newest step that the nearer ones hold, so a place that is slow or away holds up neither a save nor another place.
+Movers only go forward: they leave out what is older than the newest step there, and write nothing where a start has
+committed that this run does not descend from.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
+
+from ...errors import (
+    CheckpointError,
+    ConflictError,
+    NotCommittedError,
+    StepExistsError,
+    StorageUnavailableError,
+)
+from ..host import waits
+from ..host.loop import get_loop
+from ..host.process import in_forked_child
+from ..host.threads import Crew, running_future
+from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait, growing_pauses, wait_for
+from ..ranks.calls import Calls
+from ..runs.manifest import Retired
+from ..runs.retention import Commits
+from ..runs.roots import Ahead, Roots
+from ..runs.run import Run
+from ..spans import monotonic
+from ..storage.interface import Storage
+from ..storage.pace import Pace
+from ..storage.place import Anywhere, place_of
+from ..storage.store_facts import PROBE
+
+# Between two tries to move to a place that does not answer.
+_FIRST_PAUSE_SECONDS: Final = 1.0
+_PAUSE_SECONDS: Final = 60.0
+
+_log = logging.getLogger("async_ckpt")
+_all: weakref.WeakSet[Tiers] = weakref.WeakSet()
+
+
+class CopyStep(Protocol):
+    """Copies a step from one run to another: `loading.catch_up.copy_step`."""
+
+    def __call__(
+        self,
+        source: Run,
+        target: Run,
+        step: int,
+        *,
+        check: Callable[[], None],
+        background: bool,
+        pace: Pace | None,
+        retires: Sequence[Retired],
+        on_bytes: Callable[[int], None],
+    ) -> list[int]: ...
+
+
+class _Out(NamedTuple):
+    """A place that takes no saves for now."""
+
+    since: float
+    quiet: Future[None] | None  # calls there that have not returned
+    for_good: bool = False  # not all ranks see it
+    on_other_rank: bool = False  # this one cannot tell whether it answers there
+
+
+class Tiers:
+    """The places of one checkpointer, which creates it. From any thread.
+
+    The lock guards tables; it is not held over a call to a place.
+    """
+
+    def __init__(
+        self,
+        roots: Roots,
+        copy_step: CopyStep,
+        pace_of: Callable[[Storage], Pace | None],
+        in_flight: Callable[[Run], Collection[int]],
+        calls: Calls | None,
+    ) -> None:
+        """`in_flight` lists the steps that retention leaves alone at a place. `calls` are those of several ranks, of
+        which rank 0 copies.
+        """
+        self.runs, self._calls = roots.runs, calls
+        self._lock = threading.Lock()
+        self._copying = {run: threading.Lock() for run in self.runs}
+        self._out: dict[Run, _Out] = {}  # places that are passed over; under _lock
+        self._num_bytes = 0  # of the last step that was committed
+        self._is_finished = False
+        self.exit_timeout: float | None = None  # seconds that the interpreter's exit waits for copies
+        self.movers = [
+            Mover(
+                Roots(self.runs[: number + 1]),
+                self._copying[run],
+                copy_step,
+                pace_of,
+                in_flight,
+                partial(self._say, number),
+            )
+            for number, run in enumerate(self.runs)
+            if number
+        ]
+        if calls is not None:
+            calls.hear_arrival = self._hear_arrival
+
+    # --- the place of a save ----------------------------------------------------------------------------------
+
+    def choose(self) -> int:
+        """The number of the place that the next save goes to: the first that answers and has room. No request over a
+        network is made.
+        """
+        if len(self.runs) == 1:
+            return 0
+        able = [number for number, run in enumerate(self.runs) if self._answers(run)]
+        return next((number for number in able if self._has_room(self.runs[number])), (able or [0])[0])
+
+    def _answers(self, run: Run) -> bool:
+        """Whether a place may take a save. One that has failed is tried again: a folder at once, if its calls have
+        returned, a store after a minute.
+        """
+        with self._lock:
+            out = self._out.get(run)
+        if out is not None and (out.for_good or (out.quiet is not None and not out.quiet.done())):
+            return False
+        if run.storage.remote or (out is not None and out.on_other_rank):
+            return out is None or monotonic() > out.since + _PAUSE_SECONDS
+        try:
+            if out is None:
+                run.storage.names("")
+            else:
+                probe = f"{PROBE}{os.urandom(4).hex()}"
+                run.storage.put_new(probe, b"")
+                run.storage.delete(probe)
+        except (CheckpointError, OSError):
+            return False
+        self._note_answer(run)
+        return True
+
+    def _has_room(self, run: Run) -> bool:
+        free = None if run.storage.remote else run.storage.free_bytes()
+        return free is None or free >= self._num_bytes
+
+    def _note_answer(self, run: Run) -> None:
+        with self._lock:
+            self._out.pop(run, None)
+
+    def failed(
+        self,
+        run: Run,
+        error: BaseException,
+        quiet: Future[None] | None = None,
+        *,
+        num_bytes: int = 0,
+        for_good: bool = False,
+        on_other_rank: bool = False,
+    ) -> None:
+        """Note that a save of so many bytes has failed at a place for this reason: until it answers, or has room, saves
+        go to another one. `for_good`: not all ranks see the place.
+        """
+        if self.movers:
+            with self._lock:
+                is_new, before = run not in self._out, self._out.get(run)
+                self._out[run] = _Out(monotonic(), quiet or (before.quiet if before else None), for_good, on_other_rank)
+            self._num_bytes = max(self._num_bytes, num_bytes)
+            if is_new:
+                until = "" if for_good else " until it answers"
+                _log.warning("%s takes no saves%s: %s", run.storage.locate(""), until, error)
+
+    def committed(self, run: Run, step: int, num_bytes: int) -> None:
+        """Note a commit, and begin to move it."""
+        self._num_bytes = num_bytes
+        self._note_answer(run)
+        self.wait_for(run, step)
+        self.wake(after=run)
+
+    def wait_for(self, run: Run, step: int) -> None:
+        """Note that a step was committed at a place: those behind it are to get it."""
+        for mover in self.movers[max(0, self.runs.index(run) - 1) :]:
+            if mover.run is run:
+                mover.arrived(step)
+            else:
+                mover.want(step)
+
+    def _say(self, number: int, step: int) -> None:
+        if self._calls is not None:
+            self._calls.say_arrival(number, step)
+
+    def _hear_arrival(self, number: int, step: int) -> None:
+        self.movers[number - 1].arrived(step)
+
+    def wake(self, after: Run | None = None) -> None:
+        """Begin to move what nearer places hold, to the places behind `after`, or to all."""
+        if self.movers:
+            _all.add(self)
+        first = self.runs.index(after) if after is not None else 0
+        for mover in self.movers[first:]:
+            mover.wake()
+
+    def arrival(self, number: int, step: int) -> Future[int]:
+        """A future of the step by which the further place of this number holds `step`, or a newer one."""
+        arrived = self.movers[number - 1].arrival(step)
+        if self._calls is not None and not arrived.done():
+            self._calls.wait_for_arrival(arrived)
+        return arrived
+
+    def promise(self, run: Run, step: int) -> Future[int] | None:
+        """The arrival at the first place that is not volatile of a step that was committed at this one. None if that
+        is this one, or there is none.
+        """
+        first = self.runs.index(run)
+        lasting = next((number for number in range(first, len(self.runs)) if not self.runs[number].is_volatile), first)
+        return None if lasting == first else self.arrival(lasting, step)
+
+    def copying(self, run: Run) -> threading.Lock:
+        """The lock under which steps are copied to a place: two copies would write the same object."""
+        return self._copying[run]
+
+    # --- what is where ----------------------------------------------------------------------------------------
+
+    def held(self, run: Run) -> set[int]:
+        """The steps that must stay at a place, since they are being moved, or since a place behind it would keep them
+        for good; the latter while two more saves fit.
+        """
+        held = {mover.moving for mover in self.movers if mover.moving is not None}
+        behind = self.movers[self.runs.index(run) :]
+        free = run.storage.free_bytes() if behind else None
+        if free is None or free > 2 * self._num_bytes:
+            held.update(*(mover.wants(run.root.known) for mover in behind))
+        return held
+
+    def behind(self) -> list[str]:
+        """What further places lack, in words; nothing is asked."""
+        return [words for mover in self.movers if (words := mover.lag())]
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def finish(self, timeout: float | None = None, *, say: Callable[[str], None] = _log.warning) -> list[str]:
+        """Move the newest step everywhere, without a limit of bandwidth, and stop. Returns what is left, in words.
+
+        A place that does not answer at this moment is not tried again.
+        """
+        if self._is_finished:
+            return []
+        self._is_finished = True
+        begun, wait = monotonic(), Wait("", ENDS_THE_WAIT, say=say)
+        try:
+            if self in _all:
+                for mover in self.movers:
+                    mover.begin_end()
+            while going_on := [mover for mover in self.movers if mover.is_going_on()]:
+                if timeout is not None and monotonic() > begun + timeout:
+                    break
+                wait_for(going_on[0].ended, LIVENESS_SECONDS)
+                wait.goes_on(lambda: f"a copy: {'; '.join(self.behind())}")
+        finally:
+            for mover in self.movers:
+                mover.stop()
+            _all.discard(self)
+        return self.behind()
+
+
+class Places:
+    """The places of one save, for `SaveHandle.at`."""
+
+    def __init__(self, tiers: Tiers, step: int) -> None:
+        self._tiers, self._step = tiers, step
+
+    def at(self, place: Anywhere, saved: Future[Any]) -> Future[int]:
+        """See `SaveHandle.at`. `saved` is the handle."""
+        wanted, runs = place_of(place).storage().locate(""), self._tiers.runs
+        number = next((number for number, run in enumerate(runs) if run.storage.locate("") == wanted), None)
+        if number is None:
+            given = ", ".join(run.storage.locate("") for run in runs)
+            raise ValueError(f"{place_of(place).shown} is no place of this run, which is at {given}")
+        arrived: Future[int] = running_future()
+
+        def follow(ended: Future[int]) -> None:
+            if (error := ended.exception()) is not None:
+                arrived.set_exception(error)
+            else:
+                arrived.set_result(ended.result())
+
+        def committed(_: object) -> None:
+            if (error := Future.exception(saved)) is not None:
+                arrived.set_exception(error)
+            elif number:
+                self._tiers.arrival(number, self._step).add_done_callback(follow)
+            elif Future.result(saved).path.startswith(wanted):
+                arrived.set_result(self._step)
+            else:
+                why = f"{wanted}: step {self._step} was committed at another place, since this one did not answer"
+                arrived.set_exception(StorageUnavailableError(why, path=wanted))
+
+        Future.add_done_callback(saved, committed)
+        return arrived
+
+
+def all_tiers() -> list[Tiers]:
+    """The places of all checkpointers of this process that were not closed."""
+    return list(_all)
+
+
+@in_forked_child
+def _forget() -> None:
+    global _all
+    _all = weakref.WeakSet()
+
+
+class _Stopped(CheckpointError):
+    """The move was ended, since nobody waits for it any more."""
+
+
+class Mover:
+    """Brings one place up to date with those before it. `Tiers` creates it. One thread moves; any may call."""
+
+    def __init__(
+        self,
+        roots: Roots,
+        copying: threading.Lock,
+        copy_step: CopyStep,
+        pace_of: Callable[[Storage], Pace | None],
+        in_flight: Callable[[Run], Collection[int]],
+        on_arrival: Callable[[int], None],
+    ) -> None:
+        """`roots` are the nearer places, and last the one that is brought up to date."""
+        self.run, self._roots, self._copying = roots.runs[-1], roots, copying
+        self._copy_step, self._pace_of, self._in_flight = copy_step, pace_of, in_flight
+        self._crew = Crew("move", 1, background=True)
+        self._on_arrival = on_arrival
+        self.moving: int | None = None
+        self._looked_again: int | None = None  # the step that could not be copied at the last try
+        self.ended: Future[None] = running_future()  # nothing is moved any more
+        self._num_bytes = 0  # that were copied
+        self._seen_bytes, self._seen_at = -1, 0.0  # by whom waits for the end
+        self._bell = threading.Event()  # ends a pause
+        self._lock = threading.Lock()  # guards all below
+        self._is_wanted = self._is_running = False
+        self._is_ending = self._is_stopped = False
+        self._num_wants = 0  # calls of `want`: what was found before the last one is old
+        self._newest: int | None = None  # the newest step there, as far as is known
+        self._wanted: int | None = None  # the newest step that the nearer places had
+        self._waiting: list[tuple[int, int, Future[int]]] = []  # since so many wants, for this step
+        self._error: CheckpointError | None = None  # why the last move has failed
+
+    @property
+    def shown(self) -> str:
+        return self.run.storage.locate("").rstrip("/") or "/"
+
+    def want(self, step: int) -> None:
+        """A nearer place has just this step, its newest: what the place has of it, and above, does not count."""
+        with self._lock:
+            self._wanted = step
+            self._num_wants += 1
+            if self._newest is not None and self._newest >= step:
+                self._newest = None
+
+    def wants(self, commits: Commits) -> set[int]:
+        """The steps, of these commits, that the place would keep for good and may lack."""
+        with self._lock:
+            newest = self._newest
+        return {step for step in self.run.kept_for_good(commits) if newest is None or step > newest}
+
+    def wake(self) -> None:
+        """Move what there is to move."""
+        with self._lock:
+            if self._is_stopped:
+                return
+            self._is_wanted = True
+            begins, self._is_running = not self._is_running, True
+        self._bell.set()
+        if begins:
+            self._crew.submit(self._work, self._refused)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether something is being copied, or is about to be."""
+        return self._is_running
+
+    def begin_end(self) -> None:
+        """Have `ended` resolve once the newest step is there, or the place does not answer."""
+        with self._lock:
+            self._is_ending = True
+        self._crew.hurry()
+        self.wake()
+
+    def is_going_on(self) -> bool:
+        """Whether the end is to be waited for: it has begun, and copies make progress."""
+        if self._num_bytes != self._seen_bytes:
+            self._seen_bytes, self._seen_at = self._num_bytes, monotonic()
+        return self._is_ending and not self.ended.done() and monotonic() < self._seen_at + waits.FINISH_SECONDS
+
+    def stop(self) -> None:
+        """End a move that is under way."""
+        with self._lock:
+            self._is_stopped = True
+            is_running, self._is_ending = self._is_running, True
+        self._bell.set()
+        self._crew.stop()
+        if is_running:
+            get_loop().note_hanging(self.ended)
+        self._give_up(self._left())
+
+    def arrival(self, step: int) -> Future[int]:
+        """A future of the step by which the place holds `step`, or a newer one."""
+        arrived: Future[int] = running_future()
+        with self._lock:
+            newest, is_over = self._newest, self._is_stopped or isinstance(self._error, ConflictError)
+            is_waiting = not is_over and (newest is None or newest < step)
+            if is_waiting:
+                self._waiting.append((self._num_wants, step, arrived))
+        if newest is not None and newest >= step:
+            arrived.set_result(newest)
+        elif not is_waiting:
+            arrived.set_exception(self._error if isinstance(self._error, ConflictError) else self._left())
+        return arrived
+
+    def _left(self) -> StorageUnavailableError:
+        """What is said to those who wait for the place when nothing is copied there any more."""
+        return StorageUnavailableError(self.lag() or f"{self.shown}: no step is copied there any more", path=self.shown)
+
+    def lag(self) -> str:
+        """What the place lacks, in words; empty if nothing is known to be missing."""
+        with self._lock:
+            wanted, newest, error = self._wanted, self._newest, self._error
+        if wanted is None or (newest is not None and newest >= wanted):
+            return ""
+        has = "no step yet" if newest is None else f"step {newest}"
+        why = "" if error is None else f": {error}"
+        return f"step {wanted} is not at {self.shown}, which has {has}{why}"
+
+    # --- on the mover's thread --------------------------------------------------------------------------------
+
+    def _refused(self, error: RuntimeError) -> None:
+        with self._lock:
+            self._is_running = False
+        self._give_up(error)
+        self._end()
+
+    def _work(self) -> None:
+        pauses = growing_pauses(_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS)
+        while True:
+            with self._lock:
+                if not self._is_wanted or self._is_stopped:
+                    self._is_running = False
+                    break
+                self._is_wanted = False
+            try:
+                self._bring_up()
+                error = None
+            except CheckpointError as failed:
+                error = failed
+            except OSError as failed:
+                error = StorageUnavailableError(f"{self.shown}: {failed}", path=self.shown)
+            with self._lock:
+                is_news, self._error = str(error) != str(self._error), error
+                tries_again = isinstance(error, StorageUnavailableError) and not (self._is_ending or self._is_stopped)
+                self._is_wanted |= tries_again
+            if error is None:
+                pauses = growing_pauses(_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS)
+            elif is_news and not isinstance(error, _Stopped):
+                _log.warning("%s is not brought up to date: %s", self.shown, error)
+            if isinstance(error, ConflictError):
+                self._give_up(error)
+            if tries_again:
+                self._bell.clear()
+                self._bell.wait(next(pauses))
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            ends = self._is_ending and not self._is_running and not self.ended.done()
+        if ends:
+            self.ended.set_result(None)
+
+    def _bring_up(self) -> None:
+        """Move steps until there is none to move."""
+        while True:
+            self._check()
+            num_wants = self._num_wants
+            ahead = self._roots.ahead(self.run, is_last=self._is_ending)
+            if any(run.has_start for run in self._roots.runs):
+                self._roots.refuse_strangers(self.run)
+            here = [step for step, holders in ahead.holders.items() if self.run in holders]
+            with self._lock:
+                self._wanted = max(ahead.holders, default=None)
+            if here:
+                self.arrived(max(here), num_wants)
+            if ahead.step is None:
+                return
+            with self._copying:
+                self._move(ahead.step, ahead, num_wants)
+
+    def _move(self, step: int, ahead: Ahead, num_wants: int) -> None:
+        begun, holders = monotonic(), [run for run in ahead.holders[step] if run is not self.run]
+        with self._of(step):
+            if any(run.has_start for run in self._roots.runs):
+                self._roots.take(self.run, step)
+            errors: list[CheckpointError] = []
+            for source in holders:
+                try:
+                    self._copy_step(
+                        source,
+                        self.run,
+                        step,
+                        check=self._check,
+                        background=not self._is_ending,
+                        pace=None if self._is_ending else self._pace_of(self.run.storage),
+                        retires=ahead.stale,
+                        on_bytes=self._count,
+                    )
+                    break
+                except (NotCommittedError, StepExistsError) as error:
+                    # Retention was faster, or another process has committed the step there: look again, but not at once
+                    # for the same step.
+                    if self._looked_again == step:
+                        raise StorageUnavailableError(str(error), path=self.shown) from error
+                    self._looked_again = step
+                    return
+                except CheckpointError as error:
+                    if not isinstance(error, StorageUnavailableError) or len(holders) == 1:
+                        raise
+                    errors.append(error)
+            else:
+                raise errors[0]
+        self.arrived(step, num_wants)
+        self._follow_up(step, monotonic() - begun)
+
+    def _follow_up(self, step: int, seconds: float) -> None:
+        """After a step has arrived: the tracker, the history and retention, also where the step was held for this."""
+        run = self.run
+        run.announce(step, in_flight=self._in_flight(run))
+        for one in self._roots.runs:
+            one.events.note("moved", step, place=self.shown, total_seconds=seconds)
+        for one in reversed(self._roots.runs):
+            if one.has_start or one is run:
+                one.retain(step, replaced=None, in_flight=self._in_flight(one))
+        run.write_events()
+
+    @contextmanager
+    def _of(self, step: int) -> Iterator[None]:
+        self.moving = step
+        try:
+            yield
+        finally:
+            self.moving = None
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+
+    def _check(self) -> None:
+        if self._is_stopped:
+            raise _Stopped(f"{self.shown}: the move was ended")
+
+    def arrived(self, step: int, num_wants: int | None = None) -> None:
+        """The place has this step, which is the newest there. `num_wants`: how many `want` calls this takes account of;
+        by default all.
+        """
+        with self._lock:
+            is_newest = num_wants is None or num_wants == self._num_wants
+            num_wants = self._num_wants if num_wants is None else num_wants
+            is_news = is_newest and step != self._newest
+            if is_newest:
+                self._newest = step
+            here = [one for since, wanted, one in self._waiting if since <= num_wants and wanted <= step]
+            self._waiting = [waiting for waiting in self._waiting if waiting[-1] not in here]
+        for future in here:
+            with suppress(InvalidStateError):  # rank 0 was lost meanwhile
+                future.set_result(step)
+        if is_news:
+            self._on_arrival(step)
+
+    def _give_up(self, error: Exception) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for *_, future in waiting:
+            with suppress(InvalidStateError):
+                future.set_exception(error)

@@ -1,0 +1,43 @@
+"""Whether what lies in a folder outlives a reboot of its machine.
+
+In: a folder. Out: the answer of the mount table, where there is one. Knows nothing of: what lies there.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Final
+
+_MOUNTS: Final = Path("/proc/self/mountinfo")  # proc(5), "mountinfo"
+_IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
+_ESCAPED: Final = re.compile(r"\\(\d{3})")
+
+_log = logging.getLogger("async_ckpt")
+_warned: set[str] = set()
+
+
+def is_volatile(folder: Path) -> bool:
+    """Whether a folder, which may not exist yet, lies in memory. Warns once of one in a container's own layer."""
+    kind = file_system(folder)
+    if kind == "overlay" and str(folder) not in _warned:
+        _warned.add(str(folder))
+        _log.warning("%s lies in a layer of a container, and is gone with it; give a folder that is mounted", folder)
+    return kind in _IN_MEMORY
+
+
+def file_system(folder: Path) -> str:
+    """The kind of the file system that a folder lies in; empty where the system has no mount table."""
+    try:
+        lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    found, kind = -1, ""
+    wanted = folder.resolve()
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        point = Path(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), before.split()[4]))
+        if len(point.parts) >= found and wanted.is_relative_to(point):  # of two at one point, the later one counts
+            found, kind = len(point.parts), after.split()[0]
+    return kind

@@ -1,0 +1,182 @@
+"""Several ranks, and a run at several places: rank 0 chooses the place of a save, and copies; all know what has arrived."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rank_oracle import run_of, saved
+from rank_states import numbered
+from states import open_run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+
+# `at(call, where, do)` has `do` called ahead of a call of the disk that is about this place.
+PRELUDE = """
+import shutil
+from pathlib import Path
+from async_ckpt import Place, StorageUnavailableError
+from async_ckpt.core.saving import tiers
+from async_ckpt.core.storage.local import LocalSink, LocalStorage
+from racing import PATIENCE, until
+
+def at(call, where, do, times=None):
+    owner = LocalSink if call in ("write", "finish") else LocalStorage
+    real, left = getattr(owner, call), [times]
+    def instead(disk, *arguments, **options):
+        path = str(disk._target if owner is LocalSink else disk.locate(str(arguments[0])))
+        if where in path and left[0] != 0:
+            left[0] = None if left[0] is None else left[0] - 1
+            do()
+        return real(disk, *arguments, **options)
+    setattr(owner, call, instead)
+
+def away():
+    raise StorageUnavailableError("it is away", path="x")
+
+tiers._FIRST_PAUSE_SECONDS = tiers._PAUSE_SECONDS = 0.01
+"""
+
+
+def run(worlds, script: str, *roots: object, size: int = 2, more: str = "", **options):
+    """`roots` may tell nodes apart by `{here.rank}`; each rank tells what the others hold at the end."""
+    given = ", ".join(root if isinstance(root, str) else f"{str(root)!r}" for root in roots)
+    body = PRELUDE + f"ckpt = open_run([{given}]{more})\n" + script + "\nckpt.close()"
+    return worlds.run(size, body, **options)
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "near", tmp_path / "far"]
+
+
+def assert_holds(root: object, *steps: int) -> None:
+    """These steps, whole, by itself."""
+    assert open_run(root).steps() == list(steps)
+    for step in steps:
+        assert torch.equal(saved(root, step).tensors["model.cut"], numbered(41, 3) + step)
+
+
+def assert_nothing_else_in(root: Path) -> None:
+    """No receipts, nothing half-written, and no archives that are in no manifest."""
+    for step in open_run(root).steps():
+        folder = root / f"step_{step:08d}"
+        assert {path.name for path in folder.rglob("*")} == {
+            "manifest.json",
+            *run_of(root).manifest(step).own_names,
+        }
+
+
+def outcomes(ended) -> list[list[str]]:
+    return [[save.get("status") or save["error"] for save in one.saves] for one in ended]
+
+
+def test_a_step_is_committed_at_the_first_place_and_every_rank_knows_when_it_is_at_the_others(worlds, roots):
+    script = """
+for step in (1, 2):
+    handle = ckpt.save(small(step), step)
+    here.tell([Path(handle.result().path).parent.name, [handle.at(place).result(PATIENCE) for place in ckpt.roots]])
+"""
+    ended = run(worlds, script, *roots, size=3)
+
+    assert [one.told for one in ended] == [[["near", [1, 1]], ["near", [2, 2]]]] * 3
+    for root in roots:
+        assert_holds(root, 1, 2)
+        assert_nothing_else_in(root)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("call", ["create", "write", "finish"])
+def test_a_place_that_fails_on_a_rank_costs_one_save_and_all_ranks_go_on_at_the_next(worlds, roots, rank, call):
+    script = f"""
+if here.rank == {rank}:
+    at("{call}", "/near/step_00000001/rank_", away)
+here.save(ckpt, small(1), 1)
+tiers._PAUSE_SECONDS = 600.0
+if here.rank == 0 == {rank}:
+    at("put_new", "/near/", away)  # what is tried when it is asked whether it is back
+handle = ckpt.save(small(2), 2)
+here.tell(Path(handle.result().path).parent.name)
+here.save(ckpt, small(3), 3)
+"""
+    ended = run(worlds, script, *roots)
+
+    for number, one in enumerate(ended):
+        failed, last = one.saves
+        assert failed["error"] == ("StorageUnavailableError" if number == rank else "PeerFailedError")
+        assert last["status"] == "committed"
+        assert one.told[1] == "far"
+    assert_holds(roots[1], 2, 3)
+    assert open_run(roots[0]).steps() == []
+
+
+def test_the_handles_of_all_ranks_wait_until_a_step_has_left_the_memory(worlds, roots):
+    script = """
+if here.rank == 0:
+    at("finish", "/far/", lambda: here.hear("settled"))
+handle = ckpt.save(small(1), 1)
+if here.rank:
+    save = ckpt._saver.ledger.saves()[0]
+    until(save.settled.done)
+    here.tell(handle.done())
+    here.say("settled")
+here.tell(handle.result().status)
+"""
+    memory = f"Place({str(roots[0])!r}, volatile=True)"
+    ended = run(worlds, script, memory, roots[1])
+
+    assert [one.told for one in ended] == [["committed"], [False, "committed"]]
+    assert_holds(roots[1], 1)
+
+
+def test_a_rank_is_told_when_rank_0_has_died_before_a_step_has_left_the_memory(worlds, roots):
+    script = """
+if here.rank == 0:
+    at("finish", "/far/", here.die)
+handle = ckpt.save(small(1), 1)
+here.tell(type(handle.exception(PATIENCE)).__name__)
+"""
+    memory = f"Place({str(roots[0])!r}, volatile=True)"
+    _, second = run(worlds, script, memory, roots[1], killed={0})
+
+    assert second.told == ["PeerFailedError"]
+    assert open_run(roots[0]).steps() == [1]
+
+
+def test_a_place_that_each_node_has_for_itself_is_passed_over(worlds, tmp_path):
+    script = """
+for step in (1, 2, 3):
+    here.save(ckpt, small(step), step)
+"""
+    ended = run(worlds, script, f"f'{tmp_path}/node{{here.rank}}'", tmp_path / "shared")
+
+    assert outcomes(ended) == [["PeerFailedError", "committed", "committed"]] * 2
+    assert "must be shared by all ranks" in ended[0].saves[0]["text"]
+    assert_holds(tmp_path / "shared", 2, 3)
+
+
+def test_unchanged_groups_are_borrowed_and_copied_with_the_steps_that_borrow_them(worlds, roots):
+    script = """
+frozen = {"t": spread(9, 9)}
+for step in (1, 2, 3):
+    here.save(ckpt, {**small(step), "frozen": frozen}, step, unchanged=["frozen"])
+"""
+    ended = run(worlds, script, *roots, more=", keep=1")
+
+    assert outcomes(ended) == [["committed"] * 3] * 2
+    for root in roots:
+        assert open_run(root).steps() == [1, 3]
+        assert {one.step for one in run_of(root).manifest(3).elsewhere} == {1}
+
+
+def test_a_restart_of_all_ranks_copies_what_the_near_place_alone_holds(worlds, roots):
+    run(worlds, "here.save(ckpt, small(1), 1)", roots[0])
+    script = """
+here.tell(ckpt.restore(small(0)))
+"""
+    ended = run(worlds, script, *roots)
+
+    assert [one.told for one in ended] == [[1], [1]]
+    assert_holds(roots[1], 1)

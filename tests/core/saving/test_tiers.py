@@ -1,0 +1,602 @@
+"""One run at several places: which of them takes a save, how the others follow, and what is read from where."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from racing import PATIENCE, until
+from scripted_disk import ScriptedStorage
+from states import assert_is_state, leftovers, names_below, open_run, state_at
+
+import async_ckpt
+from async_ckpt import AsyncCheckpointer, Keep, Place, StepBehindError, StepExistsError, StorageUnavailableError
+from async_ckpt.core.host import waits
+from async_ckpt.core.runs.starts import Tenure
+from async_ckpt.core.saving import story as save_story
+from async_ckpt.core.saving import tiers
+from async_ckpt.core.storage.local import LocalStorage
+from async_ckpt.errors import ConflictError, StorageFullError
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> list[Path]:
+    return [tmp_path / "near", tmp_path / "far"]
+
+
+@pytest.fixture(autouse=True)
+def _tries_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(tiers, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(waits, "FINISH_SECONDS", 5.0)
+
+
+@contextlib.contextmanager
+def scripted(ckpt: AsyncCheckpointer, number: int) -> Iterator[ScriptedStorage]:
+    """Meanwhile, one place is on a scripted disk."""
+    run = ckpt._roots.runs[number]
+    before = run.storage
+    with ScriptedStorage(ckpt.roots[number]) as disk:
+        run.root.storage = disk
+        try:
+            yield disk
+        finally:
+            run.root.storage = before
+
+
+class Away(LocalStorage):
+    def names(self, folder: str) -> list[str]:
+        raise away(folder)
+
+
+def away(path: object = "far") -> StorageUnavailableError:
+    return StorageUnavailableError(f"{path} is away", path=str(path))
+
+
+def full() -> StorageFullError:
+    return StorageFullError("full", path="near", needed_bytes=1, free_bytes=0)
+
+
+def assert_holds(root: Path, *steps: int, mib: int = 1) -> None:
+    with open_run(root) as alone:
+        assert alone.steps() == list(steps)
+        for step in steps:
+            assert_is_state(alone.load(step), step, mib)
+
+
+def damage(root: Path, step: int) -> None:
+    archive = next((root / f"step_{step:08d}").glob("*.tar"))
+    data = bytearray(archive.read_bytes())
+    data[len(data) // 2] ^= 1
+    archive.write_bytes(data)
+
+
+def save(ckpt: AsyncCheckpointer, *steps: int, **options: Any) -> None:
+    """Save steps one after the other, each everywhere before the next."""
+    for step in steps:
+        handle = ckpt.save(state_at(step), step=step, **options)
+        for place in ckpt.roots[1:]:
+            assert handle.at(place).result(PATIENCE) == step
+    ckpt.wait()
+
+
+# --- the way of a save ----------------------------------------------------------------------------------------
+
+
+def test_a_save_is_committed_at_the_first_place_and_every_place_alone_becomes_a_whole_run(tmp_path):
+    roots = [tmp_path / name for name in ("near", "middle", "far")]
+    with open_run(roots, keep=2) as ckpt:
+        for step in (1, 2, 3):
+            handle = ckpt.save(state_at(step, 9), step=step)
+            report = handle.result()
+            assert report.path == str(next((roots[0] / f"step_{step:08d}").glob("*.tar")))
+            assert [one.path for one in report.destinations] == [report.path]
+            assert [handle.at(root).result(PATIENCE) for root in roots] == [step] * 3
+        until(lambda: ckpt.steps() == [2, 3])  # also where step 1 was held until it was copied
+    for root in roots:
+        assert_holds(root, 2, 3, mib=9)
+        assert (root / "latest").read_text() == "step_00000003\n"
+        assert leftovers(root) == []
+    archives = {next((root / "step_00000003").glob("*.tar")).read_bytes() for root in roots}
+    assert len(archives) == 1
+
+
+@pytest.mark.parametrize("call", ["create", "write", "finish", "put_new"])
+def test_no_save_waits_for_a_further_place_that_hangs_and_none_holds_its_memory(roots, call):
+    with open_run(roots, host_bytes=24 << 20, segment_bytes=4 << 20) as ckpt, scripted(ckpt, 1) as far:
+        stop = far.stop(call)
+        handles = [ckpt.save(state_at(step, 33), step=step) for step in (1, 2, 3)]
+        assert [handle.result(PATIENCE).status for handle in handles] == ["committed"] * 3
+        stop.wait_reached()
+        assert not handles[-1].at(roots[1]).done()
+        assert ckpt.metrics()["places_behind"] == 1
+        stop.release()
+        assert handles[-1].at(roots[1]).result(PATIENCE) == 3
+        assert handles[0].at(roots[1]).result(PATIENCE) == 3  # passed over, or there before
+        assert ckpt.metrics()["places_behind"] == 0
+    assert_holds(roots[0], 1, 2, 3, mib=33)
+    assert 3 in open_run(roots[1]).steps()
+
+
+def test_a_place_that_is_slower_than_the_training_is_fed_the_newest_step(roots):
+    with open_run(roots) as ckpt, scripted(ckpt, 1) as far:
+        stop = far.stop("create", "rank_00000", times=1)
+        ckpt.save(state_at(1), step=1).result()
+        stop.wait_reached()
+        later = [ckpt.save(state_at(step), step=step) for step in (2, 3, 4)]
+        assert later[-1].result().step == 4
+        stop.release()
+        assert [handle.at(roots[1]).result(PATIENCE) for handle in later] == [4, 4, 4]
+    assert_holds(roots[1], 1, 4)
+    with open_run(roots) as ckpt:
+        assert ckpt.catch_up()[str(roots[1])] == [3, 2]  # gaps are filled when that is asked
+    assert_holds(roots[1], 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("call", ["create", "write", "finish", "put_new", "replace"])
+def test_a_copy_that_fails_is_tried_again_until_the_place_answers(roots, call):
+    with open_run(roots) as ckpt, scripted(ckpt, 1) as far:
+        far.fail(call, error=away(), times=3)
+        assert ckpt.save(state_at(1, 9), step=1).at(roots[1]).result(PATIENCE) == 1
+        ckpt.wait()
+    assert_holds(roots[1], 1, mib=9)
+    assert leftovers(roots[1]) == []
+
+
+def test_close_sends_the_newest_step_to_every_place_without_a_limit_of_bandwidth(roots):
+    with open_run(roots, max_bandwidth=50e6) as ckpt, scripted(ckpt, 1) as far:
+        stop = far.stop("create", "rank_00000", times=1)
+        ckpt.save(state_at(1), step=1).result()
+        stop.wait_reached()
+        ckpt.save(state_at(2), step=2).result()
+        stop.release()
+    assert 2 in open_run(roots[1]).steps()
+
+
+def test_close_names_what_a_place_that_does_not_answer_lacks(roots):
+    ckpt = open_run(roots)
+    ckpt._roots.runs[1].root.storage = Away(roots[1])
+    handle = ckpt.save(state_at(1), step=1)
+    arrival = handle.at(roots[1])
+    with pytest.warns(RuntimeWarning, match=r"step 1 is not at .*far, which has no step yet: .*is away"):
+        ckpt.close()
+    with pytest.raises(StorageUnavailableError, match="step 1 is not at"):
+        arrival.result(PATIENCE)
+
+
+def test_close_does_not_wait_for_ever_for_a_place_that_hangs(roots, monkeypatch):
+    monkeypatch.setattr(waits, "FINISH_SECONDS", 0.3)
+    ckpt = open_run(roots)
+    with scripted(ckpt, 1) as far:
+        stop = far.stop("finish")
+        ckpt.save(state_at(1), step=1).result()
+        stop.wait_reached()
+        with pytest.warns(RuntimeWarning, match="step 1 is not at"):
+            ckpt.close()
+        stop.release()
+
+
+def test_a_restart_begins_to_copy_what_only_nearer_places_hold(roots):
+    with open_run(roots[0]) as alone:
+        alone.save(state_at(5), step=5).result()
+    with open_run(roots) as ckpt:
+        state = state_at(0)
+        assert ckpt.restore(state) == 5
+        until(lambda: (roots[1] / "step_00000005" / "manifest.json").exists())
+    assert_holds(roots[1], 5)
+
+
+def test_a_step_that_does_not_fit_the_cadence_of_a_place_is_not_copied_there(roots):
+    with open_run([roots[0], Place(roots[1], every=2)]) as ckpt:
+        handle = ckpt.save(state_at(2), step=2)
+        assert handle.at(roots[1]).result(PATIENCE) == 2
+        ckpt.save(state_at(3), step=3).result()
+        assert ckpt.save(state_at(4), step=4).at(roots[1]).result(PATIENCE) == 4
+        ckpt.save(state_at(5), step=5).result()
+    assert_holds(roots[1], 2, 4, 5)  # the last one, whatever the cadence
+
+
+def test_steps_that_a_further_place_keeps_for_good_are_held_and_not_passed_over(roots):
+    places = [roots[0], Place(roots[1], keep=Keep(last=1, every=10))]
+    with open_run(places, keep=1) as ckpt, scripted(ckpt, 1) as far:
+        stop = far.stop("create", "rank_00000", times=1)
+        ckpt.save(state_at(9), step=9).result()
+        stop.wait_reached()
+        for step in (10, 11, 12):
+            handle = ckpt.save(state_at(step), step=step)
+            handle.result()
+        ckpt.wait()
+        assert (roots[0] / "step_00000010" / "manifest.json").exists()
+        stop.release()
+        assert handle.at(roots[1]).result(PATIENCE) == 12
+    assert_holds(roots[1], 10, 12)
+    assert open_run(roots[0]).steps()[-1] == 12
+
+
+# --- a place that takes no saves ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["create", "write", "finish", "put_new"])
+def test_a_place_that_fails_costs_one_save_and_is_passed_over_until_it_answers(roots, call):
+    with open_run(roots) as ckpt:
+        with scripted(ckpt, 0) as near:
+            near.fail(call, error=away("near"), times=None)
+            with pytest.raises(StorageUnavailableError, match="near is away"):
+                ckpt.save(state_at(1, 9), step=1).result()
+            ckpt._roots.runs[0].root.storage = Silent(roots[0])
+            handle = ckpt.save(state_at(2, 9), step=2)
+            assert handle.result().path.startswith(str(roots[1]))
+            assert handle.at(roots[1]).result(PATIENCE) == 2
+            with pytest.raises(StorageUnavailableError, match="was committed at another place"):
+                handle.at(roots[0]).result(PATIENCE)
+        assert ckpt.save(state_at(3, 9), step=3).result().path.startswith(str(roots[0]))
+    assert_holds(roots[0], 3, mib=9)
+    assert_holds(roots[1], 2, 3, mib=9)
+    assert leftovers(roots[0]) == []
+
+
+class Silent(LocalStorage):
+    """A disk that lists what it has, and takes nothing."""
+
+    def put_new(self, path: str, data: bytes) -> None:
+        raise away(path)
+
+
+def test_a_place_without_room_for_the_next_save_is_passed_over(roots, monkeypatch):
+    with open_run(roots) as ckpt:
+        save(ckpt, 1)
+        monkeypatch.setattr(ckpt._roots.runs[0].storage, "free_bytes", lambda: 1000)
+        assert ckpt.save(state_at(2), step=2).result().path.startswith(str(roots[1]))
+        monkeypatch.undo()
+        assert ckpt.save(state_at(3), step=3).result().path.startswith(str(roots[0]))
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_save_is_passed_over_by_the_next(roots, monkeypatch):
+    with open_run(roots) as ckpt, scripted(ckpt, 0) as near:
+        near.fail("write", error=full())
+        monkeypatch.setattr(near, "free_bytes", lambda: 1000)
+        with pytest.raises(StorageFullError):
+            ckpt.save(state_at(1), step=1).result()
+        assert ckpt.save(state_at(2), step=2).result().path.startswith(str(roots[1]))
+
+
+def test_a_place_where_no_write_returns_fails_the_save_and_the_next_goes_on(roots, monkeypatch):
+    monkeypatch.setattr(save_story, "PROGRESS_SECONDS", 0.3)
+    monkeypatch.setattr(save_story, "END_SECONDS", 0.3)
+    with open_run(roots) as ckpt:
+        with scripted(ckpt, 0) as near:
+            stop = near.stop("write")
+            with pytest.raises(StorageUnavailableError, match="nothing could be written there"):
+                ckpt.save(state_at(1, 9), step=1).result(PATIENCE)
+            assert ckpt.save(state_at(2, 9), step=2).result(PATIENCE).path.startswith(str(roots[1]))
+            stop.release()
+            until(lambda: ckpt._lineage.tiers.choose() == 0)
+            assert leftovers(roots[0]) == []
+        assert ckpt.save(state_at(3, 9), step=3).result(PATIENCE).path.startswith(str(roots[0]))
+
+
+def test_a_place_that_hangs_when_it_is_opened_fails_the_save_that_is_given_up(roots, monkeypatch):
+    monkeypatch.setattr(save_story, "OPEN_SECONDS", 0.1)
+    with open_run(roots) as ckpt, scripted(ckpt, 0) as near:
+        stop = near.stop("create")
+        handle = ckpt.save(state_at(1), step=1)
+        stop.wait_reached()
+        ckpt._saver.ledger.saves()[0].give_up(away("near"))
+        assert isinstance(handle.exception(PATIENCE), StorageUnavailableError)
+        assert ckpt.save(state_at(2), step=2).result(PATIENCE).path.startswith(str(roots[1]))
+        stop.release()
+        until(lambda: leftovers(roots[0]) == [])
+
+
+# --- a place in memory ----------------------------------------------------------------------------------------
+
+
+def test_a_save_to_a_volatile_place_is_done_once_it_is_at_one_that_is_not(roots):
+    with open_run([Place(roots[0], volatile=True), roots[1]]) as ckpt, scripted(ckpt, 1) as disk:
+        stop = disk.stop("finish")
+        handle = ckpt.save(state_at(1), step=1)
+        stop.wait_reached()
+        until(lambda: ckpt._saver.ledger.saves()[0].settled.done())
+        assert not handle.done()
+        assert ckpt.latest() == 1  # it is committed, though
+        stop.release()
+        assert handle.result(PATIENCE).path.startswith(str(roots[0]))
+        assert_holds(roots[1], 1)
+        shutil.rmtree(roots[0])  # a reboot
+    state = state_at(0)
+    with open_run(roots) as again:
+        assert again.restore(state) == 1
+
+
+def test_the_next_save_does_not_wait_until_the_one_before_has_left_the_memory(roots):
+    with open_run([Place(roots[0], volatile=True), roots[1]]) as ckpt, scripted(ckpt, 1) as disk:
+        stop = disk.stop("finish", times=1)
+        first = ckpt.save(state_at(1), step=1)
+        stop.wait_reached()
+        second = ckpt.save(state_at(2), step=2)
+        until(lambda: ckpt.latest() == 2)
+        assert [first.done(), second.done()] == [False, False]
+        stop.release()
+        assert (first.result(PATIENCE).step, second.result(PATIENCE).step) == (1, 2)
+
+
+def test_a_save_that_stays_in_memory_is_an_error_that_says_so(roots):
+    ckpt = open_run([Place(roots[0], volatile=True), roots[1]])
+    ckpt._roots.runs[1].root.storage = Away(roots[1])
+    handle = ckpt.save(state_at(1), step=1)
+    until(lambda: ckpt._saver.ledger.saves()[0].settled.done())
+    closing = threading.Thread(target=lambda: ckpt._lineage.tiers.finish())
+    closing.start()
+    error = handle.exception(PATIENCE)
+    closing.join(PATIENCE)
+    assert isinstance(error, StorageUnavailableError)
+    assert any("which a reboot loses" in note for note in error.__notes__)
+    ckpt.close()
+
+
+def test_memory_is_known_by_the_mount_table(tmp_path):
+    assert Place("/dev/shm/nowhere/run").is_volatile
+    assert not Place("/dev/shm/run", volatile=False).is_volatile
+    assert not Place("/proc/self").is_volatile
+    assert not Place("s3://bucket/run").is_volatile
+    assert Place(tmp_path, volatile=True).is_volatile
+
+
+# --- lines ----------------------------------------------------------------------------------------------------
+
+
+def test_two_machines_that_go_on_from_one_step_do_not_mix_their_steps_at_a_common_place(tmp_path):
+    far, near = tmp_path / "far", [tmp_path / "near a", tmp_path / "near b"]
+    with open_run([near[0], far]) as first:
+        save(first, 1)
+    others = [open_run([root, far]) for root in near]
+    for ckpt in others:
+        for run in ckpt._roots.runs:
+            run._tenure = Tenure()  # as another process has it, of which no lock tells that it lives
+        assert ckpt.restore(state_at(0)) == 1
+    save(others[1], 2)  # the second machine is the first to reach the common place
+    handle = others[0].save(state_at(30), step=3)
+    assert handle.result().path.startswith(str(near[0]))
+    with pytest.raises(ConflictError, match=r"step 2 there was saved by process .* which went on from another step"):
+        handle.at(far).result(PATIENCE)
+    with pytest.warns(RuntimeWarning, match="step 3 is not at"):
+        others[0].close()
+    others[1].close()
+    assert_holds(far, 1, 2)
+
+
+def test_a_run_whose_near_place_was_lost_goes_on_from_the_far_one(roots):
+    with open_run(roots) as ckpt:
+        save(ckpt, 1, 2)
+    shutil.rmtree(roots[0])
+    for step in (3, 4):
+        with open_run(roots) as again:
+            assert again.restore(state_at(0)) == step - 1
+            save(again, step)
+    assert_holds(roots[1], 1, 2, 3, 4)
+
+
+def test_a_near_place_that_is_new_and_was_not_restored_is_a_conflict_at_the_far_one(roots):
+    with open_run(roots[1]) as alone:
+        alone.save(state_at(7), step=7).result()
+    with open_run(roots) as ckpt:
+        handle = ckpt.save(state_at(1), step=1)
+        with pytest.raises(ConflictError, match="step 7 there was saved"):
+            handle.at(roots[1]).result(PATIENCE)
+        with pytest.warns(RuntimeWarning, match="step 1 is not at|step 7 is not"):
+            ckpt.close()
+    assert_holds(roots[1], 7)
+
+
+def test_a_rollback_reaches_further_places(roots):
+    with open_run(roots, on_rollback="retire") as ckpt:
+        save(ckpt, 1, 2, 3, 4)
+        assert ckpt.restore(state_at(0), step=2) == 2
+        with scripted(ckpt, 1) as far:
+            stop = far.stop("create", times=1)
+            ckpt.save(state_at(3), step=3, overwrite=True).result()
+            stop.wait_reached()
+            last = ckpt.save(state_at(5), step=5)
+            last.result()
+            stop.release()
+            assert last.at(roots[1]).result(PATIENCE) == 5
+    assert open_run(roots[0]).steps() == [1, 2, 3, 5]
+    assert 4 not in open_run(roots[1]).steps()
+
+
+def test_a_rollback_whose_own_step_was_passed_over_reaches_further_places(roots):
+    with open_run(roots, on_rollback="retire") as ckpt:
+        save(ckpt, 1, 2, 9)
+        assert ckpt.restore(state_at(0), step=1) == 1
+        assert ckpt.save(state_at(2), step=2, overwrite=True).at(roots[1]).result(PATIENCE) == 2
+        ckpt._roots.runs[1].root.storage = Away(roots[1])
+        ckpt.save(state_at(3), step=3).result()
+        ckpt.save(state_at(4), step=4).result()
+        ckpt._roots.runs[1].root.storage = LocalStorage(roots[1])
+        assert ckpt.save(state_at(5), step=5).at(roots[1]).result(PATIENCE) == 5
+    steps = open_run(roots[1]).steps()
+    assert 9 not in steps
+    assert 5 in steps
+
+
+def test_an_overwritten_step_replaces_its_copy(roots):
+    with open_run(roots) as ckpt:
+        save(ckpt, 1)
+        assert ckpt.save(state_at(7), step=1, overwrite=True).at(roots[1]).result(PATIENCE) == 1
+        assert_is_state(async_ckpt.load(roots[1]), 7)
+    for root in roots:
+        assert_is_state(async_ckpt.load(root), 7)
+        assert len(list(root.glob("step_*/*.tar"))) == 1
+
+
+def test_a_step_that_exists_at_the_first_place_is_refused(roots):
+    with open_run(roots[0]) as alone:
+        alone.save(state_at(1), step=1).result()
+    with open_run(roots) as ckpt:
+        with pytest.raises(StepExistsError):
+            ckpt.save(state_at(1), step=1)
+        with pytest.raises(StepBehindError):
+            ckpt.save(state_at(0), step=0)
+        assert ckpt.steps() == [1]
+
+
+# --- reading --------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_the_union_and_latest_the_maximum(roots):
+    for root, step in zip(roots, (3, 5), strict=True):
+        with open_run(root) as alone:
+            alone.save(state_at(step), step=step).result()
+    with open_run(roots) as ckpt:
+        assert ckpt.steps() == [3, 5]
+        assert ckpt.latest() == 5
+        assert_is_state(ckpt.load(), 5)
+        state = state_at(0)
+        assert ckpt.restore(state) == 5
+        assert_is_state(state, 5)
+        assert ckpt.catch_up() == {str(roots[0]): [5], str(roots[1]): [3]}
+        assert ckpt.catch_up() == {str(roots[0]): [], str(roots[1]): []}
+    for root in roots:
+        assert_holds(root, 3, 5)
+
+
+def test_order_decides_between_places_that_hold_the_step(roots):
+    with open_run(roots[0]) as near:
+        near.save(state_at(10), step=1).result()
+    with open_run(roots[1]) as far:
+        far.save(state_at(20), step=1).result()
+    with open_run(roots) as ckpt:
+        assert_is_state(ckpt.load(1), 10)
+    with open_run(roots[::-1]) as ckpt:
+        assert_is_state(ckpt.load(1), 20)
+
+
+def test_a_damaged_archive_is_read_from_the_next_place(roots):
+    with open_run(roots) as ckpt:
+        save(ckpt, 1)
+        damage(roots[0], 1)
+        with pytest.warns(RuntimeWarning, match="read from another root"):
+            assert_is_state(ckpt.load(1), 1)
+        state = state_at(0)
+        with pytest.warns(RuntimeWarning, match="read from another root"):
+            assert ckpt.restore(state) == 1
+        assert_is_state(state, 1)
+
+
+def test_a_place_that_does_not_answer_is_left_out_of_reading(roots):
+    with open_run(roots) as ckpt:
+        save(ckpt, 1)
+        ckpt._roots.runs[0].root.storage = Away(roots[0])
+        with pytest.warns(RuntimeWarning, match="does not answer"):
+            assert ckpt.steps() == [1]
+        with pytest.warns(RuntimeWarning, match="does not answer"):
+            assert_is_state(ckpt.load(), 1)
+
+
+def test_a_step_that_a_rollback_retired_does_not_come_back_from_a_place_that_was_away(roots):
+    with open_run(roots) as ckpt:
+        save(ckpt, 1, 2, 3)
+    hidden = roots[1].with_name("hidden")
+    roots[1].rename(hidden)
+    with open_run(roots[0], on_rollback="retire") as alone:
+        state = state_at(0)
+        assert alone.restore(state, step=1) == 1
+        alone.save(state_at(22), step=2, overwrite=True).result()
+    hidden.rename(roots[1])
+    with open_run(roots) as ckpt:
+        assert ckpt.steps() == [1, 2]
+        assert ckpt.latest() == 2
+        assert_is_state(ckpt.load(), 22)
+
+
+def test_catching_up_says_which_place_is_still_away_after_the_others_were_served(roots):
+    with open_run(roots) as ckpt:
+        save(ckpt, 1)
+        ckpt._roots.runs[1].root.storage = Away(roots[1])
+        with (
+            pytest.warns(RuntimeWarning, match="is ignored"),
+            pytest.raises(StorageUnavailableError, match="away"),
+        ):
+            ckpt.catch_up()
+
+
+def test_catching_up_copies_nothing_that_is_damaged(roots):
+    with open_run(roots[0]) as near:
+        near.save(state_at(1), step=1).result()
+    damage(roots[0], 1)
+    with open_run(roots) as ckpt, pytest.raises(async_ckpt.CorruptCheckpointError):
+        ckpt.catch_up()
+    assert not list(roots[1].rglob("*.tar*"))
+
+
+def test_a_damaged_step_does_not_keep_others_from_being_caught_up(tmp_path):
+    roots = [tmp_path / name for name in ("a", "b", "c")]
+    with open_run(roots[0]) as first:
+        for step in (1, 2, 3):
+            first.save(state_at(step), step=step).result()
+    shutil.copytree(roots[0], roots[1])
+    shutil.rmtree(roots[1] / "step_00000001")
+    for step in (1, 2):
+        damage(roots[0], step)
+    with open_run(roots) as ckpt, pytest.raises(async_ckpt.CorruptCheckpointError):
+        ckpt.catch_up()
+    assert_holds(roots[2], 2, 3)
+
+
+# --- wrong calls ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ([], {}, "at least one root"),
+        (["a", "a"], {}, "the same"),
+        (["a", "b"], {"commit": "all"}, r"handle\.at\(place\)"),
+        (["a"], {"commit": "most"}, "commit"),
+        ([Place("a", keep=1), "a/b"], {}, "inside"),
+    ],
+)
+def test_places_that_make_no_sense_are_refused(given, options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        AsyncCheckpointer(given, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rule_any_is_what_several_places_do_and_warns(roots):
+    with pytest.warns(DeprecationWarning, match="leave it out"):
+        open_run(roots, commit="any").close()
+
+
+@pytest.mark.parametrize(("option", "value"), [("every", 0), ("every", 1.5), ("volatile", "yes")])
+def test_options_of_a_place_that_make_no_sense_are_refused(option, value):
+    with pytest.raises((ValueError, TypeError), match=option):
+        Place("runs/a", **{option: value})
+
+
+def test_a_handle_knows_only_the_places_of_its_run(roots, tmp_path):
+    with open_run(roots) as ckpt:
+        handle = ckpt.save(state_at(1), step=1)
+        with pytest.raises(ValueError, match=r"is no place of this run, which is at .*near.*far"):
+            handle.at(tmp_path / "elsewhere")
+    with open_run(tmp_path / "alone") as alone:
+        handle = alone.save(state_at(1), step=1)
+        with pytest.raises(ValueError, match="of one place"):
+            handle.at(tmp_path / "alone")
+
+
+def test_a_failed_save_arrives_nowhere_and_leaves_no_complaint_of_asyncio(roots, caplog):
+    with open_run(roots) as ckpt, scripted(ckpt, 0) as near:
+        near.fail("finish", error=away("near"))
+        handle = ckpt.save(state_at(1), step=1)
+        assert isinstance(handle.at(roots[1]).exception(PATIENCE), StorageUnavailableError)
+        assert isinstance(handle.exception(), StorageUnavailableError)
+        assert names_below(roots[0]) == []
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
