@@ -8,7 +8,7 @@ import pytest
 from interleaved import line
 from slices import PART, is_tried, some
 
-from tests.matrices.model import word_model
+from tests.matrices.model import tier_model, tier_state, word_model
 from tests.matrices.model.commit_configurations import BROKEN, KNOWN, QUICK, QUICK_ROOTS, SLOW, VIOLATIONS, WHOLE
 from tests.matrices.model.commit_model import STANDS_FOR, Move, moves
 from tests.matrices.model.commit_replay import Replay, without_waiting
@@ -16,6 +16,8 @@ from tests.matrices.model.commit_search import search, told
 from tests.matrices.model.commit_state import Configuration, first_state
 from tests.matrices.model.next_configurations import BROKEN_NEXT, QUICK_NEXT, WORDS, NextConfiguration
 from tests.matrices.model.roots_model import RootsConfiguration
+from tests.matrices.model.tier_configurations import QUICK_TIERS
+from tests.matrices.model.tier_state import TierConfiguration
 from tests.matrices.model.word_model import WordConfiguration, WordMove
 from tests.matrices.model.word_replay import WordReplay
 
@@ -173,3 +175,28 @@ def test_the_library_does_not_go_the_way_of_broken_words(broken: WordConfigurati
     path = [move for move in search(broken).path if move.what != "deletes words"]
     with pytest.raises((AssertionError, IndexError)):
         WordReplay(broken).follow(path)
+
+
+# --- tiers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("configuration", QUICK_TIERS, ids=lambda one: one.name)
+def test_no_mover_goes_round(configuration: TierConfiguration) -> None:
+    """No state is reached again from itself: so each way has an end, and `search` has looked at it."""
+    first = tier_state.first_state(configuration)
+    following: dict[tier_state.State, set[tier_state.State]] = {}
+    waiting, times_reached = [first], {first: 0}
+    while waiting:
+        if (state := waiting.pop()) not in following:
+            following[state] = {move.then for move in tier_model.moves(configuration, state)}
+            for then in following[state]:
+                times_reached[then] = times_reached.get(then, 0) + 1
+            waiting += following[state]
+    waiting, in_order = [first], 0
+    while waiting:
+        in_order += 1
+        for then in following[waiting.pop()]:
+            times_reached[then] -= 1
+            if not times_reached[then]:
+                waiting.append(then)
+    assert in_order == len(following)

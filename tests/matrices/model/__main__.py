@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="part of the name of a configuration, or of a broken protocol")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument(
-        "--next", action="store_true", help="how ranks find each other, rank 0's words, and lines of a run"
+        "--next", action="store_true", help="how ranks find each other, rank 0's words, lines of a run, and tiers"
     )
     options = parser.parse_args(arguments)
     explored: Sequence[Explored] = (*QUICK, *QUICK_ROOTS) if options.quick else (*WHOLE, *ROOTS, KNOWN, *SLOW)

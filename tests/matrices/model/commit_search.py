@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from . import line_model, roots_model, start_model, word_model
+from . import line_model, roots_model, start_model, tier_invariants, tier_model, tier_state, word_model
 from .commit_invariants import stuck, violated
 from .commit_model import moves, sorted_ranks
 from .commit_state import Configuration, State, first_state
 from .line_model import LineConfiguration
 from .roots_model import RootsConfiguration
 from .start_model import StartConfiguration
+from .tier_state import TierConfiguration
 from .word_model import WordConfiguration
 
 Key = tuple[int, ...]
@@ -81,6 +82,16 @@ _MODELS: Final = {
         lambda state: (state.lines, state.manifests, state.put, *state.starts),
         lambda parts: line_model.State(*parts[:3], tuple(parts[3:])),
         line_model.told,
+    ),
+    TierConfiguration: Model(
+        tier_state.first_state,
+        tier_model.moves,
+        lambda state: state,
+        tier_invariants.violated,
+        tier_invariants.stuck,
+        lambda state: (*state.places, *state.processes, state[1], state[3:]),
+        lambda parts: tier_state.together(parts),
+        tier_invariants.told,
     ),
     StartConfiguration: Model(
         start_model.first_state,

@@ -1,4 +1,4 @@
-"""What is explored of the next protocol of ranks, and how it is broken where a violation must be found.
+"""What is explored of the next protocols of ranks and of tiers, and how it is broken where a violation must be found.
 
 In: nothing. Out: configurations. Knows nothing of: how they are explored.
 """
@@ -10,9 +10,11 @@ from typing import Final, TypeAlias
 from . import line_model, start_model, word_model
 from .line_model import LineConfiguration
 from .start_model import StartConfiguration
+from .tier_configurations import BROKEN_TIERS, QUICK_TIERS, TIERS
+from .tier_state import TierConfiguration
 from .word_model import Call, WordConfiguration
 
-NextConfiguration: TypeAlias = StartConfiguration | WordConfiguration | LineConfiguration
+NextConfiguration: TypeAlias = StartConfiguration | WordConfiguration | LineConfiguration | TierConfiguration
 
 _NONE: Final = Call(word_model.NO_STEP)
 _ONE, _TWO, _THREE = Call(1), Call(2), Call(3)
@@ -103,8 +105,8 @@ LINES: Final = (
     LineConfiguration("lines: two rollbacks, and deletions", ((1, 2), (-1, 2), (-1, 3)), sweeps=True),
 )
 
-QUICK_NEXT: Final = (*STARTS[:2], *WORDS[:5], _CHANNELS, _TWO_LINES, LINES[2])
-NEXT: Final = (*STARTS, *WORDS, *LINES)
+QUICK_NEXT: Final = (*STARTS[:2], *WORDS[:5], _CHANNELS, _TWO_LINES, LINES[2], *QUICK_TIERS)
+NEXT: Final = (*STARTS, *WORDS, *LINES, *TIERS)
 
 _NEXT_BROKEN: Final = (
     (_STARTS_TWICE, "any answer is one", 0),
@@ -136,8 +138,11 @@ _INVARIANTS: Final = {
     WordConfiguration: word_model.INVARIANTS,
     LineConfiguration: line_model.INVARIANTS,
 }
-BROKEN_NEXT: Final = tuple(
-    (one._replace(name=f"{one.name.partition(':')[0]}: {what}", broken=what), _INVARIANTS[type(one)][number])
-    for one, what, number in _NEXT_BROKEN
+BROKEN_NEXT: Final[tuple[tuple[NextConfiguration, str], ...]] = (
+    *(
+        (one._replace(name=f"{one.name.partition(':')[0]}: {what}", broken=what), _INVARIANTS[type(one)][number])
+        for one, what, number in _NEXT_BROKEN
+    ),
+    *BROKEN_TIERS,
 )
 """Each with the invariant that is violated."""
