@@ -9,22 +9,21 @@ from interleaved import line
 from slices import PART, is_tried, some
 
 from tests.matrices.model import tier_model, tier_state, word_model
-from tests.matrices.model.commit_configurations import BROKEN, KNOWN, QUICK, QUICK_ROOTS, SLOW, VIOLATIONS, WHOLE
+from tests.matrices.model.commit_configurations import BROKEN, KNOWN, QUICK, SLOW, VIOLATIONS, WHOLE
 from tests.matrices.model.commit_model import STANDS_FOR, Move, moves
 from tests.matrices.model.commit_replay import Replay, without_waiting
 from tests.matrices.model.commit_search import search, told
 from tests.matrices.model.commit_state import Configuration, first_state
 from tests.matrices.model.next_configurations import BROKEN_NEXT, QUICK_NEXT, WORDS, NextConfiguration
-from tests.matrices.model.roots_model import RootsConfiguration
 from tests.matrices.model.tier_configurations import QUICK_TIERS
 from tests.matrices.model.tier_state import TierConfiguration
 from tests.matrices.model.word_model import WordConfiguration, WordMove
 from tests.matrices.model.word_replay import WordReplay
 
-Explored = Configuration | RootsConfiguration | NextConfiguration
+Explored = Configuration | NextConfiguration
 
 
-@pytest.mark.parametrize("configuration", [*QUICK, *QUICK_ROOTS, *QUICK_NEXT], ids=lambda one: one.name)
+@pytest.mark.parametrize("configuration", [*QUICK, *QUICK_NEXT], ids=lambda one: one.name)
 def test_what_is_promised_holds_in_every_state(configuration: Explored) -> None:
     found = search(configuration)
     assert not found.violation, told(found)

@@ -17,10 +17,8 @@ from .commit_invariants import INVARIANTS
 from .commit_search import Found, search, told
 from .commit_state import Configuration
 from .next_configurations import BROKEN_NEXT, NEXT, QUICK_NEXT, NextConfiguration
-from .roots_model import INVARIANTS as ROOTS_INVARIANTS
-from .roots_model import RootsConfiguration
 
-Explored: TypeAlias = Configuration | RootsConfiguration | NextConfiguration
+Explored: TypeAlias = Configuration | NextConfiguration
 HEAD = ("what is explored", "ranks", "states", "transitions", "longest way", "explored", "violations")
 
 
@@ -66,14 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not (options.only or options.next) and options.ranks is None and options.starts is None and not options.quick:
         counts = {
             **sums,
-            "invariants": len(INVARIANTS) + len(ROOTS_INVARIANTS),
+            "invariants": len(INVARIANTS),
             "broken protocols": tried,
             "not found": len(missed),
             "wrong": wrong,
         }
         command = "python -m tests.matrices.model"
         seconds = monotonic() - begun
-        details = {"invariants": [*INVARIANTS, *ROOTS_INVARIANTS], "broken": [one.name for one, _ in broken]}
+        details = {"invariants": [*INVARIANTS], "broken": [one.name for one, _ in broken]}
         kept = report.Report("model", HEAD, rows, counts, seconds, options.seed, command, details)
         report.show(report.keep(kept))
     return 1 if wrong or missed else 0

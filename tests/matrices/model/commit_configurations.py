@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import roots_model
 from .commit_invariants import INVARIANTS
 from .commit_state import Configuration
-from .roots_model import RootsConfiguration
 
 WHOLE: Final = (
     Configuration("one start, three saves, one rank fails", 2, ((1, 1, 2),), faults=1),
@@ -41,18 +39,6 @@ SLOW: Final = (
 VIOLATIONS: Final = {KNOWN.name: INVARIANTS[8], **{one.name: INVARIANTS[10] for one in SLOW}}
 """Which of these are known to violate which invariant."""
 
-ROOTS: Final = (
-    RootsConfiguration('two roots, "all": three faults, a lost answer', 2, "all", faults=3, lost=1),
-    RootsConfiguration('two roots, "all": a fault', 3, "all", faults=1),
-    RootsConfiguration('two roots, "all": a lost answer', 3, "all", lost=1),
-    RootsConfiguration('two roots, "any": three faults, a lost answer', 2, "any", faults=3, lost=1),
-    RootsConfiguration('two roots, "any": a fault, a lost answer', 3, "any", faults=1, lost=1),
-)
-QUICK_ROOTS: Final = (
-    RootsConfiguration('two roots, "all"', 2, "all", faults=1, lost=1),
-    RootsConfiguration('two roots, "any"', 2, "any", faults=1, lost=1),
-)
-
 
 def _broken(what: str, num_ranks: int, *plans: tuple[int, ...], **more: int) -> Configuration:
     return Configuration(what, num_ranks, plans, **more, broken=what)  # type: ignore[arg-type]
@@ -74,18 +60,5 @@ _BROKEN: Final = (
     (_broken("no look before deleting", 1, (2, 4), (-3, -2), keep=1, retire=True), 8),
 )
 
-_ROOTS_BROKEN: Final = (
-    ("a lost yes is none", "any", 2),
-    ("refusals are not read", "all", 3),
-    ("receipts are not awaited", "all", 2),
-    ("a manifest that may be there is not", "any", 1),
-    ("what is committed elsewhere is deleted", "all", 2),
-)
-BROKEN: Final = (
-    *((one, INVARIANTS[number]) for one, number in _BROKEN),
-    *(
-        (RootsConfiguration(f"two roots: {what}", 2, rule, 2, 1, what), roots_model.INVARIANTS[number])
-        for what, rule, number in _ROOTS_BROKEN
-    ),
-)
+BROKEN: Final = tuple((one, INVARIANTS[number]) for one, number in _BROKEN)
 """Each with the invariant that is violated."""

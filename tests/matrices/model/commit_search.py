@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from . import line_model, roots_model, start_model, tier_invariants, tier_model, tier_state, word_model
+from . import line_model, start_model, tier_invariants, tier_model, tier_state, word_model
 from .commit_invariants import stuck, violated
 from .commit_model import moves, sorted_ranks
 from .commit_state import Configuration, State, first_state
 from .line_model import LineConfiguration
-from .roots_model import RootsConfiguration
 from .start_model import StartConfiguration
 from .tier_state import TierConfiguration
 from .word_model import WordConfiguration
@@ -62,16 +61,6 @@ _MODELS: Final = {
         lambda state: (state.store, *state.starts, (state.faults, state.slow)),
         _together,
         _told,
-    ),
-    RootsConfiguration: Model(
-        roots_model.first_state,
-        roots_model.moves,
-        roots_model.sorted_ranks,
-        roots_model.violated,
-        lambda _, state: roots_model.stuck(state),
-        tuple,
-        lambda parts: roots_model.State(*parts),
-        roots_model.told,
     ),
     LineConfiguration: Model(
         line_model.first_state,

@@ -15,6 +15,9 @@ manifest counts as a commit of the start that has moved it. A process that goes 
 token of its own. Nothing is moved before a manifest has retired the steps above, its own saves that have failed among them, and later
 manifests name them until each place has one that does.
 
+The library does not follow all of this yet: its starts name all that they found as ancestors, without last steps; a rollback stays the
+start that it was, and what it retired is known by the renamed manifests of the nearer places.
+
 Each move is one call at one place. A call to a silent place fails, or arrives although it fails. A process that is killed is one that moves
 no more. An archive and its manifest are one move where nobody can tell; a retention is one, with a look at the starts.
 """
