@@ -57,8 +57,9 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .face.around.unpack import unpack as unpack
     from .face.around.wrap import wrap as wrap
     from .errors import (
-        ClosedError as ClosedError, DestinationBusyError as DestinationBusyError, ForeignFileError as ForeignFileError,
-        FormatVersionError as FormatVersionError, IsAFolderError as IsAFolderError, NotAFolderError as NotAFolderError,
+        ClosedError as ClosedError, ConflictError as ConflictError, DestinationBusyError as DestinationBusyError,
+        ForeignFileError as ForeignFileError, FormatVersionError as FormatVersionError,
+        IsAFolderError as IsAFolderError, NotAFolderError as NotAFolderError,
         NotFoundError as NotFoundError, NothingWrittenError as NothingWrittenError,
         NotUnchangedError as NotUnchangedError, OccupiedError as OccupiedError, PeerFailedError as PeerFailedError,
         SaveAbandonedError as SaveAbandonedError, StateMismatchError as StateMismatchError,

@@ -85,7 +85,7 @@ SIGNATURES = {
     AsyncCheckpointer: (
         "(root, *, keep=None, due=None, guard=None, host_bytes=None, "
         "segment_bytes=None, on_overlap='wait', max_in_flight=1, on_rollback=None, naming=None, strict=False, "
-        "exit_timeout=None, progress=False, commit='all', max_bandwidth=None, trace=None, "
+        "exit_timeout=None, progress=False, commit=None, max_bandwidth=None, trace=None, "
         "ranks=None, store=None, differing='keep', check_replicas=False, mesh=None)"
     ),
     AsyncCheckpointer.save: (

@@ -40,8 +40,8 @@ def _open(root: Path, *more: Path, **options: Any) -> AsyncCheckpointer:
     return AsyncCheckpointer(roots if more else roots[0], on_rollback="retire", **options)
 
 
-def _two(root: Path, commit: str = "all") -> AsyncCheckpointer:
-    return _open(root, root / "second", commit=commit)
+def _two(root: Path) -> AsyncCheckpointer:
+    return _open(root, root / "second")
 
 
 def _saved(root: Path, steps: Mapping[int, int], opened: Callable[[Path], AsyncCheckpointer] = _open) -> None:
@@ -297,10 +297,6 @@ def _prepared(steps: Mapping[int, int], opened: Callable[[Path], AsyncCheckpoint
     return lambda root: _saved(root, steps, opened)
 
 
-def _any(root: Path) -> AsyncCheckpointer:
-    return _two(root, "any")
-
-
 SCENARIOS: Final[Mapping[str, Scenario]] = {
     "save": Scenario(_prepared({1: 10}), _saves, _check_run, {1: 10}),
     "overwrite": Scenario(_prepared(_TWO), _overwrites, _check_run, _TWO),
@@ -310,19 +306,13 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
         _prepared({1: 10}), _borrows, lambda root, told: _check_run(root, told, keep=_KEPT), {1: 10}
     ),
     "restart": Scenario(_prepared({1: 10}), _restarts, _check_run, {1: 10}),
-    "two roots, all": Scenario(
+    "two places": Scenario(
         _prepared({1: 10}, _two),
         lambda root, notes: _saves(root, notes, _two),
         lambda root, told: _check_run(root, told, _two),
         {1: 10},
     ),
-    "two roots, any": Scenario(
-        _prepared({1: 10}, _any),
-        lambda root, notes: _saves(root, notes, _any),
-        lambda root, told: _check_run(root, told, _any),
-        {1: 10},
-    ),
-    "rollback at two roots": Scenario(
+    "rollback at two places": Scenario(
         _prepared({1: 10, 2: 20, 3: 30}, _two),
         lambda root, notes: _rolls_back(root, notes, _two),
         lambda root, told: _check_run(root, told, _two),

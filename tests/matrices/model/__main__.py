@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TypeAlias
 
 from .. import report
-from .commit_configurations import BROKEN, KNOWN, QUICK, QUICK_ROOTS, ROOTS, SLOW, VIOLATIONS, WHOLE
+from .commit_configurations import BROKEN, KNOWN, QUICK, SLOW, VIOLATIONS, WHOLE
 from .commit_invariants import INVARIANTS
 from .commit_search import Found, search, told
 from .commit_state import Configuration
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--next", action="store_true", help="how ranks find each other, rank 0's words, lines of a run, and tiers"
     )
     options = parser.parse_args(arguments)
-    explored: Sequence[Explored] = (*QUICK, *QUICK_ROOTS) if options.quick else (*WHOLE, *ROOTS, KNOWN, *SLOW)
+    explored: Sequence[Explored] = QUICK if options.quick else (*WHOLE, KNOWN, *SLOW)
     broken: Sequence[tuple[Explored, str]] = BROKEN
     if options.next:
         explored, broken = QUICK_NEXT if options.quick else NEXT, BROKEN_NEXT
