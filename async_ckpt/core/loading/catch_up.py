@@ -85,7 +85,10 @@ def copy_step(
     replaced = target.manifest_to_replace(step)
     manifest = source.manifest(step)
     for earlier in sorted({other.step for other in manifest.elsewhere} - {step}):
-        lender, lent = target.committed(earlier), {one.archive.name for one in manifest.elsewhere if one.step == earlier}
+        lender, lent = (
+            target.committed(earlier),
+            {one.archive.name for one in manifest.elsewhere if one.step == earlier},
+        )
         if mends or lender is None or not lent.issubset(lender.own_names):
             committed += copy_step(
                 source, target, earlier, check=check, background=background, on_bytes=on_bytes, mends=mends, pace=pace

@@ -121,6 +121,7 @@ class JointSave:
     table: Table = EMPTY  # by which this rank shares
     part: OwnPart | None = None  # once it is planned
     place: int = 0  # the number of the run's place that it goes to; on another rank, once it has its name
+    follows: bool = False  # whether the next place gets a copy in the same pass; likewise
     causes: list[Cause] = field(default_factory=list)  # why it fails
     maybe_put: bool = False  # on rank 0: it has put the manifest, or may have
     heard: Decision | None = None
@@ -218,7 +219,7 @@ class Calls:
 
     def _word(self, joint: JointSave, **more: Any) -> Word:
         facts = {"step": joint.step, "what": joint.what, "number": joint.number, "attempt": joint.attempt}
-        return {**facts, "place": joint.place, **more}
+        return {**facts, "place": joint.place, "follows": joint.follows, **more}
 
     def _tell(self, word: Word) -> None:
         self._start.log.say(self._meeting.topic, word)
@@ -435,7 +436,7 @@ class Calls:
             self._refuse(word, joint.causes[0].error)
             self._end(joint, joint.causes[0].error)
         else:
-            joint.attempt, joint.place = word["attempt"], word["place"]
+            joint.attempt, joint.place, joint.follows = word["attempt"], word["place"], word["follows"]
             joint.life.go(JointState.BEGUN)
             self._drop_old()
             self._undecided[joint.attempt] = joint, monotonic()

@@ -141,9 +141,9 @@ class Roots:
         kept = [step for step in sorted(current, reverse=True) if step not in doomed]
         return [(step, current[step]) for step in kept if run not in current[step]]
 
-    def ahead(self, run: Run, *, is_last: bool = False) -> Ahead:
-        """What the last root, which is `run`, is to get from the nearer ones: the lowest newer step that its `keep`
-        keeps for good, else the newest. With `is_last`, the newest whatever `every` says.
+    def ahead(self, run: Run, *, is_last: bool = False, first: int | None = None) -> Ahead:
+        """What the last root, which is `run`, is to get from the nearer ones: `first` if that is newer, else the lowest
+        newer step that its `keep` keeps for good, else the newest. With `is_last`, the newest whatever `every` says.
 
         Raises StorageUnavailableError if the root itself is away.
         """
@@ -154,6 +154,8 @@ class Roots:
         newer = [step for step, holders in current.items() if step > newest and run not in holders]
         wanted = [step for step in newer if step not in doomed and run.takes(step)]
         lasting = run.kept_for_good(commits).intersection(wanted)
+        if first in newer:
+            wanted, lasting, is_last = [first], set(), False
         chosen = min(lasting) if lasting and not is_last else max(newer if is_last else wanted, default=None)
         stale = tuple(
             Retired(step, manifest.attempt)

@@ -132,26 +132,6 @@ class Sweeper:
             self._swept = False  # the next save sweeps the rest
             raise
 
-    def trim(self, step: int, attempt: str, rank: int, *, in_flight: Collection[int]) -> None:
-        """In a node's cache, delete the archives of earlier steps, and this rank's archives of other attempts.
-
-        Nothing is committed in such a cache; it has the archives of the newest commit. Steps in flight are not touched,
-        nor are archives that a manifest names.
-        """
-        own = f"rank_{rank:05d}."
-        for other in self._root.relist().steps:
-            if other != step and other in in_flight:
-                continue
-            folder, inside = self._root.folder(other), self.read_folder(other)
-            unnamed = [name for name in inside.names if is_library_name(name) and name not in inside.named]
-            if inside.manifest is None and other < step:
-                for name in unnamed:
-                    self._storage.delete_all(f"{folder}/{name}")
-                self._storage.remove_if_empty(folder)
-                continue
-            earlier = [name for name in unnamed if name.startswith(own) and attempt_of(name) != attempt]
-            self._storage.delete_many([f"{folder}/{name}" for name in earlier])
-
     def sweep(self, *, delete: bool = True) -> list[str]:
         """Delete the leftovers of dead writers: temp files, unfinished uploads, unnamed archives, and intents.
 

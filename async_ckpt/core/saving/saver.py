@@ -170,7 +170,7 @@ class Saver:
             return  # the call has raised
         drain, spans = save.attempt.drain, save.attempt.spans
         self.pool.add_reliever(drain.relieve)
-        save.finished.add_done_callback(lambda _: self.pool.remove_reliever(drain.relieve))
+        save.attempt.over.add_done_callback(lambda _: self.pool.remove_reliever(drain.relieve))
         if self._trace_file is not None:
             write, name = self._trace_file.write, f"save {save.handle.step}"
             save.settled.add_done_callback(lambda _: self._trace.whole(name, spans.begin))

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from ...errors import CheckpointError, StorageUnavailableError
 from ..host.loop import OffLoop, ask_for_exception
@@ -25,11 +25,14 @@ from ..report import Destination, SaveReport
 from ..runs.manifest import Archive, SaveTimes
 from ..spans import Spans
 from ..staging.snapshot import Snapshot
-from ..storage.interface import Sink
+from ..storage.interface import Sink, Storage
 from .block_digests import GroupDigest, GroupDigests
 from .drain import Drain, Lane, Writers
 from .save import Save, SaveState
 from .target import SaveOutcome, Target
+
+# A copy to the next place that does not even open in this time is left to the mover.
+_FOLLOW_SECONDS: Final = 0.05
 
 UnchangedIn = Callable[[Mapping[str, GroupDigest]], tuple[str, ...]]
 
@@ -95,6 +98,8 @@ class Attempt:
         self._lane: Lane | None = None
         self._opening: asyncio.Task[None] | None = None
         self._finishing: asyncio.Task[None] | None = None  # ends when the archive is durable there
+        self._following: asyncio.Task[None] | None = None  # the copy to the next place
+        self.over: Future[None] = running_future()  # nothing of it holds memory any more
         self._write_seconds = 0.0
 
     @property
@@ -114,12 +119,17 @@ class Attempt:
         if error is None:
             assert self._sink is not None
             await self._off_loop(self._sink.close)
+            if self._following is None:
+                self.over.set_result(None)
+            else:
+                self._following.add_done_callback(lambda _: self.over.set_result(None))
             return
         self.drain.fail(error)
         may_delete = False
         with suppress(CheckpointError, OSError):
             may_delete = await self._off_loop(partial(self.target.refuse, error))
         taking_back = asyncio.create_task(self._take_back(may_delete=may_delete))
+        taking_back.add_done_callback(lambda _: self.over.set_result(None))
         is_open = self._opening is not None and not self._opening.done()
         limit = OPEN_SECONDS if is_open else END_SECONDS if self.target.has_further_places else None
         await asyncio.wait([taking_back], timeout=limit)
@@ -139,8 +149,15 @@ class Attempt:
         self.drain.check()
         self._opening.result()
         assert self._sink is not None
+        follower = await self._open_follower() if self.target.has_further_places else None
         submit, pace = self._writers.of(self.target.storage, alone=not self.target.has_further_places)
-        (self._lane,) = self.drain.open([(self._sink, submit, pace)])
+        sinks = [(self._sink, submit, pace)]
+        if follower is not None:
+            sinks.append((follower[0], *self._writers.of(follower[1], alone=False)))
+        lanes = self.drain.open(sinks)
+        self._lane = lanes[0]
+        if follower is not None:
+            self._following = asyncio.create_task(self._follow(follower[0], lanes[1]))
         self.state = ObjectState.WRITING
         self._finishing = asyncio.create_task(self._finish(self._sink, self._lane))
         self._finishing.add_done_callback(ask_for_exception)
@@ -149,6 +166,45 @@ class Attempt:
         drain = self.drain
         room = drain.max_segments - drain.num_tail  # the tail waits for all else
         self._sink = await self._off_loop(partial(self.target.open, drain.file_bytes, drain.segment_bytes, room))
+
+    async def _open_follower(self) -> tuple[Sink, Storage] | None:
+        """The sink of the copy to the next place, if that opens at once."""
+        drain, target = self.drain, self.target
+        room = drain.max_segments - drain.num_tail
+        opening = asyncio.ensure_future(
+            self._off_loop(partial(target.follow, drain.file_bytes, drain.segment_bytes, room))
+        )
+        await asyncio.wait([opening], timeout=_FOLLOW_SECONDS)
+        if not opening.done():
+            self._following = asyncio.create_task(self._end_late(opening))
+            return None
+        opened = None if opening.exception() is not None else opening.result()
+        if opened is None:
+            target.followed(is_whole=False)
+        return opened
+
+    async def _end_late(self, opening: asyncio.Future[tuple[Sink, Storage] | None]) -> None:
+        """End a copy that was not open when the save began to write."""
+        with suppress(Exception):
+            if (opened := await opening) is not None:
+                await self._off_loop(opened[0].abort)
+                await self._off_loop(opened[0].close)
+        self.target.followed(is_whole=False)
+
+    async def _follow(self, sink: Sink, lane: Lane) -> None:
+        """Finish the copy at the next place; or leave no trace of it, if it fails or its memory was needed."""
+        is_whole = False
+        try:
+            await asyncio.wrap_future(lane.written)
+            await self._off_loop(sink.finish)
+            is_whole = True
+        except Exception as error:
+            self.drain.give_up(lane, error)
+            await asyncio.wrap_future(lane.quiet)
+            await self._off_loop(sink.abort)
+        finally:
+            await self._off_loop(sink.close)
+            self.target.followed(is_whole=is_whole)
 
     async def _finish(self, sink: Sink, lane: Lane) -> None:
         """Return when the archive is durable; raise when it will not be."""
@@ -210,8 +266,9 @@ class Attempt:
             await asyncio.wait([self._opening])
             ask_for_exception(self._opening)
         await asyncio.wrap_future(self.drain.idle)
-        if self._finishing is not None:
-            await asyncio.wait([self._finishing])
+        tasks = [task for task in (self._finishing, self._following) if task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
         if self._sink is None:
             return
         if self.state is not ObjectState.COMMITTED:

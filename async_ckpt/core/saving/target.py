@@ -72,6 +72,13 @@ class Target:
             self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
         )
 
+    def follow(self, num_bytes: int, segment_bytes: int, max_segments: int) -> tuple[Sink, Storage] | None:  # noqa: ARG002
+        """Begin a copy of the object at the next place, if that can take it now. What fails there costs the copy alone."""
+        return None
+
+    def followed(self, *, is_whole: bool) -> None:
+        """Note that the copy has ended, and whether it is there."""
+
     def check(self) -> None:
         """Make the checks that need requests over a network, while segments are written. Raises a refusal."""
 
@@ -99,7 +106,7 @@ class Target:
         return None
 
     def discard(self) -> None:
-        """Remove a durable object that could not be committed, unless it is the checkpoint after all."""
+        """Remove a durable object that could not be committed, unless it is the checkpoint after all; and its copy."""
 
     def tidy(self) -> None:
         """Remove what the save has put beside the checkpoint and is not to stay. The handle waits for this."""

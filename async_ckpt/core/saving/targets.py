@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 from ...errors import (
     CheckpointError,
@@ -41,6 +41,8 @@ from ..storage.place import Place
 from ..storage.scratch import refuse_in_running
 from .lineage import Lineage, StepCall, StepContents
 from .target import Target
+
+T = TypeVar("T")
 
 Compression = Zstd | Literal["zstd"] | None
 
@@ -249,21 +251,25 @@ class StepTarget(JointTarget):
         agreement: Agreement | Alone,
         check: StepAdmission,
         place: Callable[[], Run],
+        follows: Callable[[], bool],
     ) -> None:
         """`agreement` is with the other ranks, if there are any; then rank 0 alone checks and commits the step, and
-        chooses the `place`, which the others know once the attempt has its name.
+        chooses the `place`, which the others know once the attempt has its name, and whether the next place gets a copy
+        in the same pass, which `follows` tells.
         """
         call, run = contents.call, place()
         folder = run.folder(call.step)
         name = folder if agreement.has_others else run.attempt_path(call.step, agreement.attempt)
         super().__init__(run.storage, name)
         self.has_further_places = not lineage.has_one_root
-        self._lineage, self._call, self._place = lineage, call, place
+        self._lineage, self._call, self._place, self._follows = lineage, call, place, follows
         self._contents, self._agreement, self._check = contents, agreement, check
         self._is_announced = False  # tracker and journal name the step
         self._replaces: tuple[Manifest, str] | None = None
         self._driver_sink: Sink | None = None
         self._num_bytes = 0  # of the archive
+        self._follower: Run | None = None  # the place that a copy is written to
+        self._has_copy = False
         self.num_bytes_beside = len(call.driver.image) if call.driver else 0
 
     async def begin(self, check: Callable[[], None]) -> None:
@@ -297,6 +303,23 @@ class StepTarget(JointTarget):
                 self._check.again()
             self._run.sweeper.sweep_once(has_ranks=self._agreement.has_others)  # first, for it makes room
         return super().open(num_bytes, segment_bytes, max_segments)
+
+    def follow(self, num_bytes: int, segment_bytes: int, max_segments: int) -> tuple[Sink, Storage] | None:
+        if not self._follows():
+            return None
+        run = self._lineage.tiers.begin_following(self._run, self._call.step)
+        if run is None:
+            return None
+        self._follower = run
+        storage = run.storage
+        return storage.create(
+            self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
+        ), storage
+
+    def followed(self, *, is_whole: bool) -> None:
+        if self._follower is not None:
+            self._has_copy = is_whole
+            self._lineage.tiers.end_following(self._follower, self._call.step)
 
     def check(self) -> None:
         if not self._agreement.decides:
@@ -400,6 +423,9 @@ class StepTarget(JointTarget):
 
     def discard(self) -> None:
         self._close_driver()
+        if self._follower is not None and self._has_copy:
+            with suppress(CheckpointError):
+                self._follower.storage.delete(self._name)
         self._run.sweeper.discard(self._call.step, self._token, self._agreement.rank)
 
     def afterwards(self) -> None:
@@ -472,20 +498,22 @@ def begin_step(lineage: Lineage, call: StepCall, ranks: Ranks) -> tuple[Run, Cal
     if joint is None:
         run = runs[lineage.tiers.choose()]
         agreement: Agreement | Alone = Alone(os.urandom(4).hex())
-        place = partial(_only, run)
+        place, follows = partial(_value, run), partial(_value, True)
     else:
         if ranks.world.rank == 0:
             joint.place = lineage.tiers.choose()
+            joint.follows = lineage.tiers.may_follow(runs[joint.place], call.step)
         ranks.calls.plan(joint)
         for run in runs:
             run.join(ranks.meeting.token()[:8])
         agreement, place = Agreement(ranks, joint, runs), partial(_of_joint, runs, joint)
+        follows = partial(getattr, joint, "follows")  # known once the attempt has its name
     check = StepAdmission(lineage, place(), call, agreement)
-    return place(), lambda contents: StepTarget(lineage, contents, agreement, check, place)
+    return place(), lambda contents: StepTarget(lineage, contents, agreement, check, place, follows)
 
 
-def _only(run: Run) -> Run:
-    return run
+def _value(value: T) -> T:
+    return value
 
 
 def _of_joint(runs: Sequence[Run], joint: JointSave) -> Run:

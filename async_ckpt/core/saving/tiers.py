@@ -225,6 +225,28 @@ class Tiers:
         lasting = next((number for number in range(first, len(self.runs)) if not self.runs[number].is_volatile), first)
         return None if lasting == first else self.arrival(lasting, step)
 
+    # --- copies in the same pass ------------------------------------------------------------------------------
+
+    def may_follow(self, run: Run, step: int) -> bool:
+        """Whether the place behind the one that a save goes to can get a copy in the same pass."""
+        mover = self._next(run)
+        return mover is not None and mover.may_follow(step)
+
+    def begin_following(self, run: Run, step: int) -> Run | None:
+        """The place behind the one that a save goes to, if it gets a copy in the same pass. `end_following` follows."""
+        mover = self._next(run)
+        return mover.run if mover is not None and mover.begin_following(step) else None
+
+    def end_following(self, run: Run, step: int) -> None:
+        """The copy there is whole, or was given up."""
+        for mover in self.movers:
+            if mover.run is run:
+                mover.end_following(step)
+
+    def _next(self, run: Run) -> Mover | None:
+        at = self.runs.index(run)
+        return self.movers[at] if at < len(self.movers) else None
+
     def copying(self, run: Run) -> threading.Lock:
         """The lock under which steps are copied to a place: two copies would write the same object."""
         return self._copying[run]
@@ -353,12 +375,36 @@ class Mover:
         self._num_wants = 0  # calls of `want`: what was found before the last one is old
         self._newest: int | None = None  # the newest step there, as far as is known
         self._wanted: int | None = None  # the newest step that the nearer places had
+        self._followed: tuple[int, Future[None]] | None = None  # the step that a save copies there in its own pass
         self._waiting: list[tuple[int, int, Future[int]]] = []  # since so many wants, for this step
         self._error: CheckpointError | None = None  # why the last move has failed
 
     @property
     def shown(self) -> str:
         return self.run.storage.locate("").rstrip("/") or "/"
+
+    def may_follow(self, step: int) -> bool:
+        """Whether the place is idle, answers, and wants a step."""
+        with self._lock:
+            is_idle = not (self._is_running or self._is_stopped or self._followed or self._error)
+            is_new = self._newest is None or step > self._newest
+        return is_idle and is_new and self.run.takes(step)
+
+    def begin_following(self, step: int) -> bool:
+        if not self.may_follow(step):
+            return False
+        with self._lock:
+            self._followed = step, running_future()
+        return True
+
+    def end_following(self, step: int) -> None:
+        """A copy in the pass of a save has ended; what there is of it is found."""
+        with self._lock:
+            followed = self._followed if self._followed and self._followed[0] == step else None
+            if followed is not None:
+                self._followed = None
+        if followed is not None:
+            followed[1].set_result(None)
 
     def want(self, step: int) -> None:
         """A nearer place has just this step, its newest: what the place has of it, and above, does not count."""
@@ -490,8 +536,9 @@ class Mover:
         """Move steps until there is none to move."""
         while True:
             self._check()
+            first = self._wait_for_follower()
             num_wants = self._num_wants
-            ahead = self._roots.ahead(self.run, is_last=self._is_ending)
+            ahead = self._roots.ahead(self.run, is_last=self._is_ending, first=first)
             if any(run.has_start for run in self._roots.runs):
                 self._roots.refuse_strangers(self.run)
             here = [step for step, holders in ahead.holders.items() if self.run in holders]
@@ -503,6 +550,16 @@ class Mover:
                 return
             with self._copying:
                 self._move(ahead.step, ahead, num_wants)
+
+    def _wait_for_follower(self) -> int | None:
+        """Wait while a save copies its step there in its own pass. Returns that step: it comes first, for its archive is
+        there, or those of other ranks are.
+        """
+        with self._lock:
+            followed = self._followed
+        while followed is not None and not wait_for(followed[1], LIVENESS_SECONDS):
+            self._check()
+        return None if followed is None else followed[0]
 
     def _move(self, step: int, ahead: Ahead, num_wants: int) -> None:
         begun, holders = monotonic(), [run for run in ahead.holders[step] if run is not self.run]

@@ -417,7 +417,7 @@ def advice_for(rows: Sequence[Measured], *, is_local: bool) -> str:
     save, stall, write = by_name["save until durable"], by_name["training held up"], by_name["raw write"]
     if not is_local and save.median > _LONG_SAVE:
         return (
-            'Saves wait for the network: AsyncCheckpointer([a local folder, this root]) is durable at '
+            "Saves wait for the network: AsyncCheckpointer([a local folder, this root]) is durable at "
             "the speed of the disk, and uploads behind it."
         )
     if stall.median > _LONG_STALL:
