@@ -83,6 +83,15 @@ class Saves:
         self.checkpointer.wait()
         return seconds
 
+    def arrival_seconds(self, place: Path | Place) -> float:
+        """From the call until the step is at a further place."""
+        begin = perf_counter()
+        handle = self.begin()
+        handle.at(place).result()
+        seconds = perf_counter() - begin
+        self.end(handle)
+        return seconds
+
     def archive(self) -> Path:
         return next(Path(self.checkpointer.root).glob("step_*/*.tar"))
 

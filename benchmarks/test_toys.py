@@ -40,7 +40,7 @@ TOY_FIGURES: dict[str, dict[str, set[str]]] = {
     "growth": {"growth": {"growth_durable", "growth_tensors", "growth_saves_memory", "growth_ranks"}},
     "shapes": {"workloads": {"shape_gpt2", "shape_rank_of_8b", "shape_lora", "shape_small", "shape_huge"}},
     "stores": {
-        "figures": {"upload", "upload_link", "upload_cpu", "upload_memory", "download", "two_roots"},
+        "figures": {"upload", "upload_link", "upload_cpu", "upload_memory", "download", "two_places"},
         "peers": {"raw", "s3fs", "boto3", "moto", "rclone"},
     },
     "ranks": {"figures": {"two_ranks", "ranks_stall", "ranks_durable"}},

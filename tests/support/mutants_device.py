@@ -269,11 +269,6 @@ OF_CUDA_ALONE = [
         "a forked child ends the events of its parent", "ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))", "None"
     ),
     Mutant("a forked child ends the side stream of its parent", "            never_end(made)\n", "            pass\n"),
-    Mutant(
-        "a save that has ended waits for the garbage collection",
-        "self._may_miss = partial(_may_miss, rule)",
-        "self._may_miss = lambda error: _may_miss(self._rule, error)",
-    ),
     # --- captures and streams
     Mutant(
         "a captured step takes an event into its graph", "            if is_capturing():\n", "            if False:\n"

@@ -68,7 +68,7 @@ class Lineage:
     ) -> None:
         """`pace_of` gives the pace of the writes to a place."""
         self.roots, self.retire = roots, retire
-        self.tiers = Tiers(roots, copy_step, pace_of, self.in_flight, None if ranks.is_alone else ranks.calls)
+        self.tiers = Tiers(roots, copy_step, pace_of, self.in_flight, ranks)
         self._pace_of = pace_of
         self.groups = UnchangedGroups(lambda: ranks.divider.slicer)
         self._ledger, self._admission, self._catch_up, self._ranks = ledger, admission, catch_up, ranks

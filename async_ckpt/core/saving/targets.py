@@ -479,7 +479,7 @@ class StepTarget(JointTarget):
             return
         facts = {"error": type(error).__name__, "message": shortened(str(error)), "total_seconds": seconds}
         self._lineage.note("failed", self._call.step, **facts)
-        if not isinstance(error, StorageUnavailableError):  # it would fail, after a long wait
+        if not (self.storage.remote and isinstance(error, StorageUnavailableError)):  # it would fail after a long wait
             self._run.write_events()
 
     def hangs(self, quiet: Future[None]) -> None:

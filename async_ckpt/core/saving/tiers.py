@@ -33,7 +33,7 @@ from ..host.loop import get_loop
 from ..host.process import in_forked_child
 from ..host.threads import Crew, running_future
 from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait, growing_pauses, wait_for
-from ..ranks.calls import Calls
+from ..ranks.peers import Ranks
 from ..runs.manifest import Retired
 from ..runs.retention import Commits
 from ..runs.roots import Ahead, Roots
@@ -90,12 +90,10 @@ class Tiers:
         copy_step: CopyStep,
         pace_of: Callable[[Storage], Pace | None],
         in_flight: Callable[[Run], Collection[int]],
-        calls: Calls | None,
+        ranks: Ranks,
     ) -> None:
-        """`in_flight` lists the steps that retention leaves alone at a place. `calls` are those of several ranks, of
-        which rank 0 copies.
-        """
-        self.runs, self._calls = roots.runs, calls
+        """`in_flight` lists the steps that retention leaves alone at a place. Of several `ranks`, rank 0 copies."""
+        self.runs, self._calls = roots.runs, ranks.calls
         self._lock = threading.Lock()
         self._copying = {run: threading.Lock() for run in self.runs}
         self._out: dict[Run, _Out] = {}  # places that are passed over; under _lock
@@ -114,8 +112,7 @@ class Tiers:
             for number, run in enumerate(self.runs)
             if number
         ]
-        if calls is not None:
-            calls.hear_arrival = self._hear_arrival
+        ranks.calls.hear_arrival = self._hear_arrival
 
     # --- the place of a save ----------------------------------------------------------------------------------
 
@@ -196,8 +193,7 @@ class Tiers:
                 mover.want(step)
 
     def _say(self, number: int, step: int) -> None:
-        if self._calls is not None:
-            self._calls.say_arrival(number, step)
+        self._calls.say_arrival(number, step)
 
     def _hear_arrival(self, number: int, step: int) -> None:
         self.movers[number - 1].arrived(step)
@@ -213,7 +209,7 @@ class Tiers:
     def arrival(self, number: int, step: int) -> Future[int]:
         """A future of the step by which the further place of this number holds `step`, or a newer one."""
         arrived = self.movers[number - 1].arrival(step)
-        if self._calls is not None and not arrived.done():
+        if not arrived.done():
             self._calls.wait_for_arrival(arrived)
         return arrived
 

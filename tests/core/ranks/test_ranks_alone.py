@@ -108,9 +108,9 @@ def test_a_process_group_of_other_ranks_is_refused_by_a_checkpointer_that_knows_
         assert f"there were 2 ranks, of which this was {rank}, and the process group now has 1" in one.saves[1]["text"]
 
 
-@pytest.mark.parametrize("option", ["on_overlap", "due", "commit"])
+@pytest.mark.parametrize("option", ["on_overlap", "due"])
 def test_what_needs_agreement_is_taken_with_ranks_and_a_store_as_with_one_rank(tmp_path, option: str) -> None:
-    given = {"on_overlap": "skip", "due": Due(seconds=3), "commit": "any"}[option]
+    given = {"on_overlap": "skip", "due": Due(seconds=3)}[option]
     roots = [tmp_path / "a", tmp_path / "b"] if option == "commit" else tmp_path
     open_run(roots, **{option: given}, ranks=(1, 2), store=dist.HashStore()).close()
     open_run(roots, **{option: given}, ranks=(0, 1)).close()

@@ -131,6 +131,7 @@ def test_an_overwritten_step_keeps_no_old_layout_and_a_copied_one_has_its_own(wo
     with async_ckpt.AsyncCheckpointer([worlds.root, tmp_path / "copy"]) as ckpt:
         ckpt.save(state, step=3).result()
         ckpt.wait()
+        ckpt.catch_up()
     assert layout_in(tmp_path / "copy" / "step_00000001").read_bytes() == layout_in(folder).read_bytes()
     shutil.rmtree(folder)
     assert leftovers(worlds.root) == []
