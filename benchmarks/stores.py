@@ -133,7 +133,7 @@ def two_places(setting: Setting) -> dict[str, Row]:
             measured = two.durable_seconds if alone == "disk" else partial(two.arrival_seconds, far)
             return side_by_side(setting.rounds, measured, one.durable_seconds)
 
-    with store_server(gigabits=_GIGABITS) as slower, store_server() as endpoint:
+    with store_server(gigabits=_GIGABITS, keep=True) as slower, store_server(keep=True) as endpoint:
         committed, committed_link, arrived, arrived_link = (
             beside("disk", endpoint),
             beside("disk", slower),
