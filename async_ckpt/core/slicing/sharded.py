@@ -43,7 +43,13 @@ class LocalShards(NamedTuple):
 
 def is_sharded(value: Any) -> bool:
     """True for a leaf of a state of which other ranks may hold other shards, or replicas."""
-    return is_dtensor(value) or is_of_fsdp1(value) or _declares_slices(value) or is_of_megatron(value)
+    return (
+        is_dtensor(value)
+        or isinstance(value, StackedShard)
+        or is_of_fsdp1(value)
+        or _declares_slices(value)
+        or is_of_megatron(value)
+    )
 
 
 def is_of_megatron(value: Any) -> bool:
@@ -95,6 +101,33 @@ class Placed(NamedTuple):
         return dtensor(local, self.spec, requires_grad=self.requires_grad)
 
 
+class StackedShard(NamedTuple):
+    """A tensor inside of the local tensor of a DTensor, which a subclass makes of several.
+
+    Nothing says how a cut of the DTensor goes through the inner tensors. So the whole that this shard is a part of is a
+    stack: it has a leading dimension for each cut, with an entry for each piece, and is the same however the pieces lie.
+    """
+
+    of: Any
+    inner: Any
+
+    @property
+    def shape(self) -> Ints:
+        return (*(count for _, count, _ in shards_of(self.of, "the tensor")), *self.inner.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.inner.dtype
+        return dtype
+
+
+def shards_of(dtensor: Any, name: str) -> tuple[tuple[int, int, int], ...]:
+    """The cuts of a DTensor in their order: dimension, number of pieces, runs. Raises as `Slicer.slice` does."""
+    mesh = mesh_of(dtensor._spec.mesh)
+    cuts = _cuts(dtensor._spec, mesh, dtensor.ndim, name)
+    return tuple((cut.dim, mesh.shape[cut.mesh_dim], cut.runs) for cut in cuts)
+
+
 def mesh_of(device_mesh: Any) -> Mesh:
     """The ranks of torch's DeviceMesh. Raises TypeError for anything else."""
     if not _is_a(device_mesh, "torch.distributed.device_mesh", "DeviceMesh"):
@@ -128,6 +161,8 @@ class Slicer:
         """
         if is_dtensor(value):
             return self._of_dtensor(value, name)
+        if isinstance(value, StackedShard):
+            return self._of_stacked(value, name)
         if is_of_fsdp1(value):
             return self._of_sharded_tensor(value, name)
         if _declares_slices(value):
@@ -144,6 +179,21 @@ class Slicer:
     def _of_dtensor(self, tensor: Any, name: str) -> LocalShards:
         slices, local = self._local_of(tensor, name)
         return LocalShards(slices, _parts(local, slices.rectangles))
+
+    def _of_stacked(self, stacked: StackedShard, name: str) -> LocalShards:
+        whole, _ = self._local_of(stacked.of, name)
+        if whole.cuts is None or whole.mesh is None:
+            raise _refused(
+                name, "a wrapped tensor is saved by its cuts, and its mesh numbers the ranks otherwise than this save"
+            )
+        slices = Slices.at(
+            whole.coordinate,
+            global_shape=stacked.shape,
+            cuts=tuple(Cut(dim, cut.mesh_dim) for dim, cut in enumerate(whole.cuts)),
+            mesh=whole.mesh,
+        )
+        row = stacked.inner.detach()[(None,) * len(whole.cuts)]
+        return LocalShards(slices, _parts(row, slices.rectangles))
 
     def _local_of(self, tensor: Any, name: str) -> tuple[Slices, torch.Tensor]:
         spec, local = tensor._spec, tensor._local_tensor
