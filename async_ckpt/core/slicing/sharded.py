@@ -102,10 +102,11 @@ class Placed(NamedTuple):
 
 
 class StackedShard(NamedTuple):
-    """A tensor inside of the local tensor of a DTensor, which a subclass makes of several.
+    """A tensor inside of the local tensor of a DTensor, where that is made of several.
 
-    Nothing says how a cut of the DTensor goes through the inner tensors. So the whole that this shard is a part of is a
-    stack: it has a leading dimension for each cut, with an entry for each piece, and is the same however the pieces lie.
+    Nothing says how the cuts of a DTensor go through inner tensors: a scale may belong to a row, to a block or to all.
+    So the inner tensors of all shards are taken for a stack, with a leading dimension for each cut. They are restored
+    by the same cuts alone.
     """
 
     of: Any

@@ -124,14 +124,14 @@ class SnapshotCopies:
 
 
 def _around_copies(captured: InnerTensors, copies: dict[str, Any]) -> Any:
-    """The tensor of these copies, which may not have their bytes yet. Raises UnsupportedStateError if it copies them."""
+    """The tensor of these copies, which may lack their bytes yet. Raises UnsupportedStateError if it copies them."""
     tensor = captured.made(copies)
     given = [part.data_ptr() for copy in copies.values() for part in plain_parts(copy)]
     if [part.data_ptr() for part in plain_parts(tensor)] != given:
         name = shown(captured.path)
         raise UnsupportedStateError(
-            f"{name}: a snapshot cannot hold {captured.kind}, whose __tensor_unflatten__ copies the inner tensors; save the "
-            "live state instead",
+            f"{name}: a snapshot cannot hold {captured.kind}, whose __tensor_unflatten__ copies the inner tensors; "
+            "save the live state instead",
             path=name,
         )
     return tensor

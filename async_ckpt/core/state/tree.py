@@ -104,7 +104,7 @@ class Encoder:
 
     def _tensor(self, value: Any, path: Path, is_kept: bool) -> Json:
         """The node of a tensor. A selected one is stored with all of its inner tensors."""
-        apart = taken_apart(value, shown(path))
+        apart = taken_apart(value, path)
         if apart is None:
             return self._leaf(value, path) if is_kept else _OMITTED
         wrapper, parts = apart
@@ -193,9 +193,9 @@ class Encoder:
 class _ContextEncoder(Encoder):
     """The walk over the context of a wrapped tensor, which must be plain data; a class is its name."""
 
-    def __init__(self, wrapper: Wrapper, name: str) -> None:
+    def __init__(self, of: str, name: str) -> None:
         super().__init__(self._refuse, contents=self._refuse)
-        self._wrapper, self._name = wrapper, name
+        self._class, self._name = of, name
 
     def encode(self, value: Any, path: Path = ()) -> Json:
         if isinstance(value, type):
@@ -206,11 +206,9 @@ class _ContextEncoder(Encoder):
         return super().encode(value, path)
 
     def _refuse(self, value: Any, path: Path) -> Any:
-        where = (
-            f"{shown(path)} in the context of {self._wrapper.kind}" if path else f"the context of {self._wrapper.kind}"
-        )
+        part, kind = f"{shown(path)} in " if path else "", with_article(type(value).__qualname__)
         raise UnsupportedStateError(
-            f"{self._name}: {where} is {with_article(type(value).__qualname__)}, and only plain data is stored; save the "
+            f"{self._name}: {part}the context of {self._class} is {kind}, and only plain data is stored; save its "
             "inner tensors, or a plain tensor of its values; nothing was written",
             path=self._name,
         )
@@ -221,7 +219,7 @@ def facts_of(wrapper: Wrapper, path: Path, types: set[type]) -> dict[str, Json]:
 
     Raises UnsupportedStateError if its context is not plain data.
     """
-    encoder = _ContextEncoder(wrapper, shown(path))
+    encoder = _ContextEncoder(wrapper.kind, shown(path))
     facts = {
         "class": wrapper.kind,
         "size": list(wrapper.size),
@@ -310,7 +308,7 @@ class InnerTensors(dict[str, Any]):
         """
         if self.wrapper is None or (self.wrapper.shards and not of_shard):
             return inner
-        context = replaced(self.wrapper.context, _no_leaf_of)
+        context = replaced(self.wrapper.context, lambda leaf: leaf)  # it has none
         try:
             return made(self.wrapper._replace(context=context), inner)
         except Exception as error:  # the user's own class may raise anything
@@ -340,9 +338,9 @@ def decode(
     """The structure of a skeleton, with a `StoredLeaf` for each leaf that the archive stores, and the list of these.
 
     If its class is among `types`, a namedtuple or an enum's member is one again, and a dataclass's instance is a
-    `SavedRecord`; otherwise they are a tuple, the member's value, and a dict, or, for None, each an `OfClass`. A wrapped
-    tensor is `InnerTensors`, or, for None, an `OfClass` with its facts as the only field. Leaves whose path `keep` refuses are left out, and so are containers that end up empty thereby; the result is None if
-    nothing is left.
+    `SavedRecord`; otherwise they are a tuple, the member's value, and a dict, or, for None, each an `OfClass`. Wrapped
+    tensors are `InnerTensors`, or, for None, each an `OfClass` with its facts as the only field. Leaves whose path
+    `keep` refuses are left out, and so are containers that end up empty thereby; the result is None if nothing is left.
     Raises ValueError for a node that `encode` would not have made: nothing in a skeleton can make it raise another
     error, or allocate more than the skeleton's own size. Raises TypeError for `types` that are not stored by name, or
     that have the same name, and for the class of a wrapped tensor without the classes that its context names.
@@ -666,7 +664,7 @@ class _Decoder:
 
 
 class _ContextDecoder(_Decoder):
-    """The decoder of the context of a wrapped tensor, which its class needs as it was: `unknown` are classes not given."""
+    """The decoder of the context of a wrapped tensor, which its class needs as it was; `unknown` are lacking."""
 
     def __init__(self, types: dict[str, type]) -> None:
         super().__init__(types, None)
@@ -744,7 +742,3 @@ def _metadata(node: Json) -> dict[Any, Any]:
 
 def _no_leaf(_value: Any, _path: Path) -> Json:
     return None  # a state dict's metadata is plain: version numbers
-
-
-def _no_leaf_of(leaf: StoredLeaf) -> Any:
-    raise AssertionError(f"{leaf} is in the context of a tensor")

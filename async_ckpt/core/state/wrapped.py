@@ -18,6 +18,7 @@ import torch
 
 from ...errors import UnsupportedStateError
 from ..slicing.sharded import StackedShard, is_dtensor, is_sharded, shards_of
+from .names import Path, shown
 from .plain import class_name
 
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -47,24 +48,24 @@ class Wrapper(NamedTuple):
     """The cuts of a DTensor, as `shards_of` gives them."""
 
 
-def taken_apart(tensor: Any, name: str) -> tuple[Wrapper, dict[str, Any]] | None:
+def taken_apart(tensor: Any, path: Path) -> tuple[Wrapper, dict[str, Any]] | None:
     """A tensor without its inner tensors, and these by name; None if it is not made of others.
 
     The inner tensors of a DTensor that is cut are `StackedShard`. Raises UnsupportedStateError, whose message begins
-    with `name`, if the class does not follow the protocol.
+    with the name of `path`, if the class does not follow the protocol.
     """
     kind = type(tensor)
     if kind in _PLAIN_TYPES and tensor.layout is torch.strided:
         return None
     if isinstance(tensor, StackedShard):
-        apart = taken_apart(tensor.inner, name)
+        apart = taken_apart(tensor.inner, path)
         return apart and (apart[0], {inner: tensor._replace(inner=part) for inner, part in apart[1].items()})
     if is_dtensor(tensor):
-        apart = taken_apart(tensor._local_tensor, name)
+        apart = taken_apart(tensor._local_tensor, path)
         if apart is None:
             return None
         wrapper = apart[0]._replace(
-            size=_numbers(tensor.shape), stride=_numbers(tensor.stride()), shards=shards_of(tensor, name)
+            size=_numbers(tensor.shape), stride=_numbers(tensor.stride()), shards=shards_of(tensor, shown(path))
         )
         return wrapper, {inner: StackedShard(tensor, part) for inner, part in apart[1].items()}
     if not isinstance(tensor, torch.Tensor) or is_sharded(tensor):
@@ -74,12 +75,12 @@ def taken_apart(tensor: Any, name: str) -> tuple[Wrapper, dict[str, Any]] | None
     if _is_masked(kind):
         parts = {inner: getattr(tensor, inner) for inner in _MASKED}
         return Wrapper(class_name(kind), kind, _numbers(tensor.shape), None, None), parts
-    return _of_subclass(tensor, name) if follows_protocol(kind) else None
+    return _of_subclass(tensor, shown(path)) if follows_protocol(kind) else None
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors on this rank that a tensor is made of: itself, if it is not made of others."""
-    apart = taken_apart(tensor, "the tensor")
+    apart = taken_apart(tensor, ())
     if apart is None:
         yield getattr(tensor, "_local_tensor", tensor) if is_dtensor(tensor) else tensor
         return

@@ -287,7 +287,7 @@ class Contents:
             raise self.corrupt(f"a numpy array in it cannot be built ({error})") from error
 
     def made(self, saved: InnerTensors, inner: dict[str, Any]) -> Any:
-        """The wrapped tensor of these inner tensors, which have been read. Raises ValueError if its class refuses them."""
+        """The wrapped tensor of inner tensors that have been read. Raises ValueError if its class refuses them."""
         if saved.wrapper is None or saved.wrapper.cls is not None:
             return saved.made(inner)
         try:

@@ -193,7 +193,7 @@ class Match(ContainerMatch):
 
     def _tensor(self, live: Any, saved: Any, path: Path) -> Any:
         try:
-            apart = taken_apart(live, shown(path))
+            apart = taken_apart(live, path)
             if apart is not None:
                 return self._wrapped(live, *apart, saved, path)
         except UnsupportedStateError as error:
