@@ -313,7 +313,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "an object as its context": (
         lambda: scaled(2, 2, context=object()),
         "model.w",
-        "model.w: the context of tensor_classes.Scaled is an object, and only plain data is stored; save the inner",
+        "model.w: the context of tensor_classes.Scaled is an object, and only plain data is stored; save its inner",
     ),
     "a tensor in its context": (
         lambda: scaled(2, 2, context={"also": torch.ones(2)}),
