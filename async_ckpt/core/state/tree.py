@@ -378,10 +378,7 @@ def _rebuilt(cls: Any) -> Any:
     if is_class and can_be_made(cls):
         return cls
     name = cls.__qualname__ if is_class else f"{cls!r:.100}"
-    raise TypeError(
-        "types must be classes of namedtuples, dataclasses or enums, or of tensors with __tensor_unflatten__; got "
-        f"{name}"
-    )
+    raise TypeError(f"types must be classes of namedtuples, dataclasses, enums or wrapped tensors; got {name}")
 
 
 def with_classes(node: Json, classes: Mapping[Path, Json]) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,3 +141,11 @@ except async_ckpt.UnsupportedStateError as error:
         ((path, error),) = one.told
         assert path == "w.codes"
         assert "a snapshot cannot hold a DTensor whose local tensor is wrapped; save the live state instead" in error
+
+
+def test_merging_a_step_keeps_wrapped_tensors_and_their_shards(worlds: Worlds, tmp_path: Path):
+    worlds.run(4, SAVE.format(rows=8, placed="None"))
+    async_ckpt.merge(worlds.root, None, tmp_path / "merged.tar")
+    loaded = async_ckpt.load(tmp_path / "merged.tar", types=[Scaled])
+    assert bytes_in(loaded["all"]) == bytes_in(scaled(2, 2, seed=5))
+    assert torch.equal(loaded["w"]["codes"].reshape(8, 3), scaled(8, 3).codes)

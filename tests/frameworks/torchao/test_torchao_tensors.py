@@ -27,7 +27,10 @@ with warnings.catch_warnings():
     from torchao.optim.subclass_4bit import OptimState4bit
     from torchao.optim.subclass_8bit import OptimState8bit
     from torchao.optim.subclass_fp8 import OptimStateFp8
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
     from torchao.quantization.granularity import PerAxis, PerGroup
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchao", "ignore::DeprecationWarning:torchao")
 
@@ -83,6 +86,32 @@ def test_a_quantised_model_has_the_same_bytes_after_a_load_and_another_save(conf
     empty = quantised(config(), 1)
     empty.load_state_dict(again, assign=True)
     assert bytes_of(empty) == bytes_of(model)
+
+
+def nf4(seed: int) -> Any:
+    return to_nf4(torch.randn(256, 256, generator=torch.Generator().manual_seed(seed)))
+
+
+def mx(seed: int) -> Any:
+    made = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
+    return MXTensor.to_mx(made.to(torch.bfloat16), torch.float8_e4m3fn)
+
+
+def nvfp4(seed: int) -> Any:
+    made = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
+    return NVFP4Tensor.to_nvfp4(made.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("make", [nf4, mx, nvfp4])
+def test_other_formats_of_four_and_eight_bits_come_back(make, tmp_path):
+    live = make(1)
+    types = classes_needed(nn.ParameterDict({"w": nn.Parameter(make(0), requires_grad=False)}))
+    with open_run(tmp_path) as ckpt:
+        ckpt.save({"w": make(0)}, step=1).result()
+        ckpt.restore({"w": live})
+        loaded = ckpt.load(types=types)["w"]
+    assert type(loaded) is type(live)
+    assert bytes_in(live) == bytes_in(loaded) == bytes_in(make(0))
 
 
 def classes_needed(model: nn.Module) -> list[type]:
