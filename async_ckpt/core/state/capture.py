@@ -20,7 +20,7 @@ import torch
 from ...errors import UnsupportedStateError
 from ..backends import has_plain_bytes
 from ..collector import no_collection
-from ..slicing.sharded import Placed, Slicer, StackedShard, is_dtensor, is_sharded
+from ..slicing.sharded import Placed, Slicer, StackedShard, as_declared, is_dtensor, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
 from .captured import Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, classes_in, per_rank_in, tree_of
@@ -122,6 +122,7 @@ class _CaptureWalk:
         return self._state_dicts.of(value)
 
     def leaf(self, value: Any, path: Path) -> Json:
+        value = as_declared(value)
         if isinstance(value, torch.Tensor | StackedShard):
             if self._local is not None and (is_dtensor(value) or isinstance(value, StackedShard)):
                 return {"tensor": self._local_part(value, path)}

@@ -20,7 +20,16 @@ import torch
 
 from ....errors import UnsupportedStateError
 from ...slicing.cover import Box
-from ...slicing.sharded import Placed, Slicer, has_shards, is_dtensor, is_of_megatron, is_sharded
+from ...slicing.sharded import (
+    Placed,
+    Slicer,
+    as_declared,
+    declare_like,
+    has_shards,
+    is_dtensor,
+    is_of_megatron,
+    is_sharded,
+)
 from ...slicing.slices import Ints
 from ...spec import Json, with_article
 from ...state.capture import why_not
@@ -155,9 +164,11 @@ class Match(ContainerMatch):
             return wrapped
         if not (isinstance(saved, StoredLeaf) and saved.kind == "tensor" and is_sharded(parameter)):
             return None
-        if tuple(parameter.shape) != self.archive.index.tensors[saved.number].shape:
+        if tuple(as_declared(parameter).shape) != self.archive.index.tensors[saved.number].shape:
             return None
-        return torch.empty_like(parameter.detach(), dtype=self.archive.dtype(saved.number))
+        room = torch.empty_like(parameter.detach(), dtype=self.archive.dtype(saved.number))
+        declare_like(room, parameter)
+        return room
 
     def _own_state(
         self, live: Any, saved: Any, with_room: Callable[[Any], Any] = lambda state: state
@@ -204,7 +215,7 @@ class Match(ContainerMatch):
             return live
         indexed = self.archive.index.tensors[saved.number]
         is_keyed = is_of_megatron(live)
-        shape = tuple(live.global_shape if is_keyed else live.shape)
+        shape = tuple(live.global_shape if is_keyed else as_declared(live).shape)
         dtype = dtype_name(live.data.dtype if is_keyed and live.data is not None else live.dtype)
         try:
             parts = self._local_parts(live, path)
@@ -341,6 +352,7 @@ class Match(ContainerMatch):
     ) -> None:
         live = optimizer.state.get(param, {})
         state: dict[Any, Any] = {}
+        whole = as_declared(param)
         for key, value in saved.items():
             live_tensor = live.get(key)
             if isinstance(value, InnerTensors):
@@ -350,14 +362,15 @@ class Match(ContainerMatch):
                 state[key] = self._materialize(value)
                 continue
             tensor = self.archive.index.tensors[value.number]
+            declare_like(live_tensor, param)
             fits = (type(live_tensor) is torch.Tensor or is_sharded(live_tensor)) and (
-                tuple(live_tensor.shape),
+                tuple(as_declared(live_tensor).shape),
                 dtype_name(live_tensor.dtype),
             ) == (tensor.shape, tensor.dtype)
-            if has_shape_of_parameter(optimizer, key) and tensor.shape != tuple(param.shape):
+            if has_shape_of_parameter(optimizer, key) and tensor.shape != tuple(whole.shape):
                 self.differences.add(
                     (*path, key),
-                    f"is {list(tensor.shape)} in the checkpoint, and its parameter {list(param.shape)} here",
+                    f"is {list(tensor.shape)} in the checkpoint, and its parameter {list(whole.shape)} here",
                 )
             if not fits and tensor.shape and (room := self._room_for(param, value)) is not None:
                 live_tensor = room
