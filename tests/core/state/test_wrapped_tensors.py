@@ -533,6 +533,26 @@ def test_an_index_that_lies_about_a_wrapped_tensor_is_corrupt(lie, archive):
         async_ckpt.load(archive, types=[Scaled])
 
 
+def test_a_sparse_tensor_of_an_impossible_size_is_corrupt(archive):
+    async_ckpt.save({"g": {"w": grid().to_sparse()}}, archive).result()
+    forge(archive, lambda index: _wrapped_in(index)["wrapped"].update(size=[None, 4]))
+    with pytest.raises(CorruptCheckpointError, match=r"g\.w: torch\.sparse_coo cannot be made"):
+        async_ckpt.load(archive)
+
+
+def _wrapped_in(index: dict[str, Any]) -> dict[str, Any]:
+    """The node of g.w."""
+    node: dict[str, Any] = index["skeleton"]["dict"][0][1]["dict"][0][1]
+    return node
+
+
+def test_a_wrapped_tensor_is_a_view_of_a_mapped_file(archive):
+    async_ckpt.save({"w": scaled(3, 4), "s": grid().to_sparse()}, archive).result()
+    loaded = async_ckpt.load(archive, mmap=True, types=[Scaled])
+    assert bytes_in(loaded["w"]) == bytes_in(scaled(3, 4))
+    assert torch.equal(loaded["s"].to_dense(), grid())
+
+
 INDICES = {
     "COO": (lambda: grid().to_sparse(), "_indices"),
     "CSR": (lambda: grid().to_sparse_csr(), "col_indices"),

@@ -286,14 +286,16 @@ class Contents:
         except Exception as error:  # the description of the dtype is untrusted
             raise self.corrupt(f"a numpy array in it cannot be built ({error})") from error
 
-    def made(self, saved: InnerTensors, inner: dict[str, Any]) -> Any:
-        """The wrapped tensor of inner tensors that have been read. Raises ValueError if its class refuses them."""
+    def made(self, saved: InnerTensors, inner: dict[str, Any], *, are_read: bool = True) -> Any:
+        """The wrapped tensor of these inner tensors. Raises ValueError if its class refuses them."""
         if saved.wrapper is None or saved.wrapper.cls is not None:
             return saved.made(inner)
         try:
-            self.check_indices(tensor := saved.made(inner), saved.path)
+            tensor = saved.made(inner)
         except ValueError as error:
             raise self.corrupt(str(error)) from error
+        if are_read:
+            self.check_indices(tensor, saved.path)
         return tensor
 
     def check_indices(self, tensor: torch.Tensor, path: Path) -> None:

@@ -459,7 +459,7 @@ class ContainerMatch:
     def _around_new(self, saved: InnerTensors, inner: dict[str, Any]) -> Any:
         """A wrapped tensor that the live state lacks, made of inner tensors that are still to be filled."""
         if saved.wrapper is not None and not saved.wrapper.shards:
-            return self.visit(saved.made(inner), saved, saved.path)
+            return self.visit(self.archive.made(saved, inner, are_read=False), saved, saved.path)
         self.differences.add(saved.path, f"is {with_article(saved.kind)} in the checkpoint, and {HOW_TO_MAKE_ONE}")
         return None
 
