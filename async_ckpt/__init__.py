@@ -31,7 +31,7 @@ __all__ = [
     "NotCommittedError", "PerRank", "Place", "Publisher", "PullReport", "RngState", "SaveHandle", "SaveReport",
     "StepExistsError", "StorageFullError", "StorageUnavailableError", "Subscriber", "TornSnapshotError",
     "VerifyReport", "Zstd", "errors", "export_hf", "files", "follow", "history", "inspect", "load", "merge",
-    "pack", "release", "save", "snapshot", "unpack", "verify", "wrap",
+    "pack", "release", "save", "sharded", "snapshot", "unpack", "verify", "wrap",
 ]  # fmt: skip
 
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # for type checkers, which take any name of a module with a `
     from .core.runs.naming import Naming as Naming
     from .core.saving.handle import SaveHandle as SaveHandle
     from .core.saving.policy import Due as Due
+    from .core.slicing.sharded import sharded as sharded
     from .core.spec import Keep as Keep
     from .core.staging.held_snapshot import HeldSnapshot as HeldSnapshot
     from .core.state.per_rank import PerRank as PerRank
@@ -76,6 +77,7 @@ else:
         ".face.checkpointer": "AsyncCheckpointer",
         ".core.saving.policy": "Due",
         ".core.staging.held_snapshot": "HeldSnapshot",
+        ".core.slicing.sharded": "sharded",
         ".core.spec": "Keep",
         ".core.runs.naming": "Naming",
         ".core.state.per_rank": "PerRank",

@@ -48,6 +48,7 @@ NAMES = [
     "pack",
     "release",
     "save",
+    "sharded",
     "snapshot",
     "unpack",
     "verify",
@@ -57,6 +58,7 @@ NAMES = [
 # name -> its parameters: `*` divides off what must be given by name, `=` shows a default.
 SIGNATURES = {
     async_ckpt.save: "(obj, path, *, guard=None, select=None, compression=None)",
+    async_ckpt.sharded: "(tensor, mesh, placements)",
     async_ckpt.pack: "(destination, *, compression=None, scratch=None)",
     async_ckpt.files.pack_folder: "(folder, destination, *, compression=None)",
     async_ckpt.unpack: "(source, *, scratch=None, max_bytes=None, max_file_bytes=None, max_members=1000000)",

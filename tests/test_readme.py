@@ -64,9 +64,11 @@ def run_twice_on_ranks(block, tmp_path, worlds):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
     environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run(command, check=True, timeout=300, env=environment)
-    assert AsyncCheckpointer(tmp_path / "runs/ranks").steps() == [1, 2]
+    (root,) = (tmp_path / "runs").iterdir()
+    saved = AsyncCheckpointer(root).steps()
+    assert saved
     worlds.run(2, f"os.chdir({str(tmp_path)!r})\n{block}", has_group=False)
-    assert AsyncCheckpointer(tmp_path / "runs/ranks").steps() == [3, 4]
+    assert AsyncCheckpointer(root).steps()[-1] == saved[-1] + len(saved)
 
 
 def run_twice(block, tmp_path):

@@ -199,8 +199,8 @@ def load(
         mmap: return tensors that are views of the mapped file, private to this process. With `verify=False` only what
             is used is read. A tensor that is not aligned to its item size is copied. An extracted archive cannot be
             mapped.
-        types: classes of namedtuples, dataclasses and enums to rebuild. Others are returned as tuples, dicts and
-            values.
+        types: classes of namedtuples, dataclasses, enums and wrapped tensors to rebuild. Others are returned as tuples,
+            dicts, values, and dicts of inner tensors.
         from_ranks: for a step saved by several ranks, the rank whose value to take where each rank has its own, by
             name, such as {"rng": 0}. Otherwise such a value is returned as a mapping from rank to value.
 

@@ -85,7 +85,7 @@ def load_state(
         return archive.leaf(leaf, tensors[archive.primary(leaf.number)], device)
 
     try:
-        return replaced(value, give)
+        return replaced(value, give, of_inner=archive.made)
     except RecursionError as error:
         raise archive.nested_too_deeply() from error
 

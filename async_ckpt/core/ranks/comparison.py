@@ -164,8 +164,9 @@ class Comparison:
                         raise UnsupportedStateError(
                             f"{name} should be the same on ranks {other} and {rank}, and is not: ranks that "
                             "have the same part of a tensor, "
-                            "as all have of a plain one, must have the same values. Give its group in "
-                            "per_rank=, if each has its own",
+                            "as all have of a plain one, must have the same values. If each has a part of a larger "
+                            "one, such as its experts, declare that by async_ckpt.sharded; if each has its own, give "
+                            "its group in per_rank=",
                             path=name,
                         )
 
@@ -222,7 +223,7 @@ class Comparison:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             _log.warning(
                 "%s: not the same on all ranks, and so kept for each of them: %s%s. Name them in per_rank= "
-                "if that is meant",
+                "if that is meant; declare shards of larger tensors by async_ckpt.sharded",
                 exchange.storage.locate(exchange.folder),
                 ", ".join(names[:5]),
                 more,

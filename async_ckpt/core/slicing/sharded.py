@@ -9,6 +9,7 @@ torch imports on demand is not imported here: until then there are no such tenso
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -29,6 +30,7 @@ _MEGATRON = frozenset(
 # A state has one spec for each shape and way to cut it, seldom a thousand.
 _MAX_SPECS = 100_000
 _SHARD = "torch.distributed.tensor.placement_types", "Shard"
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 # The slices of a DTensor, and the shape of its local tensor on this rank.
 _LocalSlices: TypeAlias = tuple[Slices, Ints | None]
@@ -41,9 +43,77 @@ class LocalShards(NamedTuple):
     parts: tuple[torch.Tensor, ...]
 
 
+def sharded(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
+    """Declare that a plain tensor is one rank's shard of a larger one: the experts of a Mixture-of-Experts, say.
+
+        experts = mesh["ep"]
+        for layer in model.layers:
+            async_ckpt.sharded(layer.experts.w1, experts, [Shard(0)])  # (local experts, …) of (all experts, …)
+
+    The tensor stays as it is. Saves and restores, and those of an optimizer's state for a parameter, take it for a
+    DTensor with these placements from then on, so that another number of ranks can restore it. The declaration is of
+    the tensor object, as long as it lives: declare parameters once they are where they stay. A tensor that is not
+    declared is alike on all ranks, or named in `per_rank=`.
+
+    Args:
+        tensor: a plain tensor or parameter, of the same shape on all ranks of the mesh.
+        mesh: torch's DeviceMesh of the ranks that hold its shards and replicas.
+        placements: for each dimension of the mesh, `Shard(dim)` or `Replicate()` of torch.distributed.tensor.
+
+    Returns the tensor. Raises TypeError for a tensor that is a DTensor, or is made of others, and ValueError for
+    placements that do not fit the mesh or the tensor.
+    """
+    if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
+        raise TypeError(
+            f"only a plain tensor is declared, got {type(tensor).__qualname__}; a DTensor knows its shards itself"
+        )
+    mesh_of(mesh)
+    dims = [one.dim for one in placements if one.is_shard()]
+    if len(placements) != mesh.ndim or any(not -tensor.ndim <= dim < tensor.ndim for dim in dims):
+        raise ValueError(
+            f"placements {list(placements)!r:.100} do not fit a mesh of {mesh.ndim} dimensions and a tensor of "
+            f"{tensor.ndim}; give Replicate(), or Shard(dim) of the tensor, for each dimension of the mesh"
+        )
+    from torch.distributed.tensor import DTensor
+
+    _declarations()[tensor] = Placed.of(DTensor.from_local(tensor.detach(), mesh, placements, run_check=False))
+    return tensor
+
+
+@functools.cache
+def _declarations() -> Any:
+    """The declared tensors, each with its place. They are compared by identity, and not kept alive."""
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    return WeakIdKeyDictionary()
+
+
+def declare_like(tensor: Any, other: torch.Tensor) -> None:
+    """Declare a tensor as another one, if that is declared and has its shape."""
+    if isinstance(tensor, torch.Tensor) and is_declared(other) and tensor.shape == other.shape:
+        _declarations()[tensor] = _declarations()[other]
+
+
+def is_declared(value: Any) -> bool:
+    declared = _declarations()
+    return len(declared) > 0 and isinstance(value, torch.Tensor) and value in declared
+
+
+def as_declared(value: Any) -> Any:
+    """The DTensor that a tensor was declared to be a shard of; any other value as it is."""
+    return _declarations()[value].around(value.detach()) if is_declared(value) else value
+
+
 def is_sharded(value: Any) -> bool:
     """True for a leaf of a state of which other ranks may hold other shards, or replicas."""
-    return is_dtensor(value) or is_of_fsdp1(value) or _declares_slices(value) or is_of_megatron(value)
+    return (
+        is_declared(value)
+        or is_dtensor(value)
+        or isinstance(value, StackedShard)
+        or is_of_fsdp1(value)
+        or _declares_slices(value)
+        or is_of_megatron(value)
+    )
 
 
 def is_of_megatron(value: Any) -> bool:
@@ -95,6 +165,34 @@ class Placed(NamedTuple):
         return dtensor(local, self.spec, requires_grad=self.requires_grad)
 
 
+class StackedShard(NamedTuple):
+    """A tensor inside of the local tensor of a DTensor, where that is made of several.
+
+    Nothing says how the cuts of a DTensor go through inner tensors: a scale may belong to a row, to a block or to all.
+    So the inner tensors of all shards are taken for a stack, with a leading dimension for each cut. They are restored
+    by the same cuts alone.
+    """
+
+    of: Any
+    inner: Any
+
+    @property
+    def shape(self) -> Ints:
+        return (*(count for _, count, _ in shards_of(self.of, "the tensor")), *self.inner.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.inner.dtype
+        return dtype
+
+
+def shards_of(dtensor: Any, name: str) -> tuple[tuple[int, int, int], ...]:
+    """The cuts of a DTensor in their order: dimension, number of pieces, runs. Raises as `Slicer.slice` does."""
+    mesh = mesh_of(dtensor._spec.mesh)
+    cuts = _cuts(dtensor._spec, mesh, dtensor.ndim, name)
+    return tuple((cut.dim, mesh.shape[cut.mesh_dim], cut.runs) for cut in cuts)
+
+
 def mesh_of(device_mesh: Any) -> Mesh:
     """The ranks of torch's DeviceMesh. Raises TypeError for anything else."""
     if not _is_a(device_mesh, "torch.distributed.device_mesh", "DeviceMesh"):
@@ -126,8 +224,11 @@ class Slicer:
         Raises UnsupportedStateError, whose message begins with `name`, for a DTensor that is Partial, has an unknown
         placement, or another local shape than its placements give; and for slices that contradict their tensor.
         """
+        value = as_declared(value)
         if is_dtensor(value):
             return self._of_dtensor(value, name)
+        if isinstance(value, StackedShard):
+            return self._of_stacked(value, name)
         if is_of_fsdp1(value):
             return self._of_sharded_tensor(value, name)
         if _declares_slices(value):
@@ -144,6 +245,21 @@ class Slicer:
     def _of_dtensor(self, tensor: Any, name: str) -> LocalShards:
         slices, local = self._local_of(tensor, name)
         return LocalShards(slices, _parts(local, slices.rectangles))
+
+    def _of_stacked(self, stacked: StackedShard, name: str) -> LocalShards:
+        whole, _ = self._local_of(stacked.of, name)
+        if whole.cuts is None or whole.mesh is None:
+            raise _refused(
+                name, "a wrapped tensor is saved by its cuts, and its mesh numbers the ranks otherwise than this save"
+            )
+        slices = Slices.at(
+            whole.coordinate,
+            global_shape=stacked.shape,
+            cuts=tuple(Cut(dim, cut.mesh_dim) for dim, cut in enumerate(whole.cuts)),
+            mesh=whole.mesh,
+        )
+        row = stacked.inner.detach()[(None,) * len(whole.cuts)]
+        return LocalShards(slices, _parts(row, slices.rectangles))
 
     def _local_of(self, tensor: Any, name: str) -> tuple[Slices, torch.Tensor]:
         spec, local = tensor._spec, tensor._local_tensor

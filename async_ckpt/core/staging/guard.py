@@ -20,10 +20,10 @@ import torch
 
 from ..backends import device_of, has_plain_bytes, is_capturing, is_dense, is_on_host
 from ..host.waits import ENDS_THE_WAIT, LIVENESS_SECONDS, Wait
-from ..slicing.sharded import local_part
 from ..spans import Clock, Trace
 from ..spec import MIB
 from ..state.optimizers import all_of
+from ..state.wrapped import plain_parts
 
 # The copy of a smaller tensor costs less than the account of it.
 DEFERRED_BYTES: Final = MIB
@@ -206,7 +206,8 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The tensors that may be copied after `save` has returned: large, dense ones in an optimizer's params and state.
+    """The tensors that may be copied after `save` has returned: large, dense ones in an optimizer's params and state,
+    or inside of a wrapped tensor there.
 
     By the number of each, the result has the optimizer's own tensor of the same memory, which may be another object.
     The result is empty while a stream is captured into a graph, and has no tensor of an optimizer with `capturable`
@@ -241,13 +242,14 @@ def deferrable(optimizers: Optimizers, tensors: Sequence[torch.Tensor]) -> dict[
 
 
 def _params_and_state(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    params = [local_part(p) for group in optimizer.param_groups for p in group["params"]]
+    params = [part for group in optimizer.param_groups for p in group["params"] for part in plain_parts(p)]
     on_host = all(map(is_on_host, params))
     yield from (p for p in params if type(p) in (torch.Tensor, torch.nn.Parameter) and has_plain_bytes(p))
     for state in optimizer.state.values():
-        for value in map(local_part, state.values()) if isinstance(state, dict) else ():
-            if type(value) is torch.Tensor and (on_host or device_of(value) is not None):
-                yield value
+        values = state.values() if isinstance(state, dict) else ()
+        for part in (part for value in values if isinstance(value, torch.Tensor) for part in plain_parts(value)):
+            if type(part) is torch.Tensor and (on_host or device_of(part) is not None):
+                yield part
 
 
 def is_large(tensor: torch.Tensor) -> bool:

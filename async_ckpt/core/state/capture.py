@@ -20,7 +20,7 @@ import torch
 from ...errors import UnsupportedStateError
 from ..backends import has_plain_bytes
 from ..collector import no_collection
-from ..slicing.sharded import Placed, Slicer, is_dtensor, is_sharded
+from ..slicing.sharded import Placed, Slicer, StackedShard, as_declared, is_dtensor, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
 from .captured import Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, classes_in, per_rank_in, tree_of
@@ -49,8 +49,9 @@ def capture(
 
     With `slicer`, several ranks hold the state together: the capture has all slices on this rank, whichever rank is to
     write them. With `local_parts`, it has the local tensors of DTensors, and `placed` has the rest.
-    Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, sparse,
-    quantised, nested, lazy, wrapper subclasses), cycles, keys that cannot be stored and leaves that cannot be pickled.
+    Raises UnsupportedStateError, naming the leaf, for tensors without bytes of their own (meta, fake, quantised, lazy,
+    and wrapper subclasses that do not say what they wrap, or whose context is no plain data), cycles, keys that cannot
+    be stored and leaves that cannot be pickled.
     """
     walk = _CaptureWalk(state, slicer, state_dict_of, local_parts=local_parts)
     try:
@@ -121,10 +122,13 @@ class _CaptureWalk:
         return self._state_dicts.of(value)
 
     def leaf(self, value: Any, path: Path) -> Json:
-        if isinstance(value, torch.Tensor):
-            if self._local is not None and is_dtensor(value):
+        value = as_declared(value)
+        if isinstance(value, torch.Tensor | StackedShard):
+            if self._local is not None and (is_dtensor(value) or isinstance(value, StackedShard)):
                 return {"tensor": self._local_part(value, path)}
-            return {"tensor": self._tensor(value, path) if self._slicer is None else self._sliced(value, path)}
+            if self._slicer is not None:
+                return {"tensor": self._sliced(value, path)}
+            return {"tensor": self._tensor(value.of if isinstance(value, StackedShard) else value, path)}
         if type(value) is bytes:
             return {"bytes": self._bytes(value, path, "uint8", (len(value),))}
         numpy = sys.modules.get("numpy")
@@ -137,11 +141,17 @@ class _CaptureWalk:
     def _local_part(self, tensor: Any, path: Path) -> int:
         """The number of a DTensor's local tensor. Raises UnsupportedStateError as a save of it would."""
         assert self._local is not None
+        if isinstance(tensor, StackedShard):
+            raise UnsupportedStateError(
+                f"{shown(path)}: a snapshot cannot hold a DTensor whose local tensor is wrapped; save the live state "
+                "instead; nothing was written",
+                path=shown(path),
+            )
         number = self._tensor(self._local.local_tensor(tensor, name=shown(path)), path)
         self.placed[number] = Placed.of(tensor)
         return number
 
-    def _sliced(self, tensor: torch.Tensor, path: Path) -> int:
+    def _sliced(self, tensor: torch.Tensor | StackedShard, path: Path) -> int:
         """The number of a tensor of which other ranks may hold other shards, or replicas."""
         assert self._slicer is not None
         slices, parts = self._slicer.slice(tensor, name=shown(path))
@@ -304,7 +314,9 @@ def why_not(tensor: torch.Tensor) -> str | None:
     if tensor.is_meta:
         return "a meta tensor has no values; materialise the module first"
     if tensor.is_nested:
-        return "a nested tensor cannot be stored; save its parts"
+        if tensor.layout is torch.jagged:
+            return "a nested tensor has no memory of its own; save its values() and offsets()"
+        return "a nested tensor of strided layout cannot be stored; make it with layout=torch.jagged, or save its parts"
     if tensor.layout is not torch.strided:
         return f"a sparse tensor ({tensor.layout}) cannot be stored; save its indices and values, or to_dense()"
     if tensor.is_quantized:

@@ -18,12 +18,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...errors import ClosedError
+from ...errors import ClosedError, UnsupportedStateError
 from ..slicing.sharded import Placed
 from ..slicing.slices import Slices
 from ..spec import TensorSpec, with_article
 from .names import Path, dotted, dtype_named, is_within, shown
-from .tree import SavedRecord, StoredLeaf, decode, leaves, replaced
+from .tree import InnerTensors, SavedRecord, StoredLeaf, decode, leaves, replaced
+from .wrapped import plain_parts
 
 Mark: TypeAlias = tuple[int, int]
 
@@ -119,7 +120,21 @@ class SnapshotCopies:
             spec = self._specs[stored.number]
             return stored.as_array(copy.view(dtype_named(spec.dtype)).view(spec.shape))
 
-        return replaced(structure, give)
+        return replaced(structure, give, of_inner=_around_copies)
+
+
+def _around_copies(captured: InnerTensors, copies: dict[str, Any]) -> Any:
+    """The tensor of these copies, which may lack their bytes yet. Raises UnsupportedStateError if it copies them."""
+    tensor = captured.made(copies)
+    given = [part.data_ptr() for copy in copies.values() for part in plain_parts(copy)]
+    if [part.data_ptr() for part in plain_parts(tensor)] != given:
+        name = shown(captured.path)
+        raise UnsupportedStateError(
+            f"{name}: a snapshot cannot hold {captured.kind}, whose __tensor_unflatten__ copies the inner tensors; "
+            "save the live state instead",
+            path=name,
+        )
+    return tensor
 
 
 class SnapshotView:
@@ -308,7 +323,9 @@ def has_dtensors(view: SnapshotView) -> bool:
 def is_leaf(view: SnapshotView) -> bool:
     """True for a view of one tensor, or of one value."""
     structure = view._structure
-    return isinstance(structure, torch.Size) or not isinstance(structure, dict | list | tuple | deque | SavedRecord)
+    if isinstance(structure, torch.Size | InnerTensors):
+        return True
+    return not isinstance(structure, dict | list | tuple | deque | SavedRecord)
 
 
 def part_of(view: SnapshotView, key: Any) -> SnapshotView:

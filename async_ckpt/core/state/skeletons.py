@@ -20,7 +20,7 @@ from .tree import NodesByRank, classes_of_all, key_of
 
 # Ranks with equal nodes, and the node.
 _Variant: TypeAlias = tuple[tuple[int, ...], Json]
-_KEYED: Final = frozenset({"dict", "ordered", "dataclass", "places"})
+_KEYED: Final = frozenset({"dict", "ordered", "dataclass", "places", "wrapped"})
 _IN_ORDER: Final = frozenset({"list", "tuple", "deque", "namedtuple"})
 _NUMBERED: Final = frozenset({"tensor", "ndarray", "bytes"})
 
@@ -144,6 +144,8 @@ class _MergeWalk:
         items = self._items([(ranks, inside) for ranks, _, inside in split], path)
         if kind == "dataclass":
             return {kind: [*rest, items]}
+        if kind == "wrapped":
+            return {kind: {**rest[0], "inner": items}}
         metadata = [(ranks, node["metadata"]) for ranks, node in variants if "metadata" in node]
         # Version numbers of all modules, some of which only some ranks have.
         more = {"metadata": self._metadata(metadata)} if metadata else {}
@@ -227,6 +229,8 @@ def _split(kind: str, value: Json) -> tuple[list[Json], list[Json]]:
     if kind == "dataclass":
         name, items = value
         return [name], items
+    if kind == "wrapped":
+        return [{name: fact for name, fact in value.items() if name != "inner"}], value["inner"]
     if kind == "namedtuple":
         name, fields, nodes = value
         return [name, fields], nodes
@@ -283,6 +287,10 @@ def _leaf_texts(node: Json, path: Path) -> Iterator[tuple[Path, str | int]]:
         yield from _item_texts(value[2], path, f"namedtuple {value[0]}")
     elif kind == "dataclass":
         yield from _entry_texts(value[1], path, f"dataclass {value[0]}")
+    elif kind == "wrapped":
+        (facts,), items = _split(kind, value)
+        yield path, json.dumps(facts)
+        yield from _entry_texts(items, path, kind)
     elif kind == "object":
         yield path, int(value)
     elif kind in _NUMBERED:  # without the number, which depends on the rest of the state

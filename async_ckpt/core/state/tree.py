@@ -6,22 +6,24 @@ Knows nothing of: files, devices, how a tensor is stored.
 A plain value is a node of `plain`; everything else is an object with one key, its kind: `{"dict": [[key, node], ...]}`,
 `{"tensor": 7}`. Classes of namedtuples, dataclasses and enums are stored by name, and looked up among the caller's
 `types`. Nothing in a skeleton can name code: decoding imports nothing. Beside the state dict of an optimizer stand the
-names of its classes, with which a restore compares those of the live one.
+names of its classes, with which a restore compares those of the live one. A tensor that is made of others is a
+container of these.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 
 from ...errors import UnsupportedStateError
-from ..spec import Json
+from ..spec import MAX_DIMS, Json, with_article
 from .generators import SavedGenerator, generator_node
 from .names import Path, numpy_dtype, printable, shown
 from .per_rank import ListItems, PerRank
@@ -42,8 +44,8 @@ from .plain import (
     plain_value,
     scalar_node,
 )
+from .wrapped import Wrapper, can_be_made, is_sparse_layout, made, taken_apart
 
-_MAX_DIMS: Final = 64
 _STORED: Final = frozenset({"tensor", "ndarray", "bytes", "object"})
 _OMITTED: Final = object()
 
@@ -82,7 +84,7 @@ class Encoder:
         if kind in SCALARS:
             return scalar_node(value) if self._is_kept(path) else _OMITTED
         if isinstance(value, torch.Tensor):
-            return self._leaf(value, path) if self._is_kept(path) else _OMITTED
+            return self._tensor(value, path, self._is_kept(path))
         if isinstance(value, Enum):  # first, since a member may be an int or a tuple as well
             self.types.add(kind)
             return self._plain(value, enum_node, path)
@@ -99,6 +101,19 @@ class Encoder:
                 return _OMITTED
             return self._inside(value, path, lambda: self._record(value, path))
         return self._plain(value, _value_node, path)
+
+    def _tensor(self, value: Any, path: Path, is_kept: bool) -> Json:
+        """The node of a tensor. A selected one is stored with all of its inner tensors."""
+        apart = taken_apart(value, path)
+        if apart is None:
+            return self._leaf(value, path) if is_kept else _OMITTED
+        wrapper, parts = apart
+        inner = [(*path, name) for name in parts]
+        nodes = [self._tensor(parts[at[-1]], at, is_kept or self._is_kept(at)) for at in inner]
+        items = [[at[-1], node] for at, node in zip(inner, nodes, strict=True) if node is not _OMITTED]
+        if len(items) < len(parts):
+            return {"dict": items} if items else _OMITTED
+        return {"wrapped": {**facts_of(wrapper, path, self.types), "inner": items}}
 
     def _plain(self, value: Any, to_node: Callable[[Any], Json | None], path: Path) -> Json:
         if not self._is_kept(path):
@@ -175,6 +190,47 @@ class Encoder:
         return self._keep is None or (not container and self._keep(path))
 
 
+class _ContextEncoder(Encoder):
+    """The walk over the context of a wrapped tensor, which must be plain data; a class is its name."""
+
+    def __init__(self, of: str, name: str) -> None:
+        super().__init__(self._refuse, contents=self._refuse)
+        self._class, self._name = of, name
+
+    def encode(self, value: Any, path: Path = ()) -> Json:
+        if isinstance(value, type):
+            self.types |= {value} if can_be_made(value) else set()
+            return {"class": class_name(value)}
+        if isinstance(value, torch.Tensor):
+            self._refuse(value, path)
+        return super().encode(value, path)
+
+    def _refuse(self, value: Any, path: Path) -> Any:
+        part, kind = f"{shown(path)} in " if path else "", with_article(type(value).__qualname__)
+        raise UnsupportedStateError(
+            f"{self._name}: {part}the context of {self._class} is {kind}, and only plain data is stored; save its "
+            "inner tensors, or a plain tensor of its values; nothing was written",
+            path=self._name,
+        )
+
+
+def facts_of(wrapper: Wrapper, path: Path, types: set[type]) -> dict[str, Json]:
+    """The node of a wrapped tensor without its inner tensors; `types` gets the classes that `decode` needs for it.
+
+    Raises UnsupportedStateError if its context is not plain data.
+    """
+    encoder = _ContextEncoder(wrapper.kind, shown(path))
+    facts = {
+        "class": wrapper.kind,
+        "size": list(wrapper.size),
+        "stride": None if wrapper.stride is None else list(wrapper.stride),
+        "context": encoder.encode(wrapper.context),
+    }
+    if wrapper.cls is not None:
+        types |= {wrapper.cls, *encoder.types}
+    return {**facts, "shards": list(map(list, wrapper.shards))} if wrapper.shards else facts
+
+
 @dataclass(frozen=True, slots=True)
 class StoredLeaf:
     """A leaf that is not in the skeleton itself: entry `number` of its kind.
@@ -196,7 +252,7 @@ class StoredLeaf:
             return array
         dtype = numpy_dtype(self.descr)
         if (
-            len(self.shape) > _MAX_DIMS
+            len(self.shape) > MAX_DIMS
             or not all(type(n) is int and 0 <= n < 2**63 for n in self.shape)
             or math.prod(self.shape) * dtype.itemsize != array.size
         ):
@@ -231,6 +287,37 @@ class OfClass:
     fields: tuple[str, ...] = ()
 
 
+class InnerTensors(dict[str, Any]):
+    """The inner tensors of a wrapped tensor by name; it is made of them if its class is known here."""
+
+    def __init__(
+        self, inner: Mapping[str, Any], facts: Mapping[str, Json], wrapper: Wrapper | None, path: Path
+    ) -> None:
+        super().__init__(inner)
+        self.facts, self.wrapper, self.path = facts, wrapper, path
+
+    @property
+    def kind(self) -> str:
+        return str(self.facts["class"])
+
+    def made(self, inner: dict[str, Any], *, of_shard: bool = False) -> Any:
+        """The tensor of other inner tensors like these; a dict of them if its class is not known.
+
+        A tensor that was cut into shards is a dict, too, unless `inner` are those of a single shard. Raises ValueError
+        if the class refuses them.
+        """
+        if self.wrapper is None or (self.wrapper.shards and not of_shard):
+            return inner
+        context = replaced(self.wrapper.context, lambda leaf: leaf)  # it has none
+        try:
+            return made(self.wrapper._replace(context=context), inner)
+        except Exception as error:  # the user's own class may raise anything
+            raise ValueError(
+                f"{shown(self.path)}: {self.kind} cannot be made of its inner tensors "
+                f"({type(error).__name__}: {error!s:.200}); leave it out of types= to get these"
+            ) from error
+
+
 class NodesByRank(NamedTuple):
     """A node for each rank, where ranks have values of their own. Part of merged skeletons, never of a file."""
 
@@ -251,18 +338,21 @@ def decode(
     """The structure of a skeleton, with a `StoredLeaf` for each leaf that the archive stores, and the list of these.
 
     If its class is among `types`, a namedtuple or an enum's member is one again, and a dataclass's instance is a
-    `SavedRecord`; otherwise they are a tuple, the member's value, and a dict, or, for None, each an `OfClass`. Leaves
-    whose path `keep` refuses are left out, and so are containers that end up empty thereby; the result is None if
-    nothing is left.
+    `SavedRecord`; otherwise they are a tuple, the member's value, and a dict, or, for None, each an `OfClass`. Wrapped
+    tensors are `InnerTensors`, or, for None, each an `OfClass` with its facts as the only field. Leaves whose path
+    `keep` refuses are left out, and so are containers that end up empty thereby; the result is None if nothing is left.
     Raises ValueError for a node that `encode` would not have made: nothing in a skeleton can make it raise another
     error, or allocate more than the skeleton's own size. Raises TypeError for `types` that are not stored by name, or
-    that have the same name.
+    that have the same name, and for the class of a wrapped tensor without the classes that its context names.
     """
     decoder = _Decoder(None if types is None else _by_name(types), keep)
     try:
         value = decoder.decode(node)
     except Exception as error:
         raise _malformed(error) from error
+    if decoder.lacking:
+        name, lacking = decoder.lacking[0]
+        raise TypeError(f"types= has {name}, whose context needs {', '.join(sorted(lacking))}, too; add that to types=")
     return (None if value is _OMITTED else value), decoder.stored
 
 
@@ -285,8 +375,10 @@ def _rebuilt(cls: Any) -> Any:
     is_class = isinstance(cls, type)
     if is_class and ("__dataclass_fields__" in vars(cls) or issubclass(cls, Enum) or hasattr(cls, "_make")):
         return cls
+    if is_class and can_be_made(cls):
+        return cls
     name = cls.__qualname__ if is_class else f"{cls!r:.100}"
-    raise TypeError(f"types must be classes of namedtuples, dataclasses or enums; got {name}")
+    raise TypeError(f"types must be classes of namedtuples, dataclasses, enums or wrapped tensors; got {name}")
 
 
 def with_classes(node: Json, classes: Mapping[Path, Json]) -> Json:
@@ -347,12 +439,20 @@ def _malformed(error: Exception) -> ValueError:
 
 
 def replaced(
-    value: Any, give: Callable[[StoredLeaf], Any], of_ranks: Callable[[ValuesByRank], Any] | None = None
+    value: Any,
+    give: Callable[[StoredLeaf], Any],
+    of_ranks: Callable[[ValuesByRank], Any] | None = None,
+    of_inner: Callable[[InnerTensors, dict[str, Any]], Any] = InnerTensors.made,
 ) -> Any:
     """A copy of a decoded structure with every `StoredLeaf` replaced by the result of `give`.
 
-    Values of several ranks become a `PerRank`, or the result of `of_ranks`.
+    Values of several ranks become a `PerRank`, or the result of `of_ranks`; wrapped tensors are the result of
+    `of_inner`, which gets the copies of their inner tensors, too.
     """
+
+    def copy_of(inner: Any) -> Any:
+        return replaced(inner, give, of_ranks, of_inner)
+
     if isinstance(value, StoredLeaf):
         return give(value)
     if isinstance(value, ValuesByRank):
@@ -360,25 +460,27 @@ def replaced(
             return of_ranks(value)
         return PerRank({rank: replaced(item, give) for rank, item in value.values.items()})
     if isinstance(value, SavedRecord):
-        return make_record(value.cls, replaced(value.fields, give, of_ranks))
+        return make_record(value.cls, copy_of(value.fields))
     if isinstance(value, SavedGenerator):
         return value.made()
     if isinstance(value, OfClass):
-        return OfClass(value.name, replaced(value.value, give, of_ranks), value.fields)
+        return OfClass(value.name, copy_of(value.value), value.fields)
+    if isinstance(value, InnerTensors):
+        return of_inner(value, {name: copy_of(part) for name, part in value.items()})
     if type(value) in (dict, OrderedDict, ListItems):  # only these have leaves; another dict was in a pickle
-        copy: Any = type(value)((key, replaced(item, give, of_ranks)) for key, item in value.items())
+        copy: Any = type(value)((key, copy_of(item)) for key, item in value.items())
         if isinstance(value, OrderedDict) and hasattr(value, "_metadata"):
             # A deep copy of the metadata: load_state_dict(assign=True) writes to its dicts.
-            copy._metadata = replaced(value._metadata, give, of_ranks)
+            copy._metadata = copy_of(value._metadata)
         return copy
     if type(value) is list:
-        return [replaced(item, give, of_ranks) for item in value]
+        return [copy_of(item) for item in value]
     if type(value) is set:
         return set(value)
     if type(value) is deque:
-        return deque((replaced(item, give, of_ranks) for item in value), value.maxlen)
+        return deque((copy_of(item) for item in value), value.maxlen)
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        items = [replaced(item, give, of_ranks) for item in value]
+        items = [copy_of(item) for item in value]
         return value._make(items) if hasattr(value, "_make") else tuple(items)
     return value
 
@@ -396,10 +498,21 @@ def leaves(value: Any) -> Iterator[StoredLeaf | ValuesByRank]:
             yield from leaves(item)
 
 
+def has_inner_tensors(value: Any) -> bool:
+    """True if a decoded structure has a wrapped tensor."""
+    if isinstance(value, SavedRecord):
+        return has_inner_tensors(value.fields)
+    if isinstance(value, dict | list | tuple | deque) and type(value) is not torch.Size:
+        items = value.values() if isinstance(value, dict) else value
+        return isinstance(value, InnerTensors) or any(map(has_inner_tensors, items))
+    return False
+
+
 class _Decoder:
     def __init__(self, types: dict[str, type] | None, keep: Callable[[Path], bool] | None) -> None:
         self._types, self._keep = types, keep
         self.stored: list[StoredLeaf] = []
+        self.lacking: list[tuple[str, set[str]]] = []  # classes of tensors, each with those that its context needs, too
 
     def decode(self, node: Json, path: Path = ()) -> Any:
         if not isinstance(node, dict):
@@ -424,7 +537,7 @@ class _Decoder:
         if kind == "tuple":
             items = self._items(value, path)
             return items if items is _OMITTED else tuple(items)
-        if kind in ("namedtuple", "deque", "dataclass"):
+        if kind in ("namedtuple", "deque", "dataclass", "wrapped"):
             return getattr(self, f"_{kind}")(value, path)
         if kind == "enum":
             return self._leaf(lambda: self._enum(value), path)
@@ -448,9 +561,38 @@ class _Decoder:
             return items
         if self._types is None:
             return OfClass(_class_name(name), tuple(items), tuple(map(str, fields)))
-        cls: Any = self._types.get(name)
+        cls: Any = self._class(name)
         same = getattr(cls, "_fields", None) == tuple(fields) and len(items) == len(fields)
         return cls._make(items) if same else tuple(items)
+
+    def _wrapped(self, value: Json, path: Path) -> Any:
+        facts = {name: fact for name, fact in value.items() if name != "inner"}
+        keep = self._keep
+        if is_whole := keep is None or keep(path):
+            self._keep = None
+        inner = self._dict(value["inner"], path, {})
+        self._keep = keep
+        if not is_whole or len(inner) < len(value["inner"]):
+            return inner
+        if self._types is None:
+            return OfClass(_class_name(facts["class"]), inner, (json.dumps(facts),))
+        return InnerTensors(inner, facts, self._wrapper(**facts), path)
+
+    def _wrapper(self, **facts: Json) -> Wrapper | None:
+        """A wrapped tensor without its inner tensors; None if its class is not among `types`."""
+        kind, shards = _class_name(facts["class"]), tuple(tuple(map(int, cut)) for cut in facts.get("shards", ()))
+        size, stride = _sizes(facts["size"]), facts["stride"] and _sizes(facts["stride"])
+        assert self._types is not None
+        cls = self._types.get(kind)
+        if not is_sparse_layout(kind) and (cls is None or not can_be_made(cls)):
+            return None
+        context = _ContextDecoder(self._types)
+        value = context.decode(facts["context"])
+        if context.stored:
+            raise ValueError("the context of a tensor has a leaf that is stored apart")
+        if context.unknown:
+            self.lacking.append((kind, context.unknown))
+        return Wrapper(kind, cls, size, stride, value, cast("Any", shards))
 
     def _deque(self, value: Json, path: Path) -> Any:
         nodes, maxlen = value
@@ -468,7 +610,7 @@ class _Decoder:
             return fields
         if self._types is None:
             return OfClass(_class_name(name), fields)
-        cls: Any = self._types.get(name)
+        cls: Any = self._class(name)
         is_whole = len(fields) == len(items) and hasattr(cls, "__dataclass_fields__") and has_fields(cls, fields)
         return SavedRecord(cls, fields) if is_whole else fields
 
@@ -477,8 +619,11 @@ class _Decoder:
         plain = hashable_value(node)
         if self._types is None:
             return OfClass(_class_name(name), plain)
-        cls = self._types.get(name)
+        cls = self._class(name)
         return member_of(cls, plain) if cls is not None and issubclass(cls, Enum) else plain
+
+    def _class(self, name: str) -> type | None:
+        return None if self._types is None else self._types.get(name)
 
     def _store(self, kind: str, number: Json, descr: Json = None, shape: Json = None, *, path: Path = ()) -> StoredLeaf:
         if type(number) is not int or number < 0:
@@ -513,6 +658,32 @@ class _Decoder:
     def _wanted_empty(self, nodes: Json, path: Path) -> bool:
         """True if an empty container stays: it was empty before the selection, and is selected itself."""
         return self._keep is None or (not nodes and self._keep(path))
+
+
+class _ContextDecoder(_Decoder):
+    """The decoder of the context of a wrapped tensor, which its class needs as it was; `unknown` are lacking."""
+
+    def __init__(self, types: dict[str, type]) -> None:
+        super().__init__(types, None)
+        self.unknown: set[str] = set()
+
+    def decode(self, node: Json, path: Path = ()) -> Any:
+        if isinstance(node, dict) and "class" in node:
+            return self._class(node["class"])
+        return super().decode(node, path)
+
+    def _class(self, name: str) -> type | None:
+        cls = super()._class(name)
+        if cls is None:
+            self.unknown.add(_class_name(name))
+        return cls
+
+
+def _sizes(value: Json) -> tuple[int | None, ...]:
+    """The sizes, or strides, of a wrapped tensor."""
+    if len(value) > MAX_DIMS or not all(size is None or (type(size) is int and 0 <= size < 2**63) for size in value):
+        raise ValueError(f"{value!r:.100} is no size of a tensor")
+    return tuple(value)
 
 
 def _value_node(value: Any) -> Json | None:

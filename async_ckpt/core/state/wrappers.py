@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from ..slicing.sharded import is_sharded
+from ..slicing.sharded import as_declared, declare_like, is_declared, is_sharded
 from .captured import SnapshotView, has_dtensors
 from .plain import fields_of, is_record
 from .plain import method_of as method_of
@@ -117,8 +117,11 @@ def plain_model(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def plain_state_dict(module: torch.nn.Module) -> Any:
-    """The module's `state_dict()`, by the names of the plain model."""
-    return _plain_state(PlainNames(module), module.state_dict())
+    """The module's `state_dict()`, by the names of the plain model; declared shards are DTensors."""
+    given = state_dict_of(module)
+    for name in [name for name, value in given.items() if is_declared(value)]:
+        given[name] = as_declared(given[name])
+    return _plain_state(PlainNames(module), given)
 
 
 def has_names(groups: Iterable[Any]) -> bool:
@@ -134,8 +137,19 @@ def look_wrapped(names: Collection[str]) -> bool:
 
 
 def state_dict_of(value: Any) -> Any:
-    """An object's own `state_dict()`."""
-    return value.state_dict()
+    """An object's own `state_dict()`, whose tensors are declared as those of the object are."""
+    if isinstance(value, torch.optim.Optimizer):
+        for parameter, state in getattr(value, "state", {}).items():
+            for tensor in state.values() if isinstance(state, dict) and is_declared(parameter) else ():
+                declare_like(tensor, parameter)
+    given = value.state_dict()
+    if isinstance(value, torch.nn.Module) and isinstance(given, dict):
+        for name, tensor in itertools.chain(
+            value.named_parameters(remove_duplicate=False), value.named_buffers(remove_duplicate=False)
+        ):
+            if is_declared(tensor):
+                declare_like(given.get(name), tensor)
+    return given
 
 
 StateDictOf: TypeAlias = Callable[[Any], Any]
@@ -401,6 +415,6 @@ def _parameters_of(value: Any) -> Iterable[Any]:
 
 def _take(value: Any) -> tuple[Any, Exception | None]:
     try:
-        return value.state_dict(), None
+        return state_dict_of(value), None
     except Exception as error:
         return None, error

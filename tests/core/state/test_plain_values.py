@@ -326,8 +326,10 @@ def test_a_field_that_cannot_be_stored_is_named(archive: Path) -> None:
 
 def test_only_classes_that_are_stored_by_name_can_be_given(archive: Path) -> None:
     async_ckpt.save({"a": 1}, archive).result()
-    for cls in (Path, "Config", int):
-        with pytest.raises(TypeError, match="types must be classes of namedtuples, dataclasses or enums; got "):
+    for cls in (Path, "Config", int, torch.nn.Parameter):
+        with pytest.raises(
+            TypeError, match="types must be classes of namedtuples, dataclasses, enums or wrapped tensors; got "
+        ):
             async_ckpt.load(archive, types=[cls])
 
 

@@ -311,13 +311,9 @@ def quantised() -> torch.Tensor:
 REFUSED = {
     "meta": lambda: torch.ones(2, device="meta"),
     "meta parameter": lambda: nn.Linear(2, 2, device="meta").weight,
-    "coo": lambda: torch.ones(2, 2).to_sparse(),
-    "csr": lambda: quiet(lambda: torch.ones(2, 2).to_sparse_csr()),
-    "bsr": lambda: quiet(lambda: torch.ones(4, 4).to_sparse_bsr((2, 2))),
     "quantised": quantised,
     "fake": fake,
     "nested": lambda: quiet(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
-    "jagged": lambda: quiet(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)),
     "lazy": lambda: nn.LazyLinear(2).weight,
     "wrapper": lambda: TwoTensors(torch.ones(2)),
     "empty wrapper": lambda: TwoTensors(torch.ones(0)),

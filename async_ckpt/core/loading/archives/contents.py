@@ -23,9 +23,10 @@ from ...runs.record import DCP_RECORD
 from ...slicing.cover import Box, Cover, cover, strided_copies
 from ...spec import BLOCK_BYTES, DTYPES, Extent
 from ...state.names import Path, Select, Selector, dtype_named, selector, shown
+from ...state.tree import InnerTensors, decode, top_keys
 from ...state.tree import StoredLeaf as StoredLeaf
-from ...state.tree import decode, top_keys
 from ...state.tree import replaced as replaced
+from ...state.wrapped import check_indices
 from ...storage.interface import Reader
 from ...storage.local import LocalReader
 
@@ -284,6 +285,25 @@ class Contents:
             return leaf.as_array(tensor)
         except Exception as error:  # the description of the dtype is untrusted
             raise self.corrupt(f"a numpy array in it cannot be built ({error})") from error
+
+    def made(self, saved: InnerTensors, inner: dict[str, Any], *, are_read: bool = True) -> Any:
+        """The wrapped tensor of these inner tensors. Raises ValueError if its class refuses them."""
+        if saved.wrapper is None or saved.wrapper.cls is not None:
+            return saved.made(inner)
+        try:
+            tensor = saved.made(inner)
+        except ValueError as error:
+            raise self.corrupt(str(error)) from error
+        if are_read:
+            self.check_indices(tensor, saved.path)
+        return tensor
+
+    def check_indices(self, tensor: torch.Tensor, path: Path) -> None:
+        """Raises CorruptCheckpointError if the indices of a sparse tensor that was read do not fit its size."""
+        try:
+            check_indices(tensor)
+        except RuntimeError as error:
+            raise self.corrupt(f"{shown(path)} is no sparse tensor ({error!s:.200})") from error
 
     def dtype(self, number: int) -> torch.dtype:
         """The dtype of a tensor. Raises FormatVersionError if this version of torch does not have it."""

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -36,7 +36,7 @@ from ...state.plain import (
     member_of,
     method_of,
 )
-from ...state.tree import SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
+from ...state.tree import InnerTensors, SavedRecord, StoredLeaf, ValuesByRank, leaves, replaced
 from ...state.wrappers import SEQUENCES
 from ..archives.contents import Contents
 from ..fill import Wanted
@@ -61,6 +61,10 @@ from .containers import (
 from .differences import Differences
 from .filled_objects import FilledObjects
 from .state_dicts import LiveStateDicts
+
+HOW_TO_MAKE_ONE: Final = (
+    "nothing here can be filled: give its class in types=, or make it first, as an optimizer does in its first step"
+)
 
 
 class ContainerMatch:
@@ -450,7 +454,14 @@ class ContainerMatch:
                 self._request(number, self._new[number])
             return self.archive.leaf(leaf, self._new[number], torch.device("cpu"))
 
-        return replaced(saved, give, self.differences.add_value_of_each_rank)
+        return replaced(saved, give, self.differences.add_value_of_each_rank, self._around_new)
+
+    def _around_new(self, saved: InnerTensors, inner: dict[str, Any]) -> Any:
+        """A wrapped tensor that the live state lacks, made of inner tensors that are still to be filled."""
+        if saved.wrapper is not None and not saved.wrapper.shards:
+            return self.visit(self.archive.made(saved, inner, are_read=False), saved, saved.path)
+        self.differences.add(saved.path, f"is {with_article(saved.kind)} in the checkpoint, and {HOW_TO_MAKE_ONE}")
+        return None
 
     def _array(self, live: Any, saved: Any, path: Path) -> Any:
         is_stored = isinstance(saved, StoredLeaf) and saved.kind in ("ndarray", "object")
@@ -480,7 +491,7 @@ class ContainerMatch:
             return
         if isinstance(saved, StoredLeaf):
             kind = type(self._objects[saved.number]).__qualname__ if saved.kind == "object" else saved.kind
-        elif isinstance(saved, SavedGenerator):
+        elif isinstance(saved, SavedGenerator | InnerTensors):
             kind = saved.kind
         elif isinstance(saved, ListItems):
             kind = "list without some of its items"

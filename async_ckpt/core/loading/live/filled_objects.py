@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...state.names import Path, shown
-from ...state.tree import SavedRecord, StoredLeaf
+from ...state.tree import InnerTensors, SavedRecord, StoredLeaf
 from ..archives.contents import Contents
 from .containers import are_same_objects
 
@@ -38,6 +38,8 @@ class FilledObjects:
             return False
         if isinstance(one, SavedRecord):
             return self._are_alike(one.fields, other.fields)
+        if isinstance(one, InnerTensors) and one.facts != other.facts:
+            return False
         if isinstance(one, dict):
             return list(one) == list(other) and all(self._are_alike(one[key], other[key]) for key in one)
         if isinstance(one, list | tuple | deque):

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ...slicing.sharded import local_part
 from ...state.optimizers import has_own
 from ...state.plain import is_record
+from ...state.wrapped import plain_parts
 from ...state.wrappers import SEQUENCES
 
 
@@ -38,12 +38,9 @@ def is_plain_module(live: Any, state_dict_of: Callable[[Any], Any]) -> bool:
             return False
         if not type(module)._load_from_state_dict.__module__.startswith("torch.nn."):
             return False
-    own = {local_part(tensor).data_ptr() for tensor in (*live.parameters(), *live.buffers())}
-    return all(
-        local_part(tensor).data_ptr() in own
-        for tensor in state_dict_of(live).values()
-        if isinstance(tensor, torch.Tensor)
-    )
+    own = {part.data_ptr() for tensor in (*live.parameters(), *live.buffers()) for part in plain_parts(tensor)}
+    given = (tensor for tensor in state_dict_of(live).values() if isinstance(tensor, torch.Tensor))
+    return all(part.data_ptr() in own for tensor in given for part in plain_parts(tensor))
 
 
 def _is_fully_shard_hook(hook: Any) -> bool:

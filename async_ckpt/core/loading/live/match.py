@@ -10,27 +10,48 @@ Modules and torch's own optimizers are filled directly; other objects get their 
 from __future__ import annotations
 
 import functools
+import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ....errors import UnsupportedStateError
-from ...slicing.sharded import Slicer, has_shards, is_of_megatron, is_sharded
+from ...slicing.cover import Box
+from ...slicing.sharded import (
+    Placed,
+    Slicer,
+    as_declared,
+    declare_like,
+    has_shards,
+    is_dtensor,
+    is_of_megatron,
+    is_sharded,
+)
 from ...slicing.slices import Ints
-from ...spec import with_article
+from ...spec import Json, with_article
 from ...state.capture import why_not
 from ...state.captured import SnapshotView
 from ...state.megatron import name_of
-from ...state.names import Path, Selector, dtype_name, shown
+from ...state.names import Path, Selector, dtype_name, printable, shown
 from ...state.optimizers import is_optimizer
 from ...state.plain import SCALARS, method_of
-from ...state.tree import StoredLeaf, ValuesByRank, classes_at, leaves
+from ...state.tree import (
+    InnerTensors,
+    StoredLeaf,
+    ValuesByRank,
+    classes_at,
+    facts_of,
+    has_inner_tensors,
+    leaves,
+    replaced,
+)
+from ...state.wrapped import Wrapper, is_sparse_layout, taken_apart
 from ...state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
 from ..archives.contents import Contents
-from .container_match import ContainerMatch
+from .container_match import HOW_TO_MAKE_ONE, ContainerMatch
 from .containers import is_plain
 from .kinds import (
     is_on_device,
@@ -137,12 +158,17 @@ class Match(ContainerMatch):
         return classes_at(self.archive.index.skeleton, path)
 
     def _room_for(self, parameter: torch.Tensor, saved: Any) -> torch.Tensor | None:
-        """New memory for an optimizer's tensor, sharded like the parameter; None if it is not sharded."""
+        """New memory for an optimizer's tensor, sharded like the parameter; None if it is not sharded, or wrapped."""
+        if isinstance(saved, InnerTensors) and saved.wrapper is not None:
+            wrapped: torch.Tensor = self._new_wrapped(parameter, saved)
+            return wrapped
         if not (isinstance(saved, StoredLeaf) and saved.kind == "tensor" and is_sharded(parameter)):
             return None
-        if tuple(parameter.shape) != self.archive.index.tensors[saved.number].shape:
+        if tuple(as_declared(parameter).shape) != self.archive.index.tensors[saved.number].shape:
             return None
-        return torch.empty_like(parameter.detach(), dtype=self.archive.dtype(saved.number))
+        room = torch.empty_like(parameter.detach(), dtype=self.archive.dtype(saved.number))
+        declare_like(room, parameter)
+        return room
 
     def _own_state(
         self, live: Any, saved: Any, with_room: Callable[[Any], Any] = lambda state: state
@@ -151,17 +177,18 @@ class Match(ContainerMatch):
 
         Taking it may have any effect, so it is taken only for a checkpoint of several ranks, and for an optimizer or a
         value with tensors. It also tells whether there are names that only other ranks may have saved, such as those
-        of another stage of a pipeline.
+        of another stage of a pipeline. A wrapped tensor is filled in place, too: its class may be known only there.
         """
         tensors = [leaf for leaf in leaves(saved) if isinstance(leaf, StoredLeaf) and leaf.kind == "tensor"]
         are_spread = any(self.archive.index.tensors[leaf.number].spread for leaf in tensors)
+        are_wrapped = has_inner_tensors(saved)
         may_lack = not self.archive.has_all_names and (tensors or isinstance(live, torch.optim.Optimizer))
-        if not (are_spread or may_lack):
+        if not (are_spread or are_wrapped or may_lack):
             return None
         state = self._state_dicts.of(live)
         self.differences.add_own_names(state, saved)
-        state = with_room(state) if are_spread else None
-        return state if isinstance(state, dict) and has_shards(state) else None
+        state = with_room(state) if are_spread or are_wrapped else None
+        return state if isinstance(state, dict) and (are_wrapped or has_shards(state)) else None
 
     def _copied(self, live: torch.Tensor, saved: torch.Tensor, path: Path) -> Any:
         """Match a live tensor with one in a pickled container."""
@@ -176,18 +203,24 @@ class Match(ContainerMatch):
         return live
 
     def _tensor(self, live: Any, saved: Any, path: Path) -> Any:
+        try:
+            apart = taken_apart(live, path)
+            if apart is not None:
+                return self._wrapped(live, *apart, saved, path)
+        except UnsupportedStateError as error:
+            self._add_refusal(error, path)
+            return live
         if not (isinstance(saved, StoredLeaf) and saved.kind == "tensor"):
             self._add_kind_difference(path, "is a tensor here", saved)
             return live
         indexed = self.archive.index.tensors[saved.number]
         is_keyed = is_of_megatron(live)
-        shape = tuple(live.global_shape if is_keyed else live.shape)
+        shape = tuple(live.global_shape if is_keyed else as_declared(live).shape)
         dtype = dtype_name(live.data.dtype if is_keyed and live.data is not None else live.dtype)
         try:
             parts = self._local_parts(live, path)
         except UnsupportedStateError as error:
-            refusal = str(error).removeprefix(f"{shown(path)}: ").removesuffix("; nothing was written")
-            self.differences.add(path, f"cannot be filled: {refusal}")
+            self._add_refusal(error, path)
             return live
         fits = shape == indexed.shape
         if is_keyed and getattr(live, "allow_shape_mismatch", False) and len(shape) == len(indexed.shape):
@@ -205,6 +238,23 @@ class Match(ContainerMatch):
             self._has_tensors = True
             for offsets, part in parts:
                 self._request(saved.number, part, offsets)
+        return live
+
+    def _add_refusal(self, error: UnsupportedStateError, path: Path) -> None:
+        refusal = str(error).removeprefix(f"{shown(path)}: ").removesuffix("; nothing was written")
+        self.differences.add(path, f"cannot be filled: {refusal}")
+
+    def _wrapped(self, live: Any, wrapper: Wrapper, parts: dict[str, Any], saved: Any, path: Path) -> Any:
+        """Match a tensor that is made of others: these are filled if all else is alike."""
+        if not isinstance(saved, InnerTensors):
+            self._add_kind_difference(path, f"is {with_article(wrapper.kind)} here", saved)
+        elif differences := list(_differing(facts_of(wrapper, path, set()), parts, saved)):
+            self.differences.add(path, "; ".join(differences))
+        else:
+            for name, part in parts.items():
+                self._tensor(part, saved[name], (*path, name))
+            if is_sparse_layout(wrapper.kind):
+                self.actions.append(lambda: self.archive.check_indices(live, path))
         return live
 
     def _local_parts(self, live: Any, path: Path) -> list[tuple[Ints | None, torch.Tensor]]:
@@ -302,20 +352,25 @@ class Match(ContainerMatch):
     ) -> None:
         live = optimizer.state.get(param, {})
         state: dict[Any, Any] = {}
+        whole = as_declared(param)
         for key, value in saved.items():
             live_tensor = live.get(key)
+            if isinstance(value, InnerTensors):
+                state[key] = self._wrapped_state(param, live_tensor, value, (*path, key))
+                continue
             if not (isinstance(value, StoredLeaf) and value.kind == "tensor"):
                 state[key] = self._materialize(value)
                 continue
             tensor = self.archive.index.tensors[value.number]
+            declare_like(live_tensor, param)
             fits = (type(live_tensor) is torch.Tensor or is_sharded(live_tensor)) and (
-                tuple(live_tensor.shape),
+                tuple(as_declared(live_tensor).shape),
                 dtype_name(live_tensor.dtype),
             ) == (tensor.shape, tensor.dtype)
-            if has_shape_of_parameter(optimizer, key) and tensor.shape != tuple(param.shape):
+            if has_shape_of_parameter(optimizer, key) and tensor.shape != tuple(whole.shape):
                 self.differences.add(
                     (*path, key),
-                    f"is {list(tensor.shape)} in the checkpoint, and its parameter {list(param.shape)} here",
+                    f"is {list(tensor.shape)} in the checkpoint, and its parameter {list(whole.shape)} here",
                 )
             if not fits and tensor.shape and (room := self._room_for(param, value)) is not None:
                 live_tensor = room
@@ -333,6 +388,30 @@ class Match(ContainerMatch):
 
         self.actions.append(hand_over)
 
+    def _wrapped_state(self, param: torch.Tensor, live: Any, saved: InnerTensors, path: Path) -> Any:
+        """Match a wrapped tensor of an optimizer, which has none before its first step."""
+        if not isinstance(live, torch.Tensor):
+            if saved.wrapper is None:
+                self.differences.add(path, f"is {with_article(saved.kind)} in the checkpoint, and {HOW_TO_MAKE_ONE}")
+                return None
+            live = self._new_wrapped(param, saved)
+        return self._tensor(live, saved, path)
+
+    def _new_wrapped(self, param: torch.Tensor, saved: InnerTensors) -> Any:
+        """A wrapped tensor that is still to be filled, on the device of the parameter, and sharded like it."""
+        assert saved.wrapper is not None
+        row = (0,) * len(saved.wrapper.shards)
+
+        def room(leaf: StoredLeaf) -> torch.Tensor:
+            shape = self.archive.index.tensors[leaf.number].shape[len(row) :]
+            box = Box(row + (0,) * len(shape), (1,) * len(row) + shape)
+            self.archive.need([(leaf.number, box)])
+            self.archive.sources(number := self.archive.primary(leaf.number), box)  # it is really there
+            return torch.empty(shape, dtype=self.archive.dtype(number), device=param.device)
+
+        local = replaced(saved, room, of_inner=functools.partial(InnerTensors.made, of_shard=True))
+        return Placed.of(param.detach()).around(local) if is_dtensor(param) else local
+
     def _setting(self, group: dict[str, Any], key: str, saved: Any, path: Path) -> None:
         """Match a setting of an optimizer, which the live one may lack."""
         now = group.get(key)
@@ -348,6 +427,24 @@ class Match(ContainerMatch):
             self._tensor(live, self._groups[name[:-1]][live.key], path)
         else:
             self.differences.add_missing(name)
+
+
+def _differing(here: dict[str, Json], parts: Mapping[str, Any], saved: InnerTensors) -> Iterator[str]:
+    """The differences between a live wrapped tensor and a saved one, in words."""
+    there = {**saved.facts, "inner tensors": [*saved]}
+    here = {**here, "inner tensors": [*parts]}
+    for fact in dict.fromkeys((*here, *there)):
+        one, other = cast("tuple[Json, Json]", (here.get(fact), there.get(fact)))
+        if fact == "context" and all(isinstance(node, dict) and [*node] == ["dict"] for node in (one, other)):
+            one, other = (
+                [entry for entry in a["dict"] if entry not in b["dict"]] for a, b in ((one, other), (other, one))
+            )
+        if one != other:
+            yield f"has the {fact} {_shown_node(one)} here and {_shown_node(other)} in the checkpoint"
+
+
+def _shown_node(node: Json) -> str:
+    return printable(node if isinstance(node, str) else json.dumps(node))[:200]
 
 
 def _overlaps(

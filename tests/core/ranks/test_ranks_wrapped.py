@@ -1,0 +1,151 @@
+"""Wrapped tensors on real ranks: as the local tensor of a DTensor, and as a value that all ranks have alike."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rank_worlds import Worlds
+from tensor_classes import Scaled, bytes_in, scaled
+
+import async_ckpt
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+
+# The rows of this rank, as a DTensor whose local tensor is wrapped.
+OF_RANKS = """
+from tensor_classes import Scaled, scaled, bytes_in
+from async_ckpt.core.slicing.sharded import Placed
+
+def sharded(whole, mesh=None, placements=(Shard(0),)):
+    numbers = torch.arange(float(len(whole)))[:, None].expand(whole.shape).contiguous()
+    like = distribute_tensor(numbers, mesh or mesh_of(), placements)
+    rows = like._local_tensor[:, 0].long()
+    return Placed.of(like).around(Scaled(whole.codes[rows], whole.scale[rows], whole.context))
+"""
+SAVE = (
+    OF_RANKS
+    + """
+with open_run(here.root) as ckpt:
+    here.save(ckpt, {{"w": sharded(scaled({rows}, 3), {placed}), "all": scaled(2, 2, seed=5), "n": 7}}, 1)
+"""
+)
+RESTORE = (
+    OF_RANKS
+    + """
+from async_ckpt import StateMismatchError
+live = {{"w": sharded(scaled({rows}, 3, seed=9), {placed}), "all": scaled(2, 2, seed=9), "n": 0}}
+before = bytes_in(live["w"]._local_tensor)
+with open_run(here.root) as ckpt:
+    try:
+        ckpt.restore(live)
+        want = sharded(scaled({rows}, 3), {placed})
+        here.tell([
+            bytes_in(live["w"]._local_tensor) == bytes_in(want._local_tensor),
+            bytes_in(live["all"]) == bytes_in(scaled(2, 2, seed=5)), live["n"],
+        ])
+    except StateMismatchError as error:
+        here.tell([bytes_in(live["w"]._local_tensor) == before, str(error)])
+"""
+)
+PLACED = {
+    "shards": "None",
+    "shards and replicas": "mesh_of(2, 2), (Replicate(), Shard(0))",
+    "cut twice": "mesh_of(2, 2), (Shard(0), Shard(0))",
+    "replicas": "None, (Replicate(),)",
+}
+
+
+@pytest.mark.parametrize("placed", PLACED.values(), ids=PLACED.keys())
+def test_each_rank_gets_its_shard_of_a_wrapped_tensor_back(worlds: Worlds, placed: str):
+    worlds.run(4, SAVE.format(rows=8, placed=placed))
+    ended = worlds.run(4, RESTORE.format(rows=8, placed=placed))
+    assert [one.told for one in ended] == [[[True, True, 7]]] * 4
+
+
+def test_a_wrapped_tensor_is_refused_in_another_cut_and_stays_as_it_is(worlds: Worlds):
+    worlds.run(4, SAVE.format(rows=8, placed="None"))
+    ended = worlds.run(2, RESTORE.format(rows=8, placed="None"))
+    for one in ended:
+        ((is_as_before, error),) = one.told
+        assert is_as_before
+        assert "w has the shards [[0, 2, 1]] here and [[0, 4, 1]] in the checkpoint" in error
+
+
+def test_replicas_of_a_wrapped_tensor_are_written_once_and_made_again_from_all_ranks(worlds: Worlds):
+    worlds.run(4, SAVE.format(rows=8, placed="None, (Replicate(),)"))
+    loaded = async_ckpt.load(worlds.root, types=[Scaled])
+    assert bytes_in(loaded["w"]) == bytes_in(scaled(8, 3))
+    assert bytes_in(loaded["all"]) == bytes_in(scaled(2, 2, seed=5))
+
+
+def test_a_single_process_loads_the_shards_of_a_wrapped_tensor_as_a_stack(worlds: Worlds):
+    """Nothing says how they would be joined, so that no class is made of them."""
+    worlds.run(4, SAVE.format(rows=8, placed="None"))
+    loaded = async_ckpt.load(worlds.root, types=[Scaled])["w"]
+    assert {name: tuple(part.shape) for name, part in loaded.items()} == {"codes": (4, 2, 3), "scale": (4, 2, 1)}
+    assert torch.equal(loaded["codes"].reshape(8, 3), scaled(8, 3).codes)
+
+
+def test_uneven_shards_of_a_wrapped_tensor_are_refused_by_name(worlds: Worlds):
+    ended = worlds.run(
+        2,
+        OF_RANKS
+        + """
+from async_ckpt import CheckpointError
+with open_run(here.root, strict=False) as ckpt:
+    try:
+        ckpt.save({"w": sharded(scaled(5, 3))}, step=1).result()
+    except CheckpointError as error:
+        here.tell(str(error))
+    try:
+        ckpt.wait()
+    except CheckpointError:
+        pass
+""",
+    )
+    for one in ended:
+        (error,) = one.told
+        assert "w.codes is int8[2, 3, 3] on rank 0 and int8[2, 2, 3] on rank 1; " in error
+
+
+def test_uneven_shards_of_a_wrapped_tensor_come_back_as_values_of_each_rank(worlds: Worlds):
+    ended = worlds.run(
+        2,
+        OF_RANKS
+        + """
+with open_run(here.root) as ckpt:
+    ckpt.save({"w": sharded(scaled(5, 3))}, step=1, per_rank=["w"]).result()
+    live = {"w": sharded(scaled(5, 3, seed=9))}
+    here.tell([ckpt.restore(live), bytes_in(live["w"]._local_tensor) == bytes_in(sharded(scaled(5, 3))._local_tensor)])
+""",
+    )
+    assert [one.told for one in ended] == [[[1, True]]] * 2
+
+
+def test_a_snapshot_of_a_sharded_wrapped_tensor_is_refused_by_name(worlds: Worlds):
+    ended = worlds.run(
+        2,
+        OF_RANKS
+        + """
+import async_ckpt
+try:
+    async_ckpt.snapshot({"w": sharded(scaled(4, 3))})
+except async_ckpt.UnsupportedStateError as error:
+    here.tell([error.path, str(error)])
+""",
+    )
+    for one in ended:
+        ((path, error),) = one.told
+        assert path == "w.codes"
+        assert "a snapshot cannot hold a DTensor whose local tensor is wrapped; save the live state instead" in error
+
+
+def test_merging_a_step_keeps_wrapped_tensors_and_their_shards(worlds: Worlds, tmp_path: Path):
+    worlds.run(4, SAVE.format(rows=8, placed="None"))
+    async_ckpt.merge(worlds.root, None, tmp_path / "merged.tar")
+    loaded = async_ckpt.load(tmp_path / "merged.tar", types=[Scaled])
+    assert bytes_in(loaded["all"]) == bytes_in(scaled(2, 2, seed=5))
+    assert torch.equal(loaded["w"]["codes"].reshape(8, 3), scaled(8, 3).codes)
