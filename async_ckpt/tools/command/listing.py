@@ -21,8 +21,8 @@ from ... import Naming, Place
 from ...errors import CheckpointError
 from ...plumbing import Storage, reports, runs, spans, threads
 from ...plumbing import events as run_events
-from .options import place_below
 from .screen import USAGE, Answer, age, escaped, in_table, print_json, print_table, print_text, short, shown_seconds
+from .where import place_below
 
 if TYPE_CHECKING:
     from ...weights.publishing.versions import Versions

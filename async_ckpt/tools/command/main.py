@@ -29,8 +29,9 @@ from ...errors import (
     OccupiedError,
     StorageUnavailableError,
 )
-from .options import AsJson, Where, place_like, with_place
+from .options import AsJson, Where, with_place
 from .screen import NO, STORAGE, USAGE, Answer, escaped
+from .where import place_like
 
 _INTERRUPTED: Final = 130
 _FAULT: Final = 70  # EX_SOFTWARE of sysexits.h
@@ -90,7 +91,10 @@ def about(
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version, and end.")
     ] = False,
 ) -> None:
-    """Look at checkpoints of async_ckpt, verify, compare, copy and convert them."""
+    """Look at checkpoints of async_ckpt, verify, compare, copy and convert them.
+
+    Name a step by its folder, or by its run: runs/a@100, runs/a@latest, runs/a@best:loss, runs/a@best:accuracy:max.
+    """
 
 
 @app.command(epilog=_example("ls runs/a"))
@@ -108,7 +112,7 @@ def ls(
     show(place, with_all=all_, check=check, best=best, as_json=as_json)
 
 
-@app.command(epilog=_example("page runs/a -o run.html"))
+@app.command(epilog=_example("page runs/a runs/b"))
 @with_place
 def page(
     places: Annotated[
@@ -116,7 +120,8 @@ def page(
         typer.Argument(metavar="RUN", help="Runs, or a folder of runs; several are compared.", show_default=False),
     ],
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="The HTML file, a path or URL.", show_default=False)
+        str,
+        typer.Option("--output", "-o", metavar="FILE", help="The HTML file, a path or URL.", show_default="RUN.html"),
     ] = "",
     best: Annotated[
         list[str] | None,
@@ -129,14 +134,13 @@ def page(
 
     Saves over time, stalls, bandwidth, sizes, records, and what is kept. The file needs no network.
     """
-    from .page.run_page import show
+    from .page.run_page import file_name, show
 
-    if not output:
-        raise Answer("-o says where the page goes, such as -o run.html", USAGE)
-    show(places, place_like(places[0], output), best=best or [], overwrite=overwrite, as_json=as_json)
+    target = place_like(places[0], output or file_name(places))
+    show(places, target, best=best or [], overwrite=overwrite, as_json=as_json)
 
 
-@app.command(epilog=_example("inspect runs/a/step_00000100 'model.*' --stats"))
+@app.command(epilog=_example("inspect runs/a@100 'model.*' --stats"))
 @with_place
 def inspect(
     place: Where,
@@ -238,7 +242,7 @@ def repair(
     show(place, unretire=unretire, apply=apply, unattended=unattended, as_json=as_json)
 
 
-@app.command(epilog=_example("diff runs/a/step_00000100 runs/b/step_00000100 --rtol 1e-5"))
+@app.command(epilog=_example("diff runs/a@100 runs/b@100 --rtol 1e-5"))
 @with_place
 def diff(
     a: Annotated[Place, typer.Argument(metavar="A", help="A checkpoint of any format.", show_default=False)],
@@ -255,7 +259,7 @@ def diff(
     show(a, b, select=select or [], rtol=rtol, atol=atol, trust=trust, as_json=as_json)
 
 
-@app.command(epilog=_example("extract runs/a/step_00000100 --select 'model.*' --to out/model.safetensors"))
+@app.command(epilog=_example("extract runs/a@100 --select 'model.*' --to out/model.safetensors"))
 @with_place
 def extract(
     src: Annotated[Place, typer.Argument(metavar="SRC", help="A checkpoint of any format.", show_default=False)],

@@ -52,6 +52,8 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
         raise Answer(f"{place.shown} is the folder of one step; name the root of its run", USAGE)
     for one in chosen:
         refuse_newer(one.run)
+        if not dry_run:  # before anybody reads a table of what cannot be deleted
+            refuse_writer(one.run, unattended=unattended)
     shown = [_Shown.of(one) for one in chosen]
     rows = [row for each in shown for row in each.rows()]
     going = [row for row in rows if row.deleted]
@@ -76,8 +78,6 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
             f"{len(going)} of {counted(len(rows), 'step')} {verb}, {reports.sized(freed)} of {escaped(place.shown)}"
         )
     if going and not dry_run:
-        for one in chosen:
-            refuse_writer(one.run, unattended=unattended)
         if not (yes or typer.confirm("Delete them?", err=True)):
             raise Answer("nothing was deleted")
         gone = {step for each in shown for step in each.delete(unattended=unattended)}

@@ -16,8 +16,11 @@ from ...errors import CheckpointError, FormatVersionError, NotCommittedError
 from ...plumbing import Storage, runs, spans, urls
 from .listing import beside_versions, kind_of, nothing_at, parse_best
 from .screen import USAGE, Answer
+from .where import place_below
 
 _RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")
+# A step by its number, or by what it is in its run: "runs/a@100", "runs/a@latest", "runs/a@best:loss".
+_NAMED: Final = re.compile(r"(?P<run>.*[^/])/*@(?P<which>\d+|latest|best(:.*)?)", re.DOTALL)
 
 
 class ChosenRun(NamedTuple):
@@ -26,6 +29,39 @@ class ChosenRun(NamedTuple):
     run: runs.Run
     naming: Naming
     step: int | None = None
+
+
+def step_named(place: Place) -> Place:
+    """The folder of the step that a place such as "runs/a@100" names; any other place, and one that is there, as it is.
+
+    Raises:
+        Answer: there is no run before the @, or it has no such step.
+        NotCommittedError: no record of the run has the metric.
+    """
+    match = _NAMED.fullmatch(place.text)
+    if match is None or _is_there(place):
+        return place
+    root, which = replace(place, url=match["run"]), match["which"]
+    chosen = runs_at(root)
+    if chosen[0].step is not None:
+        raise Answer(f"{root.shown} is the folder of one step; name the root of its run before the @", USAGE)
+    if which == "latest":
+        run = max((one.run for one in chosen), key=_time_of_newest)
+        return place_below(root, run.folder(run.steps()[-1]))
+    if which.startswith("best"):
+        run = chosen[0].run
+        return place_below(root, run.folder(best_step(run, which.partition(":")[2])))
+    run = next((one.run for one in chosen if int(which) in one.run.steps()), chosen[0].run)
+    return place_below(root, run.folder(steps_in(run, [which])[0]))
+
+
+def _is_there(place: Place) -> bool:
+    storage, name = place.inside()
+    return bool(name) and (storage.exists(name) or bool(storage.names(name)))
+
+
+def _time_of_newest(run: runs.Run) -> float:
+    return run.manifest(run.steps()[-1]).created
 
 
 def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:

@@ -13,8 +13,8 @@ from .... import Place, history
 from ....errors import NotCommittedError
 from ....plumbing import spans
 from ..listing import broken_at, kind_of, parse_best, runs_in
-from ..options import place_below
 from ..screen import Answer, counted, escaped, print_json, print_text
+from ..where import place_below
 from .columns import RunColumns, columns_of
 from .document import page_of
 from .pictures import Best
@@ -46,6 +46,12 @@ def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwri
     else:
         num_saves = counted(sum(len(run.saves) for run in runs), "save")
         print_text(f"{escaped(target.shown)}: {num_saves} of {counted(len(runs), 'run')}")
+
+
+def file_name(places: Sequence[Place]) -> str:
+    """The name of the page's file, in the current folder, if none is given: that of the run, or of several "runs"."""
+    name = PurePosixPath(places[0].shown).name if len(places) == 1 else ""
+    return f"{name or 'runs'}.html"
 
 
 def _runs_at(place: Place) -> Iterator[RunColumns]:
