@@ -109,6 +109,10 @@ def history(run: Anywhere) -> History:
         return {step: made for one, own in by_run.items() for step, made in one.root.look_up(own).items()}
 
     found = _with_steps(events, holder, manifests)
+    names = {*storage.names("")} if any(one.get("name") for one in found) else set()
+    for one in found:
+        if one.get("name"):  # of a framework, whose checkpoint is there as long as its name is
+            one["kept"] = one["name"] in names
     if not found:
         _raise_nothing(storage)
     return found

@@ -11,6 +11,7 @@ its source is left out. The tracker comes last.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -22,6 +23,7 @@ from ...errors import CorruptCheckpointError, FormatVersionError, NotCommittedEr
 from ...plumbing import compressed, copy_step, find, reports, runs, spans, verification
 from .screen import NO, USAGE, Answer, escaped, in_table, print_json, print_table, print_text, progress
 from .selection import ChosenRun, best_step, open_run, runs_at, steps_in
+from .where import place_below
 
 _COPIED: Final = "copied"
 _THERE: Final = "was there"
@@ -84,6 +86,25 @@ def show(
         _print(rows, target, num_bytes, seconds)
     if any(row.error for row in rows):
         raise typer.Exit(NO)
+
+
+def targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[tuple[Place, Place]]:
+    """The sources with their targets: a single one goes to the target itself, each of several below it, by its name.
+
+    Raises:
+        Answer: two have one name, or the target is inside the folder of the sources.
+    """
+    if len(sources) == 1 and not sources[0][1]:
+        return [(sources[0][0], target)]
+    for source, name in sources:
+        folder = source.text.rstrip("/").removesuffix(name)
+        if name and f"{target.text.rstrip('/')}/".startswith(folder):
+            raise Answer(f"{target.shown} is inside the folder that is copied; give another one", USAGE)
+    names = [name or source.text.rstrip("/").rpartition("/")[2] for source, name in sources]
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise Answer(f"{times} sources are called {name}; copy them one by one", USAGE)
+    return [(source, place_below(target, name)) for (source, _), name in zip(sources, names, strict=True)]
 
 
 def _print(rows: Sequence[CopyRow], target: Place, num_bytes: int, seconds: float) -> None:

@@ -14,7 +14,8 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -30,7 +31,7 @@ from ...errors import (
     StorageUnavailableError,
 )
 from .options import AsJson, Where, with_place
-from .screen import NO, STORAGE, USAGE, Answer, escaped
+from .screen import NO, STORAGE, USAGE, Answer, documents_in_lines, escaped
 from .where import place_like
 
 _INTERRUPTED: Final = 130
@@ -53,6 +54,10 @@ def _example(words: str) -> str:
     return f"\b\nExample: async-ckpt {words}"
 
 
+Wheres = Annotated[
+    list[Place],
+    typer.Argument(metavar="PLACE", help="Paths or URLs; a step as RUN@100 or RUN@latest.", show_default=False),
+]
 Select = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Names, beginnings of names, or patterns; may be given several times."),
@@ -164,24 +169,33 @@ def inspect(
 @app.command(epilog=_example("verify runs/a"))
 @with_place
 def verify(
-    place: Where,
+    places: Wheres,
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare every byte with its digest, and say how to mend it.
 
-    PLACE is an archive, a step, a run or a publication.
+    A PLACE is an archive, a step, a run, a publication, or a folder of such things.
     """
+    from .lookup import EVERYTHING, targets_of
     from .soundness import show
 
-    show(place, base=base, as_json=as_json)
+    _each([partial(show, place, base=base, as_json=as_json) for place, _ in targets_of(places, EVERYTHING)])
 
 
 @app.command(epilog=_example("cp runs/a s3://bucket/runs/a --steps 100:500"))
 @with_place
 def cp(
-    src: Annotated[Place, typer.Argument(metavar="SRC", help="A run, or the folder of a step.", show_default=False)],
-    dst: Annotated[Place, typer.Argument(metavar="DST", help="The root that the steps go to.", show_default=False)],
+    src: Annotated[
+        list[Place],
+        typer.Argument(metavar="SRC", help="Runs or steps, or a folder of runs.", show_default=False),
+    ],
+    dst: Annotated[
+        Place,
+        typer.Argument(
+            metavar="DST", help="The root that the steps go to; of several runs, a folder.", show_default=False
+        ),
+    ],
     steps: Annotated[
         list[str] | None,
         typer.Option(metavar="STEP|FIRST:LAST", help="May be given several times; both ends belong to it."),
@@ -195,17 +209,21 @@ def cp(
 ) -> None:
     """Copy a run, or some of its steps, to another root.
 
-    Every byte is compared with its digest on the way. After an interruption, the same command goes on.
+    Every byte is compared with its digest on the way. After an interruption, the same command goes on. Several runs,
+    and those in a folder, keep their names below DST.
     """
-    from .copying import show
+    from .copying import show, targets_below
+    from .lookup import RUNS, targets_of
 
-    show(src, dst, ranges=steps or [], latest=latest, best=best, overwrite=overwrite, as_json=as_json)
+    copy = partial(show, ranges=steps or [], latest=latest, best=best, overwrite=overwrite, as_json=as_json)
+    pairs = targets_below(targets_of(src, RUNS), dst)
+    _each([partial(copy, source, target) for source, target in pairs])
 
 
 @app.command(epilog=_example("prune runs/a --keep last=3 --keep best=loss:min:2 --dry-run"))
 @with_place
 def prune(
-    place: Where,
+    places: Wheres,
     keep: Annotated[
         list[str] | None,
         typer.Option(metavar="RULE", help="last=3, every=1000, best=loss:min:2 or seconds=86400; each once."),
@@ -217,11 +235,14 @@ def prune(
 ) -> None:
     """Delete the steps that no rule keeps.
 
-    As the retention of a training would, but shown first. The newest step always stays.
+    As the retention of a training would, but shown first. The newest step always stays. In a folder of runs, the rules
+    are for each run.
     """
+    from .lookup import RUNS, targets_of
     from .pruning import show
 
-    show(place, keep or [], dry_run=dry_run, yes=yes, unattended=unattended, as_json=as_json)
+    delete = partial(show, rules=keep or [], dry_run=dry_run, yes=yes, unattended=unattended, as_json=as_json)
+    _each([partial(delete, place) for place, _ in targets_of(places, RUNS)])
 
 
 @app.command(epilog=_example("repair runs/a --apply"))
@@ -354,21 +375,28 @@ def follow(
 @app.command(epilog=_example("watch runs/a --once"))
 @with_place
 def watch(
-    place: Where,
+    places: Wheres,
     once: Annotated[
         bool, typer.Option("--once", help="Look a single time; exit with 1 if there is a warning.")
     ] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="The time between two looks.")] = 2.0,
+    older: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help="The age of the newest step that is worth a warning, such as 90s or 2h."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the status of a run, and go on until Ctrl-C.
 
-    The newest step and its age, the next one under way, the last saves and their trend, warnings. It only reads, and
-    asks a store at most twice a second. With --json, each look is a document in a line.
+    The newest step and its age, the next one under way, the last saves and their trend, warnings; of several runs, and
+    of those in a folder, a line each. It only reads, and asks a store at most twice a second. With --json, each look is
+    a document in a line.
     """
     from .live.watch import show
+    from .lookup import RUNS, targets_of
 
-    show(place, once=once, interval=interval, as_json=as_json)
+    targets = targets_of(places, RUNS)
+    show(targets, once=once, interval=interval, older=older, as_json=as_json)
 
 
 @app.command(epilog=_example("bench runs --size 50MB --tensors 50"))
@@ -415,12 +443,26 @@ def status_of(arguments: Sequence[str]) -> int:
     with warnings.catch_warnings():
         for category in _NOT_SHOWN:
             warnings.simplefilter("ignore", category)
-        return _status_of(arguments)
+        return _status_of(partial(app, args=list(arguments), prog_name="async-ckpt", standalone_mode=False))
 
 
-def _status_of(arguments: Sequence[str]) -> int:
+def _each(calls: Sequence[Callable[[], object]]) -> None:
+    """Make a call for each of several places, whatever comes of the others. Exits with the gravest status."""
+    if len(calls) == 1:
+        calls[0]()
+        return
+    worst = 0
+    with documents_in_lines():
+        for call in calls:
+            worst = max(worst, status := _status_of(call))
+            if status == _INTERRUPTED:
+                break
+    raise typer.Exit(worst)
+
+
+def _status_of(call: Callable[[], object]) -> int:
     try:
-        result = app(args=list(arguments), prog_name="async-ckpt", standalone_mode=False)
+        result = call()
         return result if isinstance(result, int) else 0
     except typer.Exit as error:
         return error.exit_code

@@ -14,7 +14,8 @@ from typing import Final, NamedTuple
 from ... import Keep, Naming, Place
 from ...errors import CheckpointError, FormatVersionError, NotCommittedError
 from ...plumbing import Storage, runs, spans, urls
-from .listing import beside_versions, kind_of, nothing_at, parse_best
+from .listing import parse_best
+from .lookup import beside_versions, kind_of, nothing_at
 from .screen import USAGE, Answer
 from .where import place_below
 

@@ -29,7 +29,7 @@ from ...plumbing import Reader, reports, runs, spans
 from ...plumbing import find as finding
 from ...plumbing import verification as checking
 from ...weights.publishing.version_checks import check_versions
-from .listing import beside_versions, kind_of
+from .lookup import beside_versions, kind_of
 from .repair import damages_of
 from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress
 from .selection import ChosenRun, refuse_newer, runs_at

@@ -379,7 +379,8 @@ def _committed(root: Path) -> list[int]:
         (("{tmp}/a", "{tmp}/b", "--latest", "--best", "loss"), 2, "in one way"),
         (("{tmp}/a", "{tmp}/b", "--best", "accuracy"), 1, "accuracy"),
         (("{tmp}/a/step_00000001", "{tmp}/b", "--latest"), 2, "folder of one step"),
-        (("{tmp}", "{tmp}/b"), 2, "several runs"),
+        (("{tmp}", "{tmp}/b"), 2, "is inside the folder that is copied"),
+        (("{tmp}/a", "{tmp}/x/a", "{tmp}/b"), 2, "2 sources are called a"),
         (("{tmp}/a", "{tmp}/file/b"), 74, "file"),
         (("{tmp}/a", "/proc/nowhere"), 74, "/proc/nowhere"),
         (("{tmp}/a",), 2, "Missing argument"),
@@ -389,6 +390,7 @@ def test_what_cannot_be_copied_is_said(
     tmp_path: Path, source: Path, arguments: tuple[str, ...], status: int, said: str
 ) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "x/a").mkdir(parents=True)
     ended = run_command("cp", *(one.format(tmp=tmp_path) for one in arguments))
     assert ended.returncode == status, ended.stderr
     assert said in ended.stderr
