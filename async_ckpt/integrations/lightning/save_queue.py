@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 
 from ... import SaveHandle, SaveReport
 from ...plumbing import ledger, progress_of, spans, threads, waits
+from ..common.checkpoint_history import note_failed, note_saved
 from .checkpoint_paths import path_key
 
 _log = logging.getLogger("async_ckpt")
@@ -52,7 +53,10 @@ class SaveQueue:
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
         self._queued: deque[_Queued] = deque()
-        self._thread: threads.Crew | None = None  # made on use: before that, Lightning may pickle the plugin, or fork
+        # Made on use: before that, Lightning may pickle the plugin, or fork. The second tells histories of saves, which
+        # no link waits for.
+        self._thread: threads.Crew | None = None
+        self._teller: threads.Crew | None = None
         self._errors: list[BaseException] = []
         self._reports: list[SaveReport] = []
 
@@ -77,20 +81,29 @@ class SaveQueue:
         waited_seconds: float,
         then: Action,
         twin: Any = None,
+        record: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add a save that has begun. It has ended when all of its handles are done, and then `then` is."""
+        """Add a save that has begun. It has ended when all of its handles are done, and then `then` is.
+
+        Without a `record`, the history of the folder is not told of it, such as by ranks other than 0.
+        """
         for handle in handles:
             ledger.leave_warning(
                 handle
             )  # one that fails just before the next save begins is raised by the one after that
-        ended = self._submit(partial(_finish, tuple(handles), then))
+        ended: Future[None] = threads.running_future()
         second = None if twin is None else path_key(twin)
-        self._queued.append(_Queued(path_key(path), ended, tuple(handles), step, waited_seconds, second))
+        queued = _Queued(path_key(path), ended, tuple(handles), step, waited_seconds, second)
+        self._submit(
+            partial(_finish, queued, then, None if record is None else partial(self._tell, queued, record)), ended
+        )
+        self._queued.append(queued)
 
     def follow(self, path: Any, action: Action) -> None:
         """Add an action behind the saves in the queue, which is left undone if one of them fails."""
         saves = [one.ended for one in self._queued if one.handles]
-        ended = self._submit(partial(_act, path_key(path), saves, action))
+        ended: Future[None] = threads.running_future()
+        self._submit(partial(_act, path_key(path), saves, action), ended)
         self._queued.append(_Queued(path_key(path), ended))
 
     def wait(self, path: Any = None) -> None:
@@ -112,11 +125,15 @@ class SaveQueue:
         return errors
 
     def stop(self) -> None:
-        """Wait for everything, and end the thread. The next save starts another one."""
+        """Wait for everything, and end the threads. The next save starts others."""
         self.wait()
-        if self._thread is not None:
-            self._thread.stop()
-            self._thread = None
+        if self._teller is not None:
+            told: Future[None] = threads.running_future()
+            self._teller.submit(partial(told.set_result, None), told.set_exception)
+            waits.wait_for(told)
+        for thread in filter(None, (self._thread, self._teller)):
+            thread.stop()
+        self._thread = self._teller = None
 
     def _saves_under_way(self) -> list[_Queued]:
         return [one for one in self._queued if one.handles and not one.ended.done()]
@@ -132,9 +149,17 @@ class SaveQueue:
             elif one.handles:
                 self._reports.append(one.report())
 
-    def _submit(self, task: Action) -> Future[None]:
-        ended: Future[None] = threads.running_future()
+    def _tell(self, save: _Queued, record: Mapping[str, Any], error: BaseException | None) -> None:
+        """Have the history of the folder told what a save has come to. Called by the first thread."""
+        folder, _, name = save.path.rpartition("/")
+        if error is None:
+            note = partial(note_saved, folder, name, save.step, save.report(), record)
+        else:
+            note = partial(note_failed, folder, save.step, error)
+        if self._teller is not None:
+            self._teller.submit(note, lambda _: None)  # refused at the exit of the interpreter
 
+    def _submit(self, task: Action, ended: Future[None]) -> None:
         def run() -> None:
             try:
                 task()
@@ -144,9 +169,8 @@ class SaveQueue:
                 ended.set_result(None)
 
         if self._thread is None:
-            self._thread = threads.Crew("lightning", 1)
+            self._thread, self._teller = threads.Crew("lightning", 1), threads.Crew("lightning-history", 1)
         self._thread.submit(run, ended.set_exception)
-        return ended
 
     def __repr__(self) -> str:
         return f"<SaveQueue, {sum(not one.ended.done() for one in self._queued)} under way>"
@@ -157,10 +181,17 @@ def _wait_for(one: _Queued) -> None:
     waits.wait_for(one.ended, None, lambda: wait.goes_on(lambda: progress_of(one.handles)))
 
 
-def _finish(handles: tuple[SaveHandle, ...], then: Action) -> None:
+def _finish(save: _Queued, then: Action, tell: Callable[[BaseException | None], None] | None) -> None:
     """Wait for the parts of a save, and do the rest of it. Raises its error, without looking at it for the user."""
-    ledger.wait_for_ends(handles)
-    then()
+    try:
+        ledger.wait_for_ends(save.handles)
+        then()
+    except BaseException as error:
+        if tell is not None:
+            tell(error)
+        raise
+    if tell is not None:
+        tell(None)
 
 
 def _act(path: str, saves: list[Future[None]], action: Action) -> None:

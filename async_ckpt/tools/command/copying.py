@@ -21,8 +21,10 @@ import typer
 from ... import Place
 from ...errors import CorruptCheckpointError, FormatVersionError, NotCommittedError, StepExistsError
 from ...plumbing import compressed, copy_step, find, reports, runs, spans, verification
+from .lookup import trainer_of
 from .screen import NO, USAGE, Answer, escaped, in_table, print_json, print_table, print_text, progress
-from .selection import ChosenRun, best_step, open_run, runs_at, steps_in
+from .selection import ChosenRun, best_step, chosen_checkpoints, open_run, runs_at, steps_in
+from .trainer_changes import copy_checkpoints
 from .where import place_below
 
 _COPIED: Final = "copied"
@@ -45,6 +47,7 @@ class CopyRow:
     num_bytes: int
     outcome: str
     error: str = ""
+    name: str = ""  # of the checkpoint of a framework
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,6 +73,10 @@ def show(
     if bool(ranges) + latest + (best is not None) > 1:
         raise Answer("name the steps in one way: --steps, --latest or --best", USAGE)
     compressed.refuse_archive_name(target.shown)
+    which = [*ranges, *(["latest"] if latest else []), *([] if best is None else [f"best:{best}"])]
+    if (trainer := trainer_of(source)) is not None:
+        _copy_checkpoints(source, *trainer, target, which, overwrite=overwrite, as_json=as_json)
+        return
     chosen = [(one, _steps(one, ranges, latest=latest, best=best)) for one in runs_at(source)]
     begin = spans.monotonic()
     rows = [
@@ -77,15 +84,32 @@ def show(
         for one, steps in chosen
         for row in copy_steps(one, target, steps, overwrite=overwrite, is_whole=not (ranges or latest or best))
     ]
-    seconds = spans.monotonic() - begin
+    _tell(rows, source, target, spans.monotonic() - begin, as_json=as_json)
+    if any(row.error for row in rows):
+        raise typer.Exit(NO)
+
+
+def _copy_checkpoints(
+    source: Place, root: Place, name: str, target: Place, which: Sequence[str], *, overwrite: bool, as_json: bool
+) -> None:
+    """Copy the checkpoints of a trainer: the one of this name, those that `which` says, or all."""
+    if name and which:
+        raise Answer("the source is one checkpoint; name the folder of its trainer to choose others", USAGE)
+    rows = [row for row in chosen_checkpoints(root, *which) if name in ("", row.folder)]
+    begin, is_whole = spans.monotonic(), not (name or which)
+    with progress("copy", sum(row.num_bytes or 0 for row in rows)) as advance:
+        outcomes = copy_checkpoints(root, target, rows, advance, overwrite=overwrite, is_whole=is_whole)
+    copied = [CopyRow(row.step, row.num_bytes or 0, outcomes[row.folder], name=row.folder) for row in rows]
+    _tell(copied, source, target, spans.monotonic() - begin, as_json=as_json)
+
+
+def _tell(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float, *, as_json: bool) -> None:
     num_bytes = sum(row.num_bytes for row in rows if row.outcome in (_COPIED, _LENDER, _MENDED, _REPLACED))
     if as_json:
         document = {"source": source.shown, "target": target.shown, "steps": [row.as_json() for row in rows]}
         print_json("copies", {**document, "num_bytes": num_bytes, "seconds": seconds})
     else:
         _print(rows, target, num_bytes, seconds)
-    if any(row.error for row in rows):
-        raise typer.Exit(NO)
 
 
 def targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[tuple[Place, Place]]:
@@ -109,8 +133,16 @@ def targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[t
 
 def _print(rows: Sequence[CopyRow], target: Place, num_bytes: int, seconds: float) -> None:
     print_table(
-        ("step", "size", "outcome"),
-        ((str(row.step), in_table(row.num_bytes) if row.num_bytes else "", row.outcome) for row in rows),
+        ("step", "size", "checkpoint", "outcome"),
+        (
+            (
+                str(row.step) if row.step >= 0 else "",
+                in_table(row.num_bytes) if row.num_bytes else "",
+                escaped(row.name),
+                row.outcome,
+            )
+            for row in rows
+        ),
         right=("step", "size"),
     )
     for row in rows:

@@ -22,7 +22,7 @@ from ...plumbing import Storage, reports, runs, spans, threads, urls
 from ...plumbing import events as run_events
 from .lookup import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
 from .screen import USAGE, Answer, age, escaped, in_table, print_json, print_table, print_text, short, shown_seconds
-from .trainer_folders import TrainerCheckpoint, checkpoints_in, named_ones, size_of, time_of
+from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, size_of, time_of
 from .where import place_below
 
 if TYPE_CHECKING:
@@ -162,8 +162,7 @@ def checkpoints_of(place: Place, names: Sequence[str]) -> list[StepRow]:
     """
     storage = place.storage()
     found = checkpoints_in(storage, names)
-    events = run_events.EventLog(storage, spans.wall_time).read()
-    saves = {one["name"]: one for one in events if one["kind"] == "save" and one["name"]}
+    saves = {one["name"].partition("/")[0]: one for one in events_at(place) if one["kind"] == "save"}
     named = named_ones(place, found)
     rows = [_row_of(place, one, saves.get(one.name), named.get(one.name)) for one in found]
     rows.sort(key=lambda row: (row.step, row.folder))
@@ -222,7 +221,7 @@ def _found_row(place: Place, one: Found, metric: Best | None) -> RunRow:
             newest.created if newest else None,
             sum(row.num_bytes or 0 for row in steps),
             "run" if of_run else one.writer,
-            None if metric is None else next(((v, row.step) for v, row in _best_of(steps, metric)), None),
+            None if metric is None else next(((v, row.step) for v, row in best_of(steps, metric)), None),
         )
     if one.kind == "publication":
         versions = versions_of(place)
@@ -362,14 +361,14 @@ def broken_steps(run: runs.Run, commits: Mapping[int, runs.Manifest | None]) -> 
 
 def _mark_best(rows: Sequence[StepRow], text: str) -> None:
     best = parse_best(text)
-    found = _best_of(rows, best)
+    found = best_of(rows, best)
     if not found:
         raise Answer(f"no record of these steps has the metric {best[0]!r}")
     for _, row in found[: best[2]]:
         row.marks.append("best")
 
 
-def _best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:
+def best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:
     """The rows that have a metric with its values, the best one first; of equal ones, the newest."""
     metric, mode, _ = best
     values = [(value, row) for row in rows if (value := runs.number(row.record.get(metric))) is not None]

@@ -10,11 +10,12 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final, Literal, NamedTuple
 
 from ... import Naming, Place
 from ...errors import CheckpointError
-from ...plumbing import Storage, runs, threads
+from ...plumbing import Storage, runs, threads, urls
 from .screen import USAGE, Answer
 from .trainer_folders import checkpoints_in, framework_of
 from .where import place_below
@@ -93,6 +94,16 @@ def _own_kind(place: Place, names: Sequence[str]) -> Kind:
 def beside_versions(names: Collection[str]) -> list[str]:
     """The names at a place that are not those of versions, or of ranks that publish them."""
     return [name for name in names if not _VERSION.fullmatch(name)]
+
+
+def trainer_of(place: Place) -> tuple[Place, str] | None:
+    """The folder of a trainer, and the name of its checkpoint if the place is one of those; None for anything else."""
+    if (kind := kind_of(place)) == "trainer":
+        return place, ""
+    parent, name = urls.place_and_name(place.url, fs=place.fs)
+    root = replace(place, url=parent)
+    is_one = kind in ("checkpoint", "nothing") and name and checkpoints_in(root.storage(), [name])
+    return (root, name) if is_one else None
 
 
 def walk(place: Place) -> Walk:

@@ -11,12 +11,12 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
 
 from ... import Place
-from ...plumbing import Storage, runs, threads, urls
-from .where import place_below
+from ...plumbing import Storage, events, runs, spans, threads, urls
 
 # For each framework, the names of its checkpoints, and of a file or folder that a whole one has.
 _FRAMEWORKS: Final = tuple(
@@ -36,6 +36,8 @@ _HUGGING_FACE: Final = re.compile(r".+\.safetensors(\.index\.json)?|pytorch_mode
 _FILE: Final = ".ckpt"  # of Lightning, whose checkpoints are files, too
 _STEP: Final = re.compile(r"step=(\d+)")
 _READERS: Final = 32
+# The folder in which accelerate gives its checkpoints their names.
+_OF_ACCELERATE: Final = "checkpoints"
 # The state of Transformers' Trainer, which names its best checkpoint.
 _TRAINER_STATE: Final = "trainer_state.json"
 
@@ -86,6 +88,34 @@ def _step_in(name: str) -> int | None:
     return number and number.step
 
 
+def is_mark(path: str) -> bool:
+    """Whether a file in a checkpoint is one that makes it a checkpoint, or lies below a folder that does."""
+    return any(mark.fullmatch(path.partition("/")[0]) for _, _, mark in _FRAMEWORKS)
+
+
+def log_at(place: Place) -> events.EventLog:
+    """The history beside the checkpoints of a trainer."""
+    return events.EventLog(place.storage(), spans.wall_time)
+
+
+def events_at(place: Place) -> list[events.Event]:
+    """The history beside the checkpoints of a trainer, whose names are those in this folder.
+
+    That of accelerate is a level higher: in `checkpoints`, accelerate takes each name for a checkpoint.
+    """
+    own = log_at(place).read()
+    parent, name = urls.place_and_name(place.url, fs=place.fs)
+    if own or name != _OF_ACCELERATE:
+        return own
+    above = log_at(replace(place, url=parent)).read()
+    return [{**one, "name": one["name"].removeprefix(f"{name}/")} if one.get("name") else one for one in above]
+
+
+def trackers_in(storage: Storage) -> list[str]:
+    """The names of the files that name the newest checkpoint."""
+    return storage.existing(runs.TRACKERS)
+
+
 def size_of(storage: Storage, name: str) -> int:
     """The bytes of a checkpoint."""
     sizes = storage.sizes(name)
@@ -126,8 +156,3 @@ def named_ones(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, st
         if target in by_text:
             named[target] = f"target of {link}"
     return named
-
-
-def folder_of_step(place: Place, found: Sequence[TrainerCheckpoint], step: int) -> Place | None:
-    """The checkpoint of a step; None if there is none."""
-    return next((place_below(place, one.name) for one in found if one.step == step), None)

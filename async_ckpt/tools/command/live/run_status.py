@@ -23,6 +23,7 @@ from ....plumbing import events as run_events
 from ....plumbing import reports, runs, spans, threads
 from ..listing import checkpoints_of
 from ..lookup import USUAL_NAMINGS
+from ..trainer_folders import events_at
 
 # The saves in the table, and those that the trend is of.
 _SHOWN: Final = 10
@@ -91,7 +92,7 @@ class TrainerWatch:
         """Look at the folder once. Raises StorageUnavailableError."""
         storage = self._place.storage()
         rows = checkpoints_of(self._place, storage.names(""))
-        events = run_events.EventLog(storage, self._clock).read()
+        events = events_at(self._place)
         newest = (rows[-1].step, rows[-1].created) if rows else (None, None)
         status = _status(self._place, self._clock(), newest, events, storage.free_bytes())
         return _with_warnings(replace(status, num_requests=2 + 2 * len(rows)), self._late_seconds)

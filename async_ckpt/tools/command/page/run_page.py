@@ -15,6 +15,7 @@ from ....plumbing import spans
 from ..listing import broken_at, parse_best
 from ..lookup import RUNS, targets_of
 from ..screen import Answer, counted, escaped, print_json, print_text
+from ..trainer_folders import events_at
 from .columns import RunColumns, columns_of
 from .document import page_of
 from .pictures import Best
@@ -59,7 +60,12 @@ def _columns_at(place: Place, name: str) -> Iterator[RunColumns]:
     try:
         yield columns_of(_name(place), history(place), broken_at(place.storage(), _LOOKED_AT))
     except NotCommittedError:
-        if not name:
+        told = events_at(place)
+        if told:
+            there = {*place.storage().names("")}
+            told = [{**one, "kept": one.get("name") in there} for one in told]
+            yield columns_of(_name(place), told, {})
+        elif not name:
             raise
 
 
