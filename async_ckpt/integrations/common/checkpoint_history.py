@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any
 
 from ... import SaveHandle, SaveReport
 from ...plumbing import events, places, runs, spans, threads
-
-# The entries of a record that the history has by other names.
-_NOT_IN_RECORD: Final = ("step", "async_ckpt/")
+from .frameworks import LOGGED_AS
 
 
 def note_when_done(
@@ -57,8 +55,8 @@ def note_saved(
     log, storage = _log_at(folder)
     if not storage.remote and (sizes := storage.sizes(name)):
         facts["num_bytes"] = sum(sizes.values())
-    kept = {key: value for key, value in (record or {}).items() if not key.startswith(_NOT_IN_RECORD)}
-    numbers = {key: number for key, value in kept.items() if (number := runs.number(value)) is not None}
+    others = {key: value for key, value in (record or {}).items() if not key.startswith(LOGGED_AS)}
+    numbers = {key: number for key, value in others.items() if (number := runs.number(value)) is not None}
     log.note("save", step, name=name, **facts, free_bytes=storage.free_bytes(), record=numbers, world_size=world_size)
     log.write()
 

@@ -53,10 +53,7 @@ class SaveQueue:
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
         self._queued: deque[_Queued] = deque()
-        # Made on use: before that, Lightning may pickle the plugin, or fork. The second tells histories of saves, which
-        # no link waits for.
-        self._thread: threads.Crew | None = None
-        self._teller: threads.Crew | None = None
+        self._thread: threads.Crew | None = None  # made on use: before that, Lightning may pickle the plugin, or fork
         self._errors: list[BaseException] = []
         self._reports: list[SaveReport] = []
 
@@ -125,15 +122,14 @@ class SaveQueue:
         return errors
 
     def stop(self) -> None:
-        """Wait for everything, and end the threads. The next save starts others."""
+        """Wait for everything, and end the thread. The next save starts another one."""
         self.wait()
-        if self._teller is not None:
+        if self._thread is not None:
             told: Future[None] = threads.running_future()
-            self._teller.submit(partial(told.set_result, None), told.set_exception)
+            self._thread.submit(partial(told.set_result, None), told.set_exception)
             waits.wait_for(told)
-        for thread in filter(None, (self._thread, self._teller)):
-            thread.stop()
-        self._thread = self._teller = None
+            self._thread.stop()
+            self._thread = None
 
     def _saves_under_way(self) -> list[_Queued]:
         return [one for one in self._queued if one.handles and not one.ended.done()]
@@ -150,14 +146,14 @@ class SaveQueue:
                 self._reports.append(one.report())
 
     def _tell(self, save: _Queued, record: Mapping[str, Any], error: BaseException | None) -> None:
-        """Have the history of the folder told what a save has come to. Called by the first thread."""
+        """Have the history of the folder told what a save has come to, behind the link that may wait for the save."""
         folder, _, name = save.path.rpartition("/")
         if error is None:
             note = partial(note_saved, folder, name, save.step, save.report(), record)
         else:
             note = partial(note_failed, folder, save.step, error)
-        if self._teller is not None:
-            self._teller.submit(note, lambda _: None)  # refused at the exit of the interpreter
+        if self._thread is not None:
+            self._thread.submit(note, lambda _: None)  # refused at the exit of the interpreter
 
     def _submit(self, task: Action, ended: Future[None]) -> None:
         def run() -> None:
@@ -169,7 +165,7 @@ class SaveQueue:
                 ended.set_result(None)
 
         if self._thread is None:
-            self._thread, self._teller = threads.Crew("lightning", 1), threads.Crew("lightning-history", 1)
+            self._thread = threads.Crew("lightning", 1)
         self._thread.submit(run, ended.set_exception)
 
     def __repr__(self) -> str:

@@ -66,7 +66,8 @@ class TrainerSave:
                 rest = _Rest(_frozen(trainer), files, self._uploaded)
                 self.handle = self._begin_folder(snap, in_archive, rest, archive)
         state = trainer.state
-        record = {k: v for row in state.log_history if row.get("step") == state.global_step for k, v in row.items()}
+        rows = [row for row in state.log_history if row.get("step") == state.global_step]
+        record = {key: value for row in rows for key, value in row.items() if key != "step"}
         self.step, self.row_before = state.global_step, state.log_history[-1] if state.log_history else None
         self.epoch = {} if state.epoch is None else {"epoch": state.epoch}
         self._call_seconds = spans.monotonic() - self._began

@@ -78,7 +78,9 @@ def test_whenever_a_training_is_killed_its_newest_checkpoint_is_whole_and_it_goe
         assert loaded(folder / "last.ckpt")["global_step"] == 12
         # The first save may have been alone in the folder: its file is older than what the training knows of.
         assert {"12.ckpt"} <= {name.rpartition("=")[2] for name in os.listdir(folder)}
-        assert [path.name for path in folder.iterdir() if path.name.startswith(".") or "-v" in path.name] == []
+        # A last step whose file the link did not lead to yet is saved again, beside that file.
+        again = ["step=12-v1.ckpt"] if 12 in whole.values() and last < 12 else []
+        assert [path.name for path in folder.iterdir() if path.name.startswith(".") or "-v" in path.name] == again
 
 
 # --- interrupted, and ended in the middle of a save ---------------------------------------------------------------

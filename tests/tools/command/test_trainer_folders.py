@@ -195,12 +195,12 @@ def test_a_save_that_fails_is_in_the_history_of_the_trainer(tmp_path: Path, monk
 
 
 def test_a_training_by_lightning_has_a_history_with_what_it_monitors(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    from lightning_runs import batches, kit_of, quiet, trainer_of
+    pytest.importorskip("pytorch_lightning")
+    from lightning_runs import NAMES, batches, kit_of, quiet, trainer_of
 
     from async_ckpt.integrations.lightning import AsyncTarCheckpointIO
 
-    kit = kit_of("lightning")
+    kit = kit_of(NAMES[0])
     callback = kit.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1, monitor="step")
     with quiet():
         trainer_of(kit, tmp_path, AsyncTarCheckpointIO(), callback, max_steps=4).fit(kit.Model(), batches())
