@@ -68,6 +68,12 @@ As = Annotated[
     str | None,
     typer.Option("--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; else by the name."),
 ]
+To = Annotated[
+    str | None,
+    typer.Option(
+        "--to", "--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; else by the name."
+    ),
+]
 FromRank = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME=RANK", help="Whose value to take where each rank has its own, such as rng=0."),
@@ -309,7 +315,13 @@ def extract(
 def convert(
     src: Annotated[Place, typer.Argument(metavar="SRC", help="A checkpoint of any format.", show_default=False)],
     dst: Annotated[Place, typer.Argument(metavar="DST", help="A file or folder.", show_default=False)],
-    as_: As = None,
+    as_: To = None,
+    config: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER|ID", help="The model that a folder for from_pretrained is of.", show_default=False
+        ),
+    ] = "",
     select: Select = None,
     strip: Strip = "",
     from_rank: FromRank = None,
@@ -319,11 +331,12 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format.
 
-    A step that several ranks have saved becomes one state.
+    A step that several ranks have saved becomes one state. With --to hf --config, the folder has the config and the
+    tokenizer of the model, too, and the names of the weights are compared with those of the model.
     """
     from .conversion import ConversionRequest, show
 
-    request = ConversionRequest(src, dst, tuple(select or ()), strip, trust, overwrite, tuple(from_rank or ()))
+    request = ConversionRequest(src, dst, tuple(select or ()), strip, trust, overwrite, tuple(from_rank or ()), config)
     show(request, as_, as_json=as_json)
 
 

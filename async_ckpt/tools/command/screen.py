@@ -168,6 +168,11 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda num_bytes: bars.advance(bar, num_bytes)
 
 
+def print_note(text: str) -> None:
+    """A note on stderr, beside what a program may read on stdout."""
+    print(f"note: {escaped(text)}", file=sys.stderr)
+
+
 # How documents are printed now; the thread of the command alone changes it.
 _indent: int | None = 1
 
