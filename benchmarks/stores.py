@@ -143,7 +143,9 @@ def two_places(setting: Setting) -> dict[str, Row]:
     near, far, link = "committed at a disk, a store behind it", "at the store behind a disk", f"{_GIGABITS} Gbit/s"
     return {
         "two_places": Figure(near, "s", "to the disk alone", Target("≤", 1.1), committed),
-        "two_places_link": Figure(f"{near}, through {link}", "s", "to the disk alone", Target("≤", 1.1), committed_link),
+        "two_places_link": Figure(
+            f"{near}, through {link}", "s", "to the disk alone", Target("≤", 1.1), committed_link
+        ),
         "far_place": Figure(far, "s", "to the store alone", None, arrived),
         "far_place_link": Figure(f"{far}, through {link}", "s", "to the store alone", Target("≤", 1.15), arrived_link),
     }

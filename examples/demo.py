@@ -67,6 +67,8 @@ def main() -> None:
     say(f"checkpoints: {demo.root}")
     say(f"picture:     {PICTURE.resolve()}")
     say(f"time:        {time.perf_counter() - began:.0f} s")
+    if not demo.in_store:  # the store of the demo ends with it
+        say(f"look at it:  async-ckpt ls {demo.root}")
 
 
 class Demo:

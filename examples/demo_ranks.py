@@ -75,6 +75,7 @@ def main() -> None:
     if fewer["restored"] != STEPS or abs(first - before) > 0.25 * abs(told(whole, 1) - before):
         sys.exit(f"step {STEPS} should be restored, and the loss go on from there")
     print(f"\ncheckpoints: {ROOT}\ntime:        {time.perf_counter() - began:.0f} s")
+    print(f"look at it:  async-ckpt ls {ROOT}")
 
 
 def train(ranks: int, *options: str, steps: int = STEPS, fails: bool = False) -> dict[str, Any]:

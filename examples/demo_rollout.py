@@ -71,7 +71,7 @@ def main() -> None:
         if ckpt.latest() != STEPS:
             sys.exit(f"step {STEPS} should be committed")
     print(f"\nlogits of {len(swapped)} versions equal the training's, bit for bit")
-    print(f"files: {ROOT}\ntime:  {time.perf_counter() - began:.0f} s")
+    print(f"files: {ROOT}\ntime:  {time.perf_counter() - began:.0f} s\nlook:  async-ckpt ls {ROOT}")
 
 
 @contextmanager

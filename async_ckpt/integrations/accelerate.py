@@ -16,13 +16,16 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
-from .. import HeldSnapshot, SaveHandle, load, snapshot, wrap
+from .. import HeldSnapshot, SaveHandle, SaveReport, load, snapshot, wrap
 from ..errors import StateMismatchError
-from ..plumbing import disk, write_by_torch
+from ..plumbing import disk, runs, write_by_torch
+from .common.checkpoint_history import note_when_done
 from .common.folders import newest_in, number_of, remove_leftovers, remove_retired, retire
 from .common.frameworks import LOGGED_AS, require, require_names
 from .common.fsdp_files import kind_for, sharded_parts
@@ -93,6 +96,7 @@ class AsyncState:
         self._accelerator, self._layout = accelerator, layout
         self._guard = StepGuard()
         self._pending: tuple[Path, SaveHandle, HeldSnapshot] | None = None
+        self._noted: Future[None] | None = None  # done when the history has the newest save
         self._beside: Path | None = None  # where the archive of the newest save was written
 
     # --- saving -----------------------------------------------------------------------------------------------
@@ -157,6 +161,8 @@ class AsyncState:
             return
         folder, handle, snap = self._pending
         error = handle.exception()
+        if self._noted is not None:
+            self._noted.result()
         self._pending = None
         if error is not None:
             raise error
@@ -201,6 +207,21 @@ class AsyncState:
             if self._writes:
                 handle = _write(in_files, files, archive, str(folder))
             self._pending = folder, handle, snap
+            if self._writes:
+                self._note(handle, snap, folder)
+
+    def _note(self, handle: SaveHandle, snap: HeldSnapshot, folder: Path) -> None:
+        """Have the history get the save: beside `checkpoints`, in which accelerate takes each name for a checkpoint."""
+        beside = folder.parent.parent if self._is_named else folder.parent
+        name = folder.relative_to(beside).as_posix()
+
+        def report() -> SaveReport:
+            done = handle.result()
+            return replace(done, stall_seconds=done.stall_seconds + snap.stall_seconds)
+
+        number = runs.parse_step_name(folder.name)
+        step = self._accelerator.project_configuration.iteration - 1 if number is None else number.step
+        self._noted = note_when_done(handle, beside, name, step, report)
 
     def _write_small_files(self, models: list[Any], folder: str) -> None:
         """Write the files of hooks, schedulers, samplers, scaler and this rank's random states."""

@@ -118,7 +118,8 @@ class quiet(warnings.catch_warnings):  # noqa: N801
 
 
 def files_in(folder: Any) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    """The checkpoints in a folder, without the history beside them."""
+    return sorted(name for name in os.listdir(folder) if not name.startswith(".") and name != "history.jsonl")
 
 
 def loaded(path: Any) -> Any:

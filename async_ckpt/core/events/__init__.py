@@ -7,5 +7,7 @@ What is named here is for others than the core, by `plumbing.events`.
 from __future__ import annotations
 
 from .log import EventLog as EventLog
+from .shapes import MEASURED as MEASURED
 from .shapes import Event as Event
 from .shapes import bandwidth_of as bandwidth_of
+from .shapes import shortened as shortened

@@ -11,6 +11,7 @@ Every event has a `kind`, the `time` at which it ended in seconds since the epoc
     restore      live objects were filled from the step
     rollback     the commit of the step has retired the newer steps `retired`
     retention    after the commit of the step, the steps `deleted` were deleted
+    closed       the process that saved there has closed the run
 
 A reader leaves out lines that are damaged, and kinds that it does not know. A field that is missing, or is not of its
 type, is None, or empty if it has several values: the log may be of another version.
@@ -75,6 +76,7 @@ _DESTINATION: Final[Mapping[str, tuple[_Read, Any]]] = {
 KINDS: Final[Mapping[str, Mapping[str, tuple[_Read, Any]]]] = {
     "save": {
         "attempt": (text, ""),
+        "name": (text, ""),  # of the checkpoint of a framework
         "num_bytes": (count, None),
         "num_tensors": (count, None),
         "stall_seconds": (_seconds, None),
@@ -104,6 +106,7 @@ KINDS: Final[Mapping[str, Mapping[str, tuple[_Read, Any]]]] = {
     "rollback": {"retired": (_steps, [])},
     "retention": {"deleted": (_steps, [])},
     "moved": {"place": (text, ""), "total_seconds": (_seconds, None)},
+    "closed": {},
 }
 
 

@@ -8,6 +8,7 @@ is committed is always asked of the run, and never of the log.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -109,6 +110,11 @@ def history(run: Anywhere) -> History:
         return {step: made for one, own in by_run.items() for step, made in one.root.look_up(own).items()}
 
     found = _with_steps(events, holder, manifests)
+    names_in = functools.cache(storage.names)
+    for one in found:
+        if one.get("name"):  # of a framework, whose checkpoint is there as long as its name is
+            folder, _, name = one["name"].rpartition("/")
+            one["kept"] = name in names_in(folder)
     if not found:
         _raise_nothing(storage)
     return found

@@ -19,7 +19,10 @@ from .naming import (
 )  # fmt: skip
 from .receipts import broken_folders as broken_folders
 from .record import number as number
-from .retention import Commits as Commits, best_of as best_of, describe_missing_metric as describe_missing_metric
+from .retention import (
+    Commits as Commits, best_of as best_of, deletable_steps as deletable_steps,
+    describe_missing_metric as describe_missing_metric,
+)  # fmt: skip
 from .root import formats_at as formats_at
 from .run import Run as Run
 from .starts import (

@@ -85,6 +85,7 @@ class Run:
         self._ancestors: frozenset[str] = frozenset()  # the tokens of the starts before it
         self._swept_for: set[Start] = set()  # the start of this process for which those before it were swept
         self._is_changing = False  # `changing` has taken the root, and not a save
+        self._has_closed = False
         self._announcer = Announcer(self.root, tracker_of(tracker, step_format))
         self.sweeper = Sweeper(self.root)
         self.events = EventLog(storage, clock)
@@ -541,6 +542,9 @@ class Run:
 
     def close(self) -> None:
         """Give up the root, so that another process can take it before this one ends."""
+        if self.has_start and not self._has_closed:
+            self._has_closed = True
+            self.events.note("closed", None)
         self.write_events(again=False)
         self._tenure.leave(self)
 

@@ -26,6 +26,7 @@ import torch
 from ... import SaveHandle, SaveReport, save, wrap
 from ...errors import NotCommittedError
 from ...plumbing import disk, ledger, places, spans, threads, waits, write_by_torch
+from ..common.checkpoint_history import note_closed, note_failed, note_saved
 from ..common.folders import hold_for, let_go
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
@@ -184,7 +185,8 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
             raise
         ended: Future[None] = threads.running_future()
         self._pending = _TagSave(folder, handle, engine.global_steps, spans.monotonic() - began, ended)
-        self._follower.submit(partial(_follow, folder, handle, ended), ended.set_exception)
+        follow = partial(_follow, self._pending, notes=engine.global_rank == 0)
+        self._follower.submit(follow, ended.set_exception)
         return True
 
     def load_checkpoint(
@@ -284,10 +286,13 @@ class DeepSpeedCheckpoints(CheckpointEngine):  # type: ignore[misc]
 
     def cleanup(self) -> None:
         """At the end of the engine: wait for this rank's part of the save under way. Raises its error."""
+        last = self._pending
         try:
             with self._removing_last():
                 self._after_last()
         finally:
+            if last is not None and self._engine.global_rank == 0:
+                note_closed(last.folder.save_dir)
             let_go(self)
 
     # --- parts ------------------------------------------------------------------------------------------------
@@ -388,16 +393,25 @@ def _write_files(files: Mapping[str, Any], in_zip: bool, folder: str) -> None:
         write_by_torch(content, Path(folder, name), in_zip=in_zip)
 
 
-def _follow(folder: TagFolder | StoredFolder, handle: SaveHandle | None, ended: Future[None]) -> None:
-    """Wait until the files of this rank are durable, and do the rest of the save. Runs on the follower's thread."""
+def _follow(save: _TagSave, *, notes: bool) -> None:
+    """Wait until the files of this rank are durable, and do the rest of the save. Runs on the follower's thread.
+
+    The rank that `notes` tells the history.
+    """
+    folder = save.folder
     try:
-        ledger.wait_for_ends([] if handle is None else [handle])
+        ledger.wait_for_ends([] if save.handle is None else [save.handle])
         folder.done()
     except BaseException as error:
         folder.failed(error)
         _log.error("%s was not saved: %s: %s", folder.target, type(error).__name__, error)
-        ended.set_exception(error)
+        if notes:
+            note_failed(folder.save_dir, save.step, error)
+        save.ended.set_exception(error)
     else:
         with suppress(Exception):
             folder.remove()
-        ended.set_result(None)
+        if notes:
+            size = torch.distributed.get_world_size()
+            note_saved(folder.save_dir, folder.tag, save.step, save.report() or {}, world_size=size)
+        save.ended.set_result(None)

@@ -104,7 +104,7 @@ class StoredFolder:
     """The same in a store, for archives, whose manifest makes them a checkpoint: only `latest` is left to do."""
 
     def __init__(self, save_dir: Place, tag: str, *, save_latest: bool, rank: int, world_size: int) -> None:
-        self._save_dir, self._tag = save_dir, tag
+        self.save_dir, self.tag = save_dir, tag
         self.archive = _below(save_dir, tag if world_size > 1 else f"{tag}/{_ONE_ARCHIVE}")
         self.target = _below(save_dir, tag).shown
         self._names_latest = save_latest and rank == 0
@@ -121,7 +121,7 @@ class StoredFolder:
     def done(self) -> None:
         """The archives of all ranks are committed."""
         if self._names_latest:
-            self._save_dir.storage().replace(LATEST, self._tag.encode())
+            self.save_dir.storage().replace(LATEST, self.tag.encode())
 
     def failed(self, error: BaseException) -> None:
         """The ranks have told each other."""

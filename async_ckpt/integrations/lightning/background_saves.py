@@ -24,6 +24,7 @@ import torch
 
 from ... import SaveReport, save, wrap
 from ...plumbing import process
+from ..common.checkpoint_history import note_closed
 from ..common.joint_errors import meet
 from ..common.step_guard import StepGuard
 from .checkpoint_paths import (
@@ -63,6 +64,7 @@ class BackgroundSaves:
         self._undo = ExitStack()
         self.newest_path: str | None = None  # of the newest save, as its report has it
         self._max_in_flight = max_in_flight
+        self._folders: set[str] = set()  # that have been saved to since the training began
 
     def __reduce__(self) -> Any:
         """A copy, such as that of a process that Lightning spawns, has nothing under way and guards nothing."""
@@ -87,7 +89,8 @@ class BackgroundSaves:
             written = hidden_beside(path)
             then = partial(rename, written, Path(path))
         handle = wrap(torch.save, guard=self._guard or None)(checkpoint, written)
-        self._queue.add(path, [handle], step=step, waited_seconds=waited_seconds, then=then, twin=twin)
+        record = self._told_of(path, checkpoint)
+        self._queue.add(path, [handle], step=step, waited_seconds=waited_seconds, then=then, twin=twin, record=record)
         self._wait_if_last(path)
 
     def save_shards(self, strategy: Any, path: Any, parts: dict[str, Any], rest: dict[str, Any]) -> None:
@@ -115,7 +118,8 @@ class BackgroundSaves:
             handles.append(wrap(torch.save)(rest, hidden / REST))
             second = None if twin is None else Path(twin)
             then = partial(publish_when_heard, hidden, Path(path), strategy.world_size, second)
-        self._queue.add(path, handles, step=step, waited_seconds=waited_seconds, then=then, twin=twin)
+        record = self._told_of(path, rest) if rank == 0 else None
+        self._queue.add(path, handles, step=step, waited_seconds=waited_seconds, then=then, twin=twin, record=record)
         self._wait_if_last(path)
 
     @contextmanager
@@ -142,6 +146,11 @@ class BackgroundSaves:
         """Whether the newest save has this step, and gets this path as its second name."""
         saved, self._saved_twin = self._saved_twin, None
         return saved == (path_key(path), step)
+
+    def _told_of(self, path: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The numbers of a checkpoint for the history of its folder, which is told of the end of the training, too."""
+        self._folders.add(path_key(path).rpartition("/")[0])
+        return _record_of(checkpoint)
 
     def _begin(self, path: Any) -> float:
         """Wait until a save to this path may begin. Returns for how long. Raises the error of an earlier save."""
@@ -229,6 +238,9 @@ class BackgroundSaves:
         self.finish()
         self._queue.stop()
         self._undo.close()
+        for folder in self._folders:
+            note_closed(folder)
+        self._folders.clear()
         self._guard, self._has_ended = [], True
         _running.discard(self)
         try:
@@ -274,3 +286,14 @@ def _step_in(checkpoint: Mapping[str, Any]) -> int | None:
     """The step of a checkpoint of the Trainer, or one that a user of Fabric calls a step."""
     step = checkpoint.get("global_step", checkpoint.get("step"))
     return step if isinstance(step, int) else None
+
+
+def _record_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The epoch, and what the callbacks of ModelCheckpoint monitor."""
+    record = {"epoch": checkpoint["epoch"]} if "epoch" in checkpoint else {}
+    callbacks = checkpoint.get("callbacks")
+    for state in callbacks.values() if isinstance(callbacks, Mapping) else ():
+        if isinstance(state, Mapping) and isinstance(state.get("monitor"), str):
+            score = state.get("current_score")
+            record[state["monitor"]] = score.item() if isinstance(score, torch.Tensor) else score
+    return record

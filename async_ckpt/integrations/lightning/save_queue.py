@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 
 from ... import SaveHandle, SaveReport
 from ...plumbing import ledger, progress_of, spans, threads, waits
+from ..common.checkpoint_history import note_failed, note_saved
 from .checkpoint_paths import path_key
 
 _log = logging.getLogger("async_ckpt")
@@ -77,20 +78,29 @@ class SaveQueue:
         waited_seconds: float,
         then: Action,
         twin: Any = None,
+        record: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add a save that has begun. It has ended when all of its handles are done, and then `then` is."""
+        """Add a save that has begun. It has ended when all of its handles are done, and then `then` is.
+
+        Without a `record`, the history of the folder is not told of it, such as by ranks other than 0.
+        """
         for handle in handles:
             ledger.leave_warning(
                 handle
             )  # one that fails just before the next save begins is raised by the one after that
-        ended = self._submit(partial(_finish, tuple(handles), then))
+        ended: Future[None] = threads.running_future()
         second = None if twin is None else path_key(twin)
-        self._queued.append(_Queued(path_key(path), ended, tuple(handles), step, waited_seconds, second))
+        queued = _Queued(path_key(path), ended, tuple(handles), step, waited_seconds, second)
+        self._submit(
+            partial(_finish, queued, then, None if record is None else partial(self._tell, queued, record)), ended
+        )
+        self._queued.append(queued)
 
     def follow(self, path: Any, action: Action) -> None:
         """Add an action behind the saves in the queue, which is left undone if one of them fails."""
         saves = [one.ended for one in self._queued if one.handles]
-        ended = self._submit(partial(_act, path_key(path), saves, action))
+        ended: Future[None] = threads.running_future()
+        self._submit(partial(_act, path_key(path), saves, action), ended)
         self._queued.append(_Queued(path_key(path), ended))
 
     def wait(self, path: Any = None) -> None:
@@ -115,6 +125,9 @@ class SaveQueue:
         """Wait for everything, and end the thread. The next save starts another one."""
         self.wait()
         if self._thread is not None:
+            told: Future[None] = threads.running_future()
+            self._thread.submit(partial(told.set_result, None), told.set_exception)
+            waits.wait_for(told)
             self._thread.stop()
             self._thread = None
 
@@ -132,9 +145,17 @@ class SaveQueue:
             elif one.handles:
                 self._reports.append(one.report())
 
-    def _submit(self, task: Action) -> Future[None]:
-        ended: Future[None] = threads.running_future()
+    def _tell(self, save: _Queued, record: Mapping[str, Any], error: BaseException | None) -> None:
+        """Have the history of the folder told what a save has come to, behind the link that may wait for the save."""
+        folder, _, name = save.path.rpartition("/")
+        if error is None:
+            note = partial(note_saved, folder, name, save.step, save.report(), record)
+        else:
+            note = partial(note_failed, folder, save.step, error)
+        if self._thread is not None:
+            self._thread.submit(note, lambda _: None)  # refused at the exit of the interpreter
 
+    def _submit(self, task: Action, ended: Future[None]) -> None:
         def run() -> None:
             try:
                 task()
@@ -146,7 +167,6 @@ class SaveQueue:
         if self._thread is None:
             self._thread = threads.Crew("lightning", 1)
         self._thread.submit(run, ended.set_exception)
-        return ended
 
     def __repr__(self) -> str:
         return f"<SaveQueue, {sum(not one.ended.done() for one in self._queued)} under way>"
@@ -157,10 +177,17 @@ def _wait_for(one: _Queued) -> None:
     waits.wait_for(one.ended, None, lambda: wait.goes_on(lambda: progress_of(one.handles)))
 
 
-def _finish(handles: tuple[SaveHandle, ...], then: Action) -> None:
+def _finish(save: _Queued, then: Action, tell: Callable[[BaseException | None], None] | None) -> None:
     """Wait for the parts of a save, and do the rest of it. Raises its error, without looking at it for the user."""
-    ledger.wait_for_ends(handles)
-    then()
+    try:
+        ledger.wait_for_ends(save.handles)
+        then()
+    except BaseException as error:
+        if tell is not None:
+            tell(error)
+        raise
+    if tell is not None:
+        tell(None)
 
 
 def _act(path: str, saves: list[Future[None]], action: Action) -> None:

@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 
 from ...plumbing import ledger, locks, places, scratches, spans, threads, waits
+from ..common.checkpoint_history import note_failed, note_saved
 from ..common.folders import name_latest
 from .worker_calls import WorkerCalls
 
@@ -124,6 +125,7 @@ class TrainerCheckpoints:
         except BaseException:
             save.give_up()
             raise
+        save.note_call()
         ended = self._saving = threads.running_future()
         self._follower = self._follower or threads.Crew("skyrl", 1)
         self._follower.submit(partial(save.follow, ended), ended.set_exception)
@@ -135,10 +137,14 @@ class _FolderSave:
 
     def __init__(self, root: Path, name: str, workers: WorkerCalls) -> None:
         self.target: Final = root / name
-        self.limit = -1
-        self._workers = workers
+        self.limit, self._began = -1, spans.monotonic()
+        self._workers, self._call_seconds = workers, 0.0
         self._scratch = scratches.Scratch(root, name)
         self.hidden: Final = self._scratch.folder
+
+    @property
+    def _step(self) -> int:
+        return int(self.target.name.removeprefix("global_step_"))
 
     @property
     def _written(self) -> Path:
@@ -152,6 +158,10 @@ class _FolderSave:
         config = state["config"]
         config.get("trainer", config)["ckpt_path"] = ckpt_path
         torch.save(state, path)
+
+    def note_call(self) -> None:
+        """Note the end of the trainer's call, which held the training."""
+        self._call_seconds = spans.monotonic() - self._began
 
     def give_up(self) -> None:
         """Remove what has been written, once no worker writes any more."""
@@ -170,10 +180,13 @@ class _FolderSave:
             name_latest(self.target.parent / _LATEST, self.target.name.removeprefix("global_step_"))
         except BaseException as error:
             _log.error("%s was not saved: %s: %s", self.target, type(error).__name__, error)
+            note_failed(self.target.parent, self._step, error)
             with suppress(Exception):
                 self.give_up()
             ended.set_exception(error)
             return
+        seconds = {"stall_seconds": self._call_seconds, "total_seconds": spans.monotonic() - self._began}
+        note_saved(self.target.parent, self.target.name, self._step, seconds)
         with suppress(Exception):  # the checkpoint exists; the next save tries again
             self._retire()
             self._scratch.remove()

@@ -25,6 +25,7 @@ from ... import load, snapshot
 from ...errors import StateMismatchError
 from ...files import local_read_dir, local_work_dir
 from ...plumbing import spans
+from ..common.checkpoint_history import note_closed
 from ..common.folders import FolderHold
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
@@ -167,9 +168,15 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
                 output = super().train(folder, *args, **kwargs)
             except BaseException as error:
                 self._wait_beside(error)
+                self._close_history()
                 raise
             self.wait_for_checkpoint()
+            self._close_history()
             return output
+
+    def _close_history(self) -> None:
+        if self._run is not None and self.args.should_save and not self.args.push_to_hub:
+            note_closed(self._run.place(""))
 
     def wait_for_checkpoint(self) -> None:
         """Return when the checkpoint that is under way is durable and in its folder. Raises the error if it failed.
@@ -182,6 +189,8 @@ class AsyncCheckpointing(Trainer):  # type: ignore[misc]
         if pending is None:
             return
         error = pending.handle.exception()
+        if pending.noted is not None:
+            pending.noted.result()
         self._pending = None
         if error is not None:
             raise error

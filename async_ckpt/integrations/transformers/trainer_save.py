@@ -11,12 +11,14 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
 from ... import HeldSnapshot, SaveHandle, SaveReport, wrap
 from ...files import local_work_dir
 from ...plumbing import disk, spans, write_by_torch
+from ..common.checkpoint_history import note_when_done
 from ..common.frameworks import LOGGED_AS
 from ..common.fsdp_files import FsdpFiles
 from ..common.run_folders import LocalRun, StoredRun
@@ -46,6 +48,7 @@ class TrainerSave:
         self.step, self._call_seconds, self._stall_in_call = 0, 0.0, snap.stall_seconds
         self._uploaded: list[int] = []  # the sizes of files that this rank uploads; the thread of the save adds them
         self._archive: TrainingArchive | None = None
+        self.noted: Future[None] | None = None  # done when the history has the save
 
     def begin(self, trainer: Any, rng: Mapping[str, bytes]) -> None:
         """Have everything written that this rank writes. `rng` has the files of random states of all ranks."""
@@ -63,9 +66,15 @@ class TrainerSave:
                 rest = _Rest(_frozen(trainer), files, self._uploaded)
                 self.handle = self._begin_folder(snap, in_archive, rest, archive)
         state = trainer.state
+        rows = [row for row in state.log_history if row.get("step") == state.global_step]
+        record = {key: value for row in rows for key, value in row.items() if key != "step"}
         self.step, self.row_before = state.global_step, state.log_history[-1] if state.log_history else None
         self.epoch = {} if state.epoch is None else {"epoch": state.epoch}
         self._call_seconds = spans.monotonic() - self._began
+        if trainer.args.should_save and not trainer.args.push_to_hub:  # which would push the history, too
+            self.noted = note_when_done(
+                self.handle, self.run.place(""), self.name, self.step, self.report, {**record, **self.epoch}
+            )
 
     def _begin_folder(
         self, snap: HeldSnapshot, in_archive: Mapping[str, Any], rest: _Rest, archive: TrainingArchive | None
@@ -81,16 +90,19 @@ class TrainerSave:
         return _upload(weights, in_files, rest, archive, place, f"{place}/{STATE}")
 
     def figures(self) -> dict[str, float]:
-        """The report of a save that has ended, with what the snapshot cost, by the names for a logger."""
+        """The report of a save that has ended, by the names for a logger."""
+        return self.report().as_dict(LOGGED_AS)
+
+    def report(self) -> SaveReport:
+        """The report of a save that has ended, with what the snapshot cost."""
         report: SaveReport = self.handle.result()
-        whole = dataclasses.replace(
+        return dataclasses.replace(
             report,
             step=self.step,
             num_bytes=self._num_bytes(report),
             stall_seconds=self._call_seconds + self._snap.stall_seconds - self._stall_in_call,
             total_seconds=self._call_seconds + report.total_seconds,
         )
-        return whole.as_dict(LOGGED_AS)
 
     def _num_bytes(self, report: SaveReport) -> int:
         """The bytes of the whole checkpoint. In a store, the save of the folder counts its mark alone."""

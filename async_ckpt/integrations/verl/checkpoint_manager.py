@@ -24,6 +24,7 @@ import torch
 from ... import RngState, SaveHandle, SaveReport, export_hf, load, save, snapshot
 from ...errors import NotCommittedError
 from ...plumbing import ledger, spans, threads, waits
+from ..common.checkpoint_history import note_failed, note_saved
 from ..common.frameworks import require, require_names
 from ..common.joint_errors import meet
 from ..common.small_files import written_by
@@ -328,6 +329,8 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                 folder.finish(pending.files)
         except BaseException as error:
             _log.error("%s was not saved: %s: %s", folder.path, type(error).__name__, error)
+            if self.rank == 0:
+                note_failed(folder.run, pending.step, error)
             pending.durable.set_exception(error)
             pending.ended.set_exception(error)
             return
@@ -337,6 +340,7 @@ class VerlCheckpointManager(FSDPCheckpointManager):  # type: ignore[misc]
                 if pending.names_step:
                     folder.wait_for_trainer(pending.went_on)
                     folder.name_step()
+                note_saved(folder.run, folder.name, pending.step, pending.report(), world_size=self.world_size)
                 self._retire(pending)
         except BaseException as error:
             _log.error("%s is durable, but not named: %s: %s", folder.path, type(error).__name__, error)

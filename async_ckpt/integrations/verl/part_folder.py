@@ -55,6 +55,16 @@ class PartFolder:
         self._step: Final = None if found is None else int(found[1])
         self._data_before: tuple[int, ...] | None = None
 
+    @property
+    def run(self) -> Path:
+        """The folder with those of all steps."""
+        return self._step_folder.parent
+
+    @property
+    def name(self) -> str:
+        """The name of this folder in that of the run."""
+        return self.path.relative_to(self.run).as_posix()
+
     def begin(self) -> None:
         """Make the folder, and mark it as unfinished."""
         self._data_before = self._seen_data()

@@ -30,8 +30,8 @@ import torch
 from ... import AsyncCheckpointer, Place
 from ...errors import StorageFullError
 from ...plumbing import bulk, disk, limits, places, reports, spans, spec, threads
-from .options import place_below
 from .screen import USAGE, Answer, print_json, print_table, print_text, progress, shown_seconds
+from .where import place_below
 
 _PIECE_BYTES: Final = 8 * spec.MIB
 _NUM_THREADS: Final = 8

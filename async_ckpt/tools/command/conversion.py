@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils._pytree import tree_map
 
 from ... import AsyncCheckpointer, Naming, Place
 from ...errors import CheckpointError
@@ -39,7 +40,8 @@ from ...plumbing import (
     urls,
     write_by_torch,
 )
-from .screen import USAGE, Answer, escaped, print_json, print_text, progress
+from .hf_model import copy_beside, folder_of, missing_of
+from .screen import USAGE, Answer, escaped, print_json, print_note, print_text, progress
 from .selection import usual_tracker
 
 FORMATS: Final = ("archive", "step", "safetensors", "hf", "torch", "dcp")
@@ -70,6 +72,7 @@ class ConversionRequest:
     trust: bool = False
     overwrite: bool = False
     from_ranks: tuple[str, ...] = ()
+    config: str = ""  # the folder of a model, or its id on the hub
 
     @property
     def options(self) -> dict[str, Any]:
@@ -93,6 +96,8 @@ def show(request: ConversionRequest, format_name: str | None, *, as_json: bool) 
         CorruptCheckpointError: the source is damaged. Nothing is left at the destination.
     """
     name = format_name or _format_of(request.target)
+    if request.config and name != "hf":
+        raise Answer(f"--config is for a folder of Hugging Face, and this is {name}; pass --to hf", USAGE)
     if name not in FORMATS:
         raise Answer(f"--as takes {', '.join(FORMATS)}, not {name!r}", USAGE)
     if name not in ("archive", "step", "safetensors") and not request.target.is_local:
@@ -147,7 +152,9 @@ def _write_safetensors(request: ConversionRequest) -> int:
 
 def _write_hf(request: ConversionRequest) -> int:
     def write(items: states.Items) -> int:
-        shards, by_name = _shards(request, items, max_bytes=hf_shards.MAX_SHARD_BYTES), _by_name(request, items)
+        model, by_name = folder_of(request.config) if request.config else None, _by_name(request, items)
+        missing = [] if model is None else missing_of(model, by_name)
+        shards = _shards(request, items, max_bytes=hf_shards.MAX_SHARD_BYTES)
         with _LocalTarget(request) as written, progress("convert", sum(s.num_bytes for s in shards)) as advance:
             written.mkdir()
             for shard in shards:
@@ -159,6 +166,10 @@ def _write_hf(request: ConversionRequest) -> int:
                             advance(chunk.nbytes)
             if len(shards) > 1:
                 (written / hf_shards.INDEX).write_bytes(hf_shards.index_of(shards))
+            if model is not None:
+                copy_beside(model, written)
+            if missing:
+                print_note(f"{len(missing):,} weights of the model are missing, and will be new, such as {missing[0]}")
             return sum(path.stat().st_size for path in written.iterdir())
 
     return states.with_items(request.source, write, **request.options)
@@ -271,10 +282,27 @@ def _write_step(request: ConversionRequest) -> int:
 def _write_torch(request: ConversionRequest) -> int:
     def write(state: Any) -> int:
         with _LocalTarget(request) as written, _refused_by("torch.save"):
-            write_by_torch(state, written)
+            write_by_torch(_without_arrays(state), written)
+            # Torch 2.5 does not tell.
+            unsafe: list[str] = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", lambda _: [])(written)
+            if unsafe:
+                print_note(f"plain torch.load refuses the file, for it has objects of {', '.join(sorted(unsafe)[:3])}")
             return written.stat().st_size
 
     return _with_state(request, write)
+
+
+def _without_arrays(state: Any) -> Any:
+    """The state with tensors in place of arrays of numpy, and numbers in place of its scalars, such as in random
+    states: plain torch.load reads no others.
+    """
+    return tree_map(lambda leaf: _plain(leaf) if type(leaf).__module__ == "numpy" else leaf, state)
+
+
+def _plain(leaf: Any) -> Any:
+    if not hasattr(leaf, "dtype") or leaf.dtype.kind not in "biufc" or not leaf.dtype.isnative:
+        return leaf
+    return torch.from_numpy(leaf) if leaf.ndim or type(leaf).__name__ == "ndarray" else leaf.item()
 
 
 def _write_dcp(request: ConversionRequest) -> int:

@@ -11,8 +11,9 @@ its source is left out. The tracker comes last.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import typer
@@ -20,13 +21,17 @@ import typer
 from ... import Place
 from ...errors import CorruptCheckpointError, FormatVersionError, NotCommittedError, StepExistsError
 from ...plumbing import compressed, copy_step, find, reports, runs, spans, verification
+from .lookup import trainer_of
 from .screen import NO, USAGE, Answer, escaped, in_table, print_json, print_table, print_text, progress
-from .selection import ChosenRun, best_step, open_run, runs_at, steps_in
+from .selection import ChosenRun, best_step, chosen_checkpoints, open_run, runs_at, steps_in
+from .trainer_changes import copy_checkpoints
+from .where import place_below
 
 _COPIED: Final = "copied"
 _THERE: Final = "was there"
 _LENDER: Final = "copied, lends"
 _MENDED: Final = "mended"
+_REPLACED: Final = "replaced"
 _GONE: Final = "deleted meanwhile"
 _DAMAGED: Final = "damaged"
 
@@ -34,14 +39,15 @@ _DAMAGED: Final = "damaged"
 @dataclass(frozen=True, slots=True)
 class CopyRow:
     """The outcome for one step: "copied", "copied, lends" if it was not asked for, "was there", "mended" if it was
-    there and damaged, "deleted meanwhile"; "damaged" if it is not sound at its source, and was not copied, with the
-    error.
+    there and damaged, "replaced" if it was there in another version, "deleted meanwhile"; "damaged" if it is not sound
+    at its source, and was not copied, with the error.
     """
 
     step: int
     num_bytes: int
     outcome: str
     error: str = ""
+    name: str = ""  # of the checkpoint of a framework
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,6 +73,10 @@ def show(
     if bool(ranges) + latest + (best is not None) > 1:
         raise Answer("name the steps in one way: --steps, --latest or --best", USAGE)
     compressed.refuse_archive_name(target.shown)
+    which = [*ranges, *(["latest"] if latest else []), *([] if best is None else [f"best:{best}"])]
+    if (trainer := trainer_of(source)) is not None:
+        _copy_checkpoints(source, *trainer, target, which, overwrite=overwrite, as_json=as_json)
+        return
     chosen = [(one, _steps(one, ranges, latest=latest, best=best)) for one in runs_at(source)]
     begin = spans.monotonic()
     rows = [
@@ -74,21 +84,65 @@ def show(
         for one, steps in chosen
         for row in copy_steps(one, target, steps, overwrite=overwrite, is_whole=not (ranges or latest or best))
     ]
-    seconds = spans.monotonic() - begin
-    num_bytes = sum(row.num_bytes for row in rows if row.outcome in (_COPIED, _LENDER, _MENDED))
+    _tell(rows, source, target, spans.monotonic() - begin, as_json=as_json)
+    if any(row.error for row in rows):
+        raise typer.Exit(NO)
+
+
+def _copy_checkpoints(
+    source: Place, root: Place, name: str, target: Place, which: Sequence[str], *, overwrite: bool, as_json: bool
+) -> None:
+    """Copy the checkpoints of a trainer: the one of this name, those that `which` says, or all."""
+    if name and which:
+        raise Answer("the source is one checkpoint; name the folder of its trainer to choose others", USAGE)
+    rows = [row for row in chosen_checkpoints(root, *which) if name in ("", row.folder)]
+    begin, is_whole = spans.monotonic(), not (name or which)
+    with progress("copy", sum(row.num_bytes or 0 for row in rows)) as advance:
+        outcomes = copy_checkpoints(root, target, rows, advance, overwrite=overwrite, is_whole=is_whole)
+    copied = [CopyRow(row.step, row.num_bytes or 0, outcomes[row.folder], name=row.folder) for row in rows]
+    _tell(copied, source, target, spans.monotonic() - begin, as_json=as_json)
+
+
+def _tell(rows: Sequence[CopyRow], source: Place, target: Place, seconds: float, *, as_json: bool) -> None:
+    num_bytes = sum(row.num_bytes for row in rows if row.outcome in (_COPIED, _LENDER, _MENDED, _REPLACED))
     if as_json:
         document = {"source": source.shown, "target": target.shown, "steps": [row.as_json() for row in rows]}
         print_json("copies", {**document, "num_bytes": num_bytes, "seconds": seconds})
     else:
         _print(rows, target, num_bytes, seconds)
-    if any(row.error for row in rows):
-        raise typer.Exit(NO)
+
+
+def targets_below(sources: Sequence[tuple[Place, str]], target: Place) -> list[tuple[Place, Place]]:
+    """The sources with their targets: a single one goes to the target itself, each of several below it, by its name.
+
+    Raises:
+        Answer: two have one name, or the target is inside the folder of the sources.
+    """
+    if len(sources) == 1 and not sources[0][1]:
+        return [(sources[0][0], target)]
+    for source, name in sources:
+        folder = source.text.rstrip("/").removesuffix(name)
+        if name and f"{target.text.rstrip('/')}/".startswith(folder):
+            raise Answer(f"{target.shown} is inside the folder that is copied; give another one", USAGE)
+    names = [name or source.text.rstrip("/").rpartition("/")[2] for source, name in sources]
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise Answer(f"{times} sources are called {name}; copy them one by one", USAGE)
+    return [(source, place_below(target, name)) for (source, _), name in zip(sources, names, strict=True)]
 
 
 def _print(rows: Sequence[CopyRow], target: Place, num_bytes: int, seconds: float) -> None:
     print_table(
-        ("step", "size", "outcome"),
-        ((str(row.step), in_table(row.num_bytes) if row.num_bytes else "", row.outcome) for row in rows),
+        ("step", "size", "checkpoint", "outcome"),
+        (
+            (
+                str(row.step) if row.step >= 0 else "",
+                in_table(row.num_bytes) if row.num_bytes else "",
+                escaped(row.name),
+                row.outcome,
+            )
+            for row in rows
+        ),
         right=("step", "size"),
     )
     for row in rows:
@@ -117,7 +171,7 @@ def _steps(one: ChosenRun, ranges: Sequence[str], *, latest: bool, best: str | N
 def copy_steps(
     source: ChosenRun, target: Place, steps: Sequence[int], *, overwrite: bool, is_whole: bool
 ) -> list[CopyRow]:
-    """Copy steps with those that lend to them, then the tracker. With `is_whole`, no step must be missing at the end.
+    """Copy steps with those that lend to them, then the tracker. With `is_whole`, a step may be deleted meanwhile.
 
     With `overwrite`, steps that are there in another version are replaced, and those that are there are read, and
     copied again where they are damaged.
@@ -130,52 +184,75 @@ def copy_steps(
     _refuse_same(source.run, to)
     to.steps()
     runs.refuse_if_alive(to.storage, to.root.starts)
-    plans = {step: _planned(source.run, to, step, overwrite=overwrite) for step in steps}
-    rows = {step: CopyRow(step, _num_bytes(to, step), _THERE) for step, plan in plans.items() if plan == _THERE}
-    with progress("copy", sum(_num_bytes(source.run, step) for step in steps if step not in rows)) as advance:
+    checked = verification.Verification()
+    plans = {
+        step: _planned(source.run, to, step, checked if overwrite else None)
+        for step in sorted({*steps, *_lenders(source.run, steps)})
+    }
+    rows = []
+    with progress("copy", sum(_num_bytes(source.run, step) for step in plans if plans[step] != _THERE)) as advance:
         for step, plan in plans.items():
-            if step not in rows:  # as what lends to one before it
-                mends = plan == _MENDED
-                copied = _copied(source.run, to, step, advance, mends=mends, is_whole=is_whole)
-                rows |= {
-                    row.step: row if row.step in plans or mends else replace(row, outcome=_LENDER) for row in copied
-                }
+            row = CopyRow(step, _num_bytes(to, step), _THERE)
+            if plan != _THERE:
+                row = _copied(source.run, to, step, advance, plan, is_asked=step in steps, is_whole=is_whole)
+            if step in steps or row.outcome != _THERE:
+                rows.append(row)
     to.announce()
     if is_whole and not to.root.starts:  # nobody has saved there
         to.events.copy_from(source.run.events)
     to.sweeper.sweep()  # what an earlier copy that was killed has left
-    return [rows[step] for step in sorted(rows)]
+    return rows
 
 
-def _planned(source: runs.Run, to: runs.Run, step: int, *, overwrite: bool) -> str:
+def _lenders(source: runs.Run, steps: Sequence[int]) -> set[int]:
+    """The steps that others borrow from. They are copied first: all of them are older."""
+    found: set[int] = set()
+    new = {*steps}
+    while new:
+        manifests = [made for step in new if (made := source.committed(step)) is not None]
+        new = {one.step for made in manifests for one in made.elsewhere} - {*steps, *found}
+        found |= new
+    return found
+
+
+def _planned(source: runs.Run, to: runs.Run, step: int, checked: verification.Verification | None) -> str:
+    """The plan for a step. With `checked`, another version is replaced, and the same one is read."""
     own, other = source.committed(step), to.committed(step)
-    if own is not None and other is not None and other.attempt == own.attempt:
-        return _THERE if not overwrite or _is_sound(to, step) else _MENDED
-    if own is not None and other is not None and not overwrite:
+    if own is None or other is None:
+        return _COPIED
+    if other.attempt == own.attempt:
+        return _THERE if checked is None or _is_sound(to, step, checked) else _MENDED
+    if checked is None:
         raise StepExistsError(
             f"step {step} is committed in {to.storage.locate('')} in another version; pass --overwrite to replace "
             "it, or copy to another root",
             step=step,
         )
-    return _COPIED
+    return _REPLACED
 
 
 def _copied(
-    source: runs.Run, to: runs.Run, step: int, advance: Callable[[int], None], *, mends: bool, is_whole: bool
-) -> list[CopyRow]:
-    """The rows of a step and of those that lend to it, after they were copied."""
+    source: runs.Run,
+    to: runs.Run,
+    step: int,
+    advance: Callable[[int], None],
+    plan: str,
+    *,
+    is_asked: bool,
+    is_whole: bool,
+) -> CopyRow:
+    """The row of a step after it was copied."""
     try:
-        copied = copy_step(source, to, step, on_bytes=advance, mends=mends)
+        copy_step(source, to, step, on_bytes=advance, mends=plan == _MENDED)
     except NotCommittedError:
         if not is_whole:  # it was named; of a whole run, retention was faster
             raise
-        return [CopyRow(step, 0, _GONE)]
+        return CopyRow(step, 0, _GONE)
     except StepExistsError:  # by a copy beside this one
-        copied = []
+        plan = _THERE
     except (CorruptCheckpointError, FormatVersionError) as error:
-        return [CopyRow(step, 0, _DAMAGED, str(error))]
-    outcome = _MENDED if mends else _COPIED
-    return [CopyRow(one, _num_bytes(to, one), outcome) for one in copied] or [CopyRow(step, 0, _THERE)]
+        return CopyRow(step, 0, _DAMAGED, str(error))
+    return CopyRow(step, _num_bytes(to, step), plan if is_asked or plan != _COPIED else _LENDER)
 
 
 def _num_bytes(run: runs.Run, step: int) -> int:
@@ -183,11 +260,14 @@ def _num_bytes(run: runs.Run, step: int) -> int:
     return manifest.num_bytes if manifest is not None else 0
 
 
-def _is_sound(run: runs.Run, step: int) -> bool:
+def _is_sound(run: runs.Run, step: int, checked: verification.Verification) -> bool:
+    """Whether the archives in the folder of a step are sound, whatever those are that it borrows from."""
+    folder = run.storage.locate(run.folder(step))
     try:
-        verification.Verification().compare_step(find.CommittedStep.of(run, step))
-    except CorruptCheckpointError:
-        return False
+        checked.compare_step(find.CommittedStep.of(run, step))
+    except CorruptCheckpointError as error:
+        damaged = {error.path, *(path for (path, _), damage in checked.errors.items() if damage is not None)}
+        return not any(path.startswith(f"{folder}/") for path in damaged)
     return True
 
 

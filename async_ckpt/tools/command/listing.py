@@ -1,4 +1,4 @@
-"""The steps of a run, the runs in a folder, and the versions of a publication, as rows.
+"""The steps of a run, what is below a folder, and the versions of a publication, as rows.
 
 In: a place. Out: rows of plain values, and their table. Knows nothing of: arguments.
 
@@ -9,33 +9,32 @@ from __future__ import annotations
 
 import heapq
 import re
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ... import Naming, Place
+from ... import Place
 from ...errors import CheckpointError
-from ...plumbing import Storage, reports, runs, spans, threads
+from ...plumbing import Storage, reports, runs, spans, threads, urls
 from ...plumbing import events as run_events
-from .options import place_below
+from .lookup import USUAL_FORMATS, Found, Walk, beside_versions, kind_of, nothing_at, walk
 from .screen import USAGE, Answer, age, escaped, in_table, print_json, print_table, print_text, short, shown_seconds
+from .trainer_folders import TrainerCheckpoint, checkpoints_in, events_at, named_ones, size_of, time_of
+from .where import place_below
 
 if TYPE_CHECKING:
     from ...weights.publishing.versions import Versions
 
-_VERSION: Final = re.compile(r"weight_v\d{6,18}|rank_\d{5}_of_\d{5}")
 _BEST: Final = re.compile(r"(?P<metric>.+?)(:(?P<mode>min|max))?(:(?P<count>\d+))?")
 _READERS: Final = 32
-_LOOKED_INTO: Final = 8
+_SHOWN_UNSEEN: Final = 5
+# A metric, which end of it is best, and how many.
+Best = tuple[str, Literal["min", "max"], int]
 # The entries of records that have a column: those that most steps have.
 _MOST_METRICS: Final = 12
-_USUAL_FORMATS: Final = sorted({naming.step_format for naming in (Naming(), *runs.NAMINGS.values())})
-# The same without the form of the number, as StepName has it.
-USUAL_NAMINGS: Final = {one.partition("{")[0] + "{}" for one in _USUAL_FORMATS}
 
 
 @dataclass(slots=True)
@@ -63,13 +62,19 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One run in a folder of runs."""
+    """One run in a folder of runs, or something else that is there. `kind` is "run" or "publication", the name of a
+    framework for checkpoints of its trainer, or what a single checkpoint or file is.
+
+    `best` is the best value of a metric, and its step.
+    """
 
     name: str
     num_steps: int
     latest: int | None
     created: float | None
     num_bytes: int
+    kind: str = "run"
+    best: tuple[float, int] | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -95,27 +100,28 @@ class VersionRow:
 
 
 def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json: bool) -> None:
-    """Print the table of what is at a place, or its document. `check` and `best` are for the steps of a run.
+    """Print the table of what is at a place, or its document. `check` is for the steps of a run.
 
     Raises:
         Answer: there is nothing to list.
     """
-    names = place.storage().names("")
+    storage = place.storage()
+    names = storage.names("")
     kind = kind_of(place, names)
-    if (
-        kind == "nothing"
-        and with_all
-        and (rows := steps_of(place.storage(), names, clock=spans.wall_time, with_all=True))
-    ):
-        _print_steps(place, rows, as_json=as_json)
-    elif kind == "publication":
+    if kind == "publication":
         _print_versions(place, versions_of(place), as_json=as_json)
         if not as_json and kind_of(place, beside_versions(names)) == "run":
-            _print_steps(place, steps_of(place.storage(), names, clock=spans.wall_time), as_json=False)
+            _print_steps(place, steps_of(storage, names, clock=spans.wall_time), as_json=False)
     elif kind == "runs":
-        _print_runs(place, runs_in(place, clock=spans.wall_time), as_json=as_json)
-    elif kind == "run":
-        rows = steps_of(place.storage(), names, clock=spans.wall_time, with_all=with_all, check=check)
+        below = walk(place)
+        _print_runs(place, rows_of(place, below, best), below.unseen, best, as_json=as_json)
+    elif kind in ("run", "trainer") or (kind == "nothing" and with_all):
+        if kind == "trainer":
+            rows = checkpoints_of(place, names)
+        else:
+            rows = steps_of(storage, names, clock=spans.wall_time, with_all=with_all, check=check)
+        if not rows:
+            raise nothing_at(place)
         if best is not None:
             _mark_best(rows, best)
         _print_steps(place, rows, as_json=as_json)
@@ -125,37 +131,6 @@ def show(place: Place, *, with_all: bool, check: bool, best: str | None, as_json
         )
     else:
         raise nothing_at(place)
-
-
-def nothing_at(place: Place) -> Answer:
-    """The answer for a place without a run, a step or a publication: what is there, and the command for it."""
-    from ...plumbing import find  # they need torch
-
-    opened = find.opened_as_file(place)
-    if opened is not None:
-        opened[0].close()
-        return Answer(f"{place.shown} is a file, not a run; look into it with async-ckpt inspect", USAGE)
-    return Answer(str(find.nothing_committed(place.storage())))
-
-
-def kind_of(place: Place, names: list[str] | None = None) -> str:
-    """The kind of a place by the names there: "step", "publication", "run", "runs" or "nothing"."""
-    storage = place.storage()
-    names = storage.names("") if names is None else names
-    if runs.MANIFEST_NAME in names:
-        return "step"
-    if any(map(_VERSION.fullmatch, names)):
-        return "publication"
-    if _has_steps(storage, names):
-        return "run"
-    if any(_is_run(place, name) for name in names):
-        return "runs"
-    return "nothing"
-
-
-def beside_versions(names: Collection[str]) -> list[str]:
-    """The names at a place that are not those of versions, or of ranks that publish them."""
-    return [name for name in names if not _VERSION.fullmatch(name)]
 
 
 def steps_of(
@@ -170,7 +145,7 @@ def steps_of(
     saves = {(one["step"], one["attempt"]): one for one in events if one["kind"] == "save"}
     rows: list[StepRow] = []
     # Until something is committed, a naming is not known.
-    for step_format in runs.step_formats(storage, names) or (_USUAL_FORMATS if with_all else ()):
+    for step_format in runs.step_formats(storage, names) or (USUAL_FORMATS if with_all else ()):
         run = runs.Run(storage, clock=clock, step_format=step_format, tracker=None)
         rows += _rows(run, names, saves, with_all=with_all, check=check)
     _mark_newest(rows, storage, names)
@@ -179,26 +154,84 @@ def steps_of(
     return sorted(rows, key=lambda row: (row.step, row.folder))
 
 
-def runs_in(place: Place, *, clock: spans.Clock) -> list[RunRow]:
-    """The runs in the folders of this one."""
-    rows: dict[str, RunRow] = {}
+def checkpoints_of(place: Place, names: Sequence[str]) -> list[StepRow]:
+    """The checkpoints of a framework's trainer in a folder with these names, ascending by their steps.
 
-    def look(name: str) -> None:
-        inner = place_below(place, name).storage()
-        names = inner.names("")
-        if _has_steps(inner, names):
-            steps = [row for row in steps_of(inner, names, clock=clock) if row.num_bytes is not None]
-            newest = max(steps, key=lambda row: row.step, default=None)
-            rows[name] = RunRow(
-                name,
-                len(steps),
-                newest.step if newest else None,
-                newest.created if newest else None,
-                sum(row.num_bytes or 0 for row in steps),
-            )
+    The history beside them tells what their names do not. Of one that it does not know, the time is that of the file
+    or folder.
+    """
+    storage = place.storage()
+    found = checkpoints_in(storage, names)
+    saves = {one["name"].partition("/")[0]: one for one in events_at(place) if one["kind"] == "save"}
+    named = named_ones(place, found)
+    rows = [_row_of(place, one, saves.get(one.name), named.get(one.name)) for one in found]
+    rows.sort(key=lambda row: (row.step, row.folder))
+    if rows:
+        rows[-1].marks.insert(0, "latest")
+    return rows
 
-    threads.run_together("look", [partial(look, name) for name in place.storage().names("")], max_threads=_READERS)
-    return [rows[name] for name in sorted(rows)]
+
+def _row_of(place: Place, one: TrainerCheckpoint, save: run_events.Event | None, named: str | None) -> StepRow:
+    step = one.step if save is None or save["step"] is None else save["step"]
+    row = StepRow(-1 if step is None else step, one.name, marks=[one.name, *([] if named is None else [named])])
+    row.num_bytes = size_of(place.storage(), one.name)
+    if save is None:
+        row.created = time_of(place, one.name)
+    else:
+        row.created, row.num_ranks, row.record = save["time"], save["world_size"], save["record"]
+        _fill_times(row, save)
+    return row
+
+
+def rows_of(place: Place, below: Walk, best: str | None = None) -> list[RunRow]:
+    """The rows of what a walk has found; by their best values if a metric is given, the best one first.
+
+    Raises:
+        Answer: no run has the metric.
+    """
+    metric = None if best is None else parse_best(best)
+    rows: list[RunRow] = []
+
+    def look(one: Found) -> None:
+        rows.append(_found_row(place_below(place, one.name), one, metric))
+
+    threads.run_together("look", [partial(look, one) for one in below.found], max_threads=_READERS)
+    rows.sort(key=lambda row: (row.name, row.kind))
+    if metric is not None:
+        name, mode, _ = metric
+        rows = [row for row in rows if row.best is not None]
+        if not rows:
+            raise Answer(f"no record of these runs has the metric {name!r}")
+        rows.sort(key=lambda row: row.best or (0.0, 0), reverse=mode == "max")
+    return rows
+
+
+def _found_row(place: Place, one: Found, metric: Best | None) -> RunRow:
+    storage = place.storage()
+    if one.kind in ("run", "trainer"):
+        names = storage.names("")
+        of_run = one.kind == "run"
+        rows = steps_of(storage, names, clock=spans.wall_time) if of_run else checkpoints_of(place, names)
+        steps = [row for row in rows if row.num_bytes is not None]
+        newest = max(steps, key=lambda row: row.step, default=None)
+        return RunRow(
+            one.name,
+            len(steps),
+            newest.step if newest else None,
+            newest.created if newest else None,
+            sum(row.num_bytes or 0 for row in steps),
+            "run" if of_run else one.writer,
+            None if metric is None else next(((v, row.step) for v, row in best_of(steps, metric)), None),
+        )
+    if one.kind == "publication":
+        versions = versions_of(place)
+        newest_version = max((row.version for row in versions), default=None)
+        return RunRow(
+            one.name, len(versions), newest_version, None, sum(row.num_bytes for row in versions), "publication"
+        )
+    parent, name = urls.parent_and_name(place.url, fs=place.fs)
+    folder = replace(place, url=parent)
+    return RunRow(one.name, 0, None, time_of(folder, name), size_of(folder.storage(), name), one.writer)
 
 
 def versions_of(place: Place) -> list[VersionRow]:
@@ -327,16 +360,22 @@ def broken_steps(run: runs.Run, commits: Mapping[int, runs.Manifest | None]) -> 
 
 
 def _mark_best(rows: Sequence[StepRow], text: str) -> None:
-    metric, mode, count = parse_best(text)
-    values = [(value, row.step, row) for row in rows if (value := runs.number(row.record.get(metric))) is not None]
-    if not values:
-        raise Answer(f"no record of these steps has the metric {metric!r}")
-    values.sort(key=lambda one: (one[0] if mode == "max" else -one[0], one[1]))
-    for _, _, row in values[-count:]:
+    best = parse_best(text)
+    found = best_of(rows, best)
+    if not found:
+        raise Answer(f"no record of these steps has the metric {best[0]!r}")
+    for _, row in found[: best[2]]:
         row.marks.append("best")
 
 
-def parse_best(text: str) -> tuple[str, Literal["min", "max"], int]:
+def best_of(rows: Sequence[StepRow], best: Best) -> list[tuple[float, StepRow]]:
+    """The rows that have a metric with its values, the best one first; of equal ones, the newest."""
+    metric, mode, _ = best
+    values = [(value, row) for row in rows if (value := runs.number(row.record.get(metric))) is not None]
+    return sorted(values, key=lambda one: (one[0] if mode == "max" else -one[0], one[1].step), reverse=True)
+
+
+def parse_best(text: str) -> Best:
     """A metric, which end of it is best, and how many: "loss", "loss:min", "accuracy:max:3".
 
     Raises:
@@ -353,11 +392,7 @@ def _fill(row: StepRow, manifest: runs.Manifest, save: run_events.Event | None) 
     row.created, row.num_bytes, row.num_ranks = manifest.created, manifest.num_bytes, manifest.world_size
     row.record = manifest.record
     if save is not None:
-        row.seconds, row.bandwidth, row.stall_seconds = (
-            save["total_seconds"],
-            run_events.bandwidth_of(save),
-            save["stall_seconds"],
-        )
+        _fill_times(row, save)
     if manifest.record.get("rolling"):
         row.marks.append("rolling")
     if manifest.record.get("ttl_seconds") is not None:
@@ -365,6 +400,11 @@ def _fill(row: StepRow, manifest: runs.Manifest, save: run_events.Event | None) 
     lenders = sorted({one.step for one in manifest.elsewhere if one.step != manifest.step})
     if lenders:
         row.marks.append(f"borrows from {', '.join(map(str, lenders))}")
+
+
+def _fill_times(row: StepRow, save: run_events.Event) -> None:
+    row.seconds, row.stall_seconds = save["total_seconds"], save["stall_seconds"]
+    row.bandwidth = run_events.bandwidth_of(save)
 
 
 def _mark_newest(rows: Sequence[StepRow], storage: Storage, names: Collection[str]) -> None:
@@ -378,22 +418,6 @@ def _mark_newest(rows: Sequence[StepRow], storage: Storage, names: Collection[st
                 for row in committed:
                     if text in (row.folder, str(row.step)):
                         row.marks.append(name if name != "latest" else "tracker")
-
-
-def _has_steps(storage: Storage, names: Sequence[str]) -> bool:
-    newest: list[str] = []  # of the usual namings, since there may be thousands of other names
-    for naming in USUAL_NAMINGS:
-        prefix = naming.removesuffix("{}")
-        of_naming = names[bisect_left(names, prefix) : bisect_left(names, f"{prefix}:")]  # a colon follows the digits
-        newest += of_naming[-_LOOKED_INTO:]
-    if storage.existing([f"{name}/{runs.MANIFEST_NAME}" for name in newest]):
-        return True
-    return bool(storage.existing([f"{name}/{runs.MANIFEST_NAME}" for _, name in runs.possible_steps(names)]))
-
-
-def _is_run(place: Place, name: str) -> bool:
-    storage = place_below(place, name).storage()
-    return _has_steps(storage, storage.names(""))
 
 
 def _print_versions(place: Place, rows: Sequence[VersionRow], *, as_json: bool) -> None:
@@ -417,25 +441,35 @@ def _print_versions(place: Place, rows: Sequence[VersionRow], *, as_json: bool) 
     )
 
 
-def _print_runs(place: Place, rows: Sequence[RunRow], *, as_json: bool) -> None:
+def _print_runs(
+    place: Place, rows: Sequence[RunRow], unseen: Sequence[str], best: str | None, *, as_json: bool
+) -> None:
     if as_json:
-        print_json("runs", {"place": place.shown, "runs": [row.as_json() for row in rows]})
+        document = {"place": place.shown, "runs": [row.as_json() for row in rows], "not_looked_into": [*unseen]}
+        print_json("runs", document)
         return
     now = spans.wall_time()
+    metric = escaped(parse_best(best)[0]) if best is not None else "best"
     print_table(
-        ("run", "steps", "latest", "age", "size"),
+        ("name", "kind", "steps", "latest", "age", "size", metric, "at step"),
         (
             (
                 escaped(row.name),
-                str(row.num_steps),
+                row.kind,
+                str(row.num_steps) if row.num_steps else "",
                 "" if row.latest is None else str(row.latest),
                 "" if row.created is None else age(row.created, now),
                 in_table(row.num_bytes),
+                *(("", "") if row.best is None else (short(row.best[0]), str(row.best[1]))),
             )
             for row in rows
         ),
-        right=("steps", "latest", "age", "size"),
+        right=("steps", "latest", "age", "size", metric, "at step"),
     )
+    if unseen:
+        shown = ", ".join(map(escaped, unseen[:_SHOWN_UNSEEN]))
+        more = f" and {len(unseen) - _SHOWN_UNSEEN:,} more" if len(unseen) > _SHOWN_UNSEEN else ""
+        print_text(f"not looked into: {shown}{more}; list them by their own names", "dim")
 
 
 def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> None:
@@ -454,7 +488,7 @@ def _print_steps(place: Place, rows: Sequence[StepRow], *, as_json: bool) -> Non
         ("step", "age", "size", "ranks", "durable in", "bandwidth", "stall", *map(escaped, metrics), "marks"),
         (
             (
-                str(row.step),
+                str(row.step) if row.step >= 0 else "",
                 "" if row.created is None else age(row.created, now),
                 "" if row.num_bytes is None else in_table(row.num_bytes),
                 str(row.num_ranks) if row.num_ranks else "",

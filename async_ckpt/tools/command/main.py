@@ -14,7 +14,8 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -29,8 +30,9 @@ from ...errors import (
     OccupiedError,
     StorageUnavailableError,
 )
-from .options import AsJson, Where, place_like, with_place
-from .screen import NO, STORAGE, USAGE, Answer, escaped
+from .options import AsJson, Where, with_place
+from .screen import NO, STORAGE, USAGE, Answer, documents_in_lines, escaped
+from .where import place_like
 
 _INTERRUPTED: Final = 130
 _FAULT: Final = 70  # EX_SOFTWARE of sysexits.h
@@ -52,6 +54,10 @@ def _example(words: str) -> str:
     return f"\b\nExample: async-ckpt {words}"
 
 
+Wheres = Annotated[
+    list[Place],
+    typer.Argument(metavar="PLACE", help="Paths or URLs; a step as RUN@100 or RUN@latest.", show_default=False),
+]
 Select = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Names, beginnings of names, or patterns; may be given several times."),
@@ -61,6 +67,12 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is th
 As = Annotated[
     str | None,
     typer.Option("--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; else by the name."),
+]
+To = Annotated[
+    str | None,
+    typer.Option(
+        "--to", "--as", metavar="FORMAT", help="archive, step, safetensors, hf, torch or dcp; else by the name."
+    ),
 ]
 FromRank = Annotated[
     list[str] | None,
@@ -90,7 +102,10 @@ def about(
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version, and end.")
     ] = False,
 ) -> None:
-    """Look at checkpoints of async_ckpt, verify, compare, copy and convert them."""
+    """Look at checkpoints of async_ckpt, verify, compare, copy and convert them.
+
+    Name a step by its folder, or by its run: runs/a@100, runs/a@latest, runs/a@best:loss, runs/a@best:accuracy:max.
+    """
 
 
 @app.command(epilog=_example("ls runs/a"))
@@ -108,7 +123,7 @@ def ls(
     show(place, with_all=all_, check=check, best=best, as_json=as_json)
 
 
-@app.command(epilog=_example("page runs/a -o run.html"))
+@app.command(epilog=_example("page runs/a runs/b"))
 @with_place
 def page(
     places: Annotated[
@@ -116,7 +131,8 @@ def page(
         typer.Argument(metavar="RUN", help="Runs, or a folder of runs; several are compared.", show_default=False),
     ],
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="The HTML file, a path or URL.", show_default=False)
+        str,
+        typer.Option("--output", "-o", metavar="FILE", help="The HTML file, a path or URL.", show_default="RUN.html"),
     ] = "",
     best: Annotated[
         list[str] | None,
@@ -129,14 +145,13 @@ def page(
 
     Saves over time, stalls, bandwidth, sizes, records, and what is kept. The file needs no network.
     """
-    from .page.run_page import show
+    from .page.run_page import file_name, show
 
-    if not output:
-        raise Answer("-o says where the page goes, such as -o run.html", USAGE)
-    show(places, place_like(places[0], output), best=best or [], overwrite=overwrite, as_json=as_json)
+    target = place_like(places[0], output or file_name(places))
+    show(places, target, best=best or [], overwrite=overwrite, as_json=as_json)
 
 
-@app.command(epilog=_example("inspect runs/a/step_00000100 'model.*' --stats"))
+@app.command(epilog=_example("inspect runs/a@100 'model.*' --stats"))
 @with_place
 def inspect(
     place: Where,
@@ -160,24 +175,33 @@ def inspect(
 @app.command(epilog=_example("verify runs/a"))
 @with_place
 def verify(
-    place: Where,
+    places: Wheres,
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare every byte with its digest, and say how to mend it.
 
-    PLACE is an archive, a step, a run or a publication.
+    A PLACE is an archive, a step, a run, a publication, or a folder of such things.
     """
+    from .lookup import EVERYTHING, targets_of
     from .soundness import show
 
-    show(place, base=base, as_json=as_json)
+    _each([partial(show, place, base=base, as_json=as_json) for place, _ in targets_of(places, EVERYTHING)])
 
 
 @app.command(epilog=_example("cp runs/a s3://bucket/runs/a --steps 100:500"))
 @with_place
 def cp(
-    src: Annotated[Place, typer.Argument(metavar="SRC", help="A run, or the folder of a step.", show_default=False)],
-    dst: Annotated[Place, typer.Argument(metavar="DST", help="The root that the steps go to.", show_default=False)],
+    src: Annotated[
+        list[Place],
+        typer.Argument(metavar="SRC", help="Runs or steps, or a folder of runs.", show_default=False),
+    ],
+    dst: Annotated[
+        Place,
+        typer.Argument(
+            metavar="DST", help="The root that the steps go to; of several runs, a folder.", show_default=False
+        ),
+    ],
     steps: Annotated[
         list[str] | None,
         typer.Option(metavar="STEP|FIRST:LAST", help="May be given several times; both ends belong to it."),
@@ -191,17 +215,21 @@ def cp(
 ) -> None:
     """Copy a run, or some of its steps, to another root.
 
-    Every byte is compared with its digest on the way. After an interruption, the same command goes on.
+    Every byte is compared with its digest on the way. After an interruption, the same command goes on. Several runs,
+    and those in a folder, keep their names below DST.
     """
-    from .copying import show
+    from .copying import show, targets_below
+    from .lookup import RUNS, targets_of
 
-    show(src, dst, ranges=steps or [], latest=latest, best=best, overwrite=overwrite, as_json=as_json)
+    copy = partial(show, ranges=steps or [], latest=latest, best=best, overwrite=overwrite, as_json=as_json)
+    pairs = targets_below(targets_of(src, RUNS), dst)
+    _each([partial(copy, source, target) for source, target in pairs])
 
 
 @app.command(epilog=_example("prune runs/a --keep last=3 --keep best=loss:min:2 --dry-run"))
 @with_place
 def prune(
-    place: Where,
+    places: Wheres,
     keep: Annotated[
         list[str] | None,
         typer.Option(metavar="RULE", help="last=3, every=1000, best=loss:min:2 or seconds=86400; each once."),
@@ -213,11 +241,14 @@ def prune(
 ) -> None:
     """Delete the steps that no rule keeps.
 
-    As the retention of a training would, but shown first. The newest step always stays.
+    As the retention of a training would, but shown first. The newest step always stays. In a folder of runs, the rules
+    are for each run.
     """
+    from .lookup import RUNS, targets_of
     from .pruning import show
 
-    show(place, keep or [], dry_run=dry_run, yes=yes, unattended=unattended, as_json=as_json)
+    delete = partial(show, rules=keep or [], dry_run=dry_run, yes=yes, unattended=unattended, as_json=as_json)
+    _each([partial(delete, place) for place, _ in targets_of(places, RUNS)])
 
 
 @app.command(epilog=_example("repair runs/a --apply"))
@@ -238,7 +269,7 @@ def repair(
     show(place, unretire=unretire, apply=apply, unattended=unattended, as_json=as_json)
 
 
-@app.command(epilog=_example("diff runs/a/step_00000100 runs/b/step_00000100 --rtol 1e-5"))
+@app.command(epilog=_example("diff runs/a@100 runs/b@100 --rtol 1e-5"))
 @with_place
 def diff(
     a: Annotated[Place, typer.Argument(metavar="A", help="A checkpoint of any format.", show_default=False)],
@@ -255,7 +286,7 @@ def diff(
     show(a, b, select=select or [], rtol=rtol, atol=atol, trust=trust, as_json=as_json)
 
 
-@app.command(epilog=_example("extract runs/a/step_00000100 --select 'model.*' --to out/model.safetensors"))
+@app.command(epilog=_example("extract runs/a@100 --select 'model.*' --to out/model.safetensors"))
 @with_place
 def extract(
     src: Annotated[Place, typer.Argument(metavar="SRC", help="A checkpoint of any format.", show_default=False)],
@@ -284,7 +315,13 @@ def extract(
 def convert(
     src: Annotated[Place, typer.Argument(metavar="SRC", help="A checkpoint of any format.", show_default=False)],
     dst: Annotated[Place, typer.Argument(metavar="DST", help="A file or folder.", show_default=False)],
-    as_: As = None,
+    as_: To = None,
+    config: Annotated[
+        str,
+        typer.Option(
+            metavar="FOLDER|ID", help="The model that a folder for from_pretrained is of.", show_default=False
+        ),
+    ] = "",
     select: Select = None,
     strip: Strip = "",
     from_rank: FromRank = None,
@@ -294,11 +331,12 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format.
 
-    A step that several ranks have saved becomes one state.
+    A step that several ranks have saved becomes one state. With --to hf --config, the folder has the config and the
+    tokenizer of the model, too, and the names of the weights are compared with those of the model.
     """
     from .conversion import ConversionRequest, show
 
-    request = ConversionRequest(src, dst, tuple(select or ()), strip, trust, overwrite, tuple(from_rank or ()))
+    request = ConversionRequest(src, dst, tuple(select or ()), strip, trust, overwrite, tuple(from_rank or ()), config)
     show(request, as_, as_json=as_json)
 
 
@@ -350,21 +388,28 @@ def follow(
 @app.command(epilog=_example("watch runs/a --once"))
 @with_place
 def watch(
-    place: Where,
+    places: Wheres,
     once: Annotated[
         bool, typer.Option("--once", help="Look a single time; exit with 1 if there is a warning.")
     ] = False,
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="The time between two looks.")] = 2.0,
+    older: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help="The age of the newest step that is worth a warning, such as 90s or 2h."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the status of a run, and go on until Ctrl-C.
 
-    The newest step and its age, the next one under way, the last saves and their trend, warnings. It only reads, and
-    asks a store at most twice a second. With --json, each look is a document in a line.
+    The newest step and its age, the next one under way, the last saves and their trend, warnings; of several runs, and
+    of those in a folder, a line each. It only reads, and asks a store at most twice a second. With --json, each look is
+    a document in a line.
     """
     from .live.watch import show
+    from .lookup import RUNS, targets_of
 
-    show(place, once=once, interval=interval, as_json=as_json)
+    targets = targets_of(places, RUNS)
+    show(targets, once=once, interval=interval, older=older, as_json=as_json)
 
 
 @app.command(epilog=_example("bench runs --size 50MB --tensors 50"))
@@ -411,12 +456,26 @@ def status_of(arguments: Sequence[str]) -> int:
     with warnings.catch_warnings():
         for category in _NOT_SHOWN:
             warnings.simplefilter("ignore", category)
-        return _status_of(arguments)
+        return _status_of(partial(app, args=list(arguments), prog_name="async-ckpt", standalone_mode=False))
 
 
-def _status_of(arguments: Sequence[str]) -> int:
+def _each(calls: Sequence[Callable[[], object]]) -> None:
+    """Make a call for each of several places, whatever comes of the others. Exits with the gravest status."""
+    if len(calls) == 1:
+        calls[0]()
+        return
+    worst = 0
+    with documents_in_lines():
+        for call in calls:
+            worst = max(worst, status := _status_of(call))
+            if status == _INTERRUPTED:
+                break
+    raise typer.Exit(worst)
+
+
+def _status_of(call: Callable[[], object]) -> int:
     try:
-        result = app(args=list(arguments), prog_name="async-ckpt", standalone_mode=False)
+        result = call()
         return result if isinstance(result, int) else 0
     except typer.Exit as error:
         return error.exit_code

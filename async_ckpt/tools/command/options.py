@@ -9,20 +9,17 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Annotated, Any, Final, get_args, get_origin
 
 import typer
 
 from ... import Place
-from ...plumbing import urls
-from .screen import USAGE, Answer
-
-# How long a store may not answer: somebody waits at the terminal.
-_DEADLINE_SECONDS: Final = 30.0
+from .where import DEADLINE_SECONDS, is_local, place_of
 
 # A parameter of this type is an argument that says where; `with_place` makes it one.
-Where = Annotated[Place, typer.Argument(metavar="PLACE", help="A path or URL.", show_default=False)]
+Where = Annotated[
+    Place, typer.Argument(metavar="PLACE", help="A path or URL; a step as RUN@100 or RUN@latest.", show_default=False)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else.")]
 
 # The options of a store: their types, defaults and flags.
@@ -31,7 +28,7 @@ _OPTIONS: Final[dict[str, tuple[type, Any, str]]] = {
     "region": (str, None, "The region of the store."),
     "profile": (str, None, "The profile in ~/.aws whose credentials are used."),
     "anonymous": (bool, False, "Ask the store without credentials."),
-    "deadline": (float, _DEADLINE_SECONDS, "How long a store may take to answer a request."),
+    "deadline": (float, DEADLINE_SECONDS, "How long a store may take to answer a request."),
 }
 _METAVARS: Final = {"endpoint": "URL", "region": "NAME", "profile": "NAME", "deadline": "SECONDS"}
 # The types of parameters that are places, and those of their texts on the command line.
@@ -64,36 +61,12 @@ def with_place(word: Callable[..., None]) -> Callable[..., None]:
 
 def _opened(where: str | list[str], options: dict[str, Any], *, is_only: bool) -> Place | list[Place]:
     """The place at a path or URL, or those at several. Beside a URL, a path does without the options."""
+    from .selection import step_named
+
     several = where if isinstance(where, list) else [where]
-    are_for_all = is_only and all(map(_is_local, several))  # a path refuses them
-    opened = [place_of(one, **(options if are_for_all or not _is_local(one) else {})) for one in several]
+    are_for_all = is_only and all(map(is_local, several))  # a path refuses them
+    opened = [step_named(place_of(one, **(options if are_for_all or not is_local(one) else {}))) for one in several]
     return opened if isinstance(where, list) else opened[0]
-
-
-def place_of(where: str, *, anonymous: bool = False, deadline: float = _DEADLINE_SECONDS, **given: str | None) -> Place:
-    """The place at a path or URL, with the options of its store that are given."""
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if anonymous:
-        options["skip_signature"] = True
-    if not _is_local(where):
-        options["deadline_seconds"] = deadline
-    elif options:
-        raise Answer(f"{where}: --endpoint, --region, --profile and --anonymous are for URLs; leave them out", USAGE)
-    return Place(where, options=options or None)
-
-
-def place_like(place: Place, where: str) -> Place:
-    """Another place, at the store of this one if it is at a store."""
-    return Place(where) if _is_local(where) else Place(where, options=place.options)
-
-
-def place_below(place: Place, name: str) -> Place:
-    """A place inside another one."""
-    return replace(place, url=f"{place.text.rstrip('/')}/{name}")
-
-
-def _is_local(where: str) -> bool:
-    return urls.scheme_of(where) in (None, "file")
 
 
 def _store_options(place: str) -> list[inspect.Parameter]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import typer
@@ -16,22 +16,12 @@ import typer
 from ... import Keep, Place
 from ...plumbing import reports, runs, spans
 from .listing import broken_steps, parse_best
+from .lookup import kind_of
 from .screen import USAGE, Answer, counted, escaped, in_table, print_json, print_table, print_text
 from .selection import ChosenRun, refuse_newer, runs_at
+from .trainer_changes import PruneRow, ShownCheckpoints, refuse_living_trainer
 
 _RULES: Final = "last=3, every=1000, best=loss:min:2 or seconds=86400"
-
-
-@dataclass(frozen=True, slots=True)
-class PruneRow:
-    """A step and its fate. `num_bytes` is None for a step whose manifest is damaged."""
-
-    step: int
-    num_bytes: int | None
-    deleted: bool
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unattended: bool, as_json: bool) -> None:
@@ -47,23 +37,33 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
     keep = parse_keep(rules)
     if not (dry_run or yes or sys.stdin.isatty()):
         raise Answer("nobody can be asked here: pass --yes to delete, or --dry-run to look", USAGE)
-    chosen = runs_at(place, keep=keep)
-    if chosen[0].step is not None:
-        raise Answer(f"{place.shown} is the folder of one step; name the root of its run", USAGE)
-    for one in chosen:
-        refuse_newer(one.run)
-    shown = [_Shown.of(one) for one in chosen]
+    shown: Sequence[_Shown | ShownCheckpoints]
+    broken: dict[int, str] = {}
+    if kind_of(place) == "trainer":
+        if not dry_run:  # before anybody reads a table of what cannot be deleted
+            refuse_living_trainer(place, unattended=unattended)
+        shown = [ShownCheckpoints(place, keep)]
+    else:
+        chosen = runs_at(place, keep=keep)
+        if chosen[0].step is not None:
+            raise Answer(f"{place.shown} is the folder of one step; name the root of its run", USAGE)
+        for one in chosen:
+            refuse_newer(one.run)
+            if not dry_run:
+                refuse_writer(one.run, unattended=unattended)
+        shown = [_Shown.of(one) for one in chosen]
+        broken = {step: text for one in chosen for step, text in broken_steps(one.run, one.run.view()).items()}
     rows = [row for each in shown for row in each.rows()]
     going = [row for row in rows if row.deleted]
     freed = sum(row.num_bytes or 0 for row in going)
-    broken = {step: text for one in chosen for step, text in broken_steps(one.run, one.run.view()).items()}
     if not as_json:
         print_table(
-            ("step", "size", "fate"),
+            ("step", "size", "checkpoint", "fate"),
             (
                 (
-                    str(row.step),
+                    str(row.step) if row.step >= 0 else "",
                     "damaged" if row.num_bytes is None else in_table(row.num_bytes),
+                    escaped(row.name),
                     ("delete" if row.deleted else "keep")
                     + (f", broken: {escaped(broken[row.step])}" if row.step in broken else ""),
                 )
@@ -76,12 +76,10 @@ def show(place: Place, rules: Sequence[str], *, dry_run: bool, yes: bool, unatte
             f"{len(going)} of {counted(len(rows), 'step')} {verb}, {reports.sized(freed)} of {escaped(place.shown)}"
         )
     if going and not dry_run:
-        for one in chosen:
-            refuse_writer(one.run, unattended=unattended)
         if not (yes or typer.confirm("Delete them?", err=True)):
             raise Answer("nothing was deleted")
         gone = {step for each in shown for step in each.delete(unattended=unattended)}
-        rows = [PruneRow(row.step, row.num_bytes, row.step in gone) for row in rows]
+        rows = [replace(row, deleted=row.step in gone) for row in rows]
         if not as_json:
             print_text(f"{counted(len(gone), 'step')} deleted{_of_the_others(going, gone)}")
     if as_json:

@@ -168,10 +168,30 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda num_bytes: bars.advance(bar, num_bytes)
 
 
+def print_note(text: str) -> None:
+    """A note on stderr, beside what a program may read on stdout."""
+    print(f"note: {escaped(text)}", file=sys.stderr)
+
+
+# How documents are printed now; the thread of the command alone changes it.
+_indent: int | None = 1
+
+
+@contextmanager
+def documents_in_lines() -> Iterator[None]:
+    """In the block, each document of several is one line."""
+    global _indent
+    _indent = None
+    try:
+        yield
+    finally:
+        _indent = 1
+
+
 def print_json(kind: str, document: Mapping[str, Any]) -> None:
     """One document, and nothing else. Numbers that JSON does not have are texts."""
     told = {"version": JSON_VERSION, "kind": kind, **document}
-    sys.stdout.write(as_json_text(told, indent=1) + "\n")
+    sys.stdout.write(as_json_text(told, indent=_indent) + "\n")
 
 
 def as_json_text(value: Any, *, indent: int | None = None) -> str:

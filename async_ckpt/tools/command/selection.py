@@ -14,10 +14,14 @@ from typing import Final, NamedTuple
 from ... import Keep, Naming, Place
 from ...errors import CheckpointError, FormatVersionError, NotCommittedError
 from ...plumbing import Storage, runs, spans, urls
-from .listing import beside_versions, kind_of, nothing_at, parse_best
+from .listing import StepRow, best_of, checkpoints_of, parse_best
+from .lookup import beside_versions, kind_of, nothing_at
 from .screen import USAGE, Answer
+from .where import place_below
 
 _RANGE: Final = re.compile(r"(\d*)(:?)(\d*)")
+# A step by its number, or by what it is in its run: "runs/a@100", "runs/a@latest", "runs/a@best:loss".
+_NAMED: Final = re.compile(r"(?P<run>.*[^/])/*@(?P<which>\d+|latest|best(:.*)?)", re.DOTALL)
 
 
 class ChosenRun(NamedTuple):
@@ -26,6 +30,64 @@ class ChosenRun(NamedTuple):
     run: runs.Run
     naming: Naming
     step: int | None = None
+
+
+def step_named(place: Place) -> Place:
+    """The folder of the step that a place such as "runs/a@100" names; any other place, and one that is there, as it is.
+
+    Raises:
+        Answer: there is no run before the @, or it has no such step.
+        NotCommittedError: no record of the run has the metric.
+    """
+    match = _NAMED.fullmatch(place.text)
+    if match is None or _is_there(place):
+        return place
+    root, which = replace(place, url=match["run"]), match["which"]
+    if kind_of(root) == "trainer":
+        return place_below(root, chosen_checkpoints(root, which)[0].folder)
+    chosen = runs_at(root)
+    if chosen[0].step is not None:
+        raise Answer(f"{root.shown} is the folder of one step; name the root of its run before the @", USAGE)
+    if which == "latest":
+        run = max((one.run for one in chosen), key=_time_of_newest)
+        return place_below(root, run.folder(run.steps()[-1]))
+    if which.startswith("best"):
+        run = chosen[0].run
+        return place_below(root, run.folder(best_step(run, which.partition(":")[2])))
+    run = next((one.run for one in chosen if int(which) in one.run.steps()), chosen[0].run)
+    return place_below(root, run.folder(steps_in(run, [which])[0]))
+
+
+def chosen_checkpoints(place: Place, *which: str) -> list[StepRow]:
+    """The checkpoints of a trainer that are "latest", "best:loss", or in a range such as "100:500"; without any, all.
+
+    Raises:
+        Answer: there is none of them.
+    """
+    rows = checkpoints_of(place, place.storage().names(""))
+    chosen = [] if which else rows
+    for text in which:
+        if text == "latest":
+            chosen += rows[-1:]
+        elif text.startswith("best"):
+            best = parse_best(text.partition(":")[2])
+            found = [row for _, row in best_of(rows, best)]
+            if not found:
+                raise Answer(f"{place.shown}: no record of a checkpoint there has the metric {best[0]!r}")
+            chosen += found[:1]
+        else:
+            steps = _within([row.step for row in rows if row.step >= 0], text, place.shown)
+            chosen += [row for row in rows if row.step in steps]
+    return chosen
+
+
+def _is_there(place: Place) -> bool:
+    storage, name = place.inside()
+    return bool(name) and (storage.exists(name) or bool(storage.names(name)))
+
+
+def _time_of_newest(run: runs.Run) -> float:
+    return run.manifest(run.steps()[-1]).created
 
 
 def runs_at(place: Place, *, keep: Keep | None = None) -> list[ChosenRun]:
@@ -120,17 +182,22 @@ def steps_in(run: runs.Run, ranges: Sequence[str]) -> list[int]:
     committed = run.steps()
     chosen: set[int] = set()
     for text in ranges:
-        match = _RANGE.fullmatch(text)
-        if not text or match is None or (not match[2] and not match[1]):
-            raise Answer(f"--steps takes a step or a range such as 100:500, not {text!r}", USAGE)
-        first = int(match[1] or 0)
-        last = (int(match[3]) if match[3] else None) if match[2] else first
-        within = [step for step in committed if step >= first and (last is None or step <= last)]
-        if not within:
-            have = f"{committed[0]} to {committed[-1]} are" if committed else "nothing is"
-            raise Answer(f"{run.storage.locate('')}: no committed step in {text}; {have} committed")
-        chosen.update(within)
+        chosen.update(_within(committed, text, run.storage.locate("")))
     return sorted(chosen)
+
+
+def _within(committed: Sequence[int], text: str, shown: str) -> list[int]:
+    """The steps in a range. Raises Answer if there is none."""
+    match = _RANGE.fullmatch(text)
+    if not text or match is None or (not match[2] and not match[1]):
+        raise Answer(f"--steps takes a step or a range such as 100:500, not {text!r}", USAGE)
+    first = int(match[1] or 0)
+    last = (int(match[3]) if match[3] else None) if match[2] else first
+    within = [step for step in committed if step >= first and (last is None or step <= last)]
+    if not within:
+        have = f"{committed[0]} to {committed[-1]} are" if committed else "nothing is"
+        raise Answer(f"{shown}: no committed step in {text}; {have} committed")
+    return within
 
 
 def best_step(run: runs.Run, text: str) -> int:

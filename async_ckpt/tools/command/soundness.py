@@ -9,7 +9,7 @@ read and after that, and only what was wrong both times is reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -25,14 +25,16 @@ from ...errors import (
     NotCommittedError,
     StorageUnavailableError,
 )
-from ...plumbing import Reader, reports, runs, spans
+from ...plumbing import Reader, Storage, reports, runs, spans, urls
 from ...plumbing import find as finding
 from ...plumbing import verification as checking
 from ...weights.publishing.version_checks import check_versions
-from .listing import beside_versions, kind_of
+from .lookup import beside_versions, kind_of
 from .repair import damages_of
 from .screen import NO, USAGE, Answer, escaped, print_json, print_text, progress
 from .selection import ChosenRun, refuse_newer, runs_at
+from .trainer_folders import TrainerCheckpoint, checkpoints_in, size_of
+from .where import place_below
 
 _SHOWN_NAMES: Final = 3
 
@@ -138,13 +140,12 @@ def _document(place: Place, every: Sequence[Soundness]) -> dict[str, Any]:
 
 
 def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
-    """Verify an archive, the folder of a step or of torch.distributed.checkpoint, the steps of a run, or the versions
-    of a publication; and for a place with versions beside something else, both.
+    """Verify an archive, the folder of a step or of torch.distributed.checkpoint, the steps of a run, the checkpoints
+    of a framework, or the versions of a publication; and for a place with versions beside something else, both.
 
     `base` is the folder of the base model of a publication.
 
     Raises:
-        Answer: there are several runs.
         NotCommittedError: there is nothing to verify.
         ValueError: the file has no digests.
     """
@@ -159,9 +160,9 @@ def soundness_of(place: Place, *, base: Path | None = None) -> list[Soundness]:
         every.append(_timed(partial(_of_step, place)))
     elif runs.OF_DCP in names:
         every.append(_timed(partial(_of_dcp, place)))
+    elif kind in ("trainer", "checkpoint"):
+        every.append(_timed(partial(_of_checkpoints, place, kind, others)))
     elif kind == "run" or not has_versions:
-        if kind == "runs":
-            raise Answer(f"{place.shown}: several runs; name one of them", USAGE)
         every.append(_timed(partial(_of_run, place)))
     if has_versions:
         try:
@@ -205,6 +206,74 @@ def _of_dcp(place: Place) -> Soundness:
             fault = _fault_of_file(storage.locate(""), error)
             return _with_totals(Soundness(faults=[fault]), verification)
     return _with_totals(Soundness(notes=[*notes]), verification)
+
+
+def _of_checkpoints(place: Place, kind: str, names: Sequence[str]) -> Soundness:
+    """The soundness of the checkpoints of a framework, or of the one that the place is."""
+    root, found = place, Soundness()
+    if kind == "checkpoint":
+        parent, name = urls.place_and_name(place.url, fs=place.fs)
+        root, names = replace(place, url=parent), [name]
+    storage = root.storage()
+    ones = checkpoints_in(storage, names) or [TrainerCheckpoint(name, "", None) for name in names]
+    notes: dict[str, None] = {}
+    unchecked: list[str] = []
+    with progress("verify", sum(size_of(storage, one.name) for one in ones)) as advance:
+        verification = checking.Verification(advance)
+        for one in ones:
+            faults = []
+            for path, call in _checks_of_files(root, one.name, verification):
+                try:
+                    notes |= dict.fromkeys(call() or ())
+                except (ForeignFileError, EOFError, ValueError):
+                    unchecked.append(path)
+                except StorageUnavailableError:
+                    raise
+                except CheckpointError as error:
+                    faults.append(_fault_of_file(path, error))
+            found.faults += faults
+            if one.step is not None:
+                (found.damaged if faults else found.sound).append(one.step)
+    if unchecked:
+        notes[f"{len(unchecked):,} files have no checksums, and were not verified, such as {min(unchecked)}"] = None
+    found.notes += notes
+    return _with_totals(found, verification)
+
+
+_Check = Callable[[], tuple[str, ...] | None]
+
+
+def _checks_of_files(root: Place, name: str, verification: checking.Verification) -> Iterator[tuple[str, _Check]]:
+    """The calls that verify a checkpoint, each with its path: of steps and folders of torch.distributed.checkpoint in
+    it, and of all other files.
+    """
+    storage = root.storage()
+    paths = [f"{name}/{path}" for path in storage.sizes(name)] or [name]
+    folders: list[str] = []
+    for path in paths:
+        folder, _, last = path.rpartition("/")
+        if folder and last == runs.MANIFEST_NAME:
+            parent = folder.rpartition("/")[0]
+            run = place_below(root, parent).storage() if parent else storage
+            step = finding.CommittedStep.at(storage, folder, partial(_same, run))
+            yield storage.locate(folder), partial(verification.compare_step, step)
+        elif folder and last == runs.OF_DCP:
+            yield storage.locate(folder), partial(verification.compare_dcp, place_below(root, folder).storage())
+        else:
+            continue
+        folders.append(f"{folder}/")
+    for path in paths:
+        if not path.startswith(tuple(folders)):
+            yield storage.locate(path), partial(_compare_file, storage, path, verification)
+
+
+def _same(storage: Storage) -> Storage:
+    return storage
+
+
+def _compare_file(storage: Storage, path: str, verification: checking.Verification) -> tuple[str, ...]:
+    with storage.open(path) as reader:
+        return verification.compare_file(reader, storage.locate(path))
 
 
 def _with_totals(found: Soundness, verification: checking.Verification) -> Soundness:

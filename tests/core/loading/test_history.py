@@ -110,13 +110,23 @@ def test_saves_that_were_skipped_come_with_the_next_one(tmp_path):
     assert (skipped["first_step"], skipped["step"], skipped["count"]) == (2, 3, 2)
 
 
+def test_a_run_is_closed_once_by_each_process_that_has_saved(tmp_path):
+    with open_run(tmp_path) as ckpt:
+        save(ckpt, 1)
+        ckpt.close()
+    with open_run(tmp_path) as ckpt:
+        save(ckpt, 2)
+
+    assert kinds(async_ckpt.history(tmp_path)) == [("save", 1), ("closed", None), ("save", 2), ("closed", None)]
+
+
 def test_a_process_that_only_reads_leaves_no_trace(tmp_path):
     with open_run(tmp_path) as ckpt:
         save(ckpt, 1)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with open_run(tmp_path) as reader:
         reader.restore(state_at(0))
-        assert kinds(reader.history()) == [("save", 1)]
+        assert kinds(reader.history()) == [("save", 1), ("closed", None)]
     assert async_ckpt.history(tmp_path) == reader.history()
 
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
@@ -153,7 +163,7 @@ def test_a_damaged_manifest_is_left_out_where_nothing_else_is_known(tmp_path):
         save(ckpt, 1, 2)
     (tmp_path / "step_00000001" / "manifest.json").write_text("{}")
 
-    assert kinds(async_ckpt.history(tmp_path)) == [("save", 1), ("save", 2)]
+    assert kinds(async_ckpt.history(tmp_path)) == [("save", 1), ("save", 2), ("closed", None)]
     (tmp_path / NAME).unlink()
     assert kinds(async_ckpt.history(tmp_path)) == [("save", 2)]
 
@@ -182,12 +192,12 @@ def test_with_several_roots_each_has_the_history_and_one_that_is_away_is_passed_
             everywhere(ckpt, ckpt.save(state_at(step), step=step))
         one = ckpt.history()[0]
     assert [place["path"].startswith(str(roots[0])) for place in one["destinations"]] == [True]
-    told = [("save", 1), ("moved", 1), ("save", 2), ("moved", 2)]
-    assert [sorted(kinds(async_ckpt.history(root))) for root in roots] == [sorted(told)] * 2
+    told = [("closed", None), ("moved", 1), ("moved", 2), ("save", 1), ("save", 2)]
+    assert [sorted(kinds(async_ckpt.history(root))) for root in roots] == [told] * 2
     assert {one["place"] for one in async_ckpt.history(roots[1]) if one["kind"] == "moved"} == {str(roots[1])}
     shutil.rmtree(roots[0])
     with open_run(roots) as reader:
-        assert sorted(kinds(reader.history())) == sorted(told)
+        assert sorted(kinds(reader.history())) == told
 
 
 def test_at_a_store_a_commit_makes_one_request_for_its_history(s3, bucket, proxy: FaultyProxy):

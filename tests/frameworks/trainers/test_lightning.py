@@ -255,7 +255,8 @@ def test_a_dirpath_may_be_a_url(kit, checkpoints, s3, bucket, monkeypatch):
     whole = run_of(kit, f"s3://{bucket}/whole", checkpoints, default_root_dir=".").losses
     folder, saved = f"s3://{bucket}/run", {"save_top_k": 1, "save_last": True}
     begun = run_of(kit, folder, checkpoints, saved=saved, max_steps=6, default_root_dir=".").losses
-    assert sorted(name.rpartition("/")[2] for name in files.list_dir(folder)) == ["epoch=1-step=6.ckpt", "last.ckpt"]
+    names = {name.rpartition("/")[2] for name in files.list_dir(folder)}
+    assert names == {"epoch=1-step=6.ckpt", "last.ckpt", "history.jsonl"}
     resumed = run_of(kit, folder, checkpoints, saved=saved, ckpt_path="last", default_root_dir=".").losses
     assert begun | resumed == whole
 
@@ -650,7 +651,9 @@ def test_an_exception_in_a_callback_ends_the_training_and_leaves_whole_files(kit
         trainer_of(kit, tmp_path, checkpoints, saved, failing).fit(kit.Model(), batches())
     steps = [2] if hook == "on_save_checkpoint" else [2, 4]
     assert [checkpoint["global_step"] for checkpoint in contents(tmp_path).values()] == steps
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step={step}.ckpt" for step in steps]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "history.jsonl") == [
+        f"step={step}.ckpt" for step in steps
+    ]
     run_of(kit, tmp_path, checkpoints, ckpt_path=tmp_path / f"step={steps[-1]}.ckpt", max_steps=6)  # it still works
 
 
@@ -892,4 +895,4 @@ def test_what_a_killed_process_has_left_is_swept_when_the_next_one_begins(kit, c
         (tmp_path / name).write_text("half")
     (tmp_path / ".a.ckpt.async_ckpt-saving").mkdir()
     run_of(kit, tmp_path, checkpoints, max_steps=2)
-    assert [path.name for path in Path(tmp_path).iterdir()] == ["epoch=0-step=2.ckpt"]
+    assert {path.name for path in Path(tmp_path).iterdir()} == {"epoch=0-step=2.ckpt", "history.jsonl"}

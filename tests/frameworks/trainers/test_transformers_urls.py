@@ -38,7 +38,8 @@ def url(s3: Any, bucket: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def names(url: str) -> list[str]:
-    return [path.rpartition("/")[2] for path in files.list_dir(url)]
+    found = [path.rpartition("/")[2] for path in files.list_dir(url)]
+    return [name for name in found if name != "history.jsonl"]
 
 
 def whole(url: str) -> list[str]:

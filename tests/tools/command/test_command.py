@@ -87,6 +87,43 @@ def test_ls_lists_the_runs_in_a_folder(root: Path) -> None:
     assert (run["name"], run["num_steps"], run["latest"]) == ("a", 2, 2)
 
 
+@pytest.mark.parametrize(
+    ("named", "step"), [("@1", 1), ("@latest", 2), ("@best:loss", 2), ("@best:loss:max", 1), ("/@1", 1)]
+)
+def test_a_step_is_named_by_its_run_and_what_it_is_there(root: Path, named: str, step: int) -> None:
+    assert run_command("inspect", f"{root}{named}", "step").stdout == f"{step}\n"
+    assert documented("verify", f"{root}{named}")["steps"] == [step]
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        ("@7", "no committed step in 7; 1 to 2 are committed"),
+        ("@best:accuracy", "'accuracy'"),
+        ("@best", "loss:min"),
+        ("/step_00000001@1", "name the root of its run"),
+        ("/nowhere@latest", "there is nothing at this path"),
+    ],
+)
+def test_a_step_that_no_run_has_is_named_with_those_that_there_are(root: Path, named: str, reason: str) -> None:
+    ended = run_command("inspect", f"{root}{named}")
+    assert (ended.returncode in (1, 2), reason in ended.stderr) == (True, True), ended.stderr
+
+
+def test_a_path_that_is_there_is_no_step_of_a_run(root: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(root, tmp_path / "a"))
+    shutil.copytree(root, tmp_path / "a@1")
+    assert [row["step"] for row in documented("ls", f"{run}@1")["steps"]] == [1, 2]
+
+
+def test_a_step_of_a_run_in_a_store_is_named_by_its_number(bucket: Bucket) -> None:  # noqa: F811
+    with open_run(bucket.place("run")) as ckpt:
+        ckpt.save({"epoch": 7}, 3).result()
+    options, keys = store_options(bucket.server.options)
+    for named in ("@3", "@latest"):
+        assert run_command("inspect", bucket.url(f"run{named}"), "epoch", *options, **keys).stdout == "7\n"
+
+
 def test_files_with_numbers_in_their_names_are_no_steps(root: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(root, tmp_path / "a"))
     (copy / "events.out.tfevents.1700000000").write_text("of another program")
@@ -179,7 +216,7 @@ def test_saves_that_have_failed_and_cleaned_up_are_listed_from_the_history(tmp_p
         failed = rows[-1]
         assert failed["marks"] == ["failed: StorageUnavailableError: the disk is away"]
         assert (failed["folder"], failed["num_bytes"], failed["seconds"]) == ("", None, None)
-        assert failed["created"] == async_ckpt.history(root)[-1]["time"]
+        assert failed["created"] == async_ckpt.history(root)[-2]["time"]
         assert "failed: StorageUnavailableError: the disk is away" in run_command("ls", root, "--all").stdout
     assert [row["step"] for row in documented("ls", tmp_path / "a")["steps"]] == [1]
     assert run_command("ls", tmp_path / "b").returncode == 1

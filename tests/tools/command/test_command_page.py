@@ -99,7 +99,7 @@ def test_the_page_names_every_key_of_a_document(outputs: list[str], call: str) -
     "call",
     [
         "ls nowhere",
-        "page runs/a",
+        "page runs/a -o old.pt",
         "inspect runs/a typo",
         "verify nowhere",
         "diff runs/a nowhere",

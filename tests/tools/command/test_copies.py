@@ -210,8 +210,32 @@ def test_another_version_of_a_step_is_replaced_only_if_that_is_said(tmp_path: Pa
     assert ended.returncode == 1
     assert "--overwrite" in ended.stderr
     assert tree_of(target) == before
-    assert outcomes(source, target, "--overwrite") == dict.fromkeys((1, 2, 3, 4), "copied")
+    assert outcomes(source, target, "--overwrite") == {1: "copied", 2: "replaced", 3: "copied", 4: "copied"}
     assert_is_copy(target, [1, 2, 3, 4])
+
+
+def test_only_what_was_damaged_is_said_to_be_mended(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "b"
+    run_command("cp", source, target)
+    (archive,) = (target / "step_00000003").glob("*.tar")
+    flip(archive, archive.stat().st_size // 2)
+
+    assert outcomes(source, target, "--overwrite") == {1: "was there", 2: "was there", 3: "mended", 4: "was there"}
+    (archive,) = (target / "step_00000001").glob("*.tar")
+    flip(archive, archive.stat().st_size // 2)
+    assert outcomes(source, target, "--steps", "3", "--overwrite") == {1: "mended", 3: "was there"}
+    assert_is_copy(target, [1, 2, 3, 4])
+
+
+def test_a_lender_in_another_version_is_replaced_only_if_that_is_said(tmp_path: Path, source: Path) -> None:
+    with open_run(tmp_path / "b") as ckpt:
+        ckpt.save({"mine": torch.ones(3)}, 1).result()
+    before = tree_of(tmp_path / "b")
+
+    ended = run_command("cp", source, tmp_path / "b", "--steps", "3")
+
+    assert (ended.returncode, tree_of(tmp_path / "b")) == (1, before)
+    assert "step 1 is committed" in ended.stderr
 
 
 def test_a_root_to_which_a_living_process_saves_is_refused(tmp_path: Path, source: Path, nursery: Nursery) -> None:
@@ -355,7 +379,8 @@ def _committed(root: Path) -> list[int]:
         (("{tmp}/a", "{tmp}/b", "--latest", "--best", "loss"), 2, "in one way"),
         (("{tmp}/a", "{tmp}/b", "--best", "accuracy"), 1, "accuracy"),
         (("{tmp}/a/step_00000001", "{tmp}/b", "--latest"), 2, "folder of one step"),
-        (("{tmp}", "{tmp}/b"), 2, "several runs"),
+        (("{tmp}", "{tmp}/b"), 2, "is inside the folder that is copied"),
+        (("{tmp}/a", "{tmp}/x/a", "{tmp}/b"), 2, "2 sources are called a"),
         (("{tmp}/a", "{tmp}/file/b"), 74, "file"),
         (("{tmp}/a", "/proc/nowhere"), 74, "/proc/nowhere"),
         (("{tmp}/a",), 2, "Missing argument"),
@@ -365,6 +390,7 @@ def test_what_cannot_be_copied_is_said(
     tmp_path: Path, source: Path, arguments: tuple[str, ...], status: int, said: str
 ) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "x/a").mkdir(parents=True)
     ended = run_command("cp", *(one.format(tmp=tmp_path) for one in arguments))
     assert ended.returncode == status, ended.stderr
     assert said in ended.stderr

@@ -134,7 +134,7 @@ def test_the_tables_of_ls_and_watch_show_the_same_texts(tmp_path):
     with open_run(tmp_path) as ckpt:
         for step in (1, 2):
             ckpt.save({"m": torch.ones(step * 10_000)}, step).result()
-    saves = {one["step"]: one for one in async_ckpt.history(tmp_path)}
+    saves = {one["step"]: one for one in async_ckpt.history(tmp_path) if one["kind"] == "save"}
     listed, watched = run_command("ls", tmp_path).stdout, run_command("watch", tmp_path, "--once").stdout
     for step, one in saves.items():
         shown = [

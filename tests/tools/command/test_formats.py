@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from buckets import bucket  # noqa: F401
 from children import Nursery
 from commands import documented, run_command, store_options
+from exported import gpt2
 from folders import read as tree_of
 from rank_archives import commit, write_all
 from safetensors.torch import load_file, save_file
@@ -424,3 +426,70 @@ def test_names_of_a_checkpoint_reach_no_terminal_raw(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert "\x1b" not in ended.stdout
     assert "\x07" not in ended.stdout
+
+
+# --- what others load ---------------------------------------------------------------------------------------------
+
+
+def test_plain_torch_load_reads_a_converted_file_with_random_states(tmp_path: Path) -> None:
+    with open_run(tmp_path / "run") as ckpt:
+        state = {"w": torch.ones(3), "rng": async_ckpt.RngState(), "array": np.arange(4), "scalar": np.float64(2.5)}
+        ckpt.save(state, 1).result()
+
+    ended = run_command("convert", tmp_path / "run", tmp_path / "all.pt")
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert torch.equal(loaded["array"], torch.arange(4))
+    assert loaded["scalar"] == 2.5
+    assert (
+        loaded["rng"]["numpy"]["state"]["key"].tolist()
+        == async_ckpt.load(tmp_path / "run")["rng"]["numpy"]["state"]["key"].tolist()
+    )
+
+
+def test_objects_that_plain_torch_load_refuses_are_named(tmp_path: Path) -> None:
+    async_ckpt.save({"path": Path("x")}, tmp_path / "a.tar").result()
+    ended = run_command("convert", tmp_path / "a.tar", tmp_path / "a.pt", "--trust")
+    assert (ended.returncode, "pathlib" in ended.stderr) == (0, True), ended
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A run with a model of Transformers and its optimizer, beside the folder of that model."""
+    pytest.importorskip("transformers")
+    model, folder = gpt2(), tmp_path_factory.mktemp("trained")
+    model.save_pretrained(folder / "base")
+    (folder / "base/tokenizer.json").write_text("{}")
+    with open_run(folder / "run") as ckpt:
+        ckpt.save({"model": model, "optimizer": torch.optim.AdamW(model.parameters())}, 1).result()
+    return folder, model
+
+
+def test_a_folder_with_the_config_of_a_model_is_one_that_from_pretrained_loads(trained: Any, tmp_path: Path) -> None:
+    folder, model = trained
+    options = ("--to", "hf", "--config", folder / "base")
+
+    ended = run_command("convert", folder / "run", tmp_path / "out", *options)
+    assert (ended.returncode, "--select 'model.*' --strip 'model.'" in ended.stderr) == (1, True), ended
+    assert not (tmp_path / "out").exists()
+    ended = run_command(
+        "convert", folder / "run", tmp_path / "out", *options, "--select", "model.*", "--strip", "model."
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert "missing" not in ended.stderr
+    loaded = type(model).from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    assert (tmp_path / "out/tokenizer.json").exists()
+
+
+def test_weights_that_a_model_would_have_anew_are_named(trained: Any, tmp_path: Path) -> None:
+    folder, _ = trained
+    wanted = ("--select", "model.transformer.h.*", "--strip", "model.")
+    ended = run_command("convert", folder / "run", tmp_path / "out", "--to", "hf", "--config", folder / "base", *wanted)
+    assert (ended.returncode, "are missing" in ended.stderr) == (0, True), ended
+    ended = run_command("convert", folder / "run", tmp_path / "x.pt", "--config", folder / "base")
+    assert (ended.returncode, "--to hf" in ended.stderr) == (2, True)
+    ended = run_command("convert", folder / "run", tmp_path / "y", "--config", tmp_path)
+    assert (ended.returncode, "config.json" in ended.stderr) == (2, True)

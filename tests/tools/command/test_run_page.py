@@ -94,7 +94,7 @@ def test_a_run_becomes_one_file_that_says_how_it_went(root: Path, tmp_path: Path
 
     page = target.read_text(encoding="utf-8")
     name = f"{root.parent.name}/a"
-    assert told["runs"] == [{"name": name, "num_events": 5 + 2, "num_saves": 5}]
+    assert told["runs"] == [{"name": name, "num_events": 5 + 3, "num_saves": 5}]
     assert told["num_bytes"] == target.stat().st_size
     assert f"<title>{name}: checkpoints</title>" in page
     assert "<dt>last durable step</dt><dd>5</dd>" in page
@@ -187,7 +187,6 @@ def test_the_file_is_replaced_only_when_that_is_asked_for_and_as_a_whole(
 @pytest.mark.parametrize(
     ("output", "status", "said"),
     [
-        ((), 2, "-o says where the page goes"),
         (("-o", "{tmp}"), 1, "is there"),
         (("-o", "/proc/x.html"), 74, "/proc/x.html"),
     ],
@@ -341,7 +340,7 @@ def test_a_hundred_thousand_lines_of_a_journal_are_no_matter(root: Path, tmp_pat
 
     told = documented("page", long, "-o", tmp_path / "x.html")
 
-    assert told["runs"][0]["num_events"] == 7 + 100_000
+    assert told["runs"][0]["num_events"] == 8 + 100_000
     assert "skipped</dt><dd>100,000</dd>" in (tmp_path / "x.html").read_text(encoding="utf-8")
 
 

@@ -74,7 +74,7 @@ def test_the_lines_fit_into_sixty_columns_and_say_all_of_it(tmp_path):
     log.note("failed", 13, error="StorageFullError", message="\x1b[31m" + "it is full " * 30)
     log.write()
 
-    lines = lines_of(look(tmp_path), 60)
+    lines = lines_of([look(tmp_path)], 60)
 
     assert max(map(len, lines)) <= 60
     text = "\n".join(lines)
@@ -154,7 +154,7 @@ def test_a_step_that_another_process_writes_is_seen_with_its_bytes_and_rate(tmp_
     assert (first.step, first.num_bytes, first.total_bytes, first.bytes_per_second) == (2, 4 << 20, 16 << 20, None)
     assert (second.num_bytes, second.bytes_per_second) == (8 << 20, float(2 << 20))
     assert looks.look().under_way is None  # its writer is dead
-    assert "step 2 under way: 8.4 MB of 16.8 MB, 2.1 MB/s" in lines_of(RunStatus("x", NOW, under_way=second), 60)
+    assert "step 2 under way: 8.4 MB of 16.8 MB, 2.1 MB/s" in lines_of([RunStatus("x", NOW, under_way=second)], 60)
 
 
 def test_a_step_of_ranks_is_seen_by_the_archives_that_are_whole(tmp_path):
@@ -302,7 +302,7 @@ def test_a_store_is_asked_at_most_twice_a_second(s3, bucket, proxy: FaultyProxy,
 
     monkeypatch.setattr(RunWatch, "look", counting)
     with pytest.raises(KeyboardInterrupt):
-        watch.show(place, once=False, interval=0.01, as_json=True)
+        watch.show([(place, "")], once=False, interval=0.01, older=None, as_json=True)
     asked = [later - earlier for earlier, later in zip(before, [*before[1:], len(proxy.requests)], strict=True)]
 
     assert all(number <= 2 * seconds for number, seconds in zip(asked, looks.seconds, strict=True)), (
@@ -347,7 +347,7 @@ def test_a_storage_that_stops_answering_is_a_warning_and_the_last_status_stays(t
 
     monkeypatch.setattr(RunWatch, "look", failing)
     with pytest.raises(KeyboardInterrupt):
-        watch.show(Place(tmp_path), once=False, interval=1, as_json=False)
+        watch.show([(Place(tmp_path), "")], once=False, interval=1, older=None, as_json=False)
 
     first, second, third = (text for text in capsys.readouterr().out.split(f"{tmp_path}\n") if text)
     assert "! the storage does not answer: gone" in second

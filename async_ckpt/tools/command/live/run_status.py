@@ -21,7 +21,9 @@ from .... import Place
 from ....errors import CheckpointError
 from ....plumbing import events as run_events
 from ....plumbing import reports, runs, spans, threads
-from ..listing import USUAL_NAMINGS
+from ..listing import checkpoints_of
+from ..lookup import USUAL_NAMINGS
+from ..trainer_folders import events_at
 
 # The saves in the table, and those that the trend is of.
 _SHOWN: Final = 10
@@ -51,7 +53,8 @@ class UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """One look at a run. `age_seconds` is the age of the newest step, `saves` the last ones, the newest first.
+    """One look at a run. `age_seconds` is the age of the newest step, `saves` the last ones, the newest first. `ended`
+    is the time at which its last process has closed it, None while there may be more steps.
 
     `stalls` and `bandwidths` are of the last committed saves, the oldest first, in seconds and in bytes per second.
     `usual_seconds` is the median time between two of them.
@@ -69,17 +72,41 @@ class RunStatus:
     stalls: tuple[float, ...] = ()
     bandwidths: tuple[float, ...] = ()
     warnings: tuple[str, ...] = ()
+    ended: float | None = None
     num_requests: int = field(default=0, compare=False)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-class RunWatch:
-    """The looks at one run. `watch` creates it, and uses it on one thread."""
+class TrainerWatch:
+    """The looks at the folder of a framework's trainer. `watch` creates it, and uses it on one thread.
 
-    def __init__(self, place: Place, clock: spans.Clock) -> None:
+    A save under way has no name there yet, so it is not seen.
+    """
+
+    def __init__(self, place: Place, clock: spans.Clock, late_seconds: float | None = None) -> None:
+        self._place, self._clock, self._late_seconds = place, clock, late_seconds
+
+    def look(self) -> RunStatus:
+        """Look at the folder once. Raises StorageUnavailableError."""
+        storage = self._place.storage()
+        rows = checkpoints_of(self._place, storage.names(""))
+        events = events_at(self._place)
+        newest = (rows[-1].step, rows[-1].created) if rows else (None, None)
+        status = _status(self._place, self._clock(), newest, events, storage.free_bytes())
+        return _with_warnings(replace(status, num_requests=2 + 2 * len(rows)), self._late_seconds)
+
+
+class RunWatch:
+    """The looks at one run. `watch` creates it, and uses it on one thread.
+
+    `late_seconds` is the age of the newest step that is worth a warning; None if that depends on the usual interval.
+    """
+
+    def __init__(self, place: Place, clock: spans.Clock, late_seconds: float | None = None) -> None:
         self._place, self._storage, self._clock = place, place.storage(), clock
+        self._late_seconds = late_seconds
         self._log = run_events.EventLog(self._storage, clock)
         self._naming: str | None = None  # the rest of a folder's name, without the step; None: not known
         self._before: list[run_events.Event] | None = None  # the events that were put away last; None: not read
@@ -95,28 +122,13 @@ class RunWatch:
         names = self._names("")
         folders = self._folders(names)
         newest, under_way = self._newest(folders)
+        made = (None, None) if newest is None else (newest.step, newest.created)
         events = self._events(folders)
-        now = self._clock()
-        saves = [one for one in events if one["kind"] in ("save", "failed")]
-        committed = [one for one in saves if one["kind"] == "save"]
-        free = self._storage.free_bytes()
-        status = RunStatus(
-            self._place.shown,
-            now,
-            None if newest is None else newest.step,
-            None if newest is None else newest.created,
-            None if newest is None else max(0.0, now - newest.created),
-            _usual_seconds(committed),
-            free,
-            under_way,
-            tuple(reversed(saves[-_SHOWN:])),
-            tuple(one["stall_seconds"] for one in committed[-_IN_TREND:] if one["stall_seconds"] is not None),
-            tuple(filter(None, map(run_events.bandwidth_of, committed[-_IN_TREND:]))),
-            num_requests=self._num_requests,
-        )
+        status = _status(self._place, self._clock(), made, events, self._storage.free_bytes())
+        status = replace(status, under_way=under_way, num_requests=self._num_requests)
         damaged = sorted(name for name in folders.values() if name in self._manifests and not self._manifests[name])
         broken = None if newest is None else self._lack_of(newest, folders[newest.step])
-        return _with_warnings(status, saves, damaged, broken)
+        return _with_warnings(status, self._late_seconds, damaged, broken)
 
     def _lack_of(self, newest: runs.Manifest, folder: str) -> str | None:
         """The damage of the newest step, in words. A store is asked once for each step."""
@@ -222,38 +234,75 @@ def _usual_seconds(committed: Sequence[run_events.Event]) -> float | None:
     return median(between) if between else None
 
 
-def _with_warnings(
-    status: RunStatus, saves: Sequence[run_events.Event], damaged: Sequence[str], broken: str | None
+def _status(
+    place: Place,
+    now: float,
+    newest: tuple[int | None, float | None],
+    events: Sequence[run_events.Event],
+    free_bytes: int | None,
 ) -> RunStatus:
-    found = (*_late(status), *_failures(saves), *_space(status, saves), *_damage(damaged))
+    """The status by the newest step with its time, and by the history, with no warnings yet."""
+    step, created = newest
+    saves = [one for one in events if one["kind"] in ("save", "failed")]
+    committed = [one for one in saves if one["kind"] == "save"]
+    return RunStatus(
+        place.shown,
+        now,
+        step,
+        created,
+        None if created is None else max(0.0, now - created),
+        _usual_seconds(committed),
+        free_bytes,
+        saves=tuple(reversed(saves[-_SHOWN:])),
+        stalls=tuple(one["stall_seconds"] for one in committed[-_IN_TREND:] if one["stall_seconds"] is not None),
+        bandwidths=tuple(filter(None, map(run_events.bandwidth_of, committed[-_IN_TREND:]))),
+        ended=events[-1]["time"] if events and events[-1]["kind"] == "closed" else None,
+    )
+
+
+def _with_warnings(
+    status: RunStatus, late_seconds: float | None, damaged: Sequence[str] = (), broken: str | None = None
+) -> RunStatus:
+    found = (*_late(status, late_seconds), *_failures(status.saves), *_space(status), *_damage(damaged))
     if broken is not None:
         found = (f"step {status.step} is broken: {broken}; look into it with async-ckpt verify", *found)
     return replace(status, warnings=found)
 
 
-def _late(status: RunStatus) -> Iterator[str]:
+def _late(status: RunStatus, late_seconds: float | None) -> Iterator[str]:
     usual, age = status.usual_seconds, status.age_seconds
     if status.step is None:
         yield "nothing is committed yet"
-    elif usual is not None and age is not None and age > max(_LATE * usual, _LATE_SECONDS):
-        yield f"step {status.step} is {age:,.0f} s old; a save was usual every {usual:,.1f} s"
+    elif age is not None and status.ended is None:
+        if late_seconds is not None and age > late_seconds:
+            yield f"step {status.step} is {age:,.0f} s old, and --older allows {late_seconds:,.0f} s"
+        elif late_seconds is None and usual is not None and age > max(_LATE * usual, _LATE_SECONDS):
+            yield f"step {status.step} is {age:,.0f} s old; a save was usual every {usual:,.1f} s"
     if status.created is not None and status.created > status.time + 1:
         ahead = status.created - status.time
         yield f"step {status.step} was committed {ahead:,.0f} s from now, by the clock of its writer"
 
 
 def _failures(saves: Sequence[run_events.Event]) -> Iterator[str]:
-    failed = [one for one in saves[-_SHOWN:] if one["kind"] == "failed"]
+    """A warning of the saves that have failed, among these, the newest first."""
+    failed = [one for one in saves if one["kind"] == "failed"]
     if failed:
-        last = failed[-1]
+        last = failed[0]
         count = "a save has failed" if len(failed) == 1 else f"{len(failed)} saves have failed"
-        of_last = f"of the last {len(saves[-_SHOWN:])}: " if len(saves) > 1 else ""
-        yield f"{count} {of_last}step {last['step']}: {last['error']}: {last['message']}".strip()
+        of_last = f"of the last {len(saves)}: " if len(saves) > 1 else ""
+        yield f"{count} {of_last}step {last['step']}: {failure_of(last)}".strip()
 
 
-def _space(status: RunStatus, saves: Sequence[run_events.Event]) -> Iterator[str]:
+def failure_of(one: run_events.Event) -> str:
+    """The error of a save that has failed. Its reason comes before the path, which may be as long as a line."""
+    path, colon, reason = one["message"].partition(": ")
+    is_path = colon and "/" in path and " " not in path
+    return f"{one['error']}: {f'{reason} ({path})' if is_path else one['message']}"
+
+
+def _space(status: RunStatus) -> Iterator[str]:
     """A warning if what the last saves have taken leaves room for few more."""
-    free = [one["free_bytes"] for one in saves[-_SHOWN:] if one.get("free_bytes") is not None]
+    free = [one["free_bytes"] for one in reversed(status.saves) if one.get("free_bytes") is not None]
     left = status.free_bytes if status.free_bytes is not None else free[-1] if free else None
     if left is None or len(free) < 2 or free[-1] >= free[0]:
         return

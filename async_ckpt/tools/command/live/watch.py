@@ -8,11 +8,13 @@ the one before. A store is asked at most twice a second.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import typer
@@ -20,7 +22,7 @@ import typer
 from .... import Place
 from ....errors import StorageUnavailableError
 from ....plumbing import events, reports, runs, spans
-from ..listing import kind_of, nothing_at
+from ..lookup import kind_of, nothing_at
 from ..screen import (
     JSON_VERSION,
     NO,
@@ -30,82 +32,100 @@ from ..screen import (
     as_json_text,
     escaped,
     in_table,
-    print_json,
     shown_seconds,
     table_lines,
     terminal,
 )
-from .run_status import RunStatus, RunWatch
+from .run_status import RunStatus, RunWatch, TrainerWatch, failure_of
 
 _REQUESTS_PER_SECOND: Final = 2
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _LEAST_WIDTH: Final = 40
+_WIDTH: Final = 80  # of the sparklines where there is no terminal
+_AGE: Final = re.compile(r"(\d+(?:\.\d+)?)(s|min|h|d)")
+_UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 _COLUMNS: Final = ("step", "age", "size", "durable in", "stall", "bandwidth")
 
 
-def show(place: Place, *, once: bool, interval: float, as_json: bool) -> None:
-    """Look and draw until Ctrl-C; with `once`, a single time.
+def show(
+    targets: Sequence[tuple[Place, str]], *, once: bool, interval: float, older: str | None, as_json: bool
+) -> None:
+    """Look and draw until Ctrl-C; with `once`, a single time. Several runs have a line each, and their names.
 
     Raises:
         typer.Exit: the single look has warnings.
         Answer: there is no run.
-        StorageUnavailableError: the first look has failed. A later one is shown as a warning.
+        StorageUnavailableError: the first look at one run has failed. A later one is shown as a warning.
     """
     if not interval > 0:
         raise Answer(f"--interval is a number of seconds above 0, not {interval:g}", USAGE)
-    _refuse_other(place, once=once)
-    watch = RunWatch(place, spans.wall_time)
-    status = watch.look()
+    late_seconds = None if older is None else seconds_of(older)
+    watches: list[RunWatch | TrainerWatch] = []
+    for place, _ in targets:
+        kind = _kind_of_run(place, once=once)
+        watches.append((TrainerWatch if kind == "trainer" else RunWatch)(place, spans.wall_time, late_seconds))
+    statuses = [watch.look() for watch in watches]
     if once:
-        _draw_once(status, as_json=as_json)
-        if status.warnings:
+        _print_document(statuses, indent=1 if len(statuses) == 1 else None) if as_json else _print(statuses)
+        if any(status.warnings for status in statuses):
             raise typer.Exit(NO)
         return
+    is_remote = any(place.storage().remote for place, _ in targets)
     with _Screen() if sys.stdout.isatty() and not as_json else nullcontext(None) as screen:
-        draw: Callable[[RunStatus], None] = _print_document if as_json else screen.draw if screen else _print
+        draw: Callable[[Sequence[RunStatus]], None] = (
+            _print_document if as_json else screen.draw if screen else partial(_print, end="\n\n")
+        )
         while True:
-            draw(status)
-            spans.TIMEKEEPER.sleep(
-                max(interval, status.num_requests / _REQUESTS_PER_SECOND if place.storage().remote else 0)
-            )
-            try:
-                status = watch.look()
-            except StorageUnavailableError as error:
-                status = replace(status, warnings=(f"the storage does not answer: {error}",))
+            draw(statuses)
+            num_requests = sum(status.num_requests for status in statuses)
+            spans.TIMEKEEPER.sleep(max(interval, num_requests / _REQUESTS_PER_SECOND if is_remote else 0))
+            statuses = [*map(_looked_again, watches, statuses)]
 
 
-def _refuse_other(place: Place, *, once: bool) -> None:
-    """Raise Answer unless there is a run, or may come to be one."""
+def _looked_again(watch: RunWatch | TrainerWatch, last: RunStatus) -> RunStatus:
+    try:
+        return watch.look()
+    except StorageUnavailableError as error:
+        return replace(last, warnings=(f"the storage does not answer: {error}",))
+
+
+def seconds_of(text: str) -> float:
+    """The seconds of an age such as "90s", "20min", "2h" or "1d".
+
+    Raises:
+        Answer: it is none.
+    """
+    match = _AGE.fullmatch(text)
+    if match is None:
+        raise Answer(f"--older takes an age such as 90s, 20min, 2h or 1d, not {text!r}", USAGE)
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _kind_of_run(place: Place, *, once: bool) -> str:
+    """The kind of a place. Raises Answer unless there is a run, or may come to be one."""
     names = place.storage().names("")
     kind = kind_of(place, names)
     there = {
-        "runs": "has several runs; name one of them",
         "publication": "is a publication, and no run",
         "step": "is the folder of one step; name the root of its run",
     }
     if kind in there:
         raise Answer(f"{place.shown} {there[kind]}", USAGE)
-    if kind == "nothing" and not runs.split_starts(sorted(names))[1] and (once or names):
+    if kind in ("nothing", "checkpoint") and not runs.split_starts(sorted(names))[1] and (once or names):
         raise nothing_at(place)
+    return kind
 
 
-def _draw_once(status: RunStatus, *, as_json: bool) -> None:
-    if as_json:
-        print_json("status", status.as_json())
-    else:
-        print("\n".join(lines_of(status, _width())))
+def _print(statuses: Sequence[RunStatus], end: str = "\n") -> None:
+    """Print the lines of a look, which are cut for terminals alone."""
+    width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+    print("\n".join(lines_of(statuses, width)), end=end, flush=True)
 
 
-def _print(status: RunStatus) -> None:
-    print("\n".join([*lines_of(status, _width()), ""]), flush=True)
-
-
-def _print_document(status: RunStatus) -> None:
-    print(as_json_text({"version": JSON_VERSION, "kind": "status", **status.as_json()}), flush=True)
-
-
-def _width() -> int:
-    return max(_LEAST_WIDTH, shutil.get_terminal_size().columns)
+def _print_document(statuses: Sequence[RunStatus], indent: int | None = None) -> None:
+    for status in statuses:
+        document = {"version": JSON_VERSION, "kind": "status", **status.as_json()}
+        print(as_json_text(document, indent=indent), flush=True)
 
 
 class _Screen:
@@ -123,16 +143,21 @@ class _Screen:
     def __exit__(self, *raised: Any) -> None:
         self._live.__exit__(*raised)
 
-    def draw(self, status: RunStatus) -> None:
+    def draw(self, statuses: Sequence[RunStatus]) -> None:
         from rich.text import Text
 
         width, height = terminal().size
-        lines = lines_of(status, width)[:height]
+        lines = lines_of(statuses, width)[:height]
         self._live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-def lines_of(status: RunStatus, width: int) -> list[str]:
-    """The status as lines of at most `width` characters."""
+def lines_of(statuses: Sequence[RunStatus], width: int | None) -> list[str]:
+    """The statuses as lines of at most `width` characters; None is for a pipe, whose lines are as long as they are."""
+    lines = _lines_of_one(statuses[0], width or _WIDTH) if len(statuses) == 1 else _lines_of_several(statuses)
+    return [line if width is None or len(line) <= width else f"{line[: width - 1]}…" for line in lines]
+
+
+def _lines_of_one(status: RunStatus, width: int) -> list[str]:
     lines = [escaped(status.place), *_newest(status), *(f"! {escaped(text)}" for text in status.warnings), ""]
     if status.stalls:
         lines.append(f"stall      {sparkline(status.stalls, width // 2)}  {shown_seconds(status.stalls[-1])}")
@@ -142,7 +167,29 @@ def lines_of(status: RunStatus, width: int) -> list[str]:
         rows = [_row(one, status.time) for one in status.saves]
         head, *table = table_lines(_COLUMNS, rows, right=_COLUMNS)
         lines += ["", head, *map(_with_failure, table, status.saves)]
-    return [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]
+    return lines
+
+
+def _lines_of_several(statuses: Sequence[RunStatus]) -> list[str]:
+    """A line for each run, and the warnings below, each with its run."""
+    rows = []
+    for status in statuses:
+        usual, seen = status.usual_seconds, status.under_way
+        doing = "" if seen is None else f"saves step {seen.step}"
+        rows.append(
+            (
+                escaped(status.place),
+                "" if status.step is None else str(status.step),
+                "" if status.age_seconds is None else _span(status.age_seconds),
+                "" if usual is None else _every(usual),
+                "" if not status.stalls else shown_seconds(status.stalls[-1]),
+                "" if not status.bandwidths else f"{reports.sized(status.bandwidths[-1])}/s",
+                "ended" if status.ended is not None else "!" if status.warnings else doing,
+            )
+        )
+    columns = ("run", "step", "age", "every", "stall", "bandwidth", "is")
+    warnings = [f"! {escaped(text)} ({escaped(status.place)})" for status in statuses for text in status.warnings]
+    return [*table_lines(columns, rows, right=columns[1:-1]), *([""] if warnings else []), *warnings]
 
 
 def sparkline(values: Sequence[float], most: int) -> str:
@@ -156,9 +203,11 @@ def sparkline(values: Sequence[float], most: int) -> str:
 def _newest(status: RunStatus) -> list[str]:
     lines, usual = [], status.usual_seconds
     if status.step is not None and status.created is not None:
-        every = "" if usual is None else f"; a save every {shown_seconds(usual) if usual < 1 else _span(usual)}"
+        every = "" if usual is None else f"; a save every {_every(usual)}"
         shown = _span(status.age_seconds) if status.age_seconds is not None else age(status.created, status.time)
         lines.append(f"step {status.step}, {shown} ago{every}")
+    if status.ended is not None:
+        lines.append(f"ended {_span(max(0.0, status.time - status.ended))} ago")
     if (seen := status.under_way) is not None:
         of_all = "" if seen.total_bytes is None else f" of {reports.sized(seen.total_bytes)}"
         rate = "" if seen.bytes_per_second is None else f", {reports.sized(seen.bytes_per_second)}/s"
@@ -184,7 +233,12 @@ def _row(one: events.Event, now: float) -> Sequence[str]:
 
 
 def _with_failure(line: str, one: events.Event) -> str:
-    return line if one["kind"] == "save" else f"{line}  failed: {escaped(one['error'])}: {escaped(one['message'])}"
+    return line if one["kind"] == "save" else f"{line}  failed: {escaped(failure_of(one))}"
+
+
+def _every(seconds: float) -> str:
+    """The time between two saves, for people."""
+    return shown_seconds(seconds) if seconds < 1 else _span(seconds)
 
 
 def _span(seconds: float) -> str:

@@ -96,6 +96,8 @@ class RunColumns:
 def columns_of(name: str, events: Sequence[Mapping[str, Any]], broken: Mapping[int, str] | None = None) -> RunColumns:
     """The columns of a run's events."""
     broken = broken or {}
+    # The pictures are drawn by steps, and a checkpoint of Fabric may have none.
+    events = [one for one in events if one["kind"] != "save" or one["step"] is not None]
     columns = {
         "kind": Column("what", "text", [_KINDS.get(one["kind"], one["kind"]) for one in events]),
         "step": Column("step", "step", [_counted(one["step"]) for one in events]),

@@ -12,9 +12,10 @@ from typing import Final
 from .... import Place, history
 from ....errors import NotCommittedError
 from ....plumbing import spans
-from ..listing import broken_at, kind_of, parse_best, runs_in
-from ..options import place_below
+from ..listing import broken_at, parse_best
+from ..lookup import RUNS, targets_of
 from ..screen import Answer, counted, escaped, print_json, print_text
+from ..trainer_folders import events_at
 from .columns import RunColumns, columns_of
 from .document import page_of
 from .pictures import Best
@@ -34,7 +35,7 @@ def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwri
     if not overwrite and storage.exists(name):
         raise Answer(f"{target.shown} is there; pass --overwrite to replace it, or give another name with -o")
     chosen = [Best(*parse_best(text)) for text in best]
-    runs = [run for place in places for run in _runs_at(place)]
+    runs = [columns for one, name in targets_of(places, RUNS) for columns in _columns_at(one, name)]
     for one in chosen:
         if not any(run.columns[entry].title == one.metric for run in runs for entry in run.entries):
             raise Answer(f"no record of these runs has the metric {one.metric!r}")
@@ -48,15 +49,24 @@ def show(places: Sequence[Place], target: Place, *, best: Sequence[str], overwri
         print_text(f"{escaped(target.shown)}: {num_saves} of {counted(len(runs), 'run')}")
 
 
-def _runs_at(place: Place) -> Iterator[RunColumns]:
-    """The run at a place, or the runs in a folder of runs."""
+def file_name(places: Sequence[Place]) -> str:
+    """The name of the page's file, in the current folder, if none is given: that of the run, or of several "runs"."""
+    name = PurePosixPath(places[0].shown).name if len(places) == 1 else ""
+    return f"{name or 'runs'}.html"
+
+
+def _columns_at(place: Place, name: str) -> Iterator[RunColumns]:
+    """The run at a place. One in a folder, with a name there, is left out if it has no history."""
     try:
         yield columns_of(_name(place), history(place), broken_at(place.storage(), _LOOKED_AT))
     except NotCommittedError:
-        if kind_of(place) != "runs":
+        told = events_at(place)
+        if told:
+            there = {*place.storage().names("")}
+            told = [{**one, "kept": one.get("name") in there} for one in told]
+            yield columns_of(_name(place), told, {})
+        elif not name:
             raise
-        for row in runs_in(place, clock=spans.wall_time):
-            yield from _runs_at(place_below(place, row.name))
 
 
 def _name(place: Place) -> str:

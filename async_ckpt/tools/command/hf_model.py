@@ -1,0 +1,93 @@
+"""The model that the weights in a folder of Hugging Face are for: its config, and the names that it has.
+
+In: a folder of a model, or its id on the hub, and the names of weights. Out: the files beside the weights, and what is
+missing. Knows nothing of: how weights are written.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from .screen import USAGE, Answer
+
+_CONFIG: Final = "config.json"
+# What stands beside the weights: configs, tokenizers, templates, code.
+_BESIDE: Final = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+_OF_WEIGHTS: Final = (".index.json", "trainer_state.json")
+_SHOWN: Final = 3
+
+
+def folder_of(config: str) -> Path:
+    """The folder of a model, fetched from the hub if `config` is an id.
+
+    Raises:
+        Answer: there is no config.
+        ImportError: Transformers is not installed.
+    """
+    import_module("transformers")
+    folder = Path(config)
+    if not folder.is_dir():
+        fetch: Any = import_module("huggingface_hub").snapshot_download
+        try:
+            folder = Path(fetch(config, allow_patterns=[*_BESIDE]))
+        except (OSError, ValueError) as error:
+            raise Answer(
+                f"--config takes the folder of a model or its id on the hub; {config} is no folder, and the hub says: "
+                f"{str(error).splitlines()[0]:.200}"
+            ) from error
+    if not (folder / _CONFIG).is_file():
+        raise Answer(f"{folder} has no {_CONFIG}; --config takes the folder of a model, or its id on the hub", USAGE)
+    return folder
+
+
+def missing_of(folder: Path, names: Collection[str]) -> list[str]:
+    """The weights of the model that these names lack, for which a model that is loaded has new ones.
+
+    Raises:
+        Answer: some of the names are none of the model's. It says which prefix to strip, or what to select.
+    """
+    transformers: Any = import_module("transformers")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    (architecture,) = (getattr(config, "architectures", None) or [None])[:1]
+    kind = getattr(transformers, architecture or "", None)
+    if kind is None:
+        raise Answer(f"{folder / _CONFIG} names no architecture of Transformers; give the config of the trained model")
+    with torch.device("meta"):
+        model = kind(config)
+    model.tie_weights()
+    shared = {name: id(value) for name, value in model.named_parameters(remove_duplicate=False)}
+    expected = {*model.state_dict()}
+    unexpected = sorted({*names} - expected)
+    if unexpected:
+        raise Answer(_advice(architecture, unexpected, names, expected))
+    there = {shared[name] for name in names if name in shared}
+    return sorted(name for name in expected - {*names} if shared.get(name) not in there)
+
+
+def _advice(architecture: str, unexpected: list[str], names: Collection[str], expected: Collection[str]) -> str:
+    more = f" and {len(unexpected) - _SHOWN:,} more" if len(unexpected) > _SHOWN else ""
+    shown = ", ".join(unexpected[:_SHOWN]) + more
+    prefixes = {name[: at + 1] for name in names for at, character in enumerate(name) if character == "."}
+    hits = {one: sum(name.removeprefix(one) in expected for name in names if name.startswith(one)) for one in prefixes}
+    best = max(sorted(hits), key=lambda one: hits[one], default="")
+    if hits.get(best):
+        advice = f"pass --select '{best}*' --strip '{best}'"
+    elif {*names} & {*expected}:
+        advice = "choose the names of the model with --select"
+    else:
+        advice = "give the config of the model that was trained"
+    return f"{architecture} has no {shown}; nothing was written: {advice}"
+
+
+def copy_beside(folder: Path, target: Path) -> None:
+    """Copy what stands beside the weights of a model into another folder."""
+    for pattern in _BESIDE:
+        for path in folder.glob(pattern):
+            if not path.name.endswith(_OF_WEIGHTS):
+                shutil.copyfile(path, target / path.name)

@@ -1,0 +1,229 @@
+"""The kinds of what is at a place, and below it.
+
+In: a place. Out: its kind; the runs, publications, checkpoints and archives below it. Knows nothing of: what is done
+with them.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final, Literal, NamedTuple
+
+from ... import Naming, Place
+from ...errors import CheckpointError
+from ...plumbing import Storage, runs, threads, urls
+from .screen import USAGE, Answer
+from .trainer_folders import checkpoints_in, framework_of
+from .where import place_below
+
+Kind = Literal["step", "publication", "run", "trainer", "checkpoint", "runs", "nothing"]
+
+_VERSION: Final = re.compile(r"weight_v\d{6,18}|rank_\d{5}_of_\d{5}")
+USUAL_FORMATS: Final = sorted({naming.step_format for naming in (Naming(), *runs.NAMINGS.values())})
+# The same without the form of the number, as StepName has it.
+USUAL_NAMINGS: Final = {one.partition("{")[0] + "{}" for one in USUAL_FORMATS}
+_LOOKED_INTO: Final = 8
+_READERS: Final = 32
+# A walk goes down so many levels, and into so many folders of a level.
+_DEEPEST: Final = 4
+_MOST_FOLDERS: Final = 1000
+# The ends of names of archives and checkpoints that are one file, and who writes them.
+_FILES: Final = {
+    ".tar": "archive",
+    ".tar.zst": "archive",
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".ckpt": "Lightning",
+}
+# How an archive of this library begins, unlike another tar.
+_BEGINNING: Final = b"index.json\0"
+
+
+# The kinds of what a walk finds: those that have steps, and all.
+RUNS: Final = ("run", "trainer")
+EVERYTHING: Final = (*RUNS, "publication", "checkpoint", "file")
+
+
+class Found(NamedTuple):
+    """Something that a walk has found: its name below the place, and its kind. `writer` is that of a checkpoint."""
+
+    name: str
+    kind: Literal["run", "publication", "trainer", "checkpoint", "file"]
+    writer: str = ""
+
+
+class Walk(NamedTuple):
+    """The things below a place, by name, and the folders that nobody has looked into."""
+
+    found: list[Found]
+    unseen: list[str]
+
+    def of(self, kinds: Collection[str]) -> list[str]:
+        """The names of what is of these kinds. A run with versions beside it is one thing."""
+        return [*dict.fromkeys(one.name for one in self.found if one.kind in kinds)]
+
+
+def kind_of(place: Place, names: Sequence[str] | None = None) -> Kind:
+    """The kind of a place by the names there. "trainer" is a folder with checkpoints of a framework, "checkpoint" one
+    of them, and "runs" a folder with anything of these below it.
+    """
+    names = place.storage().names("") if names is None else names
+    kind = _own_kind(place, names)
+    return "runs" if kind == "nothing" and names and _walk(place, is_first_enough=True).found else kind
+
+
+def _own_kind(place: Place, names: Sequence[str]) -> Kind:
+    """The kind of a place, whatever is below it."""
+    if runs.MANIFEST_NAME in names:
+        return "step"
+    if any(map(_VERSION.fullmatch, names)):
+        return "publication"
+    storage = place.storage()
+    if _has_steps(storage, names):
+        return "run"
+    if framework_of(place.text.rstrip("/").rpartition("/")[2], names) is not None:
+        return "checkpoint"
+    return "trainer" if checkpoints_in(storage, names, most=_LOOKED_INTO) else "nothing"
+
+
+def beside_versions(names: Collection[str]) -> list[str]:
+    """The names at a place that are not those of versions, or of ranks that publish them."""
+    return [name for name in names if not _VERSION.fullmatch(name)]
+
+
+def trainer_of(place: Place) -> tuple[Place, str] | None:
+    """The folder of a trainer, and the name of its checkpoint if the place is one of those; None for anything else."""
+    if (kind := kind_of(place)) == "trainer":
+        return place, ""
+    parent, name = urls.place_and_name(place.url, fs=place.fs)
+    root = replace(place, url=parent)
+    is_one = kind in ("checkpoint", "nothing") and name and checkpoints_in(root.storage(), [name])
+    return (root, name) if is_one else None
+
+
+def walk(place: Place) -> Walk:
+    """Look for runs, publications, checkpoints and archives below a place. Hidden folders are left out."""
+    return _walk(place)
+
+
+def targets_of(places: Iterable[Place], kinds: Collection[str]) -> list[tuple[Place, str]]:
+    """These places, with their names below the given ones: a folder of runs stands for all of these kinds below it.
+
+    Raises:
+        Answer: a folder has nothing of these kinds.
+    """
+    targets: list[tuple[Place, str]] = []
+    for place in places:
+        if kind_of(place) != "runs":
+            targets.append((place, ""))
+            continue
+        names = walk(place).of(kinds)
+        if not names:
+            raise Answer(f"{place.shown}: there is no run below it; async-ckpt ls shows what there is", USAGE)
+        targets += [(place_below(place, name), name) for name in names]
+    return targets
+
+
+def nothing_at(place: Place) -> Answer:
+    """The answer for a place without a run, a step or a publication: what is there, and the command for it."""
+    from ...plumbing import find  # they need torch
+
+    opened = find.opened_as_file(place)
+    if opened is not None:
+        opened[0].close()
+        return Answer(f"{place.shown} is a file, not a run; look into it with async-ckpt inspect", USAGE)
+    return Answer(str(find.nothing_committed(place.storage())))
+
+
+def _has_steps(storage: Storage, names: Sequence[str]) -> bool:
+    newest: list[str] = []  # of the usual namings, since there may be thousands of other names
+    for naming in USUAL_NAMINGS:
+        prefix = naming.removesuffix("{}")
+        of_naming = names[bisect_left(names, prefix) : bisect_left(names, f"{prefix}:")]  # a colon follows the digits
+        newest += of_naming[-_LOOKED_INTO:]
+    if storage.existing([f"{name}/{runs.MANIFEST_NAME}" for name in newest]):
+        return True
+    return bool(storage.existing([f"{name}/{runs.MANIFEST_NAME}" for _, name in runs.possible_steps(names)]))
+
+
+def _walk(place: Place, *, is_first_enough: bool = False) -> Walk:
+    found: list[Found] = []
+    unseen: list[str] = []
+    level = [""]
+    for depth in range(_DEEPEST + 1):
+        if depth == _DEEPEST:
+            unseen.extend(name for name in level if place.storage().names(name))
+            break
+        looks: list[_Look] = [_Look(place_below(place, name) if name else place, name) for name in level]
+        threads.run_together("look", [look.run for look in looks], max_threads=_READERS)
+        found.extend(one for look in looks for one in look.things)
+        if is_first_enough and found:
+            break
+        level = sorted(name for look in looks for name in look.below)
+        if len(level) > _MOST_FOLDERS:
+            unseen.extend(level[_MOST_FOLDERS:])
+            del level[_MOST_FOLDERS:]
+    return Walk(sorted(found), sorted(unseen))
+
+
+class _Look:
+    """A look into one folder of a walk: the things that are there, and the names to look into next."""
+
+    def __init__(self, place: Place, name: str) -> None:
+        self._place, self._name = place, name
+        self.things: list[Found] = []
+        self.below: list[str] = []
+
+    def run(self) -> None:
+        names = self._place.storage().names("")
+        if not names:
+            return  # a file
+        self.things = _things_at(self._place, self._name, names)
+        files = {one.name for one in self.things if one.kind == "file"}
+        if not self._name or len(files) == len(self.things):
+            prefix = f"{self._name}/" if self._name else ""
+            others = (f"{prefix}{one}" for one in beside_versions(names) if not one.startswith("."))
+            self.below = [one for one in others if one not in files]
+
+
+def _things_at(place: Place, name: str, names: Sequence[str]) -> list[Found]:
+    """The thing that a folder is, with the run that is in it beside versions; else the archives in it.
+
+    The place that the walk begins at is none of them.
+    """
+    kind = _own_kind(place, names) if name else "nothing"
+    if kind == "publication":
+        is_run = _own_kind(place, beside_versions(names)) == "run"
+        return [Found(name, "publication"), *([Found(name, "run")] if is_run else [])]
+    if kind == "run":
+        return [Found(name, "run")]
+    if kind in ("trainer", "checkpoint"):
+        ones = checkpoints_in(place.storage(), names, most=1)
+        writer = framework_of(name.rpartition("/")[2], names) if kind == "checkpoint" else ones[0].framework
+        return [Found(name, kind, writer or "")]
+    if kind == "step":  # beside no others: of a run that was copied in part
+        return [Found(name, "checkpoint", "async_ckpt")]
+    prefix = f"{name}/" if name else ""
+    files = ((one, _writer_of(place.storage(), one)) for one in names if not one.startswith("."))
+    return [Found(f"{prefix}{one}", "file", writer) for one, writer in files if writer]
+
+
+def _writer_of(storage: Storage, name: str) -> str:
+    """The writer of a file by its name, and of a tar by its beginning; empty for any other file, and for a folder."""
+    writer = next((writer for suffix, writer in _FILES.items() if name.endswith(suffix)), "")
+    if not writer or runs.is_library_name(name):
+        return ""
+    with (
+        suppress(FileNotFoundError, IsADirectoryError, EOFError, ValueError, CheckpointError),
+        storage.open(name) as reader,
+    ):
+        beginning = bytearray(len(_BEGINNING))
+        if name.endswith(".tar"):
+            reader.read_into(0, memoryview(beginning))
+        return writer if not name.endswith(".tar") or beginning == _BEGINNING else ""
+    return ""

@@ -1,0 +1,190 @@
+"""Copies and deletions of the checkpoints that a framework's trainer has written.
+
+In: a folder of a trainer. Out: whole checkpoints elsewhere, and folders without those that no rule keeps. Knows nothing
+of: arguments, and what is in the files.
+
+A checkpoint appears, and disappears, as a whole: on a disk under a hidden name first, in a store by the file that makes
+it one, which is put last and deleted first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Final
+
+from ... import Keep, Place
+from ...errors import RunTakenError
+from ...plumbing import Storage, bulk, locks, runs, scratches, spans, urls
+from .listing import StepRow, checkpoints_of
+from .screen import Answer
+from .trainer_folders import events_at, is_mark, log_at, trackers_in
+
+# The files that a trainer with a plug-in of this library locks while it may write, and the hidden name of what goes.
+_LOCKS: Final = ("_async_ckpt.lock", ".async_ckpt.lock")
+_RETIRED: Final = ".{}.retired"
+
+
+def refuse_living_trainer(place: Place, *, unattended: bool) -> None:
+    """Refuse to change a folder that a training may write to.
+
+    Raises:
+        RunTakenError: a living process has locked the folder.
+        Answer: it cannot be seen whether there is one.
+    """
+    if place.is_local:
+        folder = urls.local_path(place.text)
+        held = [folder / name for name in _LOCKS if (folder / name).exists()]
+        for path in held:
+            fd = locks.hold_if_free(path)
+            if fd is None:
+                raise RunTakenError(
+                    f"{place.shown}: a living trainer writes its checkpoints there; wait for its end",
+                    path=place.shown,
+                    host="?",
+                    pid=-1,
+                    since=0.0,
+                )
+            locks.forget(fd)
+        if held:
+            return  # it is dead: nobody holds what it has left
+    told = events_at(place)
+    if not unattended and not (told and told[-1]["kind"] == "closed"):
+        raise Answer(
+            f"{place.shown}: nothing there says that the training has ended; make sure of that, and pass --unattended"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PruneRow:
+    """A step and its fate. `num_bytes` is None for a step whose manifest is damaged, `name` is that of a checkpoint of
+    a framework.
+    """
+
+    step: int
+    num_bytes: int | None
+    deleted: bool
+    name: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class ShownCheckpoints:
+    """The checkpoints of a trainer as they were shown to somebody, and those that the rules do not keep.
+
+    Those that the framework names stay: the newest, its tracker's and the best one; and those whose step is not known.
+    """
+
+    def __init__(self, place: Place, keep: Keep) -> None:
+        self._place = place
+        self.checkpoints = checkpoints_of(place, place.storage().names(""))
+        numbered = {row.step: row for row in self.checkpoints if row.step >= 0}
+        commits = runs.Commits(
+            {
+                step: runs.Manifest(step, "", 1, row.created or 0.0, (), record=row.record)
+                for step, row in numbered.items()
+            }
+        )
+        named = {row.step for row in self.checkpoints if len(row.marks) > 1}
+        self.going = {*runs.deletable_steps(keep, commits, now=spans.wall_time(), protected=named)}
+
+    def rows(self) -> list[PruneRow]:
+        return [PruneRow(row.step, row.num_bytes, row.step in self.going, row.folder) for row in self.checkpoints]
+
+    def delete(self, *, unattended: bool) -> list[int]:
+        """Delete the checkpoints that were to go. Returns their steps."""
+        refuse_living_trainer(self._place, unattended=unattended)
+        gone = [row for row in self.checkpoints if row.step in self.going]
+        for row in gone:
+            _delete(self._place, row.folder)
+        log = log_at(self._place)
+        log.note("retention", self.checkpoints[-1].step, deleted=sorted(self.going))
+        log.write()
+        return [row.step for row in gone]
+
+
+def _delete(place: Place, name: str) -> None:
+    storage = place.storage()
+    if not place.is_local:
+        storage.delete_many([f"{name}/{one}" for one in storage.names(name) if is_mark(one)])
+        storage.delete_all(name) if storage.names(name) else storage.delete(name)
+        return
+    path = urls.local_path(place.text) / name
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    hidden = path.with_name(_RETIRED.format(name))
+    shutil.rmtree(hidden, ignore_errors=True)
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def copy_checkpoints(
+    source: Place,
+    target: Place,
+    rows: Sequence[StepRow],
+    advance: Callable[[int], None],
+    *,
+    overwrite: bool,
+    is_whole: bool,
+) -> dict[str, str]:
+    """Copy these checkpoints, the oldest first, and then what names the newest. Returns the outcomes by their names.
+
+    With `is_whole`, the trackers and the history come along. A checkpoint that is there with files of other sizes is
+    replaced only with `overwrite`, and then one with the same sizes is, too.
+
+    Raises:
+        Answer: a checkpoint is there with other files.
+    """
+    refuse_living_trainer(target, unattended=True)
+    there, outcomes = target.storage(), {}
+    for row in rows:
+        have, want = _sizes(there, row.folder), _sizes(source.storage(), row.folder)
+        if have and have != want and not overwrite:
+            raise Answer(f"{target.shown}: {row.folder} is there with other files; pass --overwrite to replace it")
+        outcomes[row.folder] = "was there" if have == want and not overwrite else "replaced" if have else "copied"
+    for row in rows:
+        if outcomes[row.folder] != "was there":
+            _copy(source, target, row.folder, advance)
+    if is_whole:
+        for name in trackers_in(source.storage()):
+            there.replace(name, source.storage().read(name)[0])
+        if not events_at(target):
+            log_at(target).copy_from(log_at(source))
+    return outcomes
+
+
+def _sizes(storage: Storage, name: str) -> dict[str, int]:
+    """The sizes of the files of a checkpoint by their paths below the folder of the trainer."""
+    if sizes := storage.sizes(name):
+        return {f"{name}/{path}": size for path, size in sizes.items()}
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError), storage.open(name) as reader:
+        return {name: reader.num_bytes}
+    return {}
+
+
+def _copy(source: Place, target: Place, name: str, advance: Callable[[int], None]) -> None:
+    storage, sizes = source.storage(), _sizes(source.storage(), name)
+
+    def count(offset: int, data: memoryview) -> None:  # noqa: ARG001
+        advance(len(data))
+
+    def parcels(paths: Sequence[str], to: Callable[[str], str]) -> list[Any]:
+        return [bulk.Parcel(partial(storage.open, path), to(path), sizes[path], count) for path in paths]
+
+    if target.is_local and name not in sizes:
+        folder = urls.local_path(target.text)
+        with scratches.Scratch(folder, name) as scratch:
+            written = scratch.folder / name
+            bulk.copy(parcels([*sizes], lambda path: path.removeprefix(f"{name}/")), Place(written).storage())
+            scratches.publish(written, folder / name, replaced=lambda _: True)
+        return
+    there = target.storage()
+    last = [path for path in sizes if path != name and is_mark(path.removeprefix(f"{name}/"))]
+    there.delete_many(last)
+    bulk.copy(parcels([path for path in sizes if path not in last], lambda path: path), there)
+    bulk.copy(parcels(last, lambda path: path), there)

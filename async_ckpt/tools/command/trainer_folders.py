@@ -1,0 +1,158 @@
+"""The checkpoints of frameworks: what a folder is that somebody else's trainer has filled.
+
+In: the names in a folder. Out: whose checkpoint it is, and of which step. Knows nothing of: what is in its files.
+
+Every word of the command asks here. A checkpoint is known by one file of its framework, which a whole one has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Final, NamedTuple
+
+from ... import Place
+from ...plumbing import Storage, events, runs, spans, threads, urls
+
+# For each framework, the names of its checkpoints, and of a file or folder that a whole one has.
+_FRAMEWORKS: Final = tuple(
+    (framework, re.compile(names), re.compile(mark))
+    for framework, names, mark in (
+        ("Transformers", r"checkpoint-\d+", r"trainer_state\.json"),
+        ("DeepSpeed", r".*", r".+_model_states\.pt"),
+        ("DeepSpeed", r"global_step\d+", r"rank_00000\.tar"),
+        ("SkyRL", r"global_step_\d+", r"policy|trainer_state\.pt"),
+        ("verl", r"global_step_\d+", r"actor|critic"),
+        ("accelerate", r".*", r"random_states_\d+\.pkl|training\.tar"),
+        ("Lightning", r".+\.ckpt", r"meta\.pt"),
+        ("torch.distributed.checkpoint", r".*", r"\.metadata"),
+    )
+)
+_HUGGING_FACE: Final = re.compile(r".+\.safetensors(\.index\.json)?|pytorch_model.*\.bin")
+_FILE: Final = ".ckpt"  # of Lightning, whose checkpoints are files, too
+_STEP: Final = re.compile(r"step=(\d+)")
+_READERS: Final = 32
+# The folder in which accelerate gives its checkpoints their names.
+_OF_ACCELERATE: Final = "checkpoints"
+# The state of Transformers' Trainer, which names its best checkpoint.
+_TRAINER_STATE: Final = "trainer_state.json"
+
+
+class TrainerCheckpoint(NamedTuple):
+    """A checkpoint of a framework: the name of its file or folder, and its step if the name tells it."""
+
+    name: str
+    framework: str
+    step: int | None
+
+
+def framework_of(name: str, inside: Collection[str]) -> str | None:
+    """The framework whose checkpoint a folder with this name and content is; None if it is none."""
+    for framework, names, mark in _FRAMEWORKS:
+        if names.fullmatch(name) and any(map(mark.fullmatch, inside)):
+            return framework
+    return "Hugging Face" if any(map(_HUGGING_FACE.fullmatch, inside)) else None
+
+
+def checkpoints_in(storage: Storage, names: Sequence[str], *, most: int | None = None) -> list[TrainerCheckpoint]:
+    """The checkpoints of a training in a folder with these names, ascending by their steps; at most so many, the newest
+    ones. A folder of a model is not one of them: it has no step.
+    """
+    numbered = [
+        (number.step, name) if (number := runs.parse_step_name(name)) else (-1, name)
+        for name in names
+        if not name.startswith(".") and (runs.parse_step_name(name) or name.endswith(_FILE))
+    ]
+    candidates = [name for _, name in sorted(numbered)][-(most or len(numbered)) :]
+    found: list[TrainerCheckpoint] = []
+
+    def look(name: str) -> None:
+        inside = storage.names(name)
+        framework = framework_of(name, inside) if inside else "Lightning" if name.endswith(_FILE) else None
+        if framework not in (None, "Hugging Face"):
+            found.append(TrainerCheckpoint(name, framework, _step_in(name)))
+
+    threads.run_together("look", [partial(look, name) for name in candidates], max_threads=_READERS)
+    return sorted(found, key=lambda one: (-1 if one.step is None else one.step, one.name))
+
+
+def _step_in(name: str) -> int | None:
+    """The step in the name of a checkpoint. Those of Lightning may have other numbers, such as a loss."""
+    if match := _STEP.search(name):
+        return int(match[1])
+    number = None if name.endswith(_FILE) else runs.parse_step_name(name)
+    return number and number.step
+
+
+def is_mark(path: str) -> bool:
+    """Whether a file in a checkpoint is one that makes it a checkpoint, or lies below a folder that does."""
+    return any(mark.fullmatch(path.partition("/")[0]) for _, _, mark in _FRAMEWORKS)
+
+
+def log_at(place: Place) -> events.EventLog:
+    """The history beside the checkpoints of a trainer."""
+    return events.EventLog(place.storage(), spans.wall_time)
+
+
+def events_at(place: Place) -> list[events.Event]:
+    """The history beside the checkpoints of a trainer, whose names are those in this folder.
+
+    That of accelerate is a level higher: in `checkpoints`, accelerate takes each name for a checkpoint.
+    """
+    own = log_at(place).read()
+    parent, name = urls.place_and_name(place.url, fs=place.fs)
+    if own or name != _OF_ACCELERATE:
+        return own
+    above = log_at(replace(place, url=parent)).read()
+    return [{**one, "name": one["name"].removeprefix(f"{name}/")} if one.get("name") else one for one in above]
+
+
+def trackers_in(storage: Storage) -> list[str]:
+    """The names of the files that name the newest checkpoint."""
+    return storage.existing(runs.TRACKERS)
+
+
+def size_of(storage: Storage, name: str) -> int:
+    """The bytes of a checkpoint."""
+    sizes = storage.sizes(name)
+    if sizes:
+        return sum(sizes.values())
+    with suppress(FileNotFoundError, IsADirectoryError), storage.open(name) as reader:
+        return reader.num_bytes
+    return 0
+
+
+def time_of(place: Place, name: str) -> float | None:
+    """The time of the last change of a checkpoint on a disk; None where nothing tells it."""
+    if place.is_local:
+        with suppress(OSError):
+            return (urls.local_path(place.text) / name).stat().st_mtime
+    return None
+
+
+def named_ones(place: Place, found: Sequence[TrainerCheckpoint]) -> dict[str, str]:
+    """The checkpoints that the framework itself names: its tracker's, and the best one by the newest state."""
+    storage, by_text = place.storage(), {one.name: one.name for one in found}
+    by_text |= {str(one.step): one.name for one in found if one.step is not None}
+    named: dict[str, str] = {}
+    for tracker in runs.TRACKERS:
+        with suppress(FileNotFoundError, IsADirectoryError):
+            text = storage.read(tracker)[0][:200].decode(errors="replace").strip()
+            if text in by_text:
+                named[by_text[text]] = "tracker"
+    if found and found[-1].framework == "Transformers":
+        with suppress(FileNotFoundError, ValueError, TypeError, AttributeError):
+            state = json.loads(storage.read(f"{found[-1].name}/{_TRAINER_STATE}")[0])
+            best = str(state.get("best_model_checkpoint")).rstrip("/").rpartition("/")[2]
+            if best in by_text:
+                named[best] = "best"
+    links = [one.name for one in found if place.is_local and (urls.local_path(place.text) / one.name).is_symlink()]
+    for link in links:  # such as Lightning's last.ckpt
+        target = (urls.local_path(place.text) / link).resolve().name
+        if target in by_text:
+            named[target] = f"target of {link}"
+    return named

@@ -1,0 +1,234 @@
+"""The command on what frameworks' trainers have written: by witnesses of each, and by real trainings with a history."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tarfile
+from pathlib import Path
+
+import pytest
+from buckets import Bucket, bucket  # noqa: F401
+from children import Nursery
+from commands import documented, run_command, store_options
+from published import flip
+
+import async_ckpt
+from async_ckpt.core import spans
+from async_ckpt.core.events.log import EventLog
+from async_ckpt.core.storage.local import LocalStorage
+
+WITNESSES = Path(__file__).parents[2] / "witnesses"
+# The folder of the trainer in each witness, whose it is, and its checkpoints by their steps.
+TRAINERS = {
+    "transformers_own": ("", "Transformers", {4: "checkpoint-4"}),
+    "transformers_archive": ("", "Transformers", {4: "checkpoint-4"}),
+    "lightning": ("", "Lightning", {4: "epoch=0-step=4.ckpt", 8: "epoch=1-step=8.ckpt"}),
+    "deepspeed_own_2": ("run", "DeepSpeed", {2: "global_step2", 4: "global_step4"}),
+    "verl_one": ("run", "verl", {2: "global_step_2", 4: "global_step_4"}),
+    "verl_fsdp2": ("run", "verl", {2: "global_step_2", 4: "global_step_4"}),
+    "skyrl_trainer": ("run", "SkyRL", {3: "global_step_3", 4: "global_step_4"}),
+}
+
+
+def witness(name: str, to: Path) -> Path:
+    with tarfile.open(WITNESSES / f"{name}.tar.gz") as file:
+        file.extractall(to / name, filter="data")
+    return to / name / TRAINERS[name][0] if name in TRAINERS else to / name
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_each_word_works_on_the_folder_of_a_framework(name: str, tmp_path: Path) -> None:
+    folder = witness(name, tmp_path)
+    _, framework, steps = TRAINERS[name]
+
+    assert {row["step"]: row["folder"] for row in documented("ls", folder)["steps"]} == steps
+    (row,) = documented("ls", tmp_path)["runs"]
+    assert (row["kind"], row["num_steps"], row["latest"]) == (framework, len(steps), max(steps))
+    told = documented("verify", folder)
+    assert (told["steps"], told["faults"]) == (sorted(steps), [])
+    assert documented("watch", folder, "--once")["step"] == max(steps)
+    told = documented("cp", f"{folder}@latest", tmp_path / "copy")["steps"]
+    assert [(row["name"], row["outcome"]) for row in told] == [(steps[max(steps)], "copied")]
+    assert documented("verify", tmp_path / "copy")["steps"] == [max(steps)]
+    told = documented("prune", folder, "--keep", "last=1", "--yes", "--unattended")["steps"]
+    assert {row["step"] for row in told if not row["deleted"]} == {max(steps)}
+    assert [row["step"] for row in documented("ls", folder)["steps"]] == [max(steps)]
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_damage_in_a_checkpoint_is_found_by_what_its_files_have(tmp_path: Path) -> None:
+    damaged = (
+        ("transformers_own", "checkpoint-4/optimizer.pt", 4),
+        ("verl_fsdp2", "global_step_2/actor/training.tar", 2),
+    )
+    for name, file, step in damaged:
+        folder = witness(name, tmp_path)
+        path = next((folder / file).glob("*.tar"), folder / file)
+        flip(path, path.stat().st_size // 2)
+
+        told = documented("verify", folder, status=1)
+
+        assert told["damaged"] == [step]
+        assert file in told["faults"][0]["subject"]
+        assert any("safetensors file has no digests" in note for note in told["notes"])
+
+
+def test_a_copy_is_a_checkpoint_once_it_is_whole_and_another_one_is_not_replaced(tmp_path: Path) -> None:
+    folder, target = witness("verl_one", tmp_path), tmp_path / "copy"
+
+    def outcomes(*more: str) -> dict[int, str]:
+        return {row["step"]: row["outcome"] for row in documented("cp", folder, target, *more)["steps"]}
+
+    assert outcomes() == {2: "copied", 4: "copied"}
+    assert (target / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert outcomes() == {2: "was there", 4: "was there"}
+    (target / "global_step_2/data.pt").write_bytes(b"of another training")
+    ended = run_command("cp", folder, target)
+    assert (ended.returncode, "global_step_2 is there with other files" in ended.stderr) == (1, True)
+    assert outcomes("--steps", "2", "--overwrite") == {2: "replaced"}
+    assert (target / "global_step_2/data.pt").read_bytes() == (folder / "global_step_2/data.pt").read_bytes()
+
+
+def test_checkpoints_go_to_a_store_and_come_back(bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
+    folder = witness("transformers_own", tmp_path)
+    options, keys = store_options(bucket.server.options)
+    url = bucket.url("trainer")
+    for_target = [f"--dst-{one[2:]}" if one.startswith("--") else one for one in options]
+    assert run_command("cp", folder, url, *for_target, **keys).returncode == 0
+    told = json.loads(run_command("ls", url, *options, "--json", **keys).stdout)
+    assert [row["folder"] for row in told["steps"]] == ["checkpoint-4"]
+    assert run_command("cp", f"{url}@latest", tmp_path / "back", *options, **keys).returncode == 0
+    for path in (folder / "checkpoint-4").iterdir():
+        assert (tmp_path / "back/checkpoint-4" / path.name).read_bytes() == path.read_bytes()
+    pruned = run_command("prune", url, "--keep", "every=3", "--yes", "--unattended", *options, **keys)
+    assert (pruned.returncode, "0 of 1" in pruned.stdout) == (0, True)  # the newest stays
+
+
+def test_the_best_one_and_the_trackers_stay(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        state = {"best_model_checkpoint": "elsewhere/checkpoint-2"}
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+
+    told = documented("prune", tmp_path, "--keep", "last=1", "--yes", "--unattended")["steps"]
+
+    assert {row["step"]: row["deleted"] for row in told} == {2: False, 4: True, 6: False}
+
+
+def test_a_folder_of_which_nothing_says_that_its_training_has_ended_is_pruned_unattended_alone(tmp_path: Path) -> None:
+    folder = witness("deepspeed_own_2", tmp_path)
+    ended = run_command("prune", folder, "--keep", "last=1", "--yes")
+    assert (ended.returncode, ended.stdout, "--unattended" in ended.stderr) == (1, "", True)
+    assert run_command("prune", folder, "--keep", "last=1", "--dry-run").returncode == 0
+    log = EventLog(LocalStorage(folder), spans.wall_time)
+    log.note("closed", None)
+    log.write()
+    assert run_command("prune", folder, "--keep", "last=1", "--yes").returncode == 0
+    assert async_ckpt.history(folder)[-1]["deleted"] == [2]
+
+
+def test_a_folder_that_a_living_trainer_has_locked_is_not_pruned(tmp_path: Path, nursery: Nursery) -> None:
+    folder = witness("lightning", tmp_path)
+    child = nursery.start(
+        """
+        import sys, time
+        from pathlib import Path
+        from async_ckpt.integrations.common.folders import FolderHold
+        with FolderHold(Path(sys.argv[1])):
+            print("held", flush=True)
+            time.sleep(60)
+        """,
+        folder,
+    )
+    child.wait_for_line("held")
+    ended = run_command("prune", folder, "--keep", "last=1", "--yes", "--unattended")
+    assert (ended.returncode, "a living trainer" in ended.stderr) == (1, True)
+    child.send(signal.SIGKILL)
+    child.ended()
+    assert run_command("prune", folder, "--keep", "last=1", "--yes").returncode == 0
+
+
+# --- histories ----------------------------------------------------------------------------------------------------
+
+
+def test_a_training_by_transformers_has_a_history_that_all_words_show(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from trainers import Files, trainer_of
+
+    trainer = trainer_of(Files, tmp_path / "run", save_total_limit=2, save_steps=2, logging_steps=2)
+    trainer.train()
+
+    events = async_ckpt.history(tmp_path / "run")
+    saves = [one for one in events if one["kind"] == "save"]
+    assert [(one["step"], one["name"], one["kept"]) for one in saves] == [
+        (step, f"checkpoint-{step}", step > 4) for step in (2, 4, 6, 8)
+    ]
+    assert events[-1]["kind"] == "closed"
+    losses = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+    assert [one["record"]["loss"] for one in saves] == [losses[step] for step in (2, 4, 6, 8)]
+    size = sum(path.stat().st_size for path in (tmp_path / "run/checkpoint-8").rglob("*") if path.is_file())
+    newest = documented("ls", tmp_path / "run", "--best", "loss")["steps"][-1]
+    assert (newest["step"], newest["num_bytes"], saves[-1]["num_bytes"]) == (8, size, size)
+    assert newest["stall_seconds"] == saves[-1]["stall_seconds"] > 0
+    assert "ended" in run_command("watch", tmp_path / "run", "--once").stdout
+    assert documented("inspect", f"{tmp_path / 'run'}@best:loss")["names"]
+    (run,) = documented("page", tmp_path / "run", "-o", tmp_path / "page.html")["runs"]
+    assert run["num_saves"] == 4
+    assert run_command("prune", tmp_path / "run", "--keep", "last=1", "--yes").returncode == 0
+
+
+def test_a_save_that_fails_is_in_the_history_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from trainers import Files, trainer_of
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoint-2").write_text("a file in the way")
+    with pytest.raises(async_ckpt.CheckpointError):
+        trainer_of(Files, tmp_path / "run", save_steps=2).train()
+
+    kinds = [one["kind"] for one in async_ckpt.history(tmp_path / "run")]
+    assert kinds == ["failed", "closed"]
+
+
+def test_a_training_by_lightning_has_a_history_with_what_it_monitors(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    from lightning_runs import NAMES, batches, kit_of, quiet, trainer_of
+
+    from async_ckpt.integrations.lightning import AsyncTarCheckpointIO
+
+    kit = kit_of(NAMES[0])
+    callback = kit.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1, monitor="step")
+    with quiet():
+        trainer_of(kit, tmp_path, AsyncTarCheckpointIO(), callback, max_steps=4).fit(kit.Model(), batches())
+
+    saves = [one for one in async_ckpt.history(tmp_path) if one["kind"] == "save"]
+
+    assert [(one["step"], one["name"], one["kept"]) for one in saves] == [
+        (2, "step=2.ckpt", True),
+        (4, "step=4.ckpt", True),
+    ]
+    assert [one["record"]["step"] for one in saves] == [2, 4]
+
+
+def test_a_training_by_accelerate_has_its_history_where_accelerate_does_not_look(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from accelerated import Training
+
+    training = Training(tmp_path)
+    state = training.state("archive")
+    training.run(save=state.save_state)
+    state.wait()
+
+    folder = tmp_path / "checkpoints"
+    assert "history.jsonl" not in os.listdir(folder)
+    rows = documented("ls", folder)["steps"]
+    assert rows
+    assert all(row["stall_seconds"] is not None for row in rows)
+    (run,) = documented("page", tmp_path, "-o", tmp_path / "page.html")["runs"]
+    assert run["num_saves"] >= len(rows)
+    shutil.rmtree(folder / rows[-1]["folder"])
+    assert [one["kept"] for one in async_ckpt.history(tmp_path) if one["kind"] == "save"][-1] is False
