@@ -73,7 +73,7 @@ class Run:
         is_volatile: bool = False,
         opening: str = "",
     ) -> None:
-        """`every`: copies from other roots bring only the multiples of this. `is_volatile`: a reboot loses what is here.
+        """`every`: copies from other roots bring only multiples of this. `is_volatile`: a reboot loses what is here.
         `opening` is a random text for the checkpointer, the same at all of its roots.
         """
         self._opening = opening or os.urandom(4).hex()

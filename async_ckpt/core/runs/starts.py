@@ -281,9 +281,9 @@ class Tenure:
 
         Returns the start, and whether it is new: then the caller looks at the commits again. `token` is that of the
         start at all `roots` of the run; `listed` lists the starts at this root, and `elsewhere` those at the others.
-        `ancestors` names the starts that the new one follows, by the starts here. `commits` lists what the new start sees: the starts, and the attempts that count by their steps. Raises
-        RunTakenError for a root that another process has taken meanwhile or that a living one has, and
-        StorageUnavailableError.
+        `ancestors` names the starts that the new one follows, by the starts here. `commits` lists what the new start
+        sees: the starts, and the attempts that count by their steps. Raises RunTakenError for a root that another
+        process has taken meanwhile or that a living one has, and StorageUnavailableError.
         """
         with self._taking:
             self._users.add(user)

@@ -277,7 +277,7 @@ class Drain:
 
     def _take(self, lane: Lane) -> FilledSegment | None:
         with self._lock:
-            # The memory of a write that hangs comes back only with it: the lane that follows may hold a part of the pool.
+            # The memory of a write that hangs comes back only with it: a lane that follows may hold a part of the pool.
             if not lane.queue or (lane.follows and lane.num_writing >= max(1, self.max_segments // 4)):
                 return None
             lane.num_writing += 1

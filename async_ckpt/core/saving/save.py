@@ -108,7 +108,7 @@ class Save(ABC):
         self.given_up = error
 
     def promise(self) -> Future[int] | None:
-        """What the handle waits for beyond the commit, if there is anything."""
+        """The future that the handle waits for beyond the commit, if there is one."""
         return None
 
     async def tidy(self, off_loop: OffLoop) -> None:  # noqa: B027 - most have no files but those that they commit

@@ -1,6 +1,6 @@
 """The story of a save, told once from top to bottom. It starts no threads, and logs nothing.
 
-In: a layout, segments as they are filled, a target. Out: a committed checkpoint and its report, or no trace of the save.
+In: a layout, segments as they are filled, a target. Out: a committed checkpoint and its report, or no trace of it.
 Knows nothing of: where segments come from, or their contents.
 
 Filled segments do not pass through the story: `Drain` takes them from the copying threads straight to the writing

@@ -72,8 +72,13 @@ class Target:
             self._name, num_bytes=num_bytes, segment_bytes=segment_bytes, max_segments=max_segments
         )
 
-    def follow(self, num_bytes: int, segment_bytes: int, max_segments: int) -> tuple[Sink, Storage] | None:  # noqa: ARG002
-        """Begin a copy of the object at the next place, if that can take it now. What fails there costs the copy alone."""
+    def follow(
+        self,
+        num_bytes: int,  # noqa: ARG002
+        segment_bytes: int,  # noqa: ARG002
+        max_segments: int,  # noqa: ARG002
+    ) -> tuple[Sink, Storage] | None:
+        """Begin a copy of the object at the next place, if that can take it. A failure there costs the copy alone."""
         return None
 
     def followed(self, *, is_whole: bool) -> None:

@@ -261,7 +261,7 @@ class Tiers:
         return held
 
     def behind(self) -> list[str]:
-        """What further places lack, in words; nothing is asked."""
+        """The steps that further places lack, in words. Nothing is asked."""
         return [words for mover in self.movers if (words := mover.lag())]
 
     # --- the end ----------------------------------------------------------------------------------------------
@@ -471,11 +471,11 @@ class Mover:
         return arrived
 
     def _left(self) -> StorageUnavailableError:
-        """What is said to those who wait for the place when nothing is copied there any more."""
+        """The error for those who wait for the place, when nothing is copied there any more."""
         return StorageUnavailableError(self.lag() or f"{self.shown}: no step is copied there any more", path=self.shown)
 
     def lag(self) -> str:
-        """What the place lacks, in words; empty if nothing is known to be missing."""
+        """The step that the place lacks, in words; empty if none is known to be missing."""
         with self._lock:
             wanted, newest, error = self._wanted, self._newest, self._error
         if wanted is None or (newest is not None and newest >= wanted):
@@ -548,7 +548,7 @@ class Mover:
                 self._move(ahead.step, ahead, num_wants)
 
     def _wait_for_follower(self) -> int | None:
-        """Wait while a save copies its step there in its own pass. Returns that step: it comes first, for its archive is
+        """Wait while a save copies its step there in its own pass. Returns that step, which comes first: its archive is
         there, or those of other ranks are.
         """
         with self._lock:
