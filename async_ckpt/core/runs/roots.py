@@ -142,7 +142,7 @@ class Roots:
         return [(step, current[step]) for step in kept if run not in current[step]]
 
     def ahead(self, run: Run, *, is_last: bool = False, first: int | None = None) -> Ahead:
-        """The step that the last root, which is `run`, is to get from the nearer ones: `first` if that is newer, else the lowest
+        """The step that the last root, `run`, is to get from the nearer ones: `first` if that is newer, else the lowest
         newer step that its `keep` keeps for good, else the newest. With `is_last`, the newest whatever `every` says.
 
         Raises StorageUnavailableError if the root itself is away.

@@ -1,0 +1,66 @@
+"""A training that is killed at any moment, with a RAM disk in front of a disk: what its handles said is there."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import Nursery
+from slices import some
+from states import assert_is_state, open_run, state_at
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals as Linux has them")
+
+TRAINING = """
+import sys
+from async_ckpt import Place
+from states import open_run, state_at
+memory, disk = sys.argv[1:]
+with open_run([Place(memory, volatile=True), disk], keep=2) as ckpt:
+    step = ckpt.restore(state_at(0, 5)) or 0
+    print("restored", step, flush=True)
+    for step in range(step + 1, step + 200):
+        handle = ckpt.save(state_at(step, 5), step)
+        handle.add_done_callback(lambda done: print("durable", done.result().step, flush=True))
+        for save in ckpt._saver.ledger.saves():
+            save.settled.result()
+        print("committed", step, flush=True)
+"""
+
+
+def newest(places: list[Any]) -> int:
+    with open_run(places) as ckpt:
+        step = ckpt.latest() or 0
+        if step:
+            assert_is_state(ckpt.load(step), step, 5)
+        return step
+
+
+@pytest.mark.parametrize("seed", some(range(200), 20))
+def test_what_was_said_to_be_durable_or_committed_is_restored(
+    nursery: Nursery, quick_path: Path, tmp_path: Path, seed: int
+) -> None:
+    dice, memory, disk = random.Random(seed), quick_path / "run", tmp_path / "run"
+    for _ in range(2):  # and then the next start
+        child = nursery.start(TRAINING, memory, disk)
+        child.wait_for_line("restored")
+        time.sleep(dice.uniform(0.0, 0.6))
+        child.send(signal.SIGKILL)
+        ended = child.ended()
+        told = [line.split() for line in ended.out.splitlines() if len(line.split()) == 2]
+        said = {
+            kind: max((int(step) for what, step in told if what == kind), default=0)
+            for kind in ("durable", "committed")
+        }
+        assert newest([memory, disk]) >= max(said["committed"], said["durable"])
+        assert newest([disk]) >= said["durable"]
+    state = state_at(0, 5)
+    with open_run([memory, disk]) as ckpt:
+        step = ckpt.restore(state) or 0  # it may have been killed before its first save
+        assert step >= max(said.values())
+        assert_is_state(state, step, 5)
