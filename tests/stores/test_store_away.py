@@ -143,18 +143,20 @@ def test_a_store_that_was_away_is_caught_up_when_asked(both):
 
 
 def test_a_store_that_is_away_is_no_reason_to_begin_anew_on_an_empty_disk(obstore, tmp_path):
+    with obstore.direct.run() as before:
+        before.save(state_at(5), step=5).result()
     with open_run([tmp_path, obstore.place(**SOON, **NO_RETRIES)], segment_bytes=PART) as ckpt:
         away = obstore.proxy.refuse()
         for ask in (ckpt.latest, ckpt.steps, ckpt.load, lambda: ckpt.restore(state_at(0, 1))):
             failure(ask, "no step is committed at the roots that answer, .*leave it out of the roots")
-        handle = ckpt.save(state_at(2, 1), step=2)
+        handle = ckpt.save(state_at(6, 1), step=6)
         handle.result()
         with pytest.warns(RuntimeWarning, match="a root does not answer"):
-            assert ckpt.latest() == 2
+            assert ckpt.latest() == 6
         away.clear()
-        with pytest.raises(ConflictError, match="step 1 there was saved"):  # what this run has not gone on from
+        with pytest.raises(ConflictError, match="step 5 there was saved"):  # what this run has not gone on from
             handle.at(obstore.place(**SOON, **NO_RETRIES)).result(PATIENCE)
-        with pytest.warns(RuntimeWarning, match="step 2 is not at"):
+        with pytest.warns(RuntimeWarning, match="step 6 is not at"):
             ckpt.close()
 
 

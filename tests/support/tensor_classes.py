@@ -29,6 +29,7 @@ class Scaled(torch.Tensor):
     codes: torch.Tensor
     scale: torch.Tensor
     context: Any
+    is_cut_by_rows = False
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, context: Any = None) -> Scaled:
@@ -61,6 +62,8 @@ class Scaled(torch.Tensor):
             return each(args[0], func)
         if func is torch.ops.aten._to_copy.default:
             return each(args[0], lambda part: part.to(kwargs.get("device")))
+        if func is torch.ops.aten.slice.Tensor and args[0].is_cut_by_rows and (len(args) == 1 or args[1] == 0):
+            return each(args[0], lambda part: func(part, *args[1:], **(kwargs or {})))
         plain = [arg.dequantised() if isinstance(arg, Scaled) else arg for arg in args]
         result = func(*plain, **(kwargs or {}))
         if func.overloadpacket.__name__.endswith("_"):  # in place: the codes are the values, the scale is one
@@ -68,6 +71,12 @@ class Scaled(torch.Tensor):
             args[0].scale.fill_(1.0)
             return args[0]
         return result
+
+
+class Rows(Scaled):
+    """A class that can be cut by rows, as it says by its slices."""
+
+    is_cut_by_rows = True
 
 
 def scaled(*shape: int, seed: int = 0, context: Any = None) -> Scaled:

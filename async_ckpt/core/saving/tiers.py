@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from ...errors import (
     CheckpointError,
     ConflictError,
+    CorruptCheckpointError,
     NotCommittedError,
     StepExistsError,
     StorageUnavailableError,
@@ -372,6 +373,7 @@ class Mover:
         self._newest: int | None = None  # the newest step there, as far as is known
         self._wanted: int | None = None  # the newest step that the nearer places had
         self._followed: tuple[int, Future[None]] | None = None  # the step that a save copies there in its own pass
+        self._first: int | None = None  # the last of these steps
         self._waiting: list[tuple[int, int, Future[int]]] = []  # since so many wants, for this step
         self._error: CheckpointError | None = None  # why the last move has failed
 
@@ -398,7 +400,7 @@ class Mover:
         with self._lock:
             followed = self._followed if self._followed and self._followed[0] == step else None
             if followed is not None:
-                self._followed = None
+                self._followed, self._first = None, step
         if followed is not None:
             followed[1].set_result(None)
 
@@ -548,14 +550,14 @@ class Mover:
                 self._move(ahead.step, ahead, num_wants)
 
     def _wait_for_follower(self) -> int | None:
-        """Wait while a save copies its step there in its own pass. Returns that step, which comes first: its archive is
-        there, or those of other ranks are.
+        """Wait while a save copies its step there in its own pass. Returns the last such step, which comes first: its
+        archive is there, or those of other ranks are.
         """
         with self._lock:
             followed = self._followed
         while followed is not None and not wait_for(followed[1], LIVENESS_SECONDS):
             self._check()
-        return None if followed is None else followed[0]
+        return self._first
 
     def _move(self, step: int, ahead: Ahead, num_wants: int) -> None:
         begun, holders = monotonic(), [run for run in ahead.holders[step] if run is not self.run]
@@ -583,10 +585,8 @@ class Mover:
                         raise StorageUnavailableError(str(error), path=self.shown) from error
                     self._looked_again = step
                     return
-                except CheckpointError as error:
-                    if not isinstance(error, StorageUnavailableError) or len(holders) == 1:
-                        raise
-                    errors.append(error)
+                except (CorruptCheckpointError, StorageUnavailableError) as error:
+                    errors.append(error)  # another place may hold it whole
             else:
                 raise errors[0]
         self.arrived(step, num_wants)

@@ -109,7 +109,7 @@ def is_sharded(value: Any) -> bool:
     return (
         is_declared(value)
         or is_dtensor(value)
-        or isinstance(value, StackedShard)
+        or isinstance(value, InnerShard)
         or is_of_fsdp1(value)
         or _declares_slices(value)
         or is_of_megatron(value)
@@ -165,19 +165,22 @@ class Placed(NamedTuple):
         return dtensor(local, self.spec, requires_grad=self.requires_grad)
 
 
-class StackedShard(NamedTuple):
+class InnerShard(NamedTuple):
     """A tensor inside of the local tensor of a DTensor, where that is made of several.
 
-    Nothing says how the cuts of a DTensor go through inner tensors: a scale may belong to a row, to a block or to all.
-    So the inner tensors of all shards are taken for a stack, with a leading dimension for each cut. They are restored
-    by the same cuts alone.
+    If it is cut as the DTensor is, `whole` is the shape of the inner tensor of all shards. Otherwise a scale may belong
+    to a row, to a block or to all, and these tensors are taken for a stack, with a leading dimension for each cut,
+    which is restored by the same cuts alone.
     """
 
     of: Any
     inner: Any
+    whole: Ints | None = None
 
     @property
     def shape(self) -> Ints:
+        if self.whole is not None:
+            return self.whole
         return (*(count for _, count, _ in shards_of(self.of, "the tensor")), *self.inner.shape)
 
     @property
@@ -227,8 +230,8 @@ class Slicer:
         value = as_declared(value)
         if is_dtensor(value):
             return self._of_dtensor(value, name)
-        if isinstance(value, StackedShard):
-            return self._of_stacked(value, name)
+        if isinstance(value, InnerShard):
+            return self._of_inner(value, name)
         if is_of_fsdp1(value):
             return self._of_sharded_tensor(value, name)
         if _declares_slices(value):
@@ -246,20 +249,22 @@ class Slicer:
         slices, local = self._local_of(tensor, name)
         return LocalShards(slices, _parts(local, slices.rectangles))
 
-    def _of_stacked(self, stacked: StackedShard, name: str) -> LocalShards:
-        whole, _ = self._local_of(stacked.of, name)
+    def _of_inner(self, shard: InnerShard, name: str) -> LocalShards:
+        whole, _ = self._local_of(shard.of, name)
         if whole.cuts is None or whole.mesh is None:
             raise _refused(
                 name, "a wrapped tensor is saved by its cuts, and its mesh numbers the ranks otherwise than this save"
             )
-        slices = Slices.at(
-            whole.coordinate,
-            global_shape=stacked.shape,
-            cuts=tuple(Cut(dim, cut.mesh_dim) for dim, cut in enumerate(whole.cuts)),
-            mesh=whole.mesh,
-        )
-        row = stacked.inner.detach()[(None,) * len(whole.cuts)]
-        return LocalShards(slices, _parts(row, slices.rectangles))
+        cuts, local = whole.cuts, shard.inner.detach()
+        if shard.whole is None:
+            cuts = tuple(Cut(dim, cut.mesh_dim) for dim, cut in enumerate(whole.cuts))
+            local = local[(None,) * len(cuts)]
+        slices = Slices.at(whole.coordinate, global_shape=shard.shape, cuts=cuts, mesh=whole.mesh)
+        if slices.local_shape not in (None, tuple(local.shape)) and local.numel():
+            raise _refused(
+                name, f"{tuple(local.shape)} of {slices.global_shape} are in this shard, whose cut is uneven"
+            )
+        return LocalShards(slices, _parts(local, slices.rectangles))
 
     def _local_of(self, tensor: Any, name: str) -> tuple[Slices, torch.Tensor]:
         spec, local = tensor._spec, tensor._local_tensor

@@ -20,7 +20,7 @@ import torch
 from ...errors import UnsupportedStateError
 from ..backends import has_plain_bytes
 from ..collector import no_collection
-from ..slicing.sharded import Placed, Slicer, StackedShard, as_declared, is_dtensor, is_sharded
+from ..slicing.sharded import InnerShard, Placed, Slicer, as_declared, is_dtensor, is_sharded
 from ..slicing.slices import Slices
 from ..spec import DTYPES, Json, SliceFacts, TensorSpec, with_article
 from .captured import Capture, FrozenParts, FrozenTensors, Mark, SnapshotView, classes_in, per_rank_in, tree_of
@@ -123,12 +123,12 @@ class _CaptureWalk:
 
     def leaf(self, value: Any, path: Path) -> Json:
         value = as_declared(value)
-        if isinstance(value, torch.Tensor | StackedShard):
-            if self._local is not None and (is_dtensor(value) or isinstance(value, StackedShard)):
+        if isinstance(value, torch.Tensor | InnerShard):
+            if self._local is not None and (is_dtensor(value) or isinstance(value, InnerShard)):
                 return {"tensor": self._local_part(value, path)}
             if self._slicer is not None:
                 return {"tensor": self._sliced(value, path)}
-            return {"tensor": self._tensor(value.of if isinstance(value, StackedShard) else value, path)}
+            return {"tensor": self._tensor(value.of if isinstance(value, InnerShard) else value, path)}
         if type(value) is bytes:
             return {"bytes": self._bytes(value, path, "uint8", (len(value),))}
         numpy = sys.modules.get("numpy")
@@ -141,7 +141,7 @@ class _CaptureWalk:
     def _local_part(self, tensor: Any, path: Path) -> int:
         """The number of a DTensor's local tensor. Raises UnsupportedStateError as a save of it would."""
         assert self._local is not None
-        if isinstance(tensor, StackedShard):
+        if isinstance(tensor, InnerShard):
             raise UnsupportedStateError(
                 f"{shown(path)}: a snapshot cannot hold a DTensor whose local tensor is wrapped; save the live state "
                 "instead; nothing was written",
@@ -151,7 +151,7 @@ class _CaptureWalk:
         self.placed[number] = Placed.of(tensor)
         return number
 
-    def _sliced(self, tensor: torch.Tensor | StackedShard, path: Path) -> int:
+    def _sliced(self, tensor: torch.Tensor | InnerShard, path: Path) -> int:
         """The number of a tensor of which other ranks may hold other shards, or replicas."""
         assert self._slicer is not None
         slices, parts = self._slicer.slice(tensor, name=shown(path))

@@ -300,6 +300,12 @@ class InnerTensors(dict[str, Any]):
     def kind(self) -> str:
         return str(self.facts["class"])
 
+    def of_size(self, like: torch.Tensor) -> InnerTensors:
+        """These, of a tensor of the size of another one: a shard of it."""
+        assert self.wrapper is not None
+        wrapper = self.wrapper._replace(size=tuple(like.shape), stride=like.stride())
+        return InnerTensors(self, self.facts, wrapper, self.path)
+
     def made(self, inner: dict[str, Any], *, of_shard: bool = False) -> Any:
         """The tensor of other inner tensors like these; a dict of them if its class is not known.
 

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...errors import UnsupportedStateError
-from ..slicing.sharded import StackedShard, is_dtensor, is_sharded, shards_of
+from ..slicing.sharded import InnerShard, is_dtensor, is_sharded, shards_of
 from .names import Path, shown
 from .plain import class_name
 
@@ -51,23 +51,28 @@ class Wrapper(NamedTuple):
 def taken_apart(tensor: Any, path: Path) -> tuple[Wrapper, dict[str, Any]] | None:
     """A tensor without its inner tensors, and these by name; None if it is not made of others.
 
-    The inner tensors of a DTensor that is cut are `StackedShard`. Raises UnsupportedStateError, whose message begins
-    with the name of `path`, if the class does not follow the protocol.
+    The inner tensors of a DTensor are `InnerShard`, unless all shards have the same. Raises UnsupportedStateError, whose
+    message begins with the name of `path`, if the class does not follow the protocol.
     """
     kind = type(tensor)
     if kind in _PLAIN_TYPES and tensor.layout is torch.strided:
         return None
-    if isinstance(tensor, StackedShard):
+    if isinstance(tensor, InnerShard):
         apart = taken_apart(tensor.inner, path)
         return apart and (apart[0], {inner: tensor._replace(inner=part) for inner, part in apart[1].items()})
     if is_dtensor(tensor):
         apart = taken_apart(tensor._local_tensor, path)
         if apart is None:
             return None
-        wrapper = apart[0]._replace(
-            size=_numbers(tensor.shape), stride=_numbers(tensor.stride()), shards=shards_of(tensor, shown(path))
-        )
-        return wrapper, {inner: StackedShard(tensor, part) for inner, part in apart[1].items()}
+        wrapper, parts = apart[0]._replace(size=_numbers(tensor.shape), stride=_numbers(tensor.stride())), apart[1]
+        shards = shards_of(tensor, shown(path))
+        cut = _cut_alike(tensor._local_tensor, parts, frozenset(dim for dim, *_ in shards))
+        if cut is None:
+            return wrapper._replace(shards=shards), {name: InnerShard(tensor, part) for name, part in parts.items()}
+        return wrapper, {
+            name: InnerShard(tensor, part, _whole(tensor, part, shards)) if name in cut else part
+            for name, part in parts.items()
+        }
     if not isinstance(tensor, torch.Tensor) or is_sharded(tensor):
         return None
     if tensor.layout in _LAYOUTS.values() and kind in _PLAIN_TYPES:
@@ -78,6 +83,75 @@ def taken_apart(tensor: Any, path: Path) -> tuple[Wrapper, dict[str, Any]] | Non
     return _of_subclass(tensor, shown(path)) if follows_protocol(kind) else None
 
 
+# By a class, and the shapes of an instance and its inner tensors.
+_cuts_known: dict[Any, frozenset[str] | None] = {}
+_MAX_KNOWN: Final = 10_000
+
+
+def _cut_alike(local: Any, parts: Mapping[str, Any], dims: frozenset[int]) -> frozenset[str] | None:
+    """The inner tensors that are cut along these dimensions as the tensor itself is; None if some are cut otherwise.
+
+    The class is asked: an inner tensor is cut if the first and the last row of the tensor have its first and last row,
+    and it is not if both rows have all of it.
+    """
+    key = type(local), local.shape, dims, tuple((name, part.shape) for name, part in parts.items())
+    if key not in _cuts_known:
+        if len(_cuts_known) >= _MAX_KNOWN:
+            _cuts_known.clear()
+        try:
+            with torch.no_grad():
+                ways = [_ways_along(local, parts, dim) for dim in sorted(dims)]
+        except Exception:  # the user's own class may raise anything
+            ways = [None]
+        is_known = None not in ways and all(way == ways[0] for way in ways)
+        _cuts_known[key] = (ways[0] if ways else frozenset(parts)) if is_known else None
+    return _cuts_known[key]
+
+
+def _ways_along(local: Any, parts: Mapping[str, Any], dim: int) -> frozenset[str] | None:
+    """The inner tensors that are cut along a dimension; None if some are neither cut nor whole."""
+    size, cut, whole = local.shape[dim], {*parts}, {*parts}
+    mine = taken_apart(local, ())
+    for at in {0, size - 1} if size else ():
+        row = taken_apart(local.narrow(dim, at, 1), ())
+        if row is None or mine is None or row[0].context != mine[0].context or row[1].keys() != parts.keys():
+            return None
+        for name, part in parts.items():
+            if type(part) not in _PLAIN_TYPES:
+                return None
+            rows = part.shape[dim] // size if _may_be_cut(part, local, dim) else 0
+            if not rows or not _is_same(row[1][name], part.narrow(dim, at * rows, rows)):
+                cut.discard(name)
+            if row[1][name].shape != part.shape or not torch.equal(_bits(row[1][name]), _bits(part)):
+                whole.discard(name)  # compared by bits, since some classes copy what a slice has, too
+    if not size:
+        return frozenset(name for name, part in parts.items() if part.ndim > dim and not part.shape[dim])
+    return frozenset(cut) if cut | whole == {*parts} else None
+
+
+def _may_be_cut(part: torch.Tensor, local: Any, dim: int) -> bool:
+    """True if an inner tensor may have as many rows for each row of the tensor; a flat one only along the first."""
+    return (part.ndim == local.ndim or (dim == 0 and part.ndim > 0)) and part.shape[dim] % local.shape[dim] == 0
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True for two views of the same memory."""
+    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+
+
+def _whole(dtensor: Any, part: torch.Tensor, shards: tuple[tuple[int, int, int], ...]) -> tuple[int, ...]:
+    """The shape of an inner tensor of all shards that is cut as they are."""
+    local, cut = dtensor._local_tensor.shape, {dim for dim, *_ in shards}
+    return tuple(
+        dtensor.shape[dim] * (size // local[dim] if local[dim] else 1) if dim in cut else size
+        for dim, size in enumerate(part.shape)
+    )
+
+
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors on this rank that a tensor is made of: itself, if it is not made of others."""
     apart = taken_apart(tensor, ())
@@ -85,7 +159,7 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield getattr(tensor, "_local_tensor", tensor) if is_dtensor(tensor) else tensor
         return
     for part in apart[1].values():
-        yield from plain_parts(part.inner if isinstance(part, StackedShard) else part)
+        yield from plain_parts(part.inner if isinstance(part, InnerShard) else part)
 
 
 def follows_protocol(kind: type) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_worlds import Worlds
-from tensor_classes import Scaled, bytes_in, scaled
+from tensor_classes import Rows, Scaled, bytes_in, scaled
 
 import async_ckpt
 
@@ -63,6 +63,44 @@ def test_each_rank_gets_its_shard_of_a_wrapped_tensor_back(worlds: Worlds, place
     worlds.run(4, SAVE.format(rows=8, placed=placed))
     ended = worlds.run(4, RESTORE.format(rows=8, placed=placed))
     assert [one.told for one in ended] == [[[True, True, 7]]] * 4
+
+
+ROWS = (
+    OF_RANKS.replace("Scaled(whole", "type(whole)(whole")
+    + """
+from tensor_classes import Rows
+
+def rows(seed=0):
+    whole = scaled({rows}, 3, seed=seed)
+    return Rows(whole.codes, whole.scale)
+"""
+)
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(8, 1), (8, 2), (8, 3), (7, 3)])
+def test_one_whose_class_cuts_it_by_rows_is_cut_again_for_another_number_of_ranks(
+    worlds: Worlds, num_rows: int, size: int
+):
+    of_rows = ROWS.replace("{rows}", str(num_rows))
+    worlds.run(4, of_rows + '\nwith open_run(here.root) as ckpt:\n    here.save(ckpt, {"w": sharded(rows())}, 1)\n')
+    ended = worlds.run(
+        size,
+        of_rows
+        + """
+live = {"w": sharded(rows(9))}
+with open_run(here.root) as ckpt:
+    ckpt.restore(live)
+here.tell(bytes_in(live["w"]._local_tensor) == bytes_in(sharded(rows())._local_tensor))
+""",
+    )
+    assert [one.told for one in ended] == [[True]] * size
+    loaded = async_ckpt.load(worlds.root, types=[Rows])["w"]
+    assert type(loaded) is Rows
+    assert bytes_in(loaded) == bytes_in(scaled(num_rows, 3))
+    live = {"w": Rows(scaled(num_rows, 3, seed=9).codes, scaled(num_rows, 3, seed=9).scale)}
+    with async_ckpt.AsyncCheckpointer(worlds.root) as ckpt:
+        ckpt.restore(live)
+    assert bytes_in(live["w"]) == bytes_in(scaled(num_rows, 3))
 
 
 def test_a_wrapped_tensor_is_refused_in_another_cut_and_stays_as_it_is(worlds: Worlds):

@@ -342,8 +342,7 @@ def assert_holds(root: Place, kept: list[int]) -> None:
 def test_unchanged_groups_are_read_from_each_root_whatever_it_keeps(roots):
     with open_run(roots) as ckpt:
         for step in range(1, 6):
-            ckpt.save(with_frozen(step), step=step, unchanged="frozen").result()
-            ckpt.wait()
+            everywhere(ckpt, ckpt.save(with_frozen(step), step=step, unchanged="frozen"))
     assert_holds(roots[0], [1, 5])
     assert_holds(roots[1], [1, 3, 4, 5])
 
@@ -351,10 +350,9 @@ def test_unchanged_groups_are_read_from_each_root_whatever_it_keeps(roots):
 def test_a_step_that_one_root_has_no_more_is_not_borrowed_from(roots):
     with open_run(roots, on_rollback="retire") as ckpt:
         for step in (1, 2, 3):
-            ckpt.save(with_frozen(step), step=step).result()
-            ckpt.wait()
+            everywhere(ckpt, ckpt.save(with_frozen(step), step=step))
         assert ckpt.restore(with_frozen(0), step=1) == 1
-        ckpt.save(with_frozen(2), step=2, overwrite=True, unchanged="frozen").result()
+        everywhere(ckpt, ckpt.save(with_frozen(2), step=2, overwrite=True, unchanged="frozen"))
     assert_holds(roots[0], [2])
     assert_holds(roots[1], [1, 2])
 

@@ -283,11 +283,82 @@ here.tell(content(live) == content(want))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
-def test_moments_of_another_number_of_ranks_are_refused_by_name(worlds: Worlds):
-    worlds.run(2, SHARDED + "\nwith open_run(here.root) as ckpt:\n    here.save(ckpt, training(1), 1)\n")
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_training_under_fsdp2_goes_on_with_another_number_of_ranks(worlds: Worlds, size: int):
+    """The class cuts its scales by rows, where these are whole blocks."""
+    saved = worlds.run(
+        2,
+        SHARDED
+        + """
+state = training(2)
+with open_run(here.root) as ckpt:
+    here.save(ckpt, state, 2)
+step(state["model"], state["optimizer"], 2)
+here.tell(state["model"].weight.full_tensor().tolist())
+""",
+    )
+    ended = worlds.run(
+        size,
+        SHARDED
+        + """
+live = training(0)
+with open_run(here.root) as ckpt:
+    ckpt.restore(live, types=[OptimState8bit])
+step(live["model"], live["optimizer"], 2)
+here.tell(live["model"].weight.full_tensor().tolist())
+""",
+    )
+    want = saved[0].told[-1]
+    for one in ended:
+        assert torch.allclose(torch.tensor(one.told[-1]), torch.tensor(want), rtol=1e-4, atol=1e-5)
+
+
+QUANTISED = """
+import warnings
+warnings.simplefilter("ignore")
+import torchao.quantization as q
+from async_ckpt.core.slicing.sharded import Placed
+from tensor_classes import bytes_in
+
+def weight(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(128, 64).to(torch.bfloat16)
+    q.quantize_(model, q.Float8WeightOnlyConfig())
+    return model.weight.detach()
+
+def sharded(whole):
+    like = distribute_tensor(torch.zeros(whole.shape, dtype=torch.bfloat16), mesh_of(), [Shard(0)])
+    rows = len(whole) // here.size
+    return Placed.of(like).around(whole[here.rank * rows : (here.rank + 1) * rows])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+@pytest.mark.parametrize("size", [1, 4])
+def test_quantised_weights_are_cut_again_for_another_number_of_ranks(worlds: Worlds, size: int):
+    worlds.run(
+        2, QUANTISED + "\nwith open_run(here.root) as ckpt:\n    here.save(ckpt, {'w': sharded(weight(0))}, 1)\n"
+    )
+    ended = worlds.run(
+        size,
+        QUANTISED
+        + """
+live = {"w": sharded(weight(1).clone())}
+with open_run(here.root) as ckpt:
+    ckpt.restore(live)
+here.tell(bytes_in(live["w"]._local_tensor) == bytes_in(sharded(weight(0))._local_tensor))
+""",
+    )
+    assert [one.told for one in ended] == [[True]] * size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux has them")
+def test_moments_whose_blocks_are_not_rows_are_refused_by_name_on_another_number_of_ranks(worlds: Worlds):
+    sharded = SHARDED.replace("Linear(256, 64 * 2)", "Linear(128, 64 * 4)").replace("randn(4, 256", "randn(4, 128")
+    worlds.run(2, sharded + "\nwith open_run(here.root) as ckpt:\n    here.save(ckpt, training(1), 1)\n")
     ended = worlds.run(
         4,
-        SHARDED
+        sharded
         + """
 from async_ckpt import StateMismatchError
 with open_run(here.root) as ckpt:

@@ -48,7 +48,7 @@ from ...state.tree import (
     leaves,
     replaced,
 )
-from ...state.wrapped import Wrapper, is_sparse_layout, taken_apart
+from ...state.wrapped import Wrapper, is_sparse_layout, plain_parts, taken_apart
 from ...state.wrappers import PlainNames, live_metadata, may_be_wrapped, names_of_parameters, paired
 from ..archives.contents import Contents
 from .container_match import HOW_TO_MAKE_ONE, ContainerMatch
@@ -401,16 +401,31 @@ class Match(ContainerMatch):
         """A wrapped tensor that is still to be filled, on the device of the parameter, and sharded like it."""
         assert saved.wrapper is not None
         row = (0,) * len(saved.wrapper.shards)
+        shapes: Iterator[Ints] | None = None
+        if is_dtensor(param) and not row:
+            # On no device: the class itself cuts the whole as the parameter is cut.
+            like = replaced(saved, lambda leaf: torch.empty(self._shape(leaf), dtype=self._dtype(leaf), device="meta"))
+            for rectangle in self._slicer.slice(param, name=shown(saved.path)).slices.rectangles[:1]:
+                for dim, (at, size) in enumerate(zip(rectangle.global_offsets, rectangle.sizes, strict=True)):
+                    like = like if size == like.shape[dim] else like.narrow(dim, at, size)
+            shapes = iter([tuple(part.shape) for part in plain_parts(like)])
+            saved = saved.of_size(like)
 
         def room(leaf: StoredLeaf) -> torch.Tensor:
-            shape = self.archive.index.tensors[leaf.number].shape[len(row) :]
+            shape = self._shape(leaf)[len(row) :] if shapes is None else next(shapes)
             box = Box(row + (0,) * len(shape), (1,) * len(row) + shape)
             self.archive.need([(leaf.number, box)])
-            self.archive.sources(number := self.archive.primary(leaf.number), box)  # it is really there
-            return torch.empty(shape, dtype=self.archive.dtype(number), device=param.device)
+            self.archive.sources(self.archive.primary(leaf.number), box)  # it is really there
+            return torch.empty(shape, dtype=self._dtype(leaf), device=param.device)
 
         local = replaced(saved, room, of_inner=functools.partial(InnerTensors.made, of_shard=True))
         return Placed.of(param.detach()).around(local) if is_dtensor(param) else local
+
+    def _shape(self, leaf: StoredLeaf) -> Ints:
+        return self.archive.index.tensors[leaf.number].shape
+
+    def _dtype(self, leaf: StoredLeaf) -> torch.dtype:
+        return self.archive.dtype(leaf.number)
 
     def _setting(self, group: dict[str, Any], key: str, saved: Any, path: Path) -> None:
         """Match a setting of an optimizer, which the live one may lack."""
