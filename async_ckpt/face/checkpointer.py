@@ -467,7 +467,10 @@ class AsyncCheckpointer(RunReader):
                 warnings.warn(f"nothing was restored: {note}", RuntimeWarning, stacklevel=2)
             return None
         newest = self._roots.latest()
-        self._lineage.restored(restored, behind=newest is not None and restored < newest, seconds=seconds)
+        behind = newest is not None and restored < newest
+        if behind and is_first:
+            self._roots.view()  # the next commit names what it retires, wherever that lies
+        self._lineage.restored(restored, behind=behind, seconds=seconds)
         if is_first and not notes and restored == newest:  # after a rollback, the next commit says what is to be copied
             self._lineage.tiers.wake()
         if captured is not None and (groups := call.restored_groups()):

@@ -164,6 +164,15 @@ class Roots:
         )
         return Ahead(current, chosen, stale)
 
+    def known_elsewhere(self, run: Run) -> dict[int, list[Manifest]]:
+        """The commits that other roots are known to have, by their steps. Nothing is asked."""
+        found: dict[int, list[Manifest]] = {}
+        for other in self.runs:
+            for step, manifest in other.root.known.items() if other is not run else ():
+                if manifest is not None:
+                    found.setdefault(step, []).append(manifest)
+        return found
+
     def take(self, run: Run, step: int) -> bool:
         """Take one of the roots for this process, at its first save there. True if it was taken now.
 
@@ -209,10 +218,13 @@ class Roots:
         for run, steps in steps_of.items():
             for step in steps:
                 holders.setdefault(step, []).append(run)
+        told: dict[Run, dict[int, str]] = {}
         for step, runs in list(holders.items()):
             others = [run for run in steps_of if run not in runs]
             # A root that was away during a rollback still holds the step.
-            if others and self._is_retired(step, runs[0], others):
+            if others and not told:
+                told = {run: run.retired_by(max(steps, default=None)) for run, steps in steps_of.items()}
+            if others and self._is_retired(step, runs[0], others, [told[run].get(step) for run in others]):
                 del holders[step]
         return self._in_line(holders, steps_of)
 
@@ -239,10 +251,13 @@ class Roots:
                 del holders[step]
         return holders
 
-    def _is_retired(self, step: int, holder: Run, others: Sequence[Run]) -> bool:
+    def _is_retired(self, step: int, holder: Run, others: Sequence[Run], told: Sequence[str | None]) -> bool:
+        """`told` are the attempts that the newest manifests of the others retire."""
         try:
             manifest = holder.committed(step)
-            return manifest is not None and any(manifest.attempt in other.retired_attempts(step) for other in others)
+            if manifest is None:
+                return False
+            return manifest.attempt in told or any(manifest.attempt in other.retired_attempts(step) for other in others)
         except StorageUnavailableError:  # the root has gone away since, so it is not asked
             return False
 

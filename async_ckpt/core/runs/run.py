@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, Final
 
 from ...errors import (
@@ -192,19 +193,23 @@ class Run:
 
     # --- committing -------------------------------------------------------------------------------------------
 
-    def check(self, step: int, *, overwrite: bool, rolled_back: bool, retire: bool) -> None:
-        """Raise StepExistsError or StepBehindError for a step that could not be committed."""
+    def check(
+        self, step: int, *, overwrite: bool, rolled_back: bool, retire: bool, elsewhere: Collection[int] = ()
+    ) -> None:
+        """Raise StepExistsError or StepBehindError for a step that could not be committed. `elsewhere`: the steps that
+        other roots are known to have.
+        """
         listing = self.root.relist()
         self._tenure.refuse_if_later(self.storage, self._start, listing.starts)
         steps = listing.steps
         above = bisect_right(steps, step)
-        exists = self.root.newest(listing, steps[bisect_left(steps, step) : above]) is not None
+        exists = step in elsewhere or self.root.newest(listing, steps[bisect_left(steps, step) : above]) is not None
         if exists and not overwrite:
             raise _exists(step)
         if retire or (exists and not rolled_back):
             return
-        newest = self.root.newest(listing, steps[above:])
-        if newest is not None:
+        newest = max((s for s in (*elsewhere, self.root.newest(listing, steps[above:])) if s is not None), default=-1)
+        if newest > step:
             raise StepBehindError(
                 f"step {step} is below the committed step {newest}, and steps must increase; save a higher step, use "
                 'another root, or open the checkpointer with on_rollback="retire"',
@@ -250,11 +255,13 @@ class Run:
         ranks: RankFiles | None = None,
         world_size: int = 1,
         times: SaveTimes | None = None,
+        known_elsewhere: Mapping[int, Sequence[Manifest]] = MappingProxyType({}),
     ) -> Manifest:
         """Make the durable archives of an attempt the step's checkpoint, by its manifest. Call `announce` after that.
 
         With `ranks`, several ranks have written it, and the objects in `ranks` list their archives. With `retire`, the
-        manifest retires all newer steps. Raises StepExistsError if another writer was faster; its commit stands. Raises
+        manifest retires all newer steps. It replaces and retires the commits `known_elsewhere`, too, and repeats what
+        the manifest before it has retired, as long as another root has that. Raises StepExistsError if another writer was faster; its commit stands. Raises
         NotCommittedError if a step that this one borrows from is gone. If RunTakenError has `undecided`, the manifest
         is there.
         """
@@ -266,9 +273,14 @@ class Run:
             # An earlier rollback counts while its manifest is there, which this commit may replace: finish it first.
             self.root.finish_rollbacks(listing)
         newer = self.root.look_up(listing.steps[bisect_right(listing.steps, step) :]) if retire else {}
-        retires = tuple(Retired(s, manifest.attempt if manifest else "") for s, manifest in sorted(newer.items()))
+        retired = {s: manifest.attempt if manifest else "" for s, manifest in newer.items()}
+        if known_elsewhere:
+            retired = {**self._retired_elsewhere(step, known_elsewhere, retire=retire), **retired}
+        retires = tuple(Retired(s, retired[s]) for s in sorted(retired))
         before = replaces[0] if replaces else None
         earlier = (before.attempt, *before.replaces) if before else ()
+        others = known_elsewhere.get(step, ())
+        earlier = (*dict.fromkeys((*earlier, *(name for one in others for name in (one.attempt, *one.replaces)))),)
         manifest = Manifest(
             step,
             attempt,
@@ -297,6 +309,14 @@ class Run:
             with suppress(CheckpointError):  # the next sweep deletes them
                 self.sweeper.delete_replaced(step, out)
         return manifest
+
+    def _retired_elsewhere(self, step: int, known: Mapping[int, Sequence[Manifest]], *, retire: bool) -> dict[int, str]:
+        """The commits at other roots that a commit of `step` retires, or that those before it here have retired."""
+        there = {one.attempt: s for s, manifests in known.items() for one in manifests}
+        newest = next(reversed(self.root.known), None)
+        before = {s: attempt for s, attempt in self.retired_by(newest).items() if there.get(attempt) == s}
+        newer = {s: manifests[-1].attempt for s, manifests in known.items() if retire and s > step}
+        return {**before, **newer}
 
     def refuse_if_lender_is_gone(self, step: int, elsewhere: Collection[GroupLocation]) -> None:
         """Raise NotCommittedError if a step borrows from one that was deleted, or replaced, by somebody else."""
@@ -495,6 +515,11 @@ class Run:
         )
         error.path, error.step = where, step
         return error
+
+    def retired_by(self, step: int | None) -> dict[int, str]:
+        """The attempts, by step, that the manifest of this step retires."""
+        manifest = None if step is None else self.root.known.get(step) or self.root.find(step)
+        return {} if manifest is None else {retired.step: retired.attempt for retired in manifest.retires}
 
     def takes(self, step: int) -> bool:
         """Whether copies from other roots bring this step."""

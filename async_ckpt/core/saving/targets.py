@@ -220,6 +220,7 @@ class StepAdmission:
                 overwrite=self._call.overwrite,
                 rolled_back=self.rolled_back is not None,
                 retire=self._lineage.retire,
+                elsewhere=self._lineage.roots.known_elsewhere(self._run),
             )
         self._is_done = True
 
@@ -370,6 +371,7 @@ class StepTarget(JointTarget):
                     ranks=self._of_ranks,
                     world_size=self._agreement.world_size,
                     times=self.times,
+                    known_elsewhere=self._lineage.roots.known_elsewhere(self._run),
                 )
         except NotCommittedError as error:
             self._lineage.groups.forget(error.step)

@@ -600,3 +600,40 @@ def test_a_failed_save_arrives_nowhere_and_leaves_no_complaint_of_asyncio(roots,
         assert names_below(roots[0]) == []
     gc.collect()
     assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_rollback_counts_though_the_near_place_had_lost_what_it_retires(roots, moves):
+    with open_run(roots) as ckpt:
+        save(ckpt, 1, 2, 3)
+    shutil.rmtree(roots[0])
+    ckpt = open_run(roots, on_rollback="retire", keep=1)
+    assert ckpt.restore(state_at(0), step=1) == 1
+    if not moves:
+        ckpt._roots.runs[1].root.storage = Away(roots[1])
+    for step in (2, 3):  # the second does not retire anything by itself
+        ckpt.save(state_at(10 * step), step, overwrite=True).result()
+    if not moves:
+        with pytest.warns(RuntimeWarning, match="step 3 is not at"):
+            ckpt.close()
+    ckpt.close()
+    state = state_at(0)
+    with open_run(roots) as again:
+        assert again.restore(state) == 3
+        assert_is_state(state, 30)
+    assert_is_state(async_ckpt.load(roots[1]), 30)
+
+
+def test_a_step_that_only_the_far_place_has_is_refused(roots):
+    with open_run(roots) as ckpt:
+        save(ckpt, 1, 2, 3)
+    shutil.rmtree(roots[0])
+    with open_run(roots) as ckpt:
+        assert ckpt.restore(state_at(0), step=1) == 1
+        with pytest.raises(StepExistsError):
+            ckpt.save(state_at(2), step=2)
+        with pytest.raises(StepBehindError, match="below the committed step 3"):
+            ckpt.save(state_at(2), step=2, overwrite=True)
+        assert ckpt.restore(state_at(0)) == 3
+        save(ckpt, 4)
+    assert_holds(roots[1], 1, 2, 3, 4)
