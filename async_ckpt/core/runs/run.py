@@ -261,9 +261,9 @@ class Run:
 
         With `ranks`, several ranks have written it, and the objects in `ranks` list their archives. With `retire`, the
         manifest retires all newer steps. It replaces and retires the commits `known_elsewhere`, too, and repeats what
-        the manifest before it has retired, as long as another root has that. Raises StepExistsError if another writer was faster; its commit stands. Raises
-        NotCommittedError if a step that this one borrows from is gone. If RunTakenError has `undecided`, the manifest
-        is there.
+        the manifest before it has retired, as long as another root has that. Raises StepExistsError if another writer
+        was faster; its commit stands. Raises NotCommittedError if a step that this one borrows from is gone. If
+        RunTakenError has `undecided`, the manifest is there.
         """
         self.refuse_if_lender_is_gone(step, elsewhere)
         listing = self.root.listing or self.root.relist()
