@@ -101,6 +101,7 @@ def copy_step(
             if _is_there(target.storage, path, archive, reads_all=mends):
                 if not target.storage.is_held(path):  # a copy beside this one holds it until it has committed
                     locks.callback(target.storage.hold(path))
+                target.storage.settle(path)
                 on_bytes(archive.num_bytes)
             else:
                 parcels.append(_Original(source, step, archive, on_bytes).parcel(path))

@@ -181,6 +181,17 @@ class LocalStorage(Storage):
         except OSError:  # a folder above may not be looked into
             return None
 
+    def settle(self, path: str) -> None:
+        target = self.root / path
+        with translated(target, passing=(FileNotFoundError,)):
+            fd = os.open(target, os.O_RDONLY)
+            try:
+                sync_file(fd)
+            finally:
+                os.close(fd)
+            sync_folder(target.parent)
+            sync_folder(self.root)
+
     def move(self, path: str, to: str) -> None:
         with translated(self.root / path, passing=(FileNotFoundError,)):
             os.replace(self.root / path, self.root / to)

@@ -94,15 +94,10 @@ def from_step(
 ) -> T:
     """The result of `use` for the archives of a committed step, from the first of its roots where they are sound.
 
-    Archives in the folder of a root where the step is not committed, such as the cache of a node, are read from there.
     Raises NotCommittedError, also if the step is deleted while it is read, CorruptCheckpointError and
     StorageUnavailableError.
     """
-    holders = roots.holding(step)
-    near = [run.storage for run in roots.runs if run not in holders and not run.storage.remote]
-    candidates = [CommittedStep.of(run, step, near) for run in holders]
-    if near:
-        candidates.append(CommittedStep.of(holders[-1], step))
+    candidates = [CommittedStep.of(run, step) for run in roots.holding(step)]
     for candidate in candidates[:-1]:
         try:
             return from_committed(candidate, use, verify=verify, readers=readers)
@@ -193,11 +188,10 @@ class CommittedStep(NamedTuple):
     folder: str  # empty if the storage is the folder
     read: Callable[[], Manifest]  # raises NotCommittedError
     root: Callable[[], Storage]  # of the run, with the folders of the steps that lend groups
-    near: Sequence[Storage] = ()  # storages that may have copies of some archives
 
     @classmethod
-    def of(cls, run: Run, step: int, near: Sequence[Storage] = ()) -> Self:
-        return cls(run.storage, run.folder(step), lambda: run.manifest(step), lambda: run.storage, near)
+    def of(cls, run: Run, step: int) -> Self:
+        return cls(run.storage, run.folder(step), lambda: run.manifest(step), lambda: run.storage)
 
     @classmethod
     def at(cls, storage: Storage, folder: str, root: Callable[[], Storage]) -> Self:
@@ -230,7 +224,6 @@ class CommittedStep(NamedTuple):
             manifest.step,
             named_by=manifest.step,
             per_rank=per_rank,
-            near=self.near,
             is_shared_out=manifest.ranks is None and len(own) > 1,
         )
         sources = [first]

@@ -87,8 +87,6 @@ class NamedArchives(NamedTuple):
     """The step whose manifest names them: later than `step` if groups are borrowed."""
     per_rank: Collection[str] = ()
     groups: Groups = None
-    near: Sequence[Storage] = ()
-    """Storages that may have copies of some of these archives, and are tried first."""
     is_shared_out: bool = False
     """True if a planner gave each rank a part to write: then no archive has all names of its rank."""
 
@@ -268,12 +266,10 @@ class StepArchives(Opener):
 
         def open_one(rank: int) -> None:
             path, entry = self.named.archives[rank]
-            storage = next(
-                (storage_near for storage_near in self.named.near if _has_archive(storage_near, path, entry)),
-                self.named.storage,
-            )
             try:
-                opened[rank] = open_archive(storage, path, entry, self._verify, self._stack, self.named.named_by)
+                opened[rank] = open_archive(
+                    self.named.storage, path, entry, self._verify, self._stack, self.named.named_by
+                )
             except CorruptCheckpointError as error:
                 if isinstance(error.__cause__, FileNotFoundError) and (names := self._written_by(rank)):
                     first, more = ", ".join(names[:_MANY]), len(names) - _MANY
@@ -382,12 +378,3 @@ def open_archive(
     if verify and archive.digest != entry.digest:
         raise archive.corrupt("it is not the archive that its manifest names")
     return archive
-
-
-def _has_archive(storage: Storage, path: str, entry: Archive) -> bool:
-    """True if the storage has a file of this name and size."""
-    try:
-        with storage.open(path) as reader:
-            return reader.num_bytes == entry.num_bytes
-    except (CheckpointError, OSError, ValueError):
-        return False
