@@ -51,8 +51,8 @@ class Wrapper(NamedTuple):
 def taken_apart(tensor: Any, path: Path) -> tuple[Wrapper, dict[str, Any]] | None:
     """A tensor without its inner tensors, and these by name; None if it is not made of others.
 
-    The inner tensors of a DTensor are `InnerShard`, unless all shards have the same. Raises UnsupportedStateError with
-    a message that begins with `path`, if the class does not follow the protocol.
+    The inner tensors of a DTensor are `InnerShard`, unless all shards have them. Raises UnsupportedStateError, whose
+    message begins with the name of `path`, if the class does not follow the protocol.
     """
     kind = type(tensor)
     if kind in _PLAIN_TYPES and tensor.layout is torch.strided:
