@@ -174,7 +174,7 @@ class Storage(Protocol):
 
     def settle(self, path: str) -> None:  # noqa: ARG002
         """Make an object durable that is visible, since whoever has put it may not have done so yet."""
-        return None  # at a store, what is visible is durable  # noqa: PLR1711, RET501
+        return None  # at a store, what is visible is durable  # noqa: RET501
 
     def move(self, path: str, to: str) -> None:
         """Rename a small object, durably."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from scripted_disk import scripted
-from states import assert_is_state, journaled_steps, open_run, state_at
+from states import assert_is_state, everywhere, journaled_steps, open_run, state_at
 
 from async_ckpt import AsyncCheckpointer, Place
 from async_ckpt.core.runs.manifest import Archive, Manifest
@@ -57,10 +57,10 @@ def test_a_commit_asks_a_store_the_same_few_things_whatever_is_kept(s3, bucket, 
 def test_with_several_roots_a_commit_asks_a_store_no_more(s3, bucket, proxy, tmp_path):
     with open_run([tmp_path, through(proxy, s3, bucket)], keep=20) as ckpt:
         for step in range(21):
-            save(ckpt, step)
+            everywhere(ckpt, ckpt.save({"weight": torch.full((8,), float(step))}, step=step))
         for step in range(21, 24):
             before = len(proxy.requests)
-            save(ckpt, step)
+            everywhere(ckpt, ckpt.save({"weight": torch.full((8,), float(step))}, step=step))
             asked = proxy.requests[before:]
             # The mover lists the place before and behind a copy, and looks for steps that retention has deleted at one.
             assert len(asked) <= MOST_REQUESTS + 12, "\n".join(f"{r.method} {r.target}" for r in asked)
