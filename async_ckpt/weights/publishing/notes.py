@@ -12,6 +12,7 @@ compared with their checksums first.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -119,6 +120,10 @@ class Notes:
         return InstalledFiles(sizes if index is None else sizes | {INDEX: index}, tuple(sizes), "")
 
 
+# Of any file system: a longer name is that of no file.
+_NAME_BYTES: Final = 255
+
+
 def _checksum(value: object) -> str:
     if not is_checksum(value):
         raise ValueError(f"{value!r:.100} is not a checksum")
@@ -126,6 +131,6 @@ def _checksum(value: object) -> str:
 
 
 def _inside(name: str) -> str:
-    if not stays_inside(name):
+    if not stays_inside(name) or any(len(os.fsencode(part)) > _NAME_BYTES for part in name.split("/")):
         raise ValueError(f"{name!r:.300} is not the name of a file of this folder")
     return name

@@ -28,6 +28,7 @@ import transformers
 from async_ckpt import Publisher, StorageFullError, StorageUnavailableError, Subscriber
 from async_ckpt.weights.confined import ConfinedFolder
 from async_ckpt.weights.publishing import folder_replica as folders
+from async_ckpt.weights.publishing.notes import Notes
 
 WEIGHTS = "model.safetensors"
 
@@ -363,3 +364,9 @@ def test_nothing_is_reached_by_a_link_below_a_folder_and_the_folder_may_be_one(t
     files.delete("file")
     assert files_below(tmp_path / "elsewhere") == {"x": b"mine"}
     assert os.listdir(tmp_path / "real") == []
+
+
+@pytest.mark.parametrize("name", ["m" * 300, f"x/{'ö' * 200}", "\ud800"])
+def test_an_index_with_names_that_no_file_has_names_none(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    assert Notes(ConfinedFolder(tmp_path)).foreign_files().weights == ()
