@@ -26,7 +26,7 @@ def test_archives_are_resumed_on_as_many_ranks_and_on_others(worlds, tmp_path, s
         {step: loss for step, loss in of_rank.items() if step <= 4} for of_rank in whole
     ]
     assert (run / "latest").read_text() == "global_step4"
-    assert sorted(path.name for path in run.iterdir()) == ["global_step2", "global_step4", "latest"]
+    assert sorted(path.name for path in run.iterdir()) == ["global_step2", "global_step4", "history.jsonl", "latest"]
     assert trained(worlds, stage, "archive", None, run, batch=6) == after(4, whole)
     for size in (1, 3):
         resumed = trained(worlds, stage, "archive", tmp_path / str(size), run, size=size, batch=12 // size)

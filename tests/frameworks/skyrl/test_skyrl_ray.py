@@ -38,7 +38,7 @@ def cluster() -> Iterator[None]:
 
 
 def shown(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+    return sorted(path.name for path in root.iterdir() if path.name[0] != "." and path.name != "history.jsonl")
 
 
 def archives(folder: Path) -> list[str]:

@@ -50,7 +50,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def shown(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+    return sorted(path.name for path in root.iterdir() if path.name[0] != "." and path.name != "history.jsonl")
 
 
 def test_a_folder_is_read_by_skyrl_s_own_trainer_and_goes_on_with_the_same_losses_and_data(worlds, tmp_path):
@@ -111,10 +111,10 @@ def finish(*args, **options):
 LocalSink.finish = finish
 one.train(1)
 losses = one.train(3, save=False)  # while nothing of step 1 is durable
-here.tell([name for name in os.listdir({root!r}) if name[0] != "."])
+here.tell([name for name in os.listdir({root!r}) if name[0] != "." and name != "history.jsonl"])
 may_finish.set()
 one.trainer.wait_for_checkpoints()
-here.tell(sorted(name for name in os.listdir({root!r}) if name[0] != "."))
+here.tell(sorted(name for name in os.listdir({root!r}) if name[0] != "." and name != "history.jsonl"))
 """
 
 
@@ -149,7 +149,7 @@ here.tell(outcome(one.trainer.load_checkpoints))
 RayPPOTrainer.train = train
 here.tell(outcome(lambda: asyncio.run(one.trainer.train())))
 LocalSink.finish = real
-here.tell(sorted(os.listdir({root!r})))
+here.tell(sorted(name for name in os.listdir({root!r}) if name != "history.jsonl"))
 one.trainer.save_checkpoints()
 one.trainer.wait_for_checkpoints()
 here.tell(open({root!r} + "/{latest}").read())
