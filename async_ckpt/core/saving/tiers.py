@@ -113,6 +113,8 @@ class Tiers:
             for number, run in enumerate(self.runs)
             if number
         ]
+        for mover in self.movers:
+            mover.has_ranks = lambda: not ranks.is_alone
         ranks.calls.hear_arrival = self._hear_arrival
 
     # --- the place of a save ----------------------------------------------------------------------------------
@@ -360,6 +362,7 @@ class Mover:
         self._copy_step, self._pace_of, self._in_flight = copy_step, pace_of, in_flight
         self._crew = Crew("move", 1, background=True)
         self._on_arrival = on_arrival
+        self.has_ranks: Callable[[], bool] = lambda: False  # whether other ranks write there, too
         self.moving: int | None = None
         self._looked_again: int | None = None  # the step that could not be copied at the last try
         self.ended: Future[None] = running_future()  # nothing is moved any more
@@ -596,6 +599,8 @@ class Mover:
         """After a step has arrived: the tracker, the history and retention, also where the step was held for this."""
         run = self.run
         run.announce(step, in_flight=self._in_flight(run))
+        if run.has_start:
+            run.sweeper.sweep_once(has_ranks=self.has_ranks())
         for one in self._roots.runs:
             one.events.note("moved", step, place=self.shown, total_seconds=seconds)
         for one in reversed(self._roots.runs):
