@@ -17,19 +17,19 @@ from states import assert_is_state, open_run, state_at
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals as Linux has them")
 
 TRAINING = """
-import sys
+import os, sys
 from async_ckpt import Place
 from states import open_run, state_at
 memory, disk = sys.argv[1:]
 with open_run([Place(memory, volatile=True), disk], keep=2) as ckpt:
     step = ckpt.restore(state_at(0, 5)) or 0
-    print("restored", step, flush=True)
+    os.write(1, f"restored {step}\\n".encode())
     for step in range(step + 1, step + 200):
         handle = ckpt.save(state_at(step, 5), step)
-        handle.add_done_callback(lambda done: print("durable", done.result().step, flush=True))
+        handle.add_done_callback(lambda done: os.write(1, f"durable {done.result().step}\\n".encode()))
         for save in ckpt._saver.ledger.saves():
             save.settled.result()
-        print("committed", step, flush=True)
+        os.write(1, f"committed {step}\\n".encode())
 """
 
 
