@@ -85,8 +85,7 @@ class Destination:
 
     `num_bytes` counts every object of the step, of all ranks. `write_seconds` is the time from the call until the
     archive of this rank was durable there. `retryable` says whether all of it was in memory until then, so that a
-    failed upload could have been sent again as a whole. `error` says why the step was not committed at this place when
-    it was committed at another.
+    failed upload could have been sent again as a whole. `error` is None: a save is committed at one place, or fails.
     """
 
     path: str

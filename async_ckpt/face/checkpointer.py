@@ -100,7 +100,8 @@ class AsyncCheckpointer(RunReader):
             written once.
 
     The tracker never moves back, unless a rollback has removed the step that it names. All methods may be
-    called from any thread. Opening, listing and reading change nothing on storage.
+    called from any thread. Opening, listing and reading change nothing on storage, but for the copies that `restore`
+    begins where there are several places.
     """
 
     def __init__(
@@ -405,8 +406,8 @@ class AsyncCheckpointer(RunReader):
 
         Waits for the saves of this checkpointer that are under way, so that it sees their steps, and warns of one that
         fails. Afterwards the memory for the first save is allocated in the background, as by `prewarm`. With several
-        places, steps that only nearer ones hold are copied to the others from then on, unless another process that has
-        the run is alive; to read alone, open one place.
+        places, once the newest step is restored, steps that only nearer ones hold are copied to the others, unless
+        another process that has the run is alive; to read alone, open one place.
 
         Everything is compared first: one error lists what is missing, unexpected, or of another shape or dtype, before
         anything is written. A module is matched by its own names first, then by those of the plain model, so it does

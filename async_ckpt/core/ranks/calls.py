@@ -306,8 +306,8 @@ class Calls:
         return f"{self._start.prefix}/{self._meeting.topic}/closed/{rank}"
 
     def say_arrival(self, place: int, step: int) -> None:
-        """On rank 0: the place of this number has a step, which was copied there. From any thread."""
-        if not self._meeting.world.is_one:
+        """The place of this number has a step, which was copied there: rank 0 tells the others. From any thread."""
+        if not (self._meeting.world.is_one or self._meeting.world.rank):
             self._tell({"arrived": step, "place": place})
 
     def wait_for_arrival(self, arrived: Future[Any]) -> None:

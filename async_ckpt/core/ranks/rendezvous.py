@@ -277,9 +277,7 @@ class Rendezvous:
 
     # --- the decision -----------------------------------------------------------------------------------------
 
-    async def _decision(
-        self, check: Check, goes_on: Callable[[], Awaitable[None]] = _nothing, *, seconds: float = DECISION_SECONDS
-    ) -> tuple[Decision | None, str]:
+    async def _decision(self, check: Check, *, seconds: float = DECISION_SECONDS) -> tuple[Decision | None, str]:
         """On another rank: the decision that rank 0 has said, and if it has not said yes or no, why not."""
         joint, deadline, looked = self._joint, monotonic() + seconds, monotonic()
         while True:
@@ -294,7 +292,6 @@ class Rendezvous:
             looked = monotonic()
             if lost := self._lost_rank_0():
                 return None, f"{lost}, and has not said whether it is committed"
-            await goes_on()
             if monotonic() > deadline:
                 return None, f"rank 0 has not said in {seconds:.0f} s whether it is committed"
 

@@ -1,8 +1,9 @@
-"""A run at several roots, any of which may be away, or lack steps.
+"""A run at several roots, from near to far, any of which may be away, or lack steps.
 
-In: one Run for each root. Out: the steps, and the runs that hold them. Knows nothing of: copies.
+In: one Run for each root. Out: the steps, the runs that hold them, and what a further one is to get. Knows nothing of:
+how a step is copied.
 
-`steps` is the union and `latest` its maximum; the order of the roots only decides between runs that hold a step.
+`steps` is the union and `latest` its maximum; of several runs that hold a step, the nearest is read.
 """
 
 from __future__ import annotations

@@ -494,7 +494,7 @@ class Run:
     def descent(self) -> set[str]:
         """The tokens of the starts that the run at this root has had, and of this process's own."""
         own = {self._opening, *self._ancestors} | ({self._start.token} if self._start else set())
-        listed = self.root.starts if self.root.listing else self.root.relist().starts
+        listed = self.root.starts or self.root.relist().starts
         return own.union((start.token for start in listed), () if self._start else self._told(listed))
 
     def refuse_strangers(self, known: Collection[str]) -> None:

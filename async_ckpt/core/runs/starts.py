@@ -15,6 +15,9 @@ the starts, and acknowledges the save if all later ones have seen it. A later st
 created its file, so it has seen every save that was acknowledged without a word about it. A manifest that is put all
 the same, after a sleep, is seen by no later start and does not count once the next one has committed.
 
+The file of a start names its ancestors: the starts that it found at all roots that had answered, and theirs. A run that
+has begun elsewhere writes nothing to a root with a commit of any other start (`Roots.refuse_strangers`).
+
 Starts of older versions have no `.seen`. They count as having seen the steps below their own commits.
 
 The order of starts is that of their numbers, then of their random tokens. No clock decides anything.

@@ -196,12 +196,6 @@ class Ledger:
         """The progress of the saves that the next one waits for, in words."""
         return progress_of([save.handle for save in self.saves() if not save.settled.done()])
 
-    def check_going_on(self) -> None:
-        """Raise the error with which a save was given up: then the process or the user waits for nothing more."""
-        for ledger, save in _saves:
-            if ledger is self and save.given_up is not None:
-                raise save.given_up
-
     def see_decided(self, reader: str, meanwhile: Callable[[], None], *, overwrites: bool = False) -> None:
         """Return when all saves begun so far are decided, so that `reader` sees their commits. Warn of failed ones.
 

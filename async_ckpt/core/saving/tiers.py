@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
@@ -50,7 +49,8 @@ _FIRST_PAUSE_SECONDS: Final = 1.0
 _PAUSE_SECONDS: Final = 60.0
 
 _log = logging.getLogger("async_ckpt")
-_all: weakref.WeakSet[Tiers] = weakref.WeakSet()
+# Those that copy, until they have finished: the exit waits for them, also if nobody has closed their checkpointer.
+_all: set[Tiers] = set()
 
 
 class CopyStep(Protocol):
@@ -108,7 +108,7 @@ class Tiers:
                 copy_step,
                 pace_of,
                 in_flight,
-                partial(self._say, number),
+                partial(ranks.calls.say_arrival, number),
             )
             for number, run in enumerate(self.runs)
             if number
@@ -125,8 +125,13 @@ class Tiers:
         """
         if len(self.runs) == 1:
             return 0
-        able = [number for number, run in enumerate(self.runs) if self._answers(run)]
-        return next((number for number in able if self._has_room(self.runs[number])), (able or [0])[0])
+        full: list[int] = []
+        for number, run in enumerate(self.runs):  # one behind that may hang: nobody asks it
+            if self._answers(run):
+                if self._has_room(run):
+                    return number
+                full.append(number)
+        return full[0] if full else 0
 
     def _answers(self, run: Run) -> bool:
         """Whether a place may take a save. One that has failed is tried again: a folder at once, if its calls have
@@ -184,19 +189,16 @@ class Tiers:
         """Note a commit, and begin to move it."""
         self._num_bytes = num_bytes
         self._note_answer(run)
-        self.wait_for(run, step)
+        self.note_commit(run, step)
         self.wake(after=run)
 
-    def wait_for(self, run: Run, step: int) -> None:
+    def note_commit(self, run: Run, step: int) -> None:
         """Note that a step was committed at a place: those behind it are to get it."""
         for mover in self.movers[max(0, self.runs.index(run) - 1) :]:
             if mover.run is run:
                 mover.arrived(step)
             else:
                 mover.want(step)
-
-    def _say(self, number: int, step: int) -> None:
-        self._calls.say_arrival(number, step)
 
     def _hear_arrival(self, number: int, step: int) -> None:
         self.movers[number - 1].arrived(step)
@@ -338,7 +340,7 @@ def all_tiers() -> list[Tiers]:
 @in_forked_child
 def _forget() -> None:
     global _all
-    _all = weakref.WeakSet()
+    _all = set()
 
 
 class _Stopped(CheckpointError):
@@ -387,16 +389,19 @@ class Mover:
     def may_follow(self, step: int) -> bool:
         """Whether the place is idle, answers, and wants a step."""
         with self._lock:
-            is_idle = not (self._is_running or self._is_stopped or self._followed or self._error)
-            is_new = self._newest is None or step > self._newest
-        return is_idle and is_new and self.run.takes(step)
+            return self._may_follow(step)
+
+    def _may_follow(self, step: int) -> bool:
+        is_idle = not (self._is_running or self._is_stopped or self._followed or self._error)
+        return is_idle and (self._newest is None or step > self._newest) and self.run.takes(step)
 
     def begin_following(self, step: int) -> bool:
-        if not self.may_follow(step):
-            return False
+        """Take a copy in the pass of a save, if the place may have one. `end_following` follows if this is True."""
         with self._lock:
-            self._followed = step, running_future()
-        return True
+            begins = self._may_follow(step)
+            if begins:
+                self._followed = step, running_future()
+            return begins
 
     def end_following(self, step: int) -> None:
         """A copy in the pass of a save has ended; what there is of it is found."""
@@ -505,6 +510,7 @@ class Mover:
                     self._is_running = False
                     break
                 self._is_wanted = False
+            self._bell.clear()  # whoever rings from now on ends the pause
             try:
                 self._bring_up()
                 error = None
@@ -523,7 +529,6 @@ class Mover:
             if isinstance(error, ConflictError):
                 self._give_up(error)
             if tries_again:
-                self._bell.clear()
                 self._bell.wait(next(pauses))
         self._end()
 

@@ -134,7 +134,8 @@ here.tell(handle.result().status)
 def test_a_rank_is_told_when_rank_0_has_died_before_a_step_has_left_the_memory(worlds, roots):
     script = """
 if here.rank == 0:
-    at("finish", "/far/", here.die)
+    manifest = Path(ckpt.roots[0], "step_00000001", "manifest.json")
+    at("finish", "/far/", lambda: (until(manifest.exists), here.die()))
 handle = ckpt.save(small(1), 1)
 here.tell(type(handle.exception(PATIENCE)).__name__)
 """
@@ -180,3 +181,19 @@ here.tell(ckpt.restore(small(0)))
 
     assert [one.told for one in ended] == [[1], [1]]
     assert_holds(roots[1], 1)
+
+
+def test_rank_0_alone_says_what_has_arrived(worlds, roots):
+    """The log of words is its own: a word of another rank would stand in the place of one of these."""
+    script = """
+from async_ckpt.core.ranks.word_log import WordLog
+said, real = [], WordLog.say
+WordLog.say = lambda log, topic, word: (said.append(word), real(log, topic, word))[1]
+for step in (1, 2):
+    ckpt.save(small(step), step).at(ckpt.roots[1]).result(PATIENCE)
+here.tell([word["arrived"] for word in said if "arrived" in word])
+"""
+    first, *others = run(worlds, script, *roots, size=3)
+
+    assert first.told == [[1, 2]]
+    assert [one.told for one in others] == [[[]]] * 2

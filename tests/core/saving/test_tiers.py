@@ -637,3 +637,35 @@ def test_a_step_that_only_the_far_place_has_is_refused(roots):
         assert ckpt.restore(state_at(0)) == 3
         save(ckpt, 4)
     assert_holds(roots[1], 1, 2, 3, 4)
+
+
+def test_the_call_of_save_asks_no_further_place(roots, monkeypatch):
+    with open_run(roots) as ckpt:
+        asked: list[int] = []  # the threads
+        caller, far = threading.get_ident(), ckpt._roots.runs[1].storage
+        for name in ("names", "free_bytes", "read", "put_new"):
+            real = getattr(far, name)
+            monkeypatch.setattr(
+                far, name, lambda *given, real=real: (asked.append(threading.get_ident()), real(*given))[1]
+            )
+        save(ckpt, 1, 2)
+        assert asked
+        assert caller not in asked
+
+
+def test_the_exit_copies_for_a_checkpointer_that_nobody_has_closed(roots, nursery):
+    ended = nursery.run(
+        """
+        import sys
+        from states import open_run, state_at
+        def train():
+            ckpt = open_run(sys.argv[1:])
+            ckpt.save(state_at(1), step=1).result()
+        train()
+        import gc; gc.collect()
+        """,
+        *roots,
+        whole_exit=True,
+    )
+    assert ended.status == 0, ended.err
+    assert_holds(roots[1], 1)
