@@ -200,6 +200,8 @@ class StepAdmission:
         """Raises at once what is known to refuse the step. On another rank than the one that decides, nothing is."""
         self.rolled_back = lineage.rolled_back
         self._lineage, self._run, self._call, self._agreement = lineage, run, call, agreement
+        # Before this process has taken the place; after that, what is committed there tells.
+        self._elsewhere = () if run.has_start else tuple(lineage.roots.known_elsewhere(run))
         self._is_done = False  # when it was asked, the step could be committed
         if agreement.decides:
             run.check_start()
@@ -220,7 +222,7 @@ class StepAdmission:
                 overwrite=self._call.overwrite,
                 rolled_back=self.rolled_back is not None,
                 retire=self._lineage.retire,
-                elsewhere=self._lineage.roots.known_elsewhere(self._run),
+                elsewhere=self._elsewhere,
             )
         self._is_done = True
 

@@ -116,7 +116,7 @@ class Soak:
         places: dict[str, Any] = {
             "disk": ([disk("disk")], disk("disk_weights"), {"max_bandwidth": 50_000_000}),
             "store": ([store("store")], store("store_weights"), {}),
-            "both": ([disk("both"), store("both")], disk("both_weights"), {"commit": "all"}),
+            "both": ([disk("both"), store("both")], disk("both_weights"), {}),
         }
         self.runs = {
             name: SoakedRun(self.soaked, roots, weights, self.rng, **options)
